@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from runs import run_of
+from runs import get_run
 from study.config.errors import UserError
 from study.host.folders import cache_directory
 from study.host.memory import GIB, can_lock
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
     from study.metrics import Meters
 
-__all__ = ["run_of"]
+__all__ = ["get_run"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
-        # The tests are of ranks on cores. A driver reads this when it is first asked, which no import above does.
+        # The tests run ranks on CPU cores. The driver reads this at its first use, which no import above causes.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # What the tests launch finds the operators that the installation built, whatever cache a test gives it.
+    # Launched processes find the operators that the installation built, with any cache.
     try:
         use_own_build(cache_directory())
     except UserError as refusal:
         raise pytest.UsageError(f"{refusal.problem}: {refusal.fix}") from None
 
 
-# What starts ranks, of tests/forked.py, engines.py, runs.py and sweeps.py: a module that imports one uses engines.
+# Names in tests/forked.py, engines.py, runs.py and sweeps.py that start ranks: a module that imports one uses engines.
 _STARTS_RANKS = {"fork_ranks", "fork_script", "launch", "start", "train", "trained", "run", "RunFactory"}
 
 
@@ -55,13 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Beside other tests two threads wait for each other's core, and a test that trains in this process takes minutes.
+    # Next to other tests two threads compete for one core, and training in this process takes minutes.
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def write_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Other causes of wrong releases than those of this repository."""
+    """Replace the causes of wrong releases with others."""
 
     def write(text: str) -> None:
         file = tmp_path / "causes.yaml"
@@ -75,7 +75,7 @@ def write_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
 @pytest.fixture
 def train_compiled() -> Iterator[Callable[..., tuple[list[int], int]]]:
-    """Trains a compiled model under meters: which steps used the code, and how many graphs were made for it."""
+    """Train a compiled model with meters and return the steps that ran its code, and the number of graphs."""
     torch._dynamo.reset()
     yield _train_compiled
     torch._dynamo.reset()
@@ -112,15 +112,15 @@ def _train_compiled(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium, headless, driven by playwright."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
+    """Start Debian's Chromium, headless, driven by playwright."""
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None:
         pytest.skip("no Chromium is installed: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # A container's root has no sandbox of its own to give.
+        # A container's root cannot have a sandbox.
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        running = playwright.chromium.launch(executable_path=found, args=arguments)
-        yield running
-        running.close()
+        chromium = playwright.chromium.launch(executable_path=executable, args=arguments)
+        yield chromium
+        chromium.close()

@@ -1,4 +1,4 @@
-"""Damage to files, and to the room for them, as several tests do it."""
+"""Damage to files, and limits on their size, for several tests."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ SNIPPETS = (
 )  # fmt: skip
 
 
-def damaged_bytes(whole: bytes, rng: random.Random) -> bytes:
-    """A file that a crash, a bad disk or an editor has been at."""
-    if not whole:
+def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Return the bytes with one random fault of a crash, a bad disk or an editor."""
+    if not content:
         return b"{}"
-    start = rng.randrange(len(whole))
-    end = min(len(whole), start + rng.choice((1, 1, 2, 8, 60)))
+    start = rng.randrange(len(content))
+    end = min(len(content), start + rng.choice((1, 1, 2, 8, 60)))
     kind = rng.randrange(6)
     if kind == 0:
-        return whole[:start]
+        return content[:start]
     if kind == 1:
-        return whole[:start] + whole[end:]
+        return content[:start] + content[end:]
     if kind == 2:
-        return whole[:end] + whole[start:]
+        return content[:end] + content[start:]
     if kind == 3:
-        return whole[:start] + rng.choice(SNIPPETS) + whole[start:]
+        return content[:start] + rng.choice(SNIPPETS) + content[start:]
     if kind == 4:
-        return whole[:start] + rng.choice(SNIPPETS) + whole[start + 1 :]
-    return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[start + 1 :]
+        return content[:start] + rng.choice(SNIPPETS) + content[start + 1 :]
+    return content[:start] + bytes([content[start] ^ 1 << rng.randrange(8)]) + content[start + 1 :]
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the path and value of each leaf of a JSON document."""
     if isinstance(tree, (dict, list)) and tree:
         for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(branch, (*path, key))
@@ -44,14 +45,15 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
         yield path, tree
 
 
-def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+def set_leaf(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Replace the value at a path of a JSON document."""
     for key in path[:-1]:
         tree = tree[key]
     tree[path[-1]] = value
 
 
 class Trap:
-    """Makes a folder where somebody unpickles it."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -68,7 +70,7 @@ def flip_a_bit(file: Path) -> None:
 
 @contextlib.contextmanager
 def no_file_larger_than(count: int) -> Iterator[None]:
-    """This process may write so many bytes to a file: as if the drive were full."""
+    """Limit the size of files that this process writes, as a full disk does."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

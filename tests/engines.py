@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-# First on PYTHONPATH, it is a box with a GPU and no CUDA toolkit.
+# First on PYTHONPATH, it imitates a machine with a GPU and without a CUDA toolkit.
 FAKE_GPU = ROOT / "tests" / "fakegpu"
-# On CPU a device is one core, and ranks must not fight over them.
+# Without a GPU a device is one core, and the ranks must not compete for cores.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -38,7 +38,7 @@ def launch(
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException:
-        # torchrun gives each rank a session of its own, and one that lives on would hold the pipes open for ever.
+        # torchrun starts each rank in a separate session, and a survivor would hold the pipes open for ever.
         family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
         for member in family:
@@ -50,9 +50,9 @@ def launch(
 
 
 def printed_json(result: subprocess.CompletedProcess[str], marker: str = "PROBE ") -> list[Any]:
-    """The documents a probe printed behind the marker, one per rank, in the order of the ranks."""
+    """Return the documents that a probe printed after the marker, one per rank, in rank order."""
     assert result.returncode == 0, f"{' '.join(result.args)}\n{result.stdout[-2000:]}\n{result.stderr[-6000:]}"
-    # Two ranks may print on one line: each document ends where its JSON does.
+    # Two ranks may print on one line: each document ends with its JSON.
     decoder = json.JSONDecoder()
     documents = [decoder.raw_decode(text)[0] for text in result.stdout.split(marker)[1:]]
     return sorted(documents, key=lambda document: document["rank"])

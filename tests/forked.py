@@ -1,8 +1,8 @@
-"""Runs of a real engine without the seconds that each spends on imports: forks of study/sweep/fork_server.py.
+"""Runs of a real engine without the time that each needs for imports: forks of study/sweep/fork_server.py.
 
-Four fifths of what a test's run costs are the imports of its ranks and of the launcher. A fork is a process of its own
-all the same, with the environment that `accelerate launch` would give it, and it ends with its run. Where a test looks
-at the launcher, at what a process imports or at its memory, it uses engines.launch.
+The imports of its ranks and of the launcher are four fifths of the cost of a test's run. A fork is still a separate
+process with the environment of `accelerate launch`, and it ends with its run. Tests of the launcher, of imports or of a
+process's memory use engines.launch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from study.sweep import fork_server
 def fork_ranks(
     strategy: str, script: str | Path, *args: str, ranks: int = 2, timeout: float = 180
 ) -> subprocess.CompletedProcess[str]:
-    """As engines.launch, with the same result; no process survives this call."""
-    # The ranks meet there, as in the launcher's own.
+    """Run the script as engines.launch does, with the same result; no process survives this call."""
+    # The ranks rendezvous there, as in the launcher's store.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    # An absolute path stands for itself.
+    # An absolute path stays as it is.
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     launched = ["--config_file", str(file), "--num_processes", str(ranks)]
     return _ask(
@@ -45,7 +45,7 @@ def fork_script(
     script: str | Path, *args: str, folder: Path, environment: Mapping[str, str], read_at_import: Mapping[str, str],
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """As `python SCRIPT` in the folder. Variables that a library reads when it is imported go into the last mapping."""
+    """Run `python SCRIPT` in the folder. `read_at_import` has the variables that libraries read at import."""
     return _ask(
         _server(tuple(sorted(read_at_import.items()))), timeout, command=[str(script), *args], launch=None, ranks=1,
         folder=str(folder), environment={**environment, **read_at_import},
@@ -63,13 +63,13 @@ def _ask(address: str, timeout: float, **request: Any) -> subprocess.CompletedPr
             status = json.loads(connection.recv(64))
         except TimeoutError:
             raise subprocess.TimeoutExpired(request["command"], timeout) from None
-        said = [file.read_text(errors="replace") if file.exists() else "" for file in files]
-    return subprocess.CompletedProcess(request["command"], status, *said)
+        outputs = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+    return subprocess.CompletedProcess(request["command"], status, *outputs)
 
 
 @functools.cache
 def _server(read_at_import: tuple[tuple[str, str], ...] = ()) -> str:
-    """Where one listens whose libraries were imported with these variables."""
+    """Return the address of a server whose libraries were imported with these variables."""
     folder = tempfile.TemporaryDirectory()
     address = str(Path(folder.name) / "socket")
     process = subprocess.Popen(

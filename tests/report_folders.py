@@ -1,4 +1,4 @@
-"""Reports to build into: a copy of one in git, and what a folder holds."""
+"""Records and folders for tests that build reports."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from study.records.frames import Records, read_parquet
 
 @functools.cache
 def laptop() -> Records:
+    """Return the committed records of the laptop suite."""
     return read_parquet(REPOSITORY / "reports" / "laptop")
 
 
 @functools.cache
 def few() -> Records:
-    """Of the laptop's records what has a loss to compare and an offload, where any report will do."""
+    """Return laptop records of four strategies, with a baseline and an offload: enough for any report."""
     records = laptop()
-    arms = records.runs["strategy"].isin(["single", "ddp", "zero2", "zero2_cpu"])
-    runs = records.runs[arms & (records.runs["task"] == "gpt-wikitext")]
+    is_included = records.runs["strategy"].isin(["single", "ddp", "zero2", "zero2_cpu"])
+    runs = records.runs[is_included & (records.runs["task"] == "gpt-wikitext")]
     return dataclasses.replace(records, runs=runs, steps=records.steps[records.steps["run"].isin(runs["run"])])
 
 
 def committed(folder: Path) -> Path:
+    """Copy the committed laptop report into a folder."""
     return Path(shutil.copytree(REPOSITORY / "reports" / "laptop", folder / "report"))
 
 

@@ -1,4 +1,4 @@
-"""Runs of study/train.py that several tests look at, each made once a session."""
+"""Runs of study/train.py that several tests read, each made once per session."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from filelock import FileLock
 
 from engines import launch
 from forked import fork_ranks
-from strategy_files import ranks_of
+from strategy_files import default_ranks
 from study.records.directory import Run, read_run
 
 RunFactory = Callable[..., Run]
 
-# Small, and unlike every default that could hide a mismatch: decay, warm-up, and a clipping that bites.
+# Small, and different from every default that could hide a mismatch: decay, warm-up, and an effective clipping.
 FLAGS = (
     "--scale", "laptop", "--max_steps", "8", "--global_batch_size", "8", "--seq_length", "32", "--train_samples", "64",
     "--eval_samples", "24", "--weight_decay", "0.01", "--warmup_ratio", "0.25", "--max_grad_norm", "0.5",
     "--eval_steps", "4", "--logging_steps", "3",
 )  # fmt: skip
-# Without dropout arms differ only in the order of floating-point sums.
+# Without dropout, strategies differ only in the order of floating-point sums.
 FP32_RELATIVE = 1e-5
 
 
@@ -38,7 +38,7 @@ def train(
     launched: bool = False,
     script: str = "study/train.py",
 ) -> subprocess.CompletedProcess[str]:
-    """In forks, or launched as a user does."""
+    """Train in forks, or through the launcher as a user does."""
     nvme = output_dir.parent / "nvme"
     return (launch if launched else fork_ranks)(
         strategy, script, *FLAGS, "--output_dir", str(output_dir), "--nvme_path", str(nvme), *flags,
@@ -47,8 +47,8 @@ def train(
 
 
 def trained(strategy: str, output_dir: Path, *flags: str, ranks: int | None = None, **how: Any) -> Run:
-    """The record of a run that ended well; another one fails with the last that it said."""
-    result = train(strategy, output_dir, *flags, ranks=ranks or ranks_of(strategy), **how)
+    """Return the record of a successful run; a failed one raises with the end of its output."""
+    result = train(strategy, output_dir, *flags, ranks=ranks or default_ranks(strategy), **how)
     log = output_dir / "log.txt"
     written = log.read_text(errors="replace")[-3000:] if log.exists() else "no log"
     assert result.returncode == 0, f"{result.stderr[-3000:]}\n{written}"
@@ -56,52 +56,55 @@ def trained(strategy: str, output_dir: Path, *flags: str, ranks: int | None = No
 
 
 @pytest.fixture(scope="session")
-def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
-    """The finished run of a strategy with these flags; a second request gets the first one's record."""
-    made: dict[tuple[str, ...], Run] = {}
+def get_run(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
+    """Return a function that gives the finished run of a strategy with these flags, from its record after the first
+    call.
+    """
+    runs: dict[tuple[str, ...], Run] = {}
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # Each process of pytest-xdist has a folder of its own below the session's.
+        # A process of pytest-xdist has a folder below the session's, which all processes share.
         root = root.parent
 
     def make(strategy: str, *flags: str, ranks: int | None = None) -> Run:
-        ranks = ranks or ranks_of(strategy)
+        ranks = ranks or default_ranks(strategy)
         key = (strategy, str(ranks), *flags)
-        if key not in made:
+        if key not in runs:
             output_dir = root / "runs" / f"{strategy}-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
             output_dir.parent.mkdir(exist_ok=True)
             with FileLock(f"{output_dir}.lock"):
                 if not output_dir.exists():
                     trained(strategy, output_dir, *flags, ranks=ranks)
-            made[key] = read_run(output_dir)
-            assert made[key].state == "ok", made[key].status
-        return made[key]
+            runs[key] = read_run(output_dir)
+            assert runs[key].state == "ok", runs[key].status
+        return runs[key]
 
     return make
 
 
-def by_one_rank(run_of: RunFactory, task: str, *flags: str) -> Run:
-    """Which cuts each step in two."""
-    return run_of("single", "--task", task, "--per_device_train_batch_size", "4", *flags)
+def by_one_rank(get_run: RunFactory, task: str, *flags: str) -> Run:
+    """Return the run of `single`, with each step cut into two micro-batches."""
+    return get_run("single", "--task", task, "--per_device_train_batch_size", "4", *flags)
 
 
 def losses(run: Run) -> list[float]:
+    """Return the loss of each step."""
     return [row["loss"] for row in run.steps]
 
 
 def assert_same_training(arm: Run, single: Run) -> None:
-    """Eight steps, two evaluations and what they start from, by the fp32 tolerances."""
+    """Assert equal steps, evaluations, initial weights and optimizer settings, within the fp32 tolerances."""
     assert len(arm.steps) == len(single.steps) == 8
     for key, relative in (("loss", FP32_RELATIVE), ("grad_norm", 1e-4), ("lr", 1e-9)):
-        found, expected = ([row[key] for row in run.steps] for run in (arm, single))
+        values, expected = ([row[key] for row in run.steps] for run in (arm, single))
         if key == "grad_norm" and arm.engine["zero_stage"] == 0:
             # DeepSpeed without ZeRO clips fp32 gradients and reports no norm.
             expected = [None] * 8
-        assert found == (expected if None in expected else pytest.approx(expected, rel=relative)), key
+        assert values == (expected if None in expected else pytest.approx(expected, rel=relative)), key
     assert [row["samples_hash"] for row in arm.steps] == [row["samples_hash"] for row in single.steps]
     assert [row["step"] for row in arm.evals] == [4, 8]
-    for row, wanted in zip(arm.evals, single.evals, strict=True):
-        assert row == pytest.approx(wanted, rel=FP32_RELATIVE)
+    for row, expected_row in zip(arm.evals, single.evals, strict=True):
+        assert row == pytest.approx(expected_row, rel=FP32_RELATIVE)
     for key in ("initial_weights_sha256", "optimizer_settings"):
         assert arm.engine[key] == single.engine[key], key
     assert arm.summary["tokens"] == single.summary["tokens"]

@@ -1,6 +1,6 @@
-"""What each file of accelerate_configs/ says, value by value: what all share, and what its name means.
+"""Expected values of every file in accelerate_configs/: those that all share, and those that its name implies.
 
-A new strategy needs one line in STRATEGIES here. What else it needs: accelerate_configs/README.md.
+A new strategy needs one line in STRATEGIES. accelerate_configs/README.md lists its other parts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from study.config.strategies import WITH_REPLICAS
 
-# What each name means: the ZeRO stage, where the optimizer's state lives and where the parameters live.
+# Meaning of each name: ZeRO stage, place of the optimizer's state, place of the parameters.
 STRATEGIES: dict[str, tuple[int | None, str | None, str | None]] = {
     "single": (None, None, None), "ddp": (None, None, None), "fsdp2": (None, None, None),
     "hsdp": (None, None, None), "zero3_hpz": (3, None, None), "tp": (None, None, None), "cp": (None, None, None),
@@ -34,13 +34,13 @@ _FSDP = {
 }  # fmt: skip
 _SEQUENCE = {"parallelism_config_sp_size": 2, "parallelism_config_sp_backend": "deepspeed"}
 _MESHES = {
-    # Two copies, each over two ranks.
+    # Two replicas of two ranks.
     "hsdp": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
     "tp": {"parallelism_config_tp_size": 2},
     "cp": {"parallelism_config_cp_size": 2, "parallelism_config_cp_comm_strategy": "allgather"},
     "ulysses_zero1": _SEQUENCE, "ulysses_zero2": _SEQUENCE, "ulysses_zero3": _SEQUENCE,
 }  # fmt: skip
-# Every value whose DeepSpeed default would otherwise decide a comparison unseen; flags of a run decide what is auto.
+# Every value whose DeepSpeed default would otherwise affect a comparison; the run's flags set each `auto`.
 _JSON = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
     "gradient_clipping": 1.0, "zero_force_ds_cpu_optimizer": True,
@@ -63,32 +63,38 @@ _AIO = {
 }  # fmt: skip
 
 
-def ranks_of(name: str) -> int:
+def default_ranks(name: str) -> int:
+    """Return the number of processes in the strategy's file."""
     return 1 if name == "single" else 4 if name in WITH_REPLICAS else 2
 
 
-def wanted_yaml(name: str) -> dict[str, Any]:
-    wanted = _YAML | {"distributed_type": _DISTRIBUTED_TYPES.get(name, "DEEPSPEED"), "num_processes": ranks_of(name)}
+def expected_yaml(name: str) -> dict[str, Any]:
+    """Return the values that accelerate_configs/NAME.yaml must have."""
+    values = _YAML | {
+        "distributed_type": _DISTRIBUTED_TYPES.get(name, "DEEPSPEED"),
+        "num_processes": default_ranks(name),
+    }
     if name in WITH_DEEPSPEED:
-        wanted["deepspeed_config"] = {
+        values["deepspeed_config"] = {
             "deepspeed_config_file": f"accelerate_configs/deepspeed/{name}.json",
             "deepspeed_multinode_launcher": "standard",
-            # transformers refuses to load a model in parts where its layers are to be divided.
+            # transformers cannot load a model in parts if its layers are tensor-parallel.
             "zero3_init_flag": STRATEGIES[name][0] == 3 and not name.endswith("_tp"),
         }
-    wanted |= {"fsdp_config": _FSDP} if wanted["distributed_type"] == "FSDP" else {}
-    return wanted | ({"parallelism_config": _MESHES[name]} if name in _MESHES else {})
+    values |= {"fsdp_config": _FSDP} if values["distributed_type"] == "FSDP" else {}
+    return values | ({"parallelism_config": _MESHES[name]} if name in _MESHES else {})
 
 
-def wanted_json(name: str) -> dict[str, Any]:
+def expected_json(name: str) -> dict[str, Any]:
+    """Return the values that accelerate_configs/deepspeed/NAME.json must have."""
     stage, optimizer, parameters = STRATEGIES[name]
-    # DeepSpeed's default for the stage.
+    # DeepSpeed's default for this stage.
     zero: dict[str, Any] = {**_ZERO, "stage": stage, "overlap_comm": stage == 3}
     if stage == 3:
-        # A parameter from NVMe occupies one of few swap buffers until it is released: none may wait for its next use.
+        # A parameter from NVMe occupies one of few swap buffers until its release, so none may stay for its next use.
         zero |= _STAGE3 | {"stage3_max_reuse_distance": 0 if parameters == "nvme" else 1_000_000_000}
     zero |= {"zero_hpz_partition_size": 2} if name == "zero3_hpz" else {}
     zero |= {"offload_optimizer": _OPTIMIZER[optimizer]} if optimizer else {}
     zero |= {"offload_param": _PARAMETERS[parameters]} if parameters else {}
-    own = {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": False}} if name.endswith("_tp") else {}
-    return {**_JSON, "zero_optimization": zero, **own, **({"aio": _AIO} if "nvme" in (optimizer, parameters) else {})}
+    extra = {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": False}} if name.endswith("_tp") else {}
+    return {**_JSON, "zero_optimization": zero, **extra, **({"aio": _AIO} if "nvme" in (optimizer, parameters) else {})}

@@ -1,4 +1,4 @@
-"""Small suites and real sweeps over them, as a user starts them, and what can be done to their processes."""
+"""Small suites, real sweeps over them as a user starts them, and their processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from study.sweep.search import Search
 from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite
 
 ROOT = Path(__file__).resolve().parent.parent
-# Two steps of next to nothing: what these tests look at is what stands around the training.
+# Two short steps: these tests are about the processes around the training.
 TINY = {
     "scale": "laptop", "task": "gpt-wikitext", "max_steps": 2, "seq_length": 16, "train_samples": 32, "eval_samples": 8,
     "global_batch_size": 4, "time_limit_s": 540,
 }  # fmt: skip
-# Never done by itself within any test's patience, and writes a row every step.
+# It never ends by itself within a test's time, and writes a row every step.
 ENDLESS = {**TINY, "max_steps": 1_000_000, "logging_steps": 1}
 
 
 def write_suite(folder: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] = TINY, **grid: Any) -> Path:
+    """Write a suite of one grid over these axes and return its file."""
     file = folder / "tiny.yaml"
     document = {
         "name": "tiny",
@@ -54,6 +55,7 @@ def shipped() -> dict[str, Suite]:
 
 
 def gpu_suites() -> list[str]:
+    """Return the names of the suites that need GPUs."""
     return [name for name, suite in shipped().items() if suite.requires.gpus]
 
 
@@ -63,17 +65,19 @@ def gpu_suites_with_cells() -> list[str]:
 
 
 def box_for(name: str) -> Box:
-    wanted = shipped()[name].requires
-    nodes = wanted.gpus // (wanted.gpus_per_node or wanted.gpus)
-    return Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib, nodes)
+    """Return the smallest machine that meets the requirements of a shipped suite."""
+    requirements = shipped()[name].requires
+    nodes = requirements.gpus // (requirements.gpus_per_node or requirements.gpus)
+    return Box((requirements.gpu_memory_gib,) * requirements.gpus, requirements.host_memory_gib, nodes)
 
 
 @functools.cache
 def planned(name: str) -> list[Cell | Search]:
+    """Return cells and searches of a shipped suite on its smallest machine."""
     return plan_cells(shipped()[name], box_for(name))
 
 
-def cells_of(name: str) -> list[Cell]:
+def planned_cells(name: str) -> list[Cell]:
     return [cell for cell in planned(name) if isinstance(cell, Cell)]
 
 
@@ -101,32 +105,33 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def processes_of(runs: Path) -> list[psutil.Process]:
-    """Every living process that a sweep over these runs has started."""
-    found = []
+def list_processes(runs: Path) -> list[psutil.Process]:
+    """Return every living process that a sweep over these runs has started."""
+    processes = []
     for process in psutil.process_iter():
         try:
             belongs = process.environ().get("ZERO_STUDY_SWEEP_DIRECTORY", "").startswith(str(runs))
             if belongs and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return processes
 
 
-def ranks_of(runs: Path) -> list[psutil.Process]:
-    """The processes that train, and not the launcher, which has the script's name further back."""
-    found = []
-    for process in processes_of(runs):
+def list_ranks(runs: Path) -> list[psutil.Process]:
+    """Return the training processes, without the launcher, whose arguments have the script's name later."""
+    ranks = []
+    for process in list_processes(runs):
         try:
             if any(part.endswith("study/train.py") for part in process.cmdline()[1:3]):
-                found.append(process)
+                ranks.append(process)
         except psutil.Error:
             continue
-    return found
+    return ranks
 
 
 def wait_until(holds: Callable[[], Any], seconds: float = 120) -> Any:
+    """Return the first true result of the function; AssertionError after the timeout."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := holds():
@@ -136,5 +141,6 @@ def wait_until(holds: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def only_cell(runs: Path) -> Path:
+    """Return the folder of the only cell with a status."""
     (cell,) = [file.parent for file in (runs / "tiny").glob("*/status.json")]
     return cell

@@ -1,4 +1,4 @@
-"""Run directories as a study leaves them, without training: any number, quickly, each figure a known one."""
+"""Run directories as the study writes them, made without training: fast, in any number, with known figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from study.report.document import Answer
 
 GIB = 2**30
 PARAMETERS = 2_500_000
-# What a strategy costs beside DDP, and where it holds what; round figures, so that a test can say what it expects.
+# Cost of each strategy relative to DDP, and the place of its state; round figures keep the expected values simple.
 SLOWER = {"single": 1.8, "zero1": 1.1, "zero2": 1.1, "zero3": 1.5, "fsdp2": 1.4}
 STARTED = "2026-03-01T10:{:02d}:{:02d}+00:00"
 
@@ -46,10 +46,10 @@ def write_run(
     samples: str = "",
     machines: int = 1,
 ) -> Path:
-    """One record that agrees with itself. `config`, `engine` and `environment` replace what is given of them."""
+    """Write one consistent record. `config`, `engine` and `environment` override single values."""
     ranks = ranks or (1 if strategy == "single" else 2)
-    asked = {"task": "gpt-wikitext", "max_steps": steps, "seed": seed, "eval_steps": max(1, steps // 2)}
-    run_config = resolved(RunConfig.from_dict(asked | dict(config or {}), "synthetic"), accelerator_visible=False)
+    flags = {"task": "gpt-wikitext", "max_steps": steps, "seed": seed, "eval_steps": max(1, steps // 2)}
+    run_config = resolved(RunConfig.from_dict(flags | dict(config or {}), "synthetic"), accelerator_visible=False)
     path = root / (name or f"{run_config.run_id(strategy, ranks)}-r{repeat}")
     path.mkdir(parents=True)
     rng = random.Random(f"{path.name}")
@@ -65,7 +65,7 @@ def write_run(
         evals = [{"step": step, "eval_loss": loss, "perplexity": math.exp(loss)} for step, loss in losses.items()]
         documents |= _measurements(run_config, strategy, ranks, gpu, rows, evals, rng)
         if machines > 1:
-            # All that this strategy sends but a tenth: what stays within a machine.
+            # 90 % of the traffic crosses machines; the rest stays within one.
             across = 0.9 * documents["summary.json"]["sent_bytes_per_step"]
             documents["traffic.json"] |= {
                 "ranks_per_machine": ranks // machines, "across_machines_bytes_per_rank": across,
@@ -89,38 +89,38 @@ def write_run(
 
 
 def without_seal(path: Path) -> dict[str, Any]:
-    """Also what a killed run leaves; gives the status."""
+    """Remove the seal, which a killed run lacks too, and return the status."""
     status = json.loads((path / "status.json").read_text())
     status = {key: value for key, value in status.items() if key not in SEAL}
     (path / "status.json").write_text(json.dumps(status, indent=2) + "\n")
     return status
 
 
-def seal_anew(path: Path) -> None:
-    """What was changed is then what the record says."""
+def reseal(path: Path) -> None:
+    """Seal the record with its present contents."""
     (path / "status.json").write_text(json.dumps(seal(path, without_seal(path)), indent=2) + "\n")
 
 
 def with_steps(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Another history, told the same everywhere, and sealed."""
+    """Rewrite the rows of all steps, update the summary, and seal the record."""
     rows = [change(json.loads(line)) for line in (path / "steps.jsonl").read_text().splitlines()]
     (path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if (path / "summary.json").exists():
         summary = json.loads((path / "summary.json").read_text())
         summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
         (path / "summary.json").write_text(json.dumps(summary))
-    seal_anew(path)
+    reseal(path)
 
 
 def as_never_started(cell: Path) -> None:
-    """A sweep alone wrote of it."""
+    """Reduce a cell to the files that a sweep writes before the run starts."""
     for name in ("config.json", "engine.json", "environment.json"):
         (cell / name).unlink()
     without_seal(cell)
 
 
 def write_study(root: Path, runs: int, steps: int, **more: Any) -> list[Path]:
-    """Every strategy over as many seeds as it takes."""
+    """Write runs of every strategy, with as many seeds as the number of runs needs."""
     paths = []
     for number in range(runs):
         strategy = STUDIED_STRATEGIES[number % len(STUDIED_STRATEGIES)]
@@ -145,8 +145,8 @@ def _rows(
 
 
 def _environment(gpu: bool, machines: int) -> dict[str, Any]:
-    other = {"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}] if gpu else []}
-    return ({"other_machines": [other] * (machines - 1)} if machines > 1 else {}) | {
+    machine = {"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}] if gpu else []}
+    return ({"other_machines": [machine] * (machines - 1)} if machines > 1 else {}) | {
         "python": "3.11.7", "packages": {"torch": "2.13.0", "accelerate": "1.15.0", "transformers": "5.23.0"},
         "git_commit": "0" * 40, "cpu": "Synthetic processor", "cpu_cores": 8, "threads_per_rank": 1,
         "host_memory_gib": 64.0, "devices": [{"name": "Synthetic GPU", "memory_gib": 24.0}] if gpu else [],
@@ -176,7 +176,7 @@ def _engine(config: RunConfig, strategy: str, ranks: int, virtual: bool) -> dict
 
 
 def profile(steps: int, profiled: int, device: str) -> dict[str, Any]:
-    """90 ms of work in 80 ms, of a step of 100 ms: one in ten of its milliseconds is work beside other work."""
+    """Return a profile of a step of 100 ms: 90 ms of operations in 80 ms, so one tenth of the step is overlap."""
     ms = {"matmul": 40, "attention": 10, "elementwise": 15, "optimizer": 5, "copies": 4, "collectives": 10, "other": 6}
     return {
         "device": device, "steps": list(range(steps - profiled + 1, steps + 1)), "wall_s_per_step": 0.1,
@@ -190,10 +190,10 @@ def profile(steps: int, profiled: int, device: str) -> dict[str, Any]:
 
 
 def state_bytes(strategy: str, ranks: int) -> dict[str, dict[str, float]]:
-    """Twelve bytes of optimizer under ZeRO, eight elsewhere; what a stage shards is divided by the ranks."""
+    """Return a rank's state bytes: optimizer 12 per parameter with ZeRO, else 8; sharded kinds divided by the ranks."""
     file = read_strategy(strategy)
     stage = 3 if strategy == "fsdp2" else file.zero_stage or 0
-    whole = {
+    sizes = {
         "params": 4 * PARAMETERS,
         "grads": 4 * PARAMETERS,
         "optimizer": (12 if file.zero_stage else 8) * PARAMETERS,
@@ -201,12 +201,12 @@ def state_bytes(strategy: str, ranks: int) -> dict[str, dict[str, float]]:
     sharded = {"params": stage >= 3, "grads": stage >= 2, "optimizer": stage >= 1}
     places = {"params": file.offload_device("param"), "optimizer": file.offload_device("optimizer")}
     state: dict[str, dict[str, float]] = {}
-    for kind, size in whole.items():
-        held: dict[str, float] = {"device": 0, "host": 0, "nvme": 0}
-        held[{"cpu": "host", "nvme": "nvme"}.get(places.get(kind) or "", "device")] = size // (
+    for kind, size in sizes.items():
+        place_bytes: dict[str, float] = {"device": 0, "host": 0, "nvme": 0}
+        place_bytes[{"cpu": "host", "nvme": "nvme"}.get(places.get(kind) or "", "device")] = size // (
             ranks if sharded[kind] else 1
         )
-        state[kind] = held
+        state[kind] = place_bytes
     return state
 
 
@@ -220,9 +220,10 @@ def _measurements(
     rng: Any,
 ) -> dict[str, Any]:
     state = state_bytes(strategy, ranks)
-    held = sum(kinds["device"] for kinds in state.values()) / GIB
+    state_gib = sum(kinds["device"] for kinds in state.values()) / GIB
     activations = 0.5 * config.global_batch_size / ranks / 16
-    used = {"allocated": held + activations, "reserved": held + activations + 0.2, "device": held + activations + 1.0}
+    allocated = state_gib + activations
+    used = {"allocated": allocated, "reserved": allocated + 0.2, "device": allocated + 1.0}
     phase = {
         **(used if gpu else dict.fromkeys(used)),
         "host": 1.5 + sum(kinds["host"] for kinds in state.values()) / GIB,
@@ -233,7 +234,7 @@ def _measurements(
         "step_time_s_p90": times[-1 - len(times) // 10],
     }  # fmt: skip
     sent = {"single": 0, "zero3": 8 * PARAMETERS, "fsdp2": 10 * PARAMETERS}.get(strategy, 4 * PARAMETERS)
-    # Another figure, so that neither is taken for the other; and in another proportion between arms.
+    # Differs from the sent bytes, also in its ratio between strategies, so that a test notices a mix-up.
     payload = sent * (3 if strategy == "zero3" else 2)
     collectives = (
         {"all_reduce": {"calls": 2, "payload_bytes": payload, "wire_bytes_per_rank": float(sent)}} if sent else {}
@@ -266,7 +267,7 @@ def _measurements(
 
 
 __all__ = [
-    "PARAMETERS", "REPOSITORY", "answered", "as_never_started", "seal_anew", "state_bytes", "with_steps",
+    "PARAMETERS", "REPOSITORY", "answered", "as_never_started", "reseal", "state_bytes", "with_steps",
     "without_seal", "write_run", "write_study",
 ]  # fmt: skip
 

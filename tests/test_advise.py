@@ -1,4 +1,4 @@
-"""`study advise`: what fits, what it recommends, and files that the real launcher takes as they are."""
+"""`study advise`: fitting strategies, the recommendation, and files that the real launcher accepts unchanged."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TINY = AdviceRequest(model_shape("gpt-tiny"), box_of("2xL4"), 32, "bf16", gradie
 
 @functools.cache
 def output_of(command: str, model: str, hardware: str, *flags: str) -> tuple[int, str]:
-    """Exit status and output of one command, which takes seconds of CPU and is run once."""
+    """Return exit status and output of one command, which takes seconds of CPU and runs once."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = main([command, "--model_name_or_path", model, "--hardware", hardware, *flags])
@@ -69,8 +69,8 @@ def page_of(model: str, hardware: str, *flags: str, status: int = 0) -> str:
 
 
 def document_of(command: str, model: str, hardware: str, *flags: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(output_of(command, model, hardware, *flags, "--json")[1])
-    return found
+    document: dict[str, Any] = json.loads(output_of(command, model, hardware, *flags, "--json")[1])
+    return document
 
 
 def row_of(page: str, strategy: str) -> list[str]:
@@ -107,7 +107,7 @@ def test_every_strategy_is_there_with_the_largest_micro_batch_that_fits(eight_b:
         assert option.cost_per_million_tokens == pytest.approx(8 * 2.0 / 3600 / option.tokens_per_s * 1e6)
 
 
-def test_the_recommended_is_the_fastest_and_says_how_sure_it_is(eight_b: Advice) -> None:
+def test_the_recommended_is_the_fastest_and_states_its_confidence(eight_b: Advice) -> None:
     sure = [option for option in eight_b.options if option.is_sure]
     fastest = max(option.tokens_per_s for option in sure)
     equal = {option.name for option in sure if option.tokens_per_s >= (1 - AS_FAST) * fastest}
@@ -116,7 +116,7 @@ def test_the_recommended_is_the_fastest_and_says_how_sure_it_is(eight_b: Advice)
     assert "its 90 % bound fits, with " in how_sure(eight_b)
     both = tuple(option for option in eight_b.options if option.name in ("zero3", "zero3_cpu") and option.fits)
     assert len(both) == 2
-    # The time of an offload was not validated, so nothing is surely faster than it.
+    # The step time of an offload is not validated, so no option is certainly faster.
     assert "step times are not validated here" in how_sure(dataclasses.replace(eight_b, options=both))
 
 
@@ -148,7 +148,7 @@ def test_zero1_is_advised_on_one_gpu_for_its_16_bit_weights() -> None:
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("gpt2-xl", "A100-40"), ("gpt2", "L4"), ("bert-large-uncased", "T4")])
-def test_no_offload_is_ahead_on_one_gpu_where_the_same_fits_without_it(model: str, hardware: str) -> None:
+def test_no_offload_is_ahead_on_one_gpu_if_the_same_fits_without_it(model: str, hardware: str) -> None:
     shape, box = model_shape(model), box_of(hardware)
     precision = "fp16" if hardware == "T4" else "bf16"
     advice = advise(AdviceRequest(shape, box, min(shape.positions or 512, 1024), precision, global_batch=64))
@@ -165,17 +165,17 @@ def test_no_offload_is_ahead_on_one_gpu_where_the_same_fits_without_it(model: st
         assert step.value < option.time.step_s.value, option.name
 
 
-def test_candidates_are_what_trains_on_the_box() -> None:
+def test_candidates_are_the_strategies_that_train_on_the_hardware() -> None:
     for precision, names in (("bf16", {"single", "zero1"}), ("fp16", {"single", "zero1"}), ("fp32", {"single"})):
-        found = candidates(AdviceRequest(model_shape("gpt2"), box_of("L4"), 128, precision))
-        assert {name for name in found if not read_strategy(name).offloads} == names
+        names_found = candidates(AdviceRequest(model_shape("gpt2"), box_of("L4"), 128, precision))
+        assert {name for name in names_found if not read_strategy(name).offloads} == names
     for box, replicas in (("8xL4", set()), ("8x1xL4", set()), ("4x4xL4", set(WITH_REPLICAS))):
-        found = candidates(AdviceRequest(model_shape("gpt2-xl"), box_of(box), 1024, "bf16"))
-        assert set(WITH_REPLICAS) & set(found) == replicas
+        names_found = candidates(AdviceRequest(model_shape("gpt2-xl"), box_of(box), 1024, "bf16"))
+        assert set(WITH_REPLICAS) & set(names_found) == replicas
 
 
 def test_nvme_that_nothing_would_be_swapped_to_is_not_advised() -> None:
-    """A run would load the model and then fail: DeepSpeed swaps no part below a mebibyte."""
+    """A run would load the model and then fail: DeepSpeed swaps no tensor below 1 MiB."""
     shape = with_adapters(model_shape("gpt2-xl"), 8)
     names = ("zero3_nvme", "zero3_nvme_optimizer")
     for box, fit in (("A100", True), ("64x8xA100", False)):
@@ -183,7 +183,7 @@ def test_nvme_that_nothing_would_be_swapped_to_is_not_advised() -> None:
             assert (option.fits, "is swapped" in option.why) == (fit, not fit), (box, option.name)
 
 
-def test_the_command_for_this_study_trains_what_was_advised(tmp_path: Path) -> None:
+def test_the_command_for_this_study_trains_the_advised_option(tmp_path: Path) -> None:
     best = best_of(AdviceRequest(with_adapters(model_shape("gpt2-xl"), 16), box_of("2xA100"), 1024, "bf16"), "zero2")
     command = write_files(best, tmp_path, "drive", "gpt2-xl").of_study or ""
     assert command.endswith("--peft lora --lora_rank 16")
@@ -193,7 +193,7 @@ def test_the_command_for_this_study_trains_what_was_advised(tmp_path: Path) -> N
     nodes = best_of(dataclasses.replace(TINY, box=box_of("2x2xL4"), global_batch=8), "zero2")
     document = read_yaml(write_files(nodes, tmp_path / "nodes", "drive", "gpt-tiny").accelerate)
     assert (document["num_machines"], document["num_processes"]) == (2, 4)
-    # A folder is named in full, and there is nothing to load from sizes.
+    # A folder's path is printed in full, and a model given by sizes has nothing to load.
     assert "--model_name_or_path some/gpt2 " in (write_files(best, tmp_path, "drive", "some/gpt2").of_study or "")
     assert write_files(best, tmp_path, "drive", SIZES).of_study is None
     chunked = best_of(dataclasses.replace(TINY, chunked_loss=True), "zero2")
@@ -212,17 +212,17 @@ def test_a_printed_command_needs_the_memory_that_was_advised(
     question = AdviceRequest(shape, box_of(box), 512, precision, attention="eager", global_batch=64)
     advised = [option for option in advise(question).options if option.fits]
     commands = {option.name: write_files(option, tmp_path, "drive", model) for option in advised}
-    # Under FSDP this study gathers fp32, and Accelerate 16 bits for a program of the user's.
+    # With FSDP this study gathers fp32, and Accelerate gathers 16 bits for a user's program.
     without = {name for name, files in commands.items() if files.of_study is None}
     assert without == (set() if precision == "fp32" else {"fsdp2", "hsdp"} & commands.keys())
     for option in advised:
-        asked, files = option.request, commands[option.name]
+        advised_request, files = option.request, commands[option.name]
         if files.of_study is None:
             continue
         config = resolved(parse_command_line(files.of_study.partition("study/train.py ")[2].split()), True)
-        plan = config.batch_plan(asked.box.ranks)
+        plan = config.batch_plan(advised_request.box.ranks)
         sizes = plan.per_device_train_batch_size, plan.gradient_accumulation_steps
-        request = request_for(option.name, config, asked.box, *sizes)
+        request = request_for(option.name, config, advised_request.box, *sizes)
         if files.deepspeed is not None:
             strategy = dataclasses.replace(request.strategy, deepspeed=json.loads(files.deepspeed.read_text()))
             request = dataclasses.replace(request, strategy=strategy)
@@ -230,41 +230,45 @@ def test_a_printed_command_needs_the_memory_that_was_advised(
 
 
 def _at_speed(option: Option, tokens_per_s: float, error: float | None) -> Option:
-    """The same option, as if its time were another."""
+    """Return the same option with another step time."""
     assert option.time is not None
     seconds = 1 / tokens_per_s
     ends = (None, None) if error is None else ((1 - error) * seconds, (1 + error) * seconds)
-    each = Estimate(tokens_per_s / option.request.box.ranks)
-    time = dataclasses.replace(option.time, step_s=Estimate(seconds, *ends), tokens_per_s_per_gpu=each)
+    per_gpu = Estimate(tokens_per_s / option.request.box.ranks)
+    time = dataclasses.replace(option.time, step_s=Estimate(seconds, *ends), tokens_per_s_per_gpu=per_gpu)
     return dataclasses.replace(option, time=time)
 
 
 @pytest.mark.parametrize(("times", "first"), [(0.9, "zero2_cpu"), (1.1, "zero2")])
-def test_an_offload_is_taken_where_it_is_ahead_by_more_than_such_steps_were_off(times: float, first: str) -> None:
+def test_an_offload_is_advised_if_it_is_ahead_by_more_than_the_error_of_such_predictions(
+    times: float, first: str
+) -> None:
     options = {option.name: option for option in advise(TINY, ["zero1", "zero2", "zero2_cpu"]).options}
-    # The simplest is slower than its like by more than the two may differ.
+    # Slower than its like by more than the two predictions may differ.
     plain = times * 100 / slowest_offload()
     speeds = {"zero2_cpu": (100.0, None), "zero2": (plain, 0.15), "zero1": (0.9 * plain, 0.15)}
     order = ranked([_at_speed(options[name], *speed) for name, speed in speeds.items()])
     assert order[0].name == first
-    # The offload comes next where it is the fastest of the rest.
+    # The offload is next if it is the fastest of the rest.
     assert ("no offload: one is" in how_sure(Advice(TINY, order))) is (first == "zero2")
 
 
-def test_an_offload_says_what_it_needs_where_the_box_does_not_say_what_it_has() -> None:
+def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> None:
     box = dataclasses.replace(box_of("T4"), nvme_read_gb_per_s=3.5)
     advice = advise(AdviceRequest(model_shape("gpt2"), box, 128, "fp16"), ["single", "zero2_cpu", "zero3_nvme"])
-    told = {option.name: list(unchecked(option)) for option in advice.options}
+    lines = {option.name: list(unchecked(option)) for option in advice.options}
     offload = advice.option("zero2_cpu")
     assert offload is not None
     needed = f"{offload.memory.host_peak.value / 2**30:.0f}"
-    assert told["single"] == []
-    assert told["zero2_cpu"] == [f"not checked: it needs {needed} GiB of host memory; --host_memory says what there is"]
-    assert told["zero3_nvme"][1:] == ["NVMe is taken to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
-    assert told["zero2_cpu"][0] in how_sure(Advice(advice.question, (offload,)))
+    assert lines["single"] == []
+    assert lines["zero2_cpu"] == [
+        f"not checked: it needs {needed} GiB of host memory; --host_memory says what there is"
+    ]
+    assert lines["zero3_nvme"][1:] == ["NVMe is taken to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
+    assert lines["zero2_cpu"][0] in how_sure(Advice(advice.question, (offload,)))
     assert page_of("gpt2-xl", "T4").count("set OMP_NUM_THREADS") == 1
-    known = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
-    for option in advise(known, ["zero2_cpu", "zero3_nvme"]).options:
+    with_memory = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
+    for option in advise(with_memory, ["zero2_cpu", "zero3_nvme"]).options:
         assert not any("--host_memory" in line for line in unchecked(option))
 
 
@@ -274,7 +278,7 @@ def test_slower_nvme_is_a_slower_step() -> None:
     assert slow == pytest.approx(10 * fast)
 
 
-def test_an_option_that_only_its_predicted_peak_lets_in_is_named_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "_table", lambda: {"above_state": {"low": 0.9, "high": 2.0}})
     advice = advise(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16"), ["fsdp2", "zero3_cpu"])
     best, riskier = advice.best, worth_trying(advice)
@@ -283,13 +287,13 @@ def test_an_option_that_only_its_predicted_peak_lets_in_is_named_apart(monkeypat
     assert (best.is_sure, riskier.is_sure, riskier.fits) == (True, False, True)
     assert riskier.tokens_per_s > (1 + AS_FAST) * best.tokens_per_s
     assert device_bytes(best.memory, at_upper_end=True) <= usable_bytes(best.request.box)
-    # Weights and the optimizer are as certain as arithmetic.
+    # Weights and optimizer state are exact.
     state = best.memory.device_parts["parameters"] + best.memory.device_parts["optimizer"]
     peak = best.memory.peak_reserved
     assert peak.high == pytest.approx(state + 2 * (peak.value - state))
 
 
-def test_where_nothing_fits_it_says_what_would_help() -> None:
+def test_if_nothing_fits_it_prints_what_would_help() -> None:
     nothing = document_of("advise", "gpt-1t", "T4", "--host_memory", "16")
     assert nothing["recommended"] is None
     assert not any(row["fits"] for row in nothing["strategies"])
@@ -300,7 +304,7 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
         "Nothing fits, and no number of GPUs helps: one sample needs 113.3 GiB on its rank (logits 93.9, activations"
         " 18.0, context 1.4) of 78.8; what helps: fewer tokens per sample, a chunked loss (--chunked_loss)" in page
     )
-    # What it names does help.
+    # The suggested change helps.
     chunked = best_of(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 65536, "bf16", chunked_loss=True), "zero3")
     assert chunked.is_sure
     assert chunked.tokens_per_s == pytest.approx(22424, rel=1e-3)
@@ -314,7 +318,7 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     assert how_sure(advice) == "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
 
 
-def test_one_machine_is_named_where_the_network_makes_two_slower() -> None:
+def test_one_machine_is_named_if_the_network_makes_two_slower() -> None:
     page = page_of("llama-3.1-8b", "2x8xH100", "--network_gb_per_s", "0.156")
     alone = re.search(r"one of these machines alone is ([\d.]+) x as fast, under (\w+)", page)
     assert alone is not None
@@ -323,7 +327,7 @@ def test_one_machine_is_named_where_the_network_makes_two_slower() -> None:
 
 
 def test_the_default_global_batch_divides_into_micro_batches() -> None:
-    """64 samples rounded up to the ranks made shares of 13 and 11, of which only one sample fits."""
+    """64 samples rounded up to the ranks gave 13 and 11 samples per rank, of which only one at a time fits."""
     speeds = []
     for box in ("4xRTX4090", "5xRTX4090", "6xRTX4090"):
         rows = document_of("advise", "llama-3.1-8b", box)
@@ -332,7 +336,7 @@ def test_the_default_global_batch_divides_into_micro_batches() -> None:
     assert len(set(speeds)) == 3
 
 
-def test_of_two_as_fast_the_one_that_a_usual_host_can_load_is_taken() -> None:
+def test_of_two_equally_fast_options_the_one_that_a_typical_host_can_load_is_advised() -> None:
     question = AdviceRequest(with_adapters(model_shape("llama-3.1-70b"), 16), box_of("8xA100-80"), 2048, "bf16")
     advice = advise(question, ["fsdp2", "zero3"])
     assert [option.name for option in advice.fitting] == ["zero3", "fsdp2"]
@@ -346,15 +350,15 @@ def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
     full, lora = (document_of("predict", LLAMA_8B, "8xH100", *flags, "--peft", peft) for peft in ("none", "lora"))
     assert full["chunked_loss"] is True
     frozen = lora["memory"]["device_parts"]["logits"]
-    # A frozen matrix has no gradient, of all tokens or of a part; what remains is three times as wide as the stream.
+    # A frozen matrix has no gradient; the remaining tensors are three times as wide as the hidden states.
     assert full["memory"]["device_parts"]["logits"] - frozen == 2 * 2 * 128256 * 4096
     assert frozen == 3 * 2 * 8192 * 4096
 
 
-def test_a_question_nearby_is_named_where_its_answer_is_another() -> None:
+def test_a_similar_question_is_named_if_its_answer_differs() -> None:
     question = AdviceRequest(model_shape("gpt2"), box_of("2xL4"), 512, "fp32", gradient_checkpointing=False)
     assert "with half the GPUs it would be single" in list(changes(advise(question)))
-    # A sequence that the model has no positions for is not a question.
+    # A sequence longer than the model's positions is no alternative.
     short = AdviceRequest(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
     assert not [line for line in changes(advise(short)) if "tokens per sample" in line]
 
@@ -379,8 +383,8 @@ def test_predict_asks_for_the_precision_that_advice_picks(hardware: str, strateg
     assert document_of("predict", "gpt2", hardware, "--strategy", strategy)["precision"] == precision
 
 
-def test_a_slower_option_says_which_part_of_its_step_is_longer_at_the_same_micro_batch() -> None:
-    # Over a slow network stage 2 reduces in every micro-batch; on one device an offload waits for no other rank.
+def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_micro_batch() -> None:
+    # On a slow network stage 2 reduces in every micro-batch; on one device an offload waits for no other rank.
     slow = dataclasses.replace(box_of("2x8xA100"), network_gb_per_s=2.0)
     shared = advise(AdviceRequest(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
     zero1, zero2 = shared.options
@@ -391,12 +395,12 @@ def test_a_slower_option_says_which_part_of_its_step_is_longer_at_the_same_micro
     large = AdviceRequest(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8)
     zero3, offloaded = advise(large, ["zero3", "zero3_cpu"]).options
     assert "trained as zero3 is, the optimizer on the CPU takes" in because(offloaded, zero3)
-    # Eight micro-batches a step, in each of which stage 2 reduces, and stage 1 in the last alone.
+    # Eight micro-batches per step: stage 2 reduces in each, and stage 1 only in the last.
     (line,) = [line for line in page_of("llama-3.1-8b", "8xH100").splitlines() if line.startswith("next zero2")]
-    found = re.search(r"exposed communication takes (\d+)% of its step, and (\d+)% of zero1's", line)
-    assert found is not None
-    # Exposed or not, its reductions are eight times as many.
-    assert int(found[1]) > 3 * int(found[2])
+    match = re.search(r"exposed communication takes (\d+)% of its step, and (\d+)% of zero1's", line)
+    assert match is not None
+    # Exposed or overlapped, stage 2 reduces eight times as often.
+    assert int(match[1]) > 3 * int(match[2])
     assert "trained as" not in page_of("llama-3.1-8b", "4xA100")
 
 
@@ -412,11 +416,11 @@ def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, har
     assert verdict.startswith("Use ")
     assert all(len(line) <= 120 for line in verdict.splitlines())
     document = document_of("advise", model, hardware)
-    best, *others = document["strategies"]
+    best, *rest = document["strategies"]
     assert verdict.startswith(f"Use {document['recommended']}, ")
     assert row_of(page, best["strategy"])[-1] == "recommended"
-    # What is faster and fits says in its own row why it is not recommended.
-    for option in others:
+    # Each faster option that fits has the reason against it in its row.
+    for option in rest:
         if option["fits"] and option["tokens_per_s"] > best["tokens_per_s"]:
             assert row_of(page, option["strategy"])[-1][-1].isalpha()
     assert "reports/" not in page
@@ -424,7 +428,7 @@ def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, har
 
 
 @pytest.mark.parametrize(("strategy", "hardware"), [("zero3", "8xH100"), ("zero3_nvme", "8xH100"), ("ddp", "T4")])
-def test_predict_says_first_whether_it_fits_and_how_long_a_step_takes(strategy: str, hardware: str) -> None:
+def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str) -> None:
     words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
     _, page = output_of(*words)
     document = document_of(*words)
@@ -435,7 +439,7 @@ def test_predict_says_first_whether_it_fits_and_how_long_a_step_takes(strategy: 
     step = document["time"]["step_s"]["value"] * 1000
     assert f"{document['device_bytes'] / 2**30:.1f} of " in verdict
     assert f"; {step:,.0f} ms a step" in verdict
-    # The longest bar is the largest part's.
+    # The longest bar belongs to the largest part.
     bars = {line.split()[0]: line.count("█") for line in page.splitlines() if "█" in line}
     parts = document["memory"]["device_parts"]
     assert max(bars, key=bars.__getitem__) == max(parts, key=parts.__getitem__)
@@ -444,7 +448,7 @@ def test_predict_says_first_whether_it_fits_and_how_long_a_step_takes(strategy: 
 
 
 def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
-    """DDP with accumulation keeps gradients while the activations are there."""
+    """DDP with accumulation keeps gradients in memory together with the activations."""
     question = AdviceRequest(
         model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=True, global_batch=64
     )
@@ -470,11 +474,11 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
     assert option.request.micro_batch == 2
     words = (write_files(option, tmp_path / "files", "nvme_offload", "gpt-tiny").of_study or "").split()
     assert words[:2] == ["accelerate", "launch"]
-    own = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--max_steps", "2",
+    flags = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--max_steps", "2",
            "--train_samples", "16", "--eval_samples", "4", "--output_dir", str(tmp_path / "run")]  # fmt: skip
     # Both machines are this one.
-    here = ["--num_machines", "1", "--main_process_port", "0"] if has_replicas else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", *here, *words[2:], *own]
+    one_machine = ["--num_machines", "1", "--main_process_port", "0"] if has_replicas else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", *one_machine, *words[2:], *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -482,16 +486,16 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
     assert run.status["state"] == "ok"
     assert run.config["per_device_train_batch_size"] == 2
     if option.request.strategy.deepspeed is not None:
-        asked = option.request.strategy.deepspeed["zero_optimization"]
+        settings = option.request.strategy.deepspeed["zero_optimization"]
         assert run.engine["strategy"].startswith(f"{name}-fitted-")
-        assert run.engine["buckets"]["reduce_bucket_size"] == asked["reduce_bucket_size"] < 5e8
+        assert run.engine["buckets"]["reduce_bucket_size"] == settings["reduce_bucket_size"] < 5e8
         assert run.engine["precision"] == "bf16-engine"
     if has_replicas:
         assert run.engine["copies"] == {"copies": 2, "ranks_of_a_copy": 2}
 
 
 def test_micro_batch_and_accumulation_are_printed_together(tmp_path: Path) -> None:
-    """Who gives a loader batches of 1 and nothing else steps after each, at a sixteenth of the batch that was timed."""
+    """A user who only sets batches of 1 takes a step after each, at a sixteenth of the timed batch."""
     page = page_of("gemma-2-9b", "4xRTX4090", "--output", str(tmp_path))
     text = "micro-batch 1 x accumulation 16, gradient checkpointing"
     assert f"YOUR_PROGRAM.py    ({text})" in page
@@ -514,7 +518,7 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
         write_files(best, tmp_path / "file", "nvme_offload", "gpt2")
 
 
-def test_sizes_say_whether_the_output_layer_is_the_embedding() -> None:
+def test_sizes_state_whether_the_output_layer_is_the_embedding() -> None:
     tied, untied = (model_shape(f"{SIZES},tied={is_tied}").parameters for is_tied in ("true", "false"))
     assert (untied - tied, model_shape(SIZES).parameters) == (768 * 50257, tied)
 

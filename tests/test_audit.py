@@ -16,21 +16,21 @@ from runs import FLAGS, RunFactory, trained
 GPT = ("--task", "gpt-wikitext")
 
 
-def own_fsdp2(folder: Path, **settings: bool) -> str:
-    """Write a file with other settings; return its name as a strategy."""
+def write_fsdp2(folder: Path, **settings: bool) -> str:
+    """Write a config with other settings and return its name as a strategy."""
     document = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
     document["fsdp_config"] |= settings
     (folder / "own.yaml").write_text(yaml.safe_dump(document))
     return os.path.relpath(folder / "own", ROOT / "accelerate_configs")
 
 
-def test_fsdp2_that_keeps_gathered_weights_does_not_read_like_the_shipped_one(
-    run_of: RunFactory, tmp_path: Path
+def test_fsdp2_that_keeps_gathered_weights_has_another_record_than_the_shipped_one(
+    get_run: RunFactory, tmp_path: Path
 ) -> None:
-    own = own_fsdp2(tmp_path, fsdp_reshard_after_forward=False, fsdp_activation_checkpointing=True)
+    strategy = write_fsdp2(tmp_path, fsdp_reshard_after_forward=False, fsdp_activation_checkpointing=True)
     live = [
         {key: value for key, value in run.engine.items() if key.startswith("fsdp_")}
-        for run in (run_of("fsdp2", *GPT), trained(own, tmp_path / "run", *GPT))
+        for run in (get_run("fsdp2", *GPT), trained(strategy, tmp_path / "run", *GPT))
     ]
     as_shipped = {
         "fsdp_groups": 4, "fsdp_resharded_groups": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
@@ -45,23 +45,23 @@ def test_fsdp2_that_keeps_gathered_weights_does_not_read_like_the_shipped_one(
 def test_fsdp2_offload_without_a_gpu_is_refused_and_not_a_traceback(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU to offload from")
-    own = own_fsdp2(tmp_path, fsdp_offload_params=True)
-    result = fork_ranks(own, "study/train.py", *GPT, *FLAGS, "--output_dir", str(tmp_path / "run"), ranks=1)
+    strategy = write_fsdp2(tmp_path, fsdp_offload_params=True)
+    result = fork_ranks(strategy, "study/train.py", *GPT, *FLAGS, "--output_dir", str(tmp_path / "run"), ranks=1)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1), result.stderr
     assert "fsdp_offload_params" in result.stderr
 
 
-def test_the_zero_settings_that_change_traffic_are_read_back(run_of: RunFactory) -> None:
-    buckets = run_of("zero1", *GPT).engine["buckets"]
+def test_the_zero_settings_that_change_traffic_are_read_back(get_run: RunFactory) -> None:
+    buckets = get_run("zero1", *GPT).engine["buckets"]
     assert buckets["use_multi_rank_bucket_allreduce"] is True
     assert (buckets["zero_quantized_gradients"], buckets["zero_hpz_partition_size"]) == (False, 1)
 
 
-def test_one_rank_communicates_nothing(run_of: RunFactory) -> None:
-    """DeepSpeed calls its collectives on a group of one as well."""
+def test_one_rank_communicates_nothing(get_run: RunFactory) -> None:
+    """DeepSpeed also calls its collectives on a group of one rank."""
     for strategy in ("zero1", "zero3"):
-        run = run_of(strategy, *GPT, ranks=1)
+        run = get_run(strategy, *GPT, ranks=1)
         collectives = run.traffic["collectives"].values()
-        assert sum(one["calls"] for one in collectives) > 0
-        assert sum(one["wire_bytes_per_rank"] for one in collectives) == 0
+        assert sum(counts["calls"] for counts in collectives) > 0
+        assert sum(counts["wire_bytes_per_rank"] for counts in collectives) == 0
         assert any("shards nothing" in warning for warning in run.engine["warnings"])

@@ -1,4 +1,4 @@
-"""The autopsy of the published listing: its cells, its sessions with the real Trainer, what it makes of records."""
+"""The autopsy of the published listing: its cells, its sessions with the real Trainer, and how it rates records."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from study.config.errors import UserError
 from study.config.strategies import REPOSITORY
 
 COMMITTED = REPOSITORY / "reports" / "autopsy"
-LOSS = next(each for each in RESPONSES if each.name == "eval_loss")
+LOSS = next(response for response in RESPONSES if response.name == "eval_loss")
 TINY = dataclasses.replace(
     SCALES["laptop"], train_samples=96, eval_samples=8, wide_samples=16, eval_steps=3, logging_steps=3, limit_s=120
 )
@@ -67,18 +67,18 @@ def test_no_switch_and_no_pair_is_confounded_with_another_one() -> None:
     assert CORRECTED not in FACTORIAL
     signs = {letter: np.array([1 if letter in cell else -1 for cell in FACTORIAL]) for letter in LETTERS}
     assert set(np.prod(list(signs.values()), axis=0)) == {-1}
-    pairs = [(one, other) for one in LETTERS for other in LETTERS if one < other]
-    columns = np.array([*signs.values(), *(signs[one] * signs[other] for one, other in pairs)])
+    pairs = [(first, second) for first in LETTERS for second in LETTERS if first < second]
+    columns = np.array([*signs.values(), *(signs[first] * signs[second] for first, second in pairs)])
     assert (columns @ columns.T == 16 * np.eye(len(columns))).all()
 
 
-def test_every_seed_has_every_cell_once_and_in_an_order_of_its_own() -> None:
+def test_every_seed_has_every_cell_once_and_in_a_different_order() -> None:
     sessions = plan(SCALES["laptop"])
-    assert len({each.id for each in sessions}) == len(sessions)
-    blocks = [[each.id.partition("-")[2] for each in sessions if each.seed == seed] for seed in SEEDS]
+    assert len({session.id for session in sessions}) == len(sessions)
+    blocks = [[session.id.partition("-")[2] for session in sessions if session.seed == seed] for seed in SEEDS]
     assert {tuple(sorted(block)) for block in blocks} == {tuple(sorted(blocks[0]))}
     assert len({tuple(block) for block in blocks}) == len(SEEDS)
-    kinds = [each.kind for each in sessions if each.seed == SEEDS[0]]
+    kinds = [session.kind for session in sessions if session.seed == SEEDS[0]]
     assert {kind: kinds.count(kind) for kind in ("factorial", "corrected", "aa")} == {
         "factorial": 16, "corrected": 1, "aa": 1,
     }  # fmt: skip
@@ -89,11 +89,11 @@ def test_the_switches_feed_claims_that_the_ledger_has() -> None:
     assert {claim for switch in SWITCHES for claim in switch.claims} <= claims
 
 
-# What it computes
+# Evaluation.
 
 
 def synthetic(gap: Callable[[str, int], float], kinds: dict[Kind, tuple[str, ...]] | None = None) -> pd.DataFrame:
-    """Rows of sessions whose ZeRO arm has exp(gap) times the standard arm's figure, in every response."""
+    """Return rows of sessions whose ZeRO arm has exp(gap) times the standard arm's figure in every response."""
     cells = kinds or {"factorial": FACTORIAL, "corrected": (CORRECTED,), "aa": (AA,)}
     rows: list[dict[str, Any]] = []
     for kind, names in cells.items():
@@ -103,39 +103,39 @@ def synthetic(gap: Callable[[str, int], float], kinds: dict[Kind, tuple[str, ...
                 base = 1 + seed / 10
                 for arm, figure in (("standard", base), ("zero", base * math.exp(gap(cell, seed)))):
                     rows.append(about | {"arm": arm, "deepspeed_enabled": arm == "zero" and "E" in cell}
-                                | {each.name: figure for each in RESPONSES})  # fmt: skip
+                                | {response.name: figure for response in RESPONSES})  # fmt: skip
     return pd.DataFrame(rows)
 
 
 def planted(cell: str, seed: int) -> float:
-    """The engine does nothing, a smaller batch 0.1 less; carried weights favour whichever arm comes second."""
+    """Return a gap without an engine effect, 0.1 less for a smaller batch; carried weights favour the second arm."""
     carried = 0.0 if "W" in cell else (-0.3 if "o" in cell else 0.3)
     return carried - (0.1 if "B" in cell else 0.0) + 0.001 * math.sin(37 * seed + len(cell) * ord(cell[0]))
 
 
-def test_planted_effects_are_found_and_those_of_the_order_are_not_blamed_on_it() -> None:
-    found = {each.letter: each for each in effects(synthetic(planted), LOSS)}
-    assert math.log(found["W"].ratio.center) == pytest.approx(0.3, abs=0.002)
-    assert math.log(found["B"].ratio.center) == pytest.approx(-0.1, abs=0.002)
-    assert (found["E"].outcome, found["W"].outcome, found["B"].outcome) == ("0", "+", "-")
-    assert found["W"].p == pytest.approx(5 * 2 / 2**8)
-    # Over both orders what carried weights do cancels.
-    assert math.log(found["W"].average.center) == pytest.approx(0, abs=0.002)
-    made = model(gaps(synthetic(planted), LOSS.name))
-    shares = {letter: float(part.mean()) for letter, part in made.shares().items()}
+def test_planted_effects_are_found_and_separate_from_the_order() -> None:
+    by_letter = {effect.letter: effect for effect in effects(synthetic(planted), LOSS)}
+    assert math.log(by_letter["W"].ratio.center) == pytest.approx(0.3, abs=0.002)
+    assert math.log(by_letter["B"].ratio.center) == pytest.approx(-0.1, abs=0.002)
+    assert (by_letter["E"].outcome, by_letter["W"].outcome, by_letter["B"].outcome) == ("0", "+", "-")
+    assert by_letter["W"].p == pytest.approx(5 * 2 / 2**8)
+    # Averaging over both orders cancels the effect of carried weights.
+    assert math.log(by_letter["W"].average.center) == pytest.approx(0, abs=0.002)
+    fit = model(gaps(synthetic(planted), LOSS.name))
+    shares = {letter: float(part.mean()) for letter, part in fit.shares().items()}
     assert (shares["W"], shares["O"]) == (pytest.approx(0.15, abs=0.002), pytest.approx(0.15, abs=0.002))
-    # The shares lead from the listing to both orders corrected.
-    assert made.printed().mean() + sum(shares.values()) == pytest.approx(made.corrected().mean())
-    assert made.printed() == pytest.approx(of_cell(synthetic(planted), LOSS.name, "factorial", PRINTED))
+    # The shares lead from the listing to the corrected protocol in both orders.
+    assert fit.printed().mean() + sum(shares.values()) == pytest.approx(fit.corrected().mean())
+    assert fit.printed() == pytest.approx(of_cell(synthetic(planted), LOSS.name, "factorial", PRINTED))
 
 
 def test_the_minimum_detectable_effect_is_found_in_four_of_five_studies() -> None:
     noise = dict(zip(SEEDS, stats.norm.ppf((np.arange(len(SEEDS)) + 0.5) / len(SEEDS)) * 0.02, strict=True))
-    found = minimum_detectable_effect(synthetic(lambda _, seed: noise[seed]), LOSS)
+    detectable = minimum_detectable_effect(synthetic(lambda _, seed: noise[seed]), LOSS)
     n = len(SEEDS)
     # A difference of two means of four cells, in each seed.
     error = np.std(list(noise.values()), ddof=1) * math.sqrt(2 / 4) / math.sqrt(n)
-    power = 1 - stats.nct.cdf(stats.t.ppf(0.975, n - 1), n - 1, found / error)
+    power = 1 - stats.nct.cdf(stats.t.ppf(0.975, n - 1), n - 1, detectable / error)
     assert power == pytest.approx(0.8, abs=0.03)
 
 
@@ -147,7 +147,7 @@ def test_a_seed_that_lacks_a_cell_is_in_no_effect() -> None:
 
 def test_a_wide_effect_decides_nothing_and_eight_signs_have_their_exact_p() -> None:
     noisy = synthetic(lambda cell, seed: (0.5 if seed % 2 else -0.5) * (1 if "E" in cell else 0))
-    engine = next(each for each in effects(noisy, LOSS) if each.letter == "E")
+    engine = next(effect for effect in effects(noisy, LOSS) if effect.letter == "E")
     assert engine.outcome == "?"
     assert sign_flip_p(np.ones(8)) == 2 / 2**8
     assert sign_flip_p(np.array([1.0, -1.0])) == 1
@@ -203,25 +203,27 @@ def test_the_a100_scale_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[s
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    """The listing, the corrected protocol, ZeRO first in one process with carried weights, and a refused dictionary."""
+    """Run the listing, the corrected protocol, ZeRO first in one process with carried weights, and a refused
+    dictionary.
+    """
     folder = tmp_path_factory.mktemp("autopsy")
     names = ("1-factorial-ewpob", "1-corrected-EWPOB", "1-factorial-EwpOb", "1-aa-eWPOB",
              "0-gate-given-with-a-launchers-environment")  # fmt: skip
-    sessions = [each for each in plan(TINY, (1,)) if each.id in names]
+    sessions = [session for session in plan(TINY, (1,)) if session.id in names]
     assert len(sessions) == len(names)
     with open_folder(folder, TINY) as lock:
         assert run_sessions(folder, lock, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
     return read_sessions(folder)
 
 
-def arm_of(ran: pd.DataFrame, session: str, arm: str) -> pd.Series:
-    (found,) = [row for _, row in ran[(ran["session"] == session) & (ran["arm"] == arm)].iterrows()]
-    return found
+def find_arm(ran: pd.DataFrame, session: str, arm: str) -> pd.Series:
+    (match,) = [row for _, row in ran[(ran["session"] == session) & (ran["arm"] == arm)].iterrows()]
+    return match
 
 
 @pytest.mark.long
-def test_as_printed_the_engine_is_off_though_the_arguments_say_it(ran: pd.DataFrame) -> None:
-    zero = arm_of(ran, "1-factorial-ewpob", "zero")
+def test_as_printed_the_engine_is_off_although_the_arguments_request_it(ran: pd.DataFrame) -> None:
+    zero = find_arm(ran, "1-factorial-ewpob", "zero")
     assert zero["arguments_say_deepspeed"] is True
     assert zero["deepspeed_enabled"] is False
     assert (zero["wrapped_class"], json.loads(zero["optimizer_classes"])[-1]) == (
@@ -233,7 +235,7 @@ def test_as_printed_the_engine_is_off_though_the_arguments_say_it(ran: pd.DataFr
 
 @pytest.mark.long
 def test_corrected_the_engine_is_on_and_trains_to_the_same_loss(ran: pd.DataFrame) -> None:
-    zero, standard = (arm_of(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
+    zero, standard = (find_arm(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
     assert (zero["deepspeed_enabled"], zero["zero_stage"], zero["clips_at"]) == (True, 3, 1.0)
     assert json.loads(zero["optimizer_classes"])[-1] == "DeepSpeedCPUAdam"
     assert zero["eval_loss"] == pytest.approx(standard["eval_loss"], rel=1e-4)
@@ -242,12 +244,12 @@ def test_corrected_the_engine_is_on_and_trains_to_the_same_loss(ran: pd.DataFram
 
 @pytest.mark.long
 def test_carried_weights_are_those_that_the_first_arm_ended_with(ran: pd.DataFrame) -> None:
-    first, second = (arm_of(ran, "1-factorial-ewpob", arm) for arm in ("standard", "zero"))
+    first, second = (find_arm(ran, "1-factorial-ewpob", arm) for arm in ("standard", "zero"))
     assert first["start_weights_abs_sum"] != second["start_weights_abs_sum"]
-    first, second = (arm_of(ran, "1-factorial-EwpOb", arm) for arm in ("zero", "standard"))
+    first, second = (find_arm(ran, "1-factorial-EwpOb", arm) for arm in ("zero", "standard"))
     assert (second["start"], second["deepspeed_enabled"]) == ("file", False)
     assert first["start_weights_abs_sum"] != second["start_weights_abs_sum"]
-    zero, standard = (arm_of(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
+    zero, standard = (find_arm(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
     assert zero["start_weights_abs_sum"] == standard["start_weights_abs_sum"]
 
 
@@ -289,7 +291,7 @@ def test_the_page_is_made_again_from_the_committed_records_alone(tmp_path: Path)
     assert not (output / MARK).exists()
 
 
-def test_the_committed_records_hold_what_the_page_opens_with() -> None:
+def test_the_committed_records_support_the_beginning_of_the_page() -> None:
     arms = pd.read_parquet(COMMITTED / FILE)
     on, sessions = engine_was_on(arms, sets_it_as_printed)
     assert f"active in {on} of {sessions} sessions" in (COMMITTED / "summary.md").read_text()

@@ -34,14 +34,14 @@ BERT, GPT = "bert-imdb", "gpt-wikitext"
     ],
 )  # fmt: skip
 def test_a_baseline_trains_as_the_study_does_with_a_complete_record(
-    run_of: RunFactory, script: str, strategy: str, task: str, flags: tuple[str, ...], tmp_path: Path
+    get_run: RunFactory, script: str, strategy: str, task: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """It accumulates: over four micro-batches alone, over two on each of two ranks; under bf16 as the study's run."""
+    """Accumulation over four micro-batches on one rank, or two on each of two ranks; in bf16 as in the study's run."""
     size = "4" if flags else "2"
     run = trained(
         strategy, tmp_path / "run", "--task", task, "--per_device_train_batch_size", size, *flags, script=script
     )
-    study, trainer = by_one_rank(run_of, task, *flags), Path(script).stem
+    study, trainer = by_one_rank(get_run, task, *flags), Path(script).stem
     assert_same_training(run, study)
     ranks = 1 if strategy == "single" else 2
     expected = {
@@ -65,7 +65,7 @@ def test_a_baseline_trains_as_the_study_does_with_a_complete_record(
     else:
         collectives = run.traffic["collectives"].values()
         assert summary["comm_bytes_per_step"] > 0
-        assert summary["sent_bytes_per_step"] == sum(each["wire_bytes_per_rank"] for each in collectives) > 0
+        assert summary["sent_bytes_per_step"] == sum(counts["wire_bytes_per_rank"] for counts in collectives) > 0
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_an_unsupported_request_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def repeats_of(study: float, hf_trainer: float, bare_loop: float) -> list[list[dict[str, float]]]:
-    """Seconds per turn on a box that slows down from turn to turn and from repeat to repeat, all three alike."""
+def make_repeats(study: float, hf_trainer: float, bare_loop: float) -> list[list[dict[str, float]]]:
+    """Return seconds per turn on a machine that slows down by turn and by repeat, equally for all three."""
     return [
         [
             {"study": study * slow, "hf_trainer": hf_trainer * slow, "bare_loop": bare_loop * slow}
@@ -98,7 +98,7 @@ def repeats_of(study: float, hf_trainer: float, bare_loop: float) -> list[list[d
 
 
 def test_a_box_that_slows_down_changes_speeds_and_no_ratio() -> None:
-    result = bench.compare("case", 1000, repeats_of(2.0, 2.2, 1.98), share=0.001)
+    result = bench.compare("case", 1000, make_repeats(2.0, 2.2, 1.98), share=0.001)
     assert result["tokens_per_s"]["study"] == pytest.approx([1000 / 2.0 / slow for slow in (2, 3, 4, 5, 6)])
     assert result["tokens_per_s_median"]["study"] == pytest.approx(1000 / 2.0 / 4)
     assert result["ratio"]["hf_trainer"]["median"] == pytest.approx(1.1)
@@ -108,12 +108,12 @@ def test_a_box_that_slows_down_changes_speeds_and_no_ratio() -> None:
 
 
 def test_a_missed_target_is_named_and_an_uncertain_one_is_undecided() -> None:
-    for repeats, share, says in (
-        (repeats_of(2.0, 1.9, 2.0), 0.001, "study/hf_trainer is 0.950"),
-        (repeats_of(2.0, 2.0, 1.9), 0.001, "study/bare_loop is 0.950"),
-        (repeats_of(2.0, 2.1, 2.0), 0.02, "measuring takes 2.00% of a step"),
+    for repeats, overhead, says in (
+        (make_repeats(2.0, 1.9, 2.0), 0.001, "study/hf_trainer is 0.950"),
+        (make_repeats(2.0, 2.0, 1.9), 0.001, "study/bare_loop is 0.950"),
+        (make_repeats(2.0, 2.1, 2.0), 0.02, "measuring takes 2.00% of a step"),
     ):
-        (line,) = bench.compare("case", 1000, repeats, share)["missed"]
+        (line,) = bench.compare("case", 1000, repeats, overhead)["missed"]
         assert says in line
     noisy = [[{"study": 1.0, "hf_trainer": 0.99 + 0.008 * number, "bare_loop": 1.0}] for number in range(-4, 5)]
     result = bench.compare("case", 1000, noisy, share=0.001)
@@ -121,21 +121,21 @@ def test_a_missed_target_is_named_and_an_uncertain_one_is_undecided() -> None:
     assert "study/hf_trainer is 0.990" in result["undecided"][0]
 
 
-def test_the_interval_of_a_median_covers_it_with_95_percent_and_no_wider_than_that_takes() -> None:
+def test_the_interval_of_a_median_is_the_narrowest_with_95_percent_coverage() -> None:
     for count in (6, 15, 40):
         low, high = map(int, bench.median_interval(range(count)))
-        # The true median lies outside when fewer than low + 1 of the values fall on one side of it.
+        # The true median is outside if fewer than low + 1 of the values are on one side of it.
         outside = [2 * sum(math.comb(count, k) for k in range(cut + 1)) / 2**count for cut in (low, low + 1)]
         assert high == count - 1 - low
         assert outside[0] <= 0.05 < outside[1]
 
 
-def test_loops_with_different_losses_are_not_compared(run_of: RunFactory) -> None:
-    same = by_one_rank(run_of, "bert-imdb")
-    other = by_one_rank(run_of, "gpt-wikitext")
+def test_loops_with_different_losses_are_not_compared(get_run: RunFactory) -> None:
+    same = by_one_rank(get_run, "bert-imdb")
+    different = by_one_rank(get_run, "gpt-wikitext")
     bench.check_same_losses(bench.CASES[0], {"study": same, "bare_loop": same})
     with pytest.raises(RunFailed, match="bare_loop on bert-imdb diverges from the study"):
-        bench.check_same_losses(bench.CASES[0], {"study": same, "bare_loop": other})
+        bench.check_same_losses(bench.CASES[0], {"study": same, "bare_loop": different})
 
 
 @pytest.mark.long

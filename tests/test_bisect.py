@@ -18,7 +18,9 @@ PULL = "https://github.com/deepspeedai/DeepSpeed/pull"
 
 
 def write_records(root: Path, bad: set[str], strategy: str = "zero2", repeat: int = 1) -> None:
-    """For each stack `single` and one strategy with four micro-steps, in fp32 and clipping; some are wrong."""
+    """Write runs of `single` and one strategy with four micro-batches per step for each stack, in fp32 with clipping;
+    some differ.
+    """
     for cell in plan_cells(read_suite(find_suite(SUITE)), this_box()):
         if not isinstance(cell, Cell) or cell.config.precision != "fp32" or not cell.config.max_grad_norm:
             continue
@@ -37,13 +39,13 @@ def bisected(root: Path, strategy: str, first: str, last: str, *flags: str) -> i
 def test_changes_between_the_releases_are_named_with_their_pull_requests(tmp_path, capsys):
     write_records(tmp_path, bad={"0.17.6", "0.18.0", "0.18.2"})
     assert bisected(tmp_path, "zero2", "0.17.5", "0.18.3") == 0
-    said = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("0.17.5: equal") for line in said)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("0.17.5: equal") for line in lines)
     cause = "only the last micro-step's gradient is used"
     assert {
         "first bad: 0.17.6; 0.17.5 is good", "first good after it: 0.18.3; 0.18.2 is bad",
         f"{cause}: came with 0.17.6 {PULL}/7509", f"{cause}: went with 0.18.3 {PULL}/7665",
-    } <= set(said)  # fmt: skip
+    } <= set(lines)  # fmt: skip
 
 
 def test_a_damaged_record_is_neither_good_nor_bad(tmp_path, capsys):
@@ -53,9 +55,9 @@ def test_a_damaged_record_is_neither_good_nor_bad(tmp_path, capsys):
     for folder in (tmp_path / SUITE).glob("*zero2*0.18.4*"):
         (folder / "summary.json").write_text("{")
     assert bisected(tmp_path, "zero2", "0.18.3", "0.18.6") == 1
-    said = capsys.readouterr().out
-    assert "0.18.4: crashes: it left no record" in said
-    assert "of 3 that could be judged; 1 could not" in said
+    printed = capsys.readouterr().out
+    assert "0.18.4: crashes: it left no record" in printed
+    assert "of 3 that could be judged; 1 could not" in printed
 
 
 def test_a_release_that_differs_in_one_of_two_runs_is_bad(tmp_path, capsys):
@@ -65,12 +67,12 @@ def test_a_release_that_differs_in_one_of_two_runs_is_bad(tmp_path, capsys):
     assert "first bad: 0.18.4; 0.18.3 is good" in capsys.readouterr().out
 
 
-def test_a_release_with_a_known_race_is_not_good_since_it_was_equal_once(tmp_path, capsys):
+def test_one_equal_run_does_not_make_a_release_with_a_known_race_good(tmp_path, capsys):
     write_records(tmp_path, bad=set(), strategy="zero3")
     assert bisected(tmp_path, "zero3", "0.18.3", "0.18.6") == 1
-    said = capsys.readouterr().out
-    assert said.count("which proves nothing: it is known to differ sometimes") == 4
-    assert "of 0.18.3 to 0.18.6 no release is bad, of 0 that could be judged; 4 could not" in said
+    printed = capsys.readouterr().out
+    assert printed.count("which proves nothing: it is known to differ sometimes") == 4
+    assert "of 0.18.3 to 0.18.6 no release is bad, of 0 that could be judged; 4 could not" in printed
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,9 @@ def test_a_release_with_a_known_race_is_not_good_since_it_was_equal_once(tmp_pat
 )
 def test_a_wrong_request_is_refused_in_one_line(tmp_path, capsys, flags, problem):
     assert cli.main(["releases", "bisect", *flags, "--runs_dir", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert problem in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert problem in printed
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -108,5 +110,5 @@ def test_a_bisection_names_the_first_bad_and_the_first_good_release(
     verdicts: str, expected: tuple[str | None, ...] | None
 ) -> None:
     answers = {str(place): {"g": False, "b": True, "-": None}[letter] for place, letter in enumerate(verdicts)}
-    found = bisect(list(answers), answers.__getitem__)
-    assert (found and (found.last_good, found.first_bad, found.last_bad, found.first_good)) == expected
+    result = bisect(list(answers), answers.__getitem__)
+    assert (result and (result.last_good, result.first_bad, result.last_bad, result.first_good)) == expected

@@ -1,4 +1,4 @@
-"""Boxes with GPUs, by what their driver and their kernel say of them: NVML's answers are made up, all else is real."""
+"""Machines with GPUs, as their driver and kernel report them: NVML's answers are invented, all else is real."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE_GIB = {FIRST: 3, SECOND: 60, SLICE: 9}
 
 @pytest.fixture(params=[pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INVALID_ARGUMENT], ids=["unknown", "invalid"])
 def two_gpus(request, monkeypatch):
-    """Two GPUs of 80 GiB and a slice of one, with a driver for CUDA 12.4. A handle is a UUID."""
+    """Set up two GPUs of 80 GiB and a slice of one, with a driver for CUDA 12.4. A handle is a UUID."""
     by_place = [FIRST, SECOND]
 
     def by_uuid(name):
@@ -58,9 +58,9 @@ def two_gpus(request, monkeypatch):
     ("visible", "free_gib"),
     [
         (None, [3, 60]), ("1,0", [60, 3]), (SECOND, [60]), (f"{SECOND},{FIRST}", [60, 3]), (SLICE, [9]),
-        # CUDA takes the beginning of a UUID for all of it, where only one GPU's begins so.
+        # CUDA accepts a prefix of a UUID if it is unique.
         ("GPU-95c1", [60]), ("GPU-", []), ("GPU-77", []), ("", []),
-        # Of what names no GPU, it sees none and none behind it; those before it stay.
+        # An entry that names no GPU hides itself and all later ones; earlier ones stay.
         ("0,1,2,3", [3, 60]), (f"{SECOND},GPU-77,0", [60]), ("1,-1,0", [60]), ("7", []),
     ],
 )  # fmt: skip
@@ -76,7 +76,7 @@ def test_a_gpu_is_found_by_its_place_and_by_its_uuid(two_gpus, monkeypatch, visi
     ("visible", "cap_gib", "expected_gib"),
     [(f"{SECOND},{FIRST}", None, 60), (SLICE, None, 9), ("1", None, 60), ("1", 16.0, 16), (SECOND, 16.0, 16)],
 )
-def test_deepspeed_learns_what_is_free_however_a_gpu_is_named_and_within_the_cap(
+def test_deepspeed_gets_the_free_memory_of_a_gpu_by_any_name_and_within_the_cap(
     two_gpus, monkeypatch, visible, cap_gib, expected_gib
 ):
     from deepspeed.accelerator import cuda_accelerator
@@ -109,11 +109,11 @@ def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_dr
     ("uuid", "divided", "expected"),
     [
         (FIRST, None, FIRST), (FIRST, [0, 0], FIRST), (SLICE, [1, 1], SLICE), ("GPU-77", None, None),
-        # Of a slice some versions of CUDA say the UUID of the card it is cut from, whose figures are not its own.
+        # Some versions of CUDA report the UUID of the card for a slice, whose figures differ from the card's.
         (FIRST, [1, 1], None),
     ],
 )  # fmt: skip
-def test_figures_of_a_slice_are_not_those_of_its_card(two_gpus, monkeypatch, uuid, divided, expected):
+def test_a_slice_does_not_have_the_figures_of_its_card(two_gpus, monkeypatch, uuid, divided, expected):
     def mig_mode(handle):
         if divided is None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -165,7 +165,7 @@ def test_threads_are_as_many_as_the_container_gives_time_for(tmp_path, monkeypat
     assert available_cores(tmp_path) == expected
 
 
-def test_of_divided_cards_that_nobody_names_the_first_slice_is_all_there_is(two_gpus, monkeypatch):
+def test_without_a_selection_only_the_first_slice_of_divided_cards_is_visible(two_gpus, monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda handle: [1, 1])
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigDeviceHandleByIndex", lambda handle, place: SLICE)
     assert len(this_box().gpu_memory_gib) == 1
@@ -174,7 +174,7 @@ def test_of_divided_cards_that_nobody_names_the_first_slice_is_all_there_is(two_
 
 
 def test_a_driver_that_refuses_to_list_processes_ends_no_sweep(monkeypatch):
-    # Without nvmlInit, or of no GPU, NVML itself refuses.
+    # Without nvmlInit, or without a GPU, NVML itself returns an error.
     monkeypatch.setattr("study.host.box.visible_gpus", lambda: [None])
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlDeviceGetComputeRunningProcesses(None)

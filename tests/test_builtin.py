@@ -1,4 +1,4 @@
-"""The built-in corpora, their floors, and which samples a step takes."""
+"""The built-in corpora, their floors, and the samples of each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from study.workloads.tasks import (
     step_samples,
 )
 
-# How often a test about chance may fail although the code is right.
+# Probability that a statistical test fails although the code is correct.
 DOUBT = 1e-9
 
 
@@ -45,7 +45,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> TaskData:
 
 
 def standard_error(values: np.ndarray, batches: int) -> float:
-    """Of the mean of values that depend on their neighbours: batch means, nearly independent, see the spread."""
+    """Return the standard error of the mean of autocorrelated values, from nearly independent batch means."""
     means = values[: len(values) // batches * batches].reshape(batches, -1).mean(axis=1)
     return float(means.std(ddof=1) / math.sqrt(batches))
 
@@ -66,7 +66,7 @@ def test_the_chain_is_a_chain_and_its_stationary_shares_are_stationary() -> None
     assert (chain.stationary > 0).all()
 
 
-def test_the_entropy_rate_is_what_a_long_walk_costs_who_knows_the_chain() -> None:
+def test_the_entropy_rate_is_the_loss_of_the_true_chain_on_a_long_walk() -> None:
     chain, walk = builtin.language_chain(), eval_walk()
     costs = chain.surprise[walk[:-1], walk[1:]]
     assert np.isfinite(costs).all(), "the walk took a step the chain does not allow"
@@ -90,13 +90,13 @@ def test_other_predictors_lose_more_than_the_floor() -> None:
     assert oracle < blurred < frequencies < math.log(builtin.WORDS)
 
 
-def test_a_batch_is_pinned_where_a_gpu_fetches_it_and_as_it_was_elsewhere(language: TaskData) -> None:
+def test_a_batch_is_pinned_on_a_gpu_machine_and_unchanged_elsewhere(language: TaskData) -> None:
     batch = language.train.__getitems__([3, 1])
-    held = pin_batch(batch)
-    assert {name: tensor.tolist() for name, tensor in held.items()} == {
+    pinned = pin_batch(batch)
+    assert {name: tensor.tolist() for name, tensor in pinned.items()} == {
         name: tensor.tolist() for name, tensor in batch.items()
     }
-    assert {tensor.is_pinned() for tensor in held.values()} == {torch.cuda.is_available()}
+    assert {tensor.is_pinned() for tensor in pinned.values()} == {torch.cuda.is_available()}
 
 
 def test_the_packed_blocks_are_the_stream_of_words(language: TaskData) -> None:
@@ -122,12 +122,12 @@ def test_the_oracle_scores_exactly_the_blocks_that_a_model_is_scored_on(language
 def test_bayes_scores_agree_with_brute_force_over_every_possible_review(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "SHORTEST_REVIEW_WORDS", 2)
     monkeypatch.setattr(builtin, "LONGEST_REVIEW_WORDS", 6)
-    share, agreement = builtin.SENTIMENT_SHARE, builtin.AGREEMENT
+    fraction, agreement = builtin.SENTIMENT_SHARE, builtin.AGREEMENT
     loss = accuracy = 0.0
     for length in range(2, 7):
-        seen = min(length, 5)  # --seq_length 7 leaves five words between [CLS] and [SEP]
-        for words in itertools.product((1, 0, -1), repeat=seen):
-            likelihood = {1: share * agreement, 0: 1 - share, -1: share * (1 - agreement)}
+        visible = min(length, 5)  # --seq_length 7 leaves five words between [CLS] and [SEP]
+        for words in itertools.product((1, 0, -1), repeat=visible):
+            likelihood = {1: fraction * agreement, 0: 1 - fraction, -1: fraction * (1 - agreement)}
             if_true = math.prod(likelihood[word] for word in words)
             if_false = math.prod(likelihood[-word] for word in words)
             posterior = if_true / (if_true + if_false)
@@ -138,7 +138,7 @@ def test_bayes_scores_agree_with_brute_force_over_every_possible_review(monkeypa
 
 
 @pytest.mark.parametrize("seq_length", [24, 64, 128])
-def test_bayes_scores_agree_with_what_happens_to_every_review_there_is(seq_length: int, tmp_path: Path) -> None:
+def test_bayes_scores_agree_with_the_scores_of_all_reviews(seq_length: int, tmp_path: Path) -> None:
     data = load_data(laptop("bert-imdb", seq_length=seq_length, eval_samples=0, train_samples=16), tmp_path)
     ids, labels = (data.eval.tensors[name].numpy() for name in ("input_ids", "labels"))
     margins = builtin.review_margins(ids, labels)
@@ -179,7 +179,7 @@ def test_there_is_no_floor_for_other_tokens(tmp_path: Path) -> None:
     assert data.source["tokenizer"]["name"] == str(tmp_path / "tokenizer")
 
 
-# What both corpora promise
+# Properties of both corpora.
 
 
 def test_the_corpora_are_the_same_on_every_box_and_for_every_seed(language: TaskData, tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_the_corpora_are_the_same_on_every_box_and_for_every_seed(language: Task
     assert hashlib.sha256("\n".join([*texts, *rows, repr(labels)]).encode()).hexdigest()[:16] == "1c41d57adb616c2a"
     few, many = builtin.reviews("train", 10), builtin.reviews("train", 500)
     assert (few[0], few[1]) == (many[0][:10], many[1][:10])
-    other = load_data(laptop("gpt-wikitext", seed=7), tmp_path)
-    assert other.source["tokens_sha256"] == language.source["tokens_sha256"]
+    other_seed = load_data(laptop("gpt-wikitext", seed=7), tmp_path)
+    assert other_seed.source["tokens_sha256"] == language.source["tokens_sha256"]
 
 
 def test_no_training_sample_comes_back_in_the_evaluation(reviews: TaskData, language: TaskData) -> None:
@@ -199,17 +199,17 @@ def test_no_training_sample_comes_back_in_the_evaluation(reviews: TaskData, lang
 
 
 @pytest.mark.parametrize(("task", "most"), [("bert-imdb", 20000), ("gpt-wikitext", 16384)])
-def test_asking_for_more_than_there_is_says_how_many_there_are(task: str, most: int, tmp_path: Path) -> None:
+def test_a_request_for_more_samples_than_exist_names_their_number(task: str, most: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{most}") as refusal:
         load_data(laptop(task, train_samples=most + 1), tmp_path)
     assert "--train_samples" in str(refusal.value)
 
 
-# A trained model approaches the floor and does not go below it
+# A trained model approaches the floor and does not go below it.
 
 
 def train_bare(model: torch.nn.Module, data: TaskData, config: RunConfig, steps: int) -> tuple[float, torch.Tensor]:
-    """A bare loop; returns the mean evaluation loss and the logits."""
+    """Train with a bare loop and return the mean evaluation loss and the logits."""
     assert config.learning_rate
     torch.manual_seed(config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
@@ -228,12 +228,12 @@ def train_bare(model: torch.nn.Module, data: TaskData, config: RunConfig, steps:
 
 
 def least_loss(oracle_eval_loss: float, predictions: int) -> float:
-    """What an honest model's evaluation loss falls below with probability DOUBT at most.
+    """Return the bound that an honest model's evaluation loss falls below with probability DOUBT at most.
 
-    Let P be the process and Q a model that has not seen the evaluation targets, and x the n targets given what comes
-    before each. Then E_P[prod Q(x)/P(x)] = sum over x of prod Q(x) <= 1, so by Markov's inequality the product exceeds
-    1/DOUBT with probability DOUBT at most; taking logs, n (oracle loss - model loss) <= log(1/DOUBT) but for that.
-    It needs no bound on the losses and is paired with the very samples scored, so it is tight: 0.0016 for 12,600 words.
+    Let P be the process and Q a model that has not seen the evaluation targets, and x the n targets given their
+    prefixes. Then E_P[prod Q(x)/P(x)] = sum over x of prod Q(x) <= 1, so by Markov's inequality the product exceeds
+    1/DOUBT with probability DOUBT at most; taking logs, n (oracle loss - model loss) <= log(1/DOUBT) otherwise. It
+    needs no bound on the losses and is paired with the very samples scored, so it is tight: 0.0016 for 12,600 words.
     """
     return oracle_eval_loss - math.log(1 / DOUBT) / predictions
 
@@ -274,29 +274,30 @@ def test_trained_models_approach_the_floor_and_do_not_beat_it(language: TaskData
     assert reviews.floor.expected_accuracy is not None
     assert 0.90 <= reviews.floor.expected_accuracy <= 0.95
     assert least_loss(reviews.floor.oracle_eval_loss, 400) <= loss < reviews.floor.oracle_eval_loss + 0.2
-    # Accuracy has no such bound: a lucky classifier may beat the best one on 400 reviews, by these many errors' noise.
+    # Accuracy has no such bound: by chance a classifier may beat the best one on 400 reviews, by this many standard
+    # errors.
     assert abs(float(correct) - reviews.floor.expected_accuracy) < 5 * math.sqrt(0.07 * 0.93 / 400)
 
 
-# Which samples a step takes
+# The samples of each step.
 
 
 @pytest.mark.parametrize("step", [0, 3, 4, 41])
 def test_every_world_size_and_accumulation_takes_the_same_samples(step: int) -> None:
     splits = Split({"input_ids": torch.arange(70 * 4).reshape(70, 4)})
-    proofs, taken = set(), set()
+    proofs, samples_of_step = set(), set()
     for world_size, micro in itertools.product((1, 2, 4), (1, 2, 4)):
         config = laptop("gpt-wikitext", global_batch_size=16, per_device_train_batch_size=micro)
         plan = config.batch_plan(world_size)
         samples = step_samples(config, len(splits), step)
         parts = [part for rank in range(world_size) for part in plan.micro_batches(samples, rank)]
         proofs.add(sum(sum(sample_hashes(splits.__getitems__(part))) for part in parts) % 2**64)
-        taken.add(tuple(sorted(itertools.chain.from_iterable(parts))))
-    assert len(proofs) == len(taken) == 1
-    assert len(set(taken.pop())) == 16
+        samples_of_step.add(tuple(sorted(itertools.chain.from_iterable(parts))))
+    assert len(proofs) == len(samples_of_step) == 1
+    assert len(set(samples_of_step.pop())) == 16
 
 
-def test_an_epoch_takes_no_sample_twice_and_drops_what_fills_no_batch() -> None:
+def test_an_epoch_uses_no_sample_twice_and_drops_the_incomplete_batch() -> None:
     config = laptop("gpt-wikitext", global_batch_size=16)
     epochs = [[index for step in range(4) for index in step_samples(config, 70, 4 * epoch + step)] for epoch in (0, 1)]
     assert [len(set(epoch)) for epoch in epochs] == [64, 64]

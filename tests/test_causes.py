@@ -1,4 +1,4 @@
-"""Each cause of other losses has its proof, and explains what is wrong in the control: all of it, and nothing else."""
+"""Each cause of a divergence has a proof, and together they explain all divergences in the control and nothing else."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from study.releases.causes import Cause, read_causes
 from study.report.pages import releases as bare
 
 REPORT = REPOSITORY / "reports" / "releases"
-# No cause tells of several backward passes in a micro-step: study/report/pages/releases.py does.
-# A release that cannot be imported has no case in it.
+# No cause describes several backward passes per micro-batch: study/report/pages/releases.py does.
+# A release that cannot be imported has no case.
 CONTROL = [row for row in bare.read_rows(REPORT / "bare.json") if "caller" in row]
 ROWS = [row for row in CONTROL if "-" not in row["caller"]]
 PROOF_ROWS = bare.read_rows(REPORT / "proofs.json")
 EVERY = {cause.id: cause for cause in read_causes()}
-# Of what ends a run instead of training it wrongly the rows of the control tell an error alone.
+# For causes that end a run, the rows of the control have only an error.
 CAUSES = {name: cause for name, cause in EVERY.items() if set(cause.differs) != {"crash"}}
 
 
-def causes_of(row: dict[str, Any]) -> list[Cause]:
-    """The causes that should show in a row of the control, but for the race, which may."""
+def visible_causes(row: dict[str, Any]) -> list[Cause]:
+    """Return the causes that must show in a row of the control, without the race, which may show."""
     precision = {"fp32": "fp32"}.get(row["precision"], "bf16-engine")
-    found = [
+    candidates = [
         cause for cause in CAUSES.values()
         if cause.is_in(row) and cause.shows_in(row["strategy"], row["accumulation"], precision) and not cause.sometimes
     ]  # fmt: skip
-    shown = {
-        # AdamW hides a scale, and stage 0 reports no norm that would tell of it.
+    is_visible = {
+        # AdamW hides a scale, and stage 0 reports no norm, which would show it.
         "divided-twice": row["loss"] == "inside" and bool(row["clipping"] or row.get("norm")),
         "unscaled-in-no-sync": row["caller"] == "accelerate",
         "offload-drops-micro-steps": row["accumulation"] > 2,
     }
-    return [cause for cause in found if shown.get(cause.id, True)]
+    return [cause for cause in candidates if is_visible.get(cause.id, True)]
 
 
-def test_the_control_has_both_sides_of_a_cause_and_what_is_installed() -> None:
+def test_the_control_has_both_sides_of_a_cause_and_the_installed_release() -> None:
     assert len(EVERY) == len(read_causes()), "an id is there twice"
     assert {row["cause"] for row in PROOF_ROWS} == set(EVERY)
     assert {"0.17.6", "0.18.6", "0.19.0", "0.19.6"} <= {row["deepspeed"] for row in ROWS}
@@ -46,32 +46,32 @@ def test_the_control_has_both_sides_of_a_cause_and_what_is_installed() -> None:
 
 
 @pytest.mark.parametrize("release", sorted({row["deepspeed"] for row in ROWS}))
-def test_a_row_of_the_control_is_wrong_where_a_cause_says_so_and_nowhere_else(release: str) -> None:
+def test_a_row_of_the_control_is_wrong_exactly_if_a_cause_applies(release: str) -> None:
     rows = [
         row for row in ROWS
         if row["deepspeed"] == release and row["strategy"] != "zero1_cpu" and row["precision"] == "fp32"
     ]  # fmt: skip
-    unexplained = [row for row in rows if bare.is_right(row) is False and not causes_of(row)]
-    unseen = [row for row in rows if bare.is_right(row) and causes_of(row)]
+    unexplained = [row for row in rows if bare.is_right(row) is False and not visible_causes(row)]
+    unseen = [row for row in rows if bare.is_right(row) and visible_causes(row)]
     assert (unexplained, unseen) == ([], [])
 
 
 @pytest.mark.parametrize("name", sorted(CAUSES))
 def test_a_cause_shows_in_the_control(name: str) -> None:
     cause = CAUSES[name]
-    mine = [row for row in ROWS if cause.is_in(row) and row["strategy"] in cause.strategies]
+    rows = [row for row in ROWS if cause.is_in(row) and row["strategy"] in cause.strategies]
     if cause.sometimes:
-        assert any(row.get("readings_apart") for row in mine)
+        assert any(row.get("readings_apart") for row in rows)
     else:
-        assert any(bare.is_right(row) is False and cause in causes_of(row) for row in mine)
-    # What a pairing does DeepSpeed alone does not.
+        assert any(bare.is_right(row) is False and cause in visible_causes(row) for row in rows)
+    # DeepSpeed alone does not have the fault of a pairing.
     if cause.blame == "pairing":
-        assert all(bare.is_right(row) for row in mine if row["caller"] == "bare" and row["precision"] == "fp32")
+        assert all(bare.is_right(row) for row in rows if row["caller"] == "bare" and row["precision"] == "fp32")
 
 
-def test_stage_0_in_bf16_ends_far_off_where_its_cause_says_so() -> None:
+def test_stage_0_in_bf16_diverges_in_the_releases_of_its_cause() -> None:
     rows = [row for row in ROWS if row["strategy"] == "zero0" and row["precision"] == "bf16" and not row.get("error")]
-    # DeepSpeed's first step of gradients of zero, which this study's runs take back, makes 0.46 of it in every release.
+    # DeepSpeed's first step with zero gradients, which this study's runs undo, accounts for 0.46 in every release.
     far_off = {row["deepspeed"] for row in rows if row["weights_off"] > 0.6}
     assert far_off == {row["deepspeed"] for row in rows if CAUSES["stage0-bf16-keeps-gradients"].is_in(row)}
     assert len(far_off) < len(rows)
@@ -90,20 +90,20 @@ def test_without_its_lines_a_cause_is_gone(name: str) -> None:
 
 
 def test_every_change_and_thread_is_a_page_of_its_project() -> None:
-    of_projects = tuple(
+    project_urls = tuple(
         f"https://github.com/{name}/" for name in ("deepspeedai/DeepSpeed", "huggingface/accelerate", "huggingface/trl")
     )
     for cause in EVERY.values():
         pages = [*cause.threads, cause.entered.change, cause.left.change]
-        assert all(page.startswith(of_projects) for page in pages if page), cause.id
+        assert all(page.startswith(project_urls) for page in pages if page), cause.id
 
 
 def right_releases(caller: str, strategy: str) -> tuple[set[str], set[str]]:
-    """Of two losses in one micro-step: the releases that come to the plain loop's result, and those that do not."""
-    mine = [row for row in CONTROL if row["stack"] in ("installed", row["deepspeed"])
+    """Return the releases that match the plain loop with two losses per micro-batch, and those that do not."""
+    rows = [row for row in CONTROL if row["stack"] in ("installed", row["deepspeed"])
             and (row["caller"], row["strategy"], row["accumulation"]) == (caller, strategy, 1)]  # fmt: skip
-    right = {row["deepspeed"] for row in mine if bare.is_right(row)}
-    return right, {row["deepspeed"] for row in mine} - right
+    right = {row["deepspeed"] for row in rows if bare.is_right(row)}
+    return right, {row["deepspeed"] for row in rows} - right
 
 
 def since(release: str, releases: set[str]) -> set[str]:

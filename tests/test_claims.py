@@ -1,4 +1,4 @@
-"""The claims ledger: what it takes, how figures become verdicts, and that verdicts rest on records and nothing else."""
+"""The claims ledger: its validation, how figures become verdicts, and that verdicts rest on records alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from study.sweep.plan import plan_suite
 from synthetic_records import write_run
 
 ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
-# How much each says; a record less never makes it more.
+# Strength of each verdict; removing a record never raises it.
 STRENGTH: dict[Verdict, int] = {
     "supported": 3, "contradicted": 3, "partly": 2, "inside noise": 1, "inconclusive": 0, "untestable": 0,
 }  # fmt: skip
@@ -43,16 +43,16 @@ PARTS = tuple(itertools.starmap(Part, itertools.product(ANSWERS, (False, True), 
 
 
 @pytest.fixture(scope="module")
-def made() -> Board:
+def full_board() -> Board:
     return board()
 
 
-def of(made: Board, claim: str) -> JudgedClaim:
-    (found,) = [each for each in made.judged if each.claim.id == claim]
-    return found
+def find_claim(full_board: Board, claim: str) -> JudgedClaim:
+    (match,) = [judged for judged in full_board.judged if judged.claim.id == claim]
+    return match
 
 
-def test_one_check_less_never_makes_a_verdict_say_more() -> None:
+def test_removing_a_check_never_strengthens_a_verdict() -> None:
     for parts in itertools.chain.from_iterable(itertools.product(PARTS, repeat=n) for n in (1, 2, 3)):
         before = combine(parts)
         for place in range(len(parts)):
@@ -101,44 +101,44 @@ def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> 
     assert Region(high=1).judge(Figure(math.nan)) == "not judged"
 
 
-def test_every_claim_has_its_number_and_a_verdict(made: Board) -> None:
+def test_every_claim_has_its_number_and_a_verdict(full_board: Board) -> None:
     numbers = {"S0": 17, "S1": 30, "S2": 17, "S3": 12, "Z0": 6}
-    assert [each.claim.id for each in made.judged] == [
+    assert [judged.claim.id for judged in full_board.judged] == [
         f"{code}-{number:02}" for code, last in numbers.items() for number in range(1, last + 1)
     ]
-    assert dict(made.counts())["all"].total() == sum(numbers.values())
-    rest = [each for each in made.judged if set(each.kinds) & {"arithmetic", "consistency", "virtual", "measured"}]
-    assert len(rest) >= 45
-    for each in made.judged:
-        assert each.sentence.strip(". ")
+    assert dict(full_board.counts())["all"].total() == sum(numbers.values())
+    kinds = {"arithmetic", "consistency", "virtual", "measured"}
+    assert len([judged for judged in full_board.judged if set(judged.kinds) & kinds]) >= 45
+    for judged in full_board.judged:
+        assert judged.sentence.strip(". ")
 
 
-def test_figures_that_rest_on_records_name_them(made: Board) -> None:
-    known = {f"{report.name}/{run}" for report in REPORTS.iterdir()
+def test_figures_that_rest_on_records_name_them(full_board: Board) -> None:
+    record_names = {f"{report.name}/{run}" for report in REPORTS.iterdir()
              if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
-    known |= {f"engine_keys/{probe}" for probe in Evidence(REPORTS).keys("engine_keys")}
-    known |= {f"autopsy/{session}" for session in Evidence(REPORTS).arms()["session"]}
-    for each in made.judged:
-        for check, finding in zip(each.claim.checks, each.findings, strict=True):
+    record_names |= {f"engine_keys/{probe}" for probe in Evidence(REPORTS).keys("engine_keys")}
+    record_names |= {f"autopsy/{session}" for session in Evidence(REPORTS).arms()["session"]}
+    for judged in full_board.judged:
+        for check, finding in zip(judged.claim.checks, judged.findings, strict=True):
             if finding.figure and FORMS[check.form].kind in ("virtual", "measured"):
                 assert finding.figure.records
-                assert set(finding.figure.records) <= known
+                assert set(finding.figure.records) <= record_names
                 assert finding.figure.n
 
 
-def test_a_changed_record_changes_the_verdict(made: Board) -> None:
-    """S1-07 fails on one gradient that stays whole; were it split, the claim would hold."""
+def test_a_changed_record_changes_the_verdict(full_board: Board) -> None:
+    """S1-07 fails because one gradient is not sharded; if it were, the claim would hold."""
     records = read_parquet(REPORTS / "virtual_settings")
     runs = records.runs.copy()
     gemma = runs["model_name_or_path"].str.contains("gemma") & (runs["strategy"] == "zero3")
     for row in runs[gemma].index:
-        share = int(2 * runs.loc[row, "model_parameters"] / runs.loc[row, "world_size"])
-        held = {"device": share, "host": 0, "nvme": 0}
-        runs.loc[row, "grads_bytes_device"] = share
-        runs.loc[row, "grads_by_moment"] = json.dumps({"grads_after_backward": held, "grads_before_step": held})
+        shard_bytes = int(2 * runs.loc[row, "model_parameters"] / runs.loc[row, "world_size"])
+        places = {"device": shard_bytes, "host": 0, "nvme": 0}
+        runs.loc[row, "grads_bytes_device"] = shard_bytes
+        runs.loc[row, "grads_by_moment"] = json.dumps({"grads_after_backward": places, "grads_before_step": places})
     evidence = Evidence(REPORTS).instead("virtual_settings", Records(runs, records.steps))
-    assert of(made, "S1-07").verdict == "partly"
-    assert judge(of(made, "S1-07").claim, evidence).verdict == "supported"
+    assert find_claim(full_board, "S1-07").verdict == "partly"
+    assert judge(find_claim(full_board, "S1-07").claim, evidence).verdict == "supported"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_changed_record_changes_the_verdict(made: Board) -> None:
         *(pytest.param(name, marks=pytest.mark.long) for name in ("laptop", "paper_table1", "virtual_settings")),
     ],
 )  # fmt: skip
-def test_no_record_less_makes_a_verdict_say_more(report: str) -> None:
+def test_removing_a_record_never_strengthens_a_verdict(report: str) -> None:
     records = seeded() if report == "laptop" else read_parquet(REPORTS / report)
     evidence = Evidence(REPORTS).instead(report, records)
     claims = [claim for claim in read_ledger().claims
@@ -161,7 +161,7 @@ def test_no_record_less_makes_a_verdict_say_more(report: str) -> None:
                 if run.startswith(f"{report}/"):
                     resting.setdefault(run.removeprefix(f"{report}/"), []).append(name)
     assert resting
-    # Any of the depths of one virtual rank ends its line; a sample of them is enough.
+    # Each depth of a virtual rank is needed for its extrapolation; a sample of the runs is enough.
     for run, names in random.Random(0).sample(sorted(resting.items()), min(8, len(resting))):
         less = Records(records.runs[records.runs["run"] != run].reset_index(drop=True), records.steps)
         without = evidence.instead(report, less)
@@ -174,8 +174,8 @@ def test_no_record_less_makes_a_verdict_say_more(report: str) -> None:
 PARAMETERS = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
 
 
-def test_what_waits_for_a_gpu_is_judged_as_soon_as_its_suites_have_run(tmp_path: Path) -> None:
-    """Every cell that one large GPU is to run has a record, with figures that nobody measured."""
+def test_claims_that_need_a_gpu_are_judged_once_their_suites_have_run(tmp_path: Path) -> None:
+    """Every cell of the single-GPU suite has a record with invented figures."""
     (tmp_path / "made").mkdir()
     for part in plan_suite("one_gpu", Box((141.0,), 128.0), tmp_path).slices:
         for item in part.cells:
@@ -183,14 +183,14 @@ def test_what_waits_for_a_gpu_is_judged_as_soon_as_its_suites_have_run(tmp_path:
             for place, cell in enumerate(probes):
                 if not (root := tmp_path / "made" / cell.id).exists() and cell.trainer == "study":
                     virtual, model = bool(cell.config.virtual_world_size), cell.config.model_name_or_path
-                    asked = {key: value for key, value in cell.asked.to_dict().items() if key != "scale"} | {
+                    flags = {key: value for key, value in cell.asked.to_dict().items() if key != "scale"} | {
                         "eval_steps": 4
                     }
-                    known = {"model_layers": 24, "preset_layers": 24, "model_parameters": PARAMETERS.get(model, 10**8)}
+                    engine = {"model_layers": 24, "preset_layers": 24, "model_parameters": PARAMETERS.get(model, 10**8)}
                     write_run(
                         tmp_path / "made", cell.strategy, name=cell.id, ranks=cell.ranks, virtual=virtual,
                         steps=cell.config.max_steps or 9, state="oom" if len(probes) > 1 and place == 2 else "ok",
-                        config=asked, engine=known, samples=f"{cell.config.train_samples}",
+                        config=flags, engine=engine, samples=f"{cell.config.train_samples}",
                     )  # fmt: skip
                     append_attempt(root, cell, ["accelerate"], {"attempt": 1})
         note_searches(part.cells, tmp_path / "made")
@@ -200,23 +200,23 @@ def test_what_waits_for_a_gpu_is_judged_as_soon_as_its_suites_have_run(tmp_path:
     write_parquet(records, tmp_path / "gpu")
     waiting = [check for claim in read_ledger(LEDGER).claims for check in claim.checks if check.needs]
     assert {check.numbers["report"] for check in waiting} == {"gpu"}
-    found = {(check.shows, check.find(Evidence(tmp_path)).sentence) for check in waiting
+    not_judged = {(check.shows, check.find(Evidence(tmp_path)).sentence) for check in waiting
              if check.find(Evidence(tmp_path)).answer == "not judged"}  # fmt: skip
-    assert not found
+    assert not not_judged
     for check in waiting:
         before = check.find(Evidence(tmp_path / "made"))
         assert (before.answer, before.sentence.endswith(f"it needs {check.needs}")) == ("not judged", True)
 
 
-def test_without_any_record_verdicts_fall_back_to_arithmetic(made: Board, tmp_path: Path) -> None:
+def test_without_any_record_verdicts_fall_back_to_arithmetic(full_board: Board, tmp_path: Path) -> None:
     bare = board(reports=tmp_path)
-    for full, less in zip(made.judged, bare.judged, strict=True):
+    for full, less in zip(full_board.judged, bare.judged, strict=True):
         assert STRENGTH[less.verdict] <= STRENGTH[full.verdict]
         assert not {"virtual", "measured"} & set(less.kinds)
         assert all(run.startswith("accelerate_configs/") for run in less.document()["records"])
-    assert of(bare, "S0-06").verdict == "contradicted"
-    assert of(bare, "S1-02").verdict == "inconclusive"
-    assert "there are no records of paper_table1" in of(bare, "S1-02").sentence
+    assert find_claim(bare, "S0-06").verdict == "contradicted"
+    assert find_claim(bare, "S1-02").verdict == "inconclusive"
+    assert "there are no records of paper_table1" in find_claim(bare, "S1-02").sentence
 
 
 def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
@@ -235,16 +235,16 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
             "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
 
 
-def test_the_page_is_made_of_the_ledger_and_the_records(made: Board) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(made), "run `make claims`"
+def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Board) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(full_board), "run `make claims`"
 
 
-def test_a_check_of_two_claims_does_not_say_which_is_wrong(made: Board) -> None:
-    disputed = [(each, finding) for each in made.judged for finding in each.findings if finding.answer == "disputed"]
-    assert {each.claim.id for each, _ in disputed} >= {"S1-04", "S1-10", "S1-11", "S1-18", "S1-19"}
-    for each, finding in disputed:
+def test_a_check_of_two_claims_does_not_decide_which_is_wrong(full_board: Board) -> None:
+    disputed = [(row, finding) for row in full_board.judged for finding in row.findings if finding.answer == "disputed"]
+    assert {row.claim.id for row, _ in disputed} >= {"S1-04", "S1-10", "S1-11", "S1-18", "S1-19"}
+    for row, finding in disputed:
         assert finding.kind == "consistency"
-        assert each.verdict not in ("supported", "contradicted")
+        assert row.verdict not in ("supported", "contradicted")
 
 
 def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
@@ -262,13 +262,13 @@ def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
     assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == claims
 
 
-def test_contradictions_name_the_other_claims_only(made: Board) -> None:
-    named = {claim: [ids for ids, _ in made.contradictions_of(claim)] for claim in ("Z0-04", "S0-07", "S1-06")}
-    assert named == {"Z0-04": ["S0-07"], "S0-07": ["Z0-04, Z0-05"], "S1-06": ["S0-11", "itself"]}
+def test_contradictions_name_the_other_claims_only(full_board: Board) -> None:
+    partners = {claim: [ids for ids, _ in full_board.contradictions_of(claim)] for claim in ("Z0-04", "S0-07", "S1-06")}
+    assert partners == {"Z0-04": ["S0-07"], "S0-07": ["Z0-04, Z0-05"], "S1-06": ["S0-11", "itself"]}
 
 
-def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(made: Board) -> None:
-    figures = [finding.figure for finding in of(made, "Z0-06").findings]
+def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(full_board: Board) -> None:
+    figures = [finding.figure for finding in find_claim(full_board, "Z0-06").findings]
     assert [figure and figure.n for figure in (figures[3], figures[1])] == [1, 3]
 
 
@@ -289,9 +289,9 @@ def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(made: Boar
     ],
 )
 def test_changed_numbers_change_the_answer(
-    made: Board, claim: str, place: int, numbers: dict[str, object], before: str, after: str
+    full_board: Board, claim: str, place: int, numbers: dict[str, object], before: str, after: str
 ) -> None:
-    judged = of(made, claim)
+    judged = find_claim(full_board, claim)
     checks = list(judged.claim.checks)
     checks[place] = dataclasses.replace(checks[place], numbers={**checks[place].numbers, **numbers})
     changed = judge(dataclasses.replace(judged.claim, checks=tuple(checks)), Evidence(REPORTS))
@@ -334,7 +334,7 @@ REFUSED = [
     (CORRECTION.replace("2026-11-21", "2026"), 13, "date is '2026'"),
     (CORRECTION.replace("S0-01, what", "S9-01, what"), 13, "claim names 'S9-01'"),
 ]
-# Each is the one check of a claim.
+# Each is the only check of a claim.
 REFUSED_CHECKS = [
     ("form: guess, at_most: 1", "form is 'guess'"),
     ("form: ratio, of: 1, at_most: 1", "to is missing"),
@@ -377,14 +377,14 @@ Change = Callable[[pd.DataFrame], pd.DataFrame]
 
 
 def changed(report: str, change: Change, records: Records | None = None) -> Evidence:
-    """The committed records with other runs in one report."""
+    """Return the committed records with the runs of one report changed."""
     before = records or read_parquet(REPORTS / report)
     runs = change(before.runs.copy()).reset_index(drop=True).astype(before.runs.dtypes)
     return Evidence(REPORTS).instead(report, Records(runs, before.steps))
 
 
 def column(name: str, value: Callable[[pd.Series], object]) -> Change:
-    """Compute one column anew from the settings of each run."""
+    """Return a change that recomputes one column from the settings of each run."""
     return lambda runs: runs.assign(**{name: runs.apply(value, axis=1)})
 
 
@@ -402,19 +402,19 @@ def first_seeds(runs: pd.DataFrame) -> pd.DataFrame:
 
 def as_fast(runs: pd.DataFrame) -> pd.DataFrame:
     times = runs[runs["strategy"] == "ddp"].set_index(["workload_key", "seed"])["step_time_s_median"]
-    of_seed = {42: 0.9, 43: 1.0, 44: 1.1}
+    factors = {42: 0.9, 43: 1.0, 44: 1.1}
     return column("step_time_s_median", lambda run: run["step_time_s_median"] if run["strategy"] != "zero1" else
-                  times[run["workload_key"], run["seed"]] * of_seed[run["seed"]])(runs)  # fmt: skip
+                  times[run["workload_key"], run["seed"]] * factors[run["seed"]])(runs)  # fmt: skip
 
 
 def seeded(noise: float = 0.001) -> Records:
-    """The committed laptop records with three seeds of each arm, and times and losses that scatter a little."""
+    """Return the committed laptop records with three seeds per strategy and a little noise in times and losses."""
     records = read_parquet(REPORTS / "laptop")
-    one = records.runs.sort_values(["seed", "repeat"]).groupby(["workload_key", "arm"], sort=False).head(1)
+    first_runs = records.runs.sort_values(["seed", "repeat"]).groupby(["workload_key", "arm"], sort=False).head(1)
     draw = np.random.default_rng(0)
     copies = []
     for seed in (42, 43, 44):
-        copy = one.assign(seed=seed, repeat=1, run=one["run"] + f"-seed{seed}")
+        copy = first_runs.assign(seed=seed, repeat=1, run=first_runs["run"] + f"-seed{seed}")
         copy["step_time_s_median"] *= 1 + noise * draw.standard_normal(len(copy))
         copy[["eval_loss_final", "train_loss_final"]] *= 1 + 0.02 * (seed - 43)
         copies.append(copy)
@@ -428,10 +428,10 @@ def seeded(noise: float = 0.001) -> Records:
         (multiplied("train_loss_final", 1.01, "zero3"), {"S3-03": "partly"}),
         (multiplied("train_loss_final", 0.99, "zero1", "zero2", "zero3"), {"S3-03": "contradicted"}),
         (as_fast, {"S3-04": "inside noise"}),
-        # At another scale than the claim's, so never more than partly.
+        # Measured at another scale than the claim's, so the verdict is at most partly.
         (multiplied("step_time_s_median", 0.5, "zero1"), {"S3-04": "partly"}),
         (multiplied("step_time_s_median", 2, "zero1"), {"S3-04": "partly"}),
-        # Runs on other numbers of ranks are no pair, and confounded or failed ones judge nothing.
+        # Runs with other rank counts do not pair; confounded or failed runs are not judged.
         (where("zero3", "world_size", 4), {"S3-03": "partly"}),
         (where("zero3", "confounded_loss", "other samples"), {"S3-03": "partly"}),
         (where("", "status_state", "failed"), {"S1-28": "inconclusive", "S3-02": "partly", "S3-03": "inconclusive"}),
@@ -439,13 +439,13 @@ def seeded(noise: float = 0.001) -> Records:
         (first_seeds, {"S3-03": "inconclusive", "S3-04": "inconclusive"}),
     ],
 )
-def test_a_verdict_follows_the_runs(made: Board, change: Change, verdicts: dict[str, str]) -> None:
+def test_a_verdict_follows_the_runs(full_board: Board, change: Change, verdicts: dict[str, str]) -> None:
     evidence = changed("laptop", change, seeded())
-    assert {claim: judge(of(made, claim).claim, evidence).verdict for claim in verdicts} == verdicts
+    assert {claim: judge(find_claim(full_board, claim).claim, evidence).verdict for claim in verdicts} == verdicts
 
 
-def test_a_measured_verdict_shows_its_interval_and_its_pairs(made: Board) -> None:
-    judged = judge(of(made, "S3-04").claim, Evidence(REPORTS).instead("laptop", seeded(0.01)))
+def test_a_measured_verdict_shows_its_interval_and_its_pairs(full_board: Board) -> None:
+    judged = judge(find_claim(full_board, "S3-04").claim, Evidence(REPORTS).instead("laptop", seeded(0.01)))
     document = judged.document()
     low, high = document["checks"][0]["interval"]
     assert low < document["checks"][0]["figure"] < high
@@ -457,13 +457,13 @@ def wobble(run: pd.Series) -> float:
     return 1 + 0.001 * int(np.random.default_rng(zlib.crc32(run["run"].encode())).integers(-5, 6))
 
 
-def host_peak(share: float) -> Change:
-    """Peaks that grow with the sequence length, under stage 3 by this share."""
+def host_peak(fraction: float) -> Change:
+    """Return a change to peaks that grow with the sequence length, under stage 3 by this fraction."""
     return column("host_peak_rss_gib", lambda run: 0.5 * wobble(run) + run["seq_length"] / 512
-                  * (share if run["strategy"] == "zero3" else 1))  # fmt: skip
+                  * (fraction if run["strategy"] == "zero3" else 1))  # fmt: skip
 
 
-def of_smallest_micro_batch(name: str, value: Callable[[pd.Series], object]) -> Change:
+def smallest_micro_batch(name: str, value: Callable[[pd.Series], object]) -> Change:
     return column(name, lambda run: value(run) if run["micro_batch_size"] == 1 else run[name])
 
 
@@ -474,72 +474,73 @@ def without_one_size(runs: pd.DataFrame) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("claim", "form", "change", "answer"),
     [
-        # A stage that sharded activations, and a loss that depends on the micro-batches, would be seen.
+        # The checks would detect a stage that shards activations, and a loss that depends on the micro-batch size.
         ("S3-05", "growth", host_peak(1), "holds"),
         ("S3-05", "growth", host_peak(0.5), "fails"),
         ("S3-07", "paired", lambda runs: runs, "holds"),
         ("S3-07", "paired",
-         of_smallest_micro_batch("train_loss_final", lambda run: 1.01 * run["train_loss_final"]), "fails"),
-        # Two settings are compared only where nothing else differs.
-        ("S3-07", "paired", of_smallest_micro_batch("learning_rate", lambda _: 0.5), "not judged"),
-        ("S3-07", "paired", of_smallest_micro_batch("initial_weights_sha256", lambda _: "0" * 64), "not judged"),
-        ("S3-07", "paired", of_smallest_micro_batch("torch_version", lambda _: "1.0"), "not judged"),
-        # A seed that lacks one size has no slope.
+         smallest_micro_batch("train_loss_final", lambda run: 1.01 * run["train_loss_final"]), "fails"),
+        # Two settings are compared only if nothing else differs.
+        ("S3-07", "paired", smallest_micro_batch("learning_rate", lambda _: 0.5), "not judged"),
+        ("S3-07", "paired", smallest_micro_batch("initial_weights_sha256", lambda _: "0" * 64), "not judged"),
+        ("S3-07", "paired", smallest_micro_batch("torch_version", lambda _: "1.0"), "not judged"),
+        # A seed without one of the sizes has no slope.
         ("S2-02", "ratio_slope", without_one_size, "not judged"),
     ],
 )  # fmt: skip
-def test_an_answer_follows_the_runs(made: Board, claim: str, form: str, change: Change, answer: str) -> None:
-    judged = judge(of(made, claim).claim, changed("claims", change))
-    found = [finding for check, finding in zip(judged.claim.checks, judged.findings, strict=True) if check.form == form]
-    found = found[-1:] if claim == "S3-05" else found
-    assert {finding.answer for finding in found} == {answer}
+def test_an_answer_follows_the_runs(full_board: Board, claim: str, form: str, change: Change, answer: str) -> None:
+    judged = judge(find_claim(full_board, claim).claim, changed("claims", change))
+    pairs = zip(judged.claim.checks, judged.findings, strict=True)
+    matches = [finding for check, finding in pairs if check.form == form]
+    matches = matches[-1:] if claim == "S3-05" else matches
+    assert {finding.answer for finding in matches} == {answer}
     if form == "paired" and answer == "not judged":
-        assert "no fair pair" in found[0].sentence
+        assert "no fair pair" in matches[0].sentence
 
 
 @pytest.mark.parametrize(("slope", "answer"), [(-0.3, "fails"), (0.0, "inside noise"), (0.2, "holds")])
-def test_the_slope_of_a_ratio_over_sizes_is_the_one_that_is_there(made: Board, slope: float, answer: str) -> None:
+def test_the_slope_of_a_ratio_over_sizes_is_recovered(full_board: Board, slope: float, answer: str) -> None:
     def speed(run: pd.Series) -> float:
         ratio = 1.0 if run["strategy"] == "single" else 0.8 * run["model_parameters"] ** slope
         return float(5e8 / run["model_parameters"] * wobble(run) * ratio)
 
-    check = next(each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope")
-    found = check.find(changed("claims", column("tokens_per_s", speed)))
-    assert found.figure is not None
-    # Two speeds that wobble by 0.5 % at each end of sizes that lie a factor of five apart.
-    assert found.figure.value == pytest.approx(slope, abs=4 * 0.005 / np.log(5))
-    assert (found.figure.n, found.answer) == (3, answer)
+    check = next(item for item in find_claim(full_board, "S2-02").claim.checks if item.form == "ratio_slope")
+    finding = check.find(changed("claims", column("tokens_per_s", speed)))
+    assert finding.figure is not None
+    # Two speeds with 0.5 % noise at each end of sizes that differ by a factor of five.
+    assert finding.figure.value == pytest.approx(slope, abs=4 * 0.005 / np.log(5))
+    assert (finding.figure.n, finding.answer) == (3, answer)
 
 
-def test_an_unfair_partner_removes_no_other_pair_of_its_seed(made: Board) -> None:
+def test_an_unfair_partner_removes_no_other_pair_of_its_seed(full_board: Board) -> None:
     def more(runs: pd.DataFrame) -> pd.DataFrame:
-        others = runs[runs["micro_batch_size"] == 8]
-        return pd.concat([runs, others.assign(run=others["run"] + "-other", learning_rate=0.5)])
+        size_8 = runs[runs["micro_batch_size"] == 8]
+        return pd.concat([runs, size_8.assign(run=size_8["run"] + "-other", learning_rate=0.5)])
 
-    before = of(made, "S3-07").findings[0].figure
+    before = find_claim(full_board, "S3-07").findings[0].figure
     assert before is not None
-    assert of(made, "S3-07").claim.checks[0].find(changed("claims", more)).figure == before
+    assert find_claim(full_board, "S3-07").claim.checks[0].find(changed("claims", more)).figure == before
 
 
-def test_gradients_that_differ_at_one_step_are_seen(made: Board) -> None:
-    records, (found, *_) = read_parquet(REPORTS / "laptop"), of(made, "S2-09").findings
-    assert (found.answer, found.figure is None) == ("fails", False)
+def test_gradients_that_differ_at_one_step_are_seen(full_board: Board) -> None:
+    records, (first_finding, *_) = read_parquet(REPORTS / "laptop"), find_claim(full_board, "S2-09").findings
+    assert (first_finding.answer, first_finding.figure is None) == ("fails", False)
     steps = records.steps.copy()
-    steps.loc[steps["run"] == found.figure.records[-1].removeprefix("laptop/"), "grad_norm"] *= 1.05  # type: ignore[union-attr]
+    steps.loc[steps["run"] == first_finding.figure.records[-1].removeprefix("laptop/"), "grad_norm"] *= 1.05  # type: ignore[union-attr]
     evidence = Evidence(REPORTS).instead("laptop", Records(records.runs, steps))
-    assert judge(of(made, "S2-09").claim, evidence).findings[0].answer == "holds"
+    assert judge(find_claim(full_board, "S2-09").claim, evidence).findings[0].answer == "holds"
 
 
-def test_no_probe_of_the_engine_less_makes_a_verdict_say_more(made: Board, tmp_path: Path) -> None:
+def test_removing_a_probe_of_the_engine_never_strengthens_a_verdict(full_board: Board, tmp_path: Path) -> None:
     document = json.loads((REPORTS / "engine_keys" / "keys.json").read_text(encoding="utf-8"))
-    probed = {each.claim.id: {check.numbers["probe"] for check in each.claim.checks if check.form == "probed"}
-              for each in made.judged}  # fmt: skip
+    probed = {judged.claim.id: {check.numbers["probe"] for check in judged.claim.checks if check.form == "probed"}
+              for judged in full_board.judged}  # fmt: skip
     assert {claim for claim, probes in probed.items() if probes} == {"S1-24", "S1-29", "S3-10", "S3-11"}
     (tmp_path / "engine_keys").mkdir()
     for name in set().union(*probed.values()):
         probes = [probe for probe in document["probes"] if probe["name"] != name]
         (tmp_path / "engine_keys" / "keys.json").write_text(json.dumps({"probes": probes}))
-        for each in (of(made, claim) for claim, probes in probed.items() if probes):
-            after = judge(each.claim, Evidence(tmp_path))
-            assert STRENGTH[after.verdict] <= STRENGTH[each.verdict], (name, each.claim.id)
+        for judged in (find_claim(full_board, claim) for claim, probes in probed.items() if probes):
+            after = judge(judged.claim, Evidence(tmp_path))
+            assert STRENGTH[after.verdict] <= STRENGTH[judged.verdict], (name, judged.claim.id)
             assert after.sentence

@@ -33,13 +33,13 @@ EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'
 
 
 @pytest.fixture(scope="module")
-def made() -> Board:
+def full_board() -> Board:
     return board()
 
 
 @pytest.fixture(scope="module")
 def file() -> Iterator[Path]:
-    """In the repository, so that its links lead somewhere; made by the command that a user types."""
+    """Write the page with the command, in the repository so that its links resolve."""
     (REPOSITORY / "runs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=REPOSITORY / "runs") as folder:
         page = Path(folder) / "claims.html"
@@ -48,7 +48,7 @@ def file() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module", params=(400, 1400), ids=lambda width: f"{width}px")
-def shown(request: pytest.FixtureRequest, file: Path, browser: Browser) -> Page:
+def open_page(request: pytest.FixtureRequest, file: Path, browser: Browser) -> Page:
     page = browser.new_context(viewport={"width": request.param, "height": 900}).new_page()
     page.goto(file.as_uri())
     return page
@@ -61,34 +61,34 @@ def visible(page: Page) -> list[str]:
 
 
 def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_without_a_script(
-    shown: Page, made: Board
+    open_page: Page, full_board: Board
 ) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["claims", "--json"]) == 0
     counts = json.loads(printed.getvalue())["counts"]
-    head, *rows = shown.eval_on_selector_all(
+    head, *rows = open_page.eval_on_selector_all(
         ".scoreboard tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
     )
     assert {row[0]: {name: int(cell) for name, cell in zip(head[1:-1], row[1:-1], strict=True) if cell != "-"}
             for row in rows} == counts  # fmt: skip
     assert [int(row[-1]) for row in rows] == [sum(counts[row[0]].values()) for row in rows]
-    assert shown.evaluate("document.scripts.length") == 0
-    links = shown.eval_on_selector_all(".scoreboard td a", "all => all.map(one => one.getAttribute('href'))")
+    assert open_page.evaluate("document.scripts.length") == 0
+    links = open_page.eval_on_selector_all(".scoreboard td a", "all => all.map(one => one.getAttribute('href'))")
     assert len(links) > 20
     for link in dict.fromkeys(links):
-        shown.click(f'.scoreboard td a[href="{link}"]')
+        open_page.click(f'.scoreboard td a[href="{link}"]')
         code, verdict = re.fullmatch(r"#(?:only-)?([SZ]\d)?-?([a-z-]*)", link).groups()  # type: ignore[union-attr]
-        assert visible(shown) == [
-            each.claim.id for each in made.judged
-            if code in (None, each.claim.document) and verdict in ("", "claims", each.verdict.replace(" ", "-"))
+        assert visible(open_page) == [
+            judged.claim.id for judged in full_board.judged
+            if code in (None, judged.claim.document) and verdict in ("", "claims", judged.verdict.replace(" ", "-"))
         ]  # fmt: skip
-    shown.click(".scoreboard td a[href='#only-S1-contradicted']")
-    shown.click(".filter:target a")
-    assert len(visible(shown)) == len(made.judged)
+    open_page.click(".scoreboard td a[href='#only-S1-contradicted']")
+    open_page.click(".filter:target a")
+    assert len(visible(open_page)) == len(full_board.judged)
 
 
-def test_every_link_of_the_page_leads_to_what_is_there(shown: Page, file: Path) -> None:
-    links = shown.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
+def test_every_link_of_the_page_has_a_target(open_page: Page, file: Path) -> None:
+    links = open_page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
     elsewhere = {link for link in links if not link.startswith("#")}
     assert {Path(link).parts[-2] for link in elsewhere} >= {"laptop", "paper_table1", "virtual_settings"}
     for link in dict.fromkeys(links):
@@ -100,20 +100,22 @@ def test_every_link_of_the_page_leads_to_what_is_there(shown: Page, file: Path) 
             assert f'id="{parts.fragment}"' in target.read_text(encoding="utf-8"), link
 
 
-def test_the_page_fits_the_screen_and_has_every_claim_with_its_plot(shown: Page, file: Path, made: Board) -> None:
-    assert shown.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
-    figures = sum(finding.figure is not None for each in made.judged for finding in each.findings)
-    assert shown.locator("svg.strip").count() == figures > 80
-    assert shown.locator(".claim").count() == len(made.judged)
-    words = shown.eval_on_selector_all("svg.strip", "all => all.map(one => one.getAttribute('aria-label'))")
-    assert all("the claim needs" in each for each in words)
-    # It is one file, and names no folder of this machine.
+def test_the_page_fits_the_screen_and_has_every_claim_with_its_plot(
+    open_page: Page, file: Path, full_board: Board
+) -> None:
+    assert open_page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    figures = sum(finding.figure is not None for item in full_board.judged for finding in item.findings)
+    assert open_page.locator("svg.strip").count() == figures > 80
+    assert open_page.locator(".claim").count() == len(full_board.judged)
+    words = open_page.eval_on_selector_all("svg.strip", "all => all.map(one => one.getAttribute('aria-label'))")
+    assert all("the claim needs" in item for item in words)
+    # It is a single file without a path of this machine.
     text = file.read_text(encoding="utf-8")
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", text)
     assert not [folder for folder in (REPOSITORY, file.parent) if str(folder) in text]
 
 
-def test_what_a_record_says_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_text_of_a_record_is_shown_and_not_executed(tmp_path: Path) -> None:
     records = read_parquet(REPORTS / "laptop")
     write_parquet(
         dataclasses.replace(records, runs=records.runs.assign(cpu=EVIL, torch_version=EVIL)),
@@ -124,36 +126,36 @@ def test_what_a_record_says_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert "&lt;script&gt;window.harmed" in text
     assert "<script" not in text
     assert "<img" not in text
-    # Elsewhere than in the repository a page leads nowhere else.
+    # Outside the repository a page has no links to files.
     assert re.findall(r"href=\"([^#d][^\"]*)\"", text) == []
     assert "<script" not in page(board(tmp_path / "reports"))
 
 
-def test_a_point_lies_in_the_claimed_region_where_the_check_holds_and_else_does_not(made: Board) -> None:
-    seen = set()
-    for each in made.judged:
-        for check, finding in zip(each.claim.checks, each.findings, strict=True):
+def test_a_point_lies_in_the_claimed_region_exactly_if_the_check_holds(full_board: Board) -> None:
+    answers = set()
+    for judged in full_board.judged:
+        for check, finding in zip(judged.claim.checks, judged.findings, strict=True):
             if finding.figure and finding.figure.low in (None, finding.figure.high):
                 drawn = str(strip(finding, check.region))
                 point = float(re.search(r'cx="([\d.]+)%"', drawn)[1])  # type: ignore[index]
                 start, width = map(float, re.search(r'<rect.* x="([\d.]+)%" width="([\d.]+)%"', drawn).groups())  # type: ignore[union-attr]
                 assert (start - 0.01 <= point <= start + width + 0.01) is (finding.answer == "holds"), check.shows
-                seen.add(finding.answer)
-    assert {"holds", "fails"} <= seen
+                answers.add(finding.answer)
+    assert {"holds", "fails"} <= answers
 
 
-def test_a_derivation_comes_to_its_figure(made: Board) -> None:
+def test_a_derivation_comes_to_its_figure(full_board: Board) -> None:
     forms = set()
-    for each in made.judged:
-        for check, finding in zip(each.claim.checks, each.findings, strict=True):
+    for judged in full_board.judged:
+        for check, finding in zip(judged.claim.checks, judged.findings, strict=True):
             if text := derivation(check):
                 assert finding.figure is not None
                 plain = re.sub(r"(?<=[\d)]) (?:B|GB|GPUs|tokens/s|tokens|bytes|s)\b", "", text).replace("x", "*")
                 assert eval(plain) == pytest.approx(finding.figure.value, rel=1e-3), text
                 forms.add(check.form)
-    wanted = {check.form for each in made.judged for check in each.claim.checks
+    arithmetic_forms = {check.form for judged in full_board.judged for check in judged.claim.checks
               if FORMS[check.form].kind == "arithmetic"}  # fmt: skip
-    assert wanted <= forms
+    assert arithmetic_forms <= forms
 
 
 def test_a_report_names_the_claims_that_rest_on_it_and_links_to_them(tmp_path: Path) -> None:
@@ -176,14 +178,14 @@ def test_a_report_names_the_claims_that_rest_on_it_and_links_to_them(tmp_path: P
 def test_a_page_is_refused_with_other_outputs_and_over_other_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = tmp_path / "mine.html"
-    mine.write_text("mine")
+    old = tmp_path / "mine.html"
+    old.write_text("mine")
     new = tmp_path / "page.html"
-    for place, *others in ((new, "--json"), (new, "check-table", "x.csv"), (mine,), (tmp_path,), (new / "page.html",)):
-        assert main(["claims", "--page", str(place), *others]) == 2
+    for place, *more in ((new, "--json"), (new, "check-table", "x.csv"), (old,), (tmp_path,), (new / "page.html",)):
+        assert main(["claims", "--page", str(place), *more]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "--page" in line
-    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("mine.html", "mine")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine.html", "mine")]
 
 
 def test_an_interval_across_the_edge_is_drawn_across_it() -> None:
@@ -194,15 +196,15 @@ def test_an_interval_across_the_edge_is_drawn_across_it() -> None:
 
 
 def laptop_claim(claim: str, records: Records) -> tuple[JudgedClaim, Evidence]:
-    """A claim judged by these records of the laptop alone."""
+    """Return a claim judged by the given laptop records alone, and the evidence."""
     evidence = Evidence(REPORTS).instead("laptop", records)
-    (found,) = [each for each in read_ledger().claims if each.id == claim]
-    laptop = tuple(check for check in found.checks if check.numbers.get("report") == "laptop")
-    return judge(dataclasses.replace(found, checks=laptop), evidence), evidence
+    (match,) = [claim_of_id for claim_of_id in read_ledger().claims if claim_of_id.id == claim]
+    laptop = tuple(check for check in match.checks if check.numbers.get("report") == "laptop")
+    return judge(dataclasses.replace(match, checks=laptop), evidence), evidence
 
 
 def orders_at(commit: str | None, repository: Path) -> list[Order]:
-    """The order of the checks of S3-02, had this commit made the records."""
+    """Return the order of the checks of S3-02 if the given commit had made the records."""
     records = read_parquet(REPORTS / "laptop")
     runs = records.runs.assign(git_commit=pd.array([commit] * len(records.runs), dtype="str"))
     return orders(*laptop_claim("S3-02", Records(runs, records.steps)), repository)
@@ -256,35 +258,37 @@ def test_without_git_or_a_commit_the_order_is_unknown(tmp_path: Path) -> None:
     assert order_text(["unknown"]).startswith("Of 1 check on records: 1 of unknown date")
 
 
-def test_provenance_has_every_run_start_version_and_minute(made: Board) -> None:
+def test_provenance_has_every_run_start_version_and_minute(full_board: Board) -> None:
     records = read_parquet(REPORTS / "laptop")
     runs = records.runs.drop_duplicates(["workload_key", "arm", "seed"]).reset_index(drop=True)
     used = runs[(runs["task"] == "gpt-wikitext") & runs["strategy"].isin(["ddp", "zero2_cpu"])]
-    others = runs["strategy"] == "zero2"
-    runs.loc[others, "status_state"] = "oom"
+    zero2 = runs["strategy"] == "zero2"
+    runs.loc[zero2, "status_state"] = "oom"
     runs.loc[used.index, "status_started_at"] = "2026-11-20T10:00:00+00:00"
     runs.loc[used.index, "status_ended_at"] = "2026-11-20T10:12:00+00:00"
-    found = provenance(*laptop_claim("S1-28", Records(runs, records.steps, ("a: broken", "b: broken"))))
-    _, ended, starts, made_with, rerun = [text for _, text in found]
+    lines = provenance(*laptop_claim("S1-28", Records(runs, records.steps, ("a: broken", "b: broken"))))
+    _, ended, starts, made_with, rerun = [text for _, text in lines]
     ok = int((runs["status_state"] == "ok").sum())
     assert ended == (
-        f"{len(used)} of {len(runs)}, which ended as: {ok} ok, {others.sum()} oom; 2 unreadable or inconsistent"
+        f"{len(used)} of {len(runs)}, which ended as: {ok} ok, {zero2.sum()} oom; 2 unreadable or inconsistent"
         " records were left out."
     )
     assert starts == "3 initializations from 3 seeds; repeats of a seed: 0."
     assert "DeepSpeed 0.19.8" in made_with
     assert "no GPU" in made_with
     assert rerun.startswith(f"`study run laptop`: these runs took {12 * len(used):.1f} minutes, all of laptop ")
-    # A repeat of a seed is not another start.
+    # A repeat of a seed is not another initialization.
     twice = pd.concat([runs, runs.assign(run=runs["run"] + "-repeated", repeat=2)], ignore_index=True)
-    found = provenance(*laptop_claim("S1-28", Records(twice.astype(runs.dtypes), records.steps)))
-    assert found[2][1] == f"3 initializations from 3 seeds; repeats of a seed: {len(used)}."
-    assert provenance(next(each for each in made.judged if each.claim.id == "S0-06"), Evidence(REPORTS)) == []
+    lines = provenance(*laptop_claim("S1-28", Records(twice.astype(runs.dtypes), records.steps)))
+    assert lines[2][1] == f"3 initializations from 3 seeds; repeats of a seed: {len(used)}."
+    assert (
+        provenance(next(judged for judged in full_board.judged if judged.claim.id == "S0-06"), Evidence(REPORTS)) == []
+    )
 
 
-def test_a_measured_claim_has_other_explanations(made: Board) -> None:
-    measured = [each.claim for each in made.judged
-                if any(finding.kind == "measured" and finding.figure for finding in each.findings)]  # fmt: skip
+def test_a_measured_claim_has_other_explanations(full_board: Board) -> None:
+    measured = [judged.claim for judged in full_board.judged
+                if any(finding.kind == "measured" and finding.figure for finding in judged.findings)]  # fmt: skip
     assert [claim.id for claim in measured if not claim.alternatives] == [], "add alternatives:, such as *cpu_ranks"
 
 

@@ -1,4 +1,4 @@
-"""`study claims check-table`: published tables against what such a training must hold."""
+"""`study claims check-table`: published tables compared with the memory that such training needs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def table(tmp_path: Path, *rows: str, header: str = "model,gpus,strategy,gb,devi
     return file
 
 
-# Worked out by hand from each page; the single-GPU document prints no memory at all.
+# Computed by hand from each page; the single-GPU document prints no memory at all.
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # Three peaks of one model: the first is half of what mixed-precision Adam needs.
+        # Three peaks of one model: the first is half of the need of mixed-precision Adam.
         ("s0_memory.md", ["suspicious", "possible", "possible"]),
         ("s0_capacity.md", ["suspicious", "possible", "possible"]),
-        # Without ZeRO 20 B in 48 GB, where the weights alone are 40 and the gradients 40 more.
+        # 20 B without ZeRO in 48 GB, although weights and gradients need 40 GB each.
         ("s1_20b.md", ["impossible", "possible", "possible"]),
-        # Adam's states taken for as large as the parameters.
+        # Adam's states are assumed to be as large as the parameters.
         ("s3_scenarios.md", ["suspicious"] * 4),
         ("z0_table1.md", ["possible"] * 9),
-        # 4 x 28 GB in fp32, of which the page counts three.
+        # 4 x 28 GB in fp32; the page counts three of the four.
         ("adhdecode_7b.md", ["suspicious"]),
         # 8 B: 128 GB with Adam, 16 GB of weights; 70 B in 4 bits are 35 GB on two GPUs.
         ("axolotl_llama3.md", ["suspicious", "impossible", "possible", "possible"]),
@@ -52,10 +52,10 @@ def table(tmp_path: Path, *rows: str, header: str = "model,gpus,strategy,gb,devi
     ],
 )
 def test_published_tables_are_judged_as_by_hand(name: str, expected: list[str]) -> None:
-    assert [each.plausibility for each in check_table(TABLES / name)] == expected
+    assert [row.plausibility for row in check_table(TABLES / name)] == expected
 
 
-def test_every_stored_table_says_where_it_is_from_and_is_judged_here() -> None:
+def test_every_stored_table_has_its_source_and_is_judged() -> None:
     tables = published_tables()
     assert len(tables) == len(list(TABLES.iterdir())) == 16
     assert all(re.search(r"<https://\S+>|Document S\d", table.address) and table.note for table in tables)
@@ -73,21 +73,21 @@ def test_the_floors_are_the_papers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        # Weights and gradients of 10 B need 40 GB; 37 read as GiB are just less, 38 are more.
+        # Weights and gradients of 10 B need 40 GB; 37 in GiB are slightly less, 38 are more.
         ("10B,8,ddp,36,", "impossible"),
         ("10B,8,ddp,37,", "suspicious"),
         ("10B,8,ddp,147,", "suspicious"),
         ("10B,8,ddp,160,", "possible"),
-        # The same with a smaller device, unless the table says so itself.
+        # Impossible on a smaller device, unless the table itself lists it as out of memory.
         ("10B,8,ddp,160,80 GB", "impossible"),
         ("10B,8,ddp,160 (OOM),80 GB", "possible"),
         ("10B,8,zero3,21,T4", "impossible"),
-        # A name that begins another's: the RTX 3080 Ti has 12.
+        # The name is a prefix of the RTX 3080 Ti, which has 12.
         ("10B,8,zero3,11,RTX 3080", "impossible"),
         ("10B,8,zero3,21,H100 SXM", "possible"),
         ("10B,8,zero3,4,", "impossible"),
         ("10B,8,zero3_cpu,1,", "possible"),
-        # Adapters need their frozen weights alone. Stages 1 and 2 keep every weight on every GPU, stage 3 does not.
+        # Adapters need only their frozen weights. Stages 1 and 2 keep every weight on every GPU, stage 3 does not.
         ("10B,1,single,19,,adapters", "possible"),
         ("10B,1,single,18,,adapters", "impossible"),
         ('10B,1,single,11,,"adapters, 8-bit"', "possible"),
@@ -112,20 +112,20 @@ def test_more_memory_is_never_less_plausible_without_a_device(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("label", "strategy"),
     [
         ("ZeRO-0 (Baseline DDP)", "zero0"), ("Baseline (No ZeRO)", "ddp"), ("Stage 2", "zero2"), ("zero1", "zero1"),
         ("ZeRO-3 + CPU Offload", "zero3_cpu"), ("ZeRO-3 + NVMe Offload", "zero3_nvme"), ("fsdp2", "fsdp2"),
         ("ZeRO-2 with optimizer offload", "zero2_cpu"),
     ],
 )  # fmt: skip
-def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, said: str, meant: str) -> None:
-    (row,) = read_table(table(tmp_path, f"7B,8,{said},100,"))
-    assert row.strategy == meant
+def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, label: str, strategy: str) -> None:
+    (row,) = read_table(table(tmp_path, f"7B,8,{label},100,"))
+    assert row.strategy == strategy
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "said"),
+    ("text", "place", "words"),
     [
         ("", "", "no table"),
         ("model,gpus,strategy,gb", "", "no table"),
@@ -150,7 +150,7 @@ def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, sa
     ],
 )
 def test_a_table_that_is_not_understood_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, place: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, place: str, words: str
 ) -> None:
     file = tmp_path / "table.csv"
     file.write_text(text)
@@ -158,7 +158,7 @@ def test_a_table_that_is_not_understood_is_refused_in_one_line(
     out, err = capsys.readouterr()
     assert not out
     assert err.count("\n") == 1
-    assert said in err
+    assert words in err
     assert f"{file}{place}" in err
 
 
@@ -179,7 +179,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 )
 def test_json_has_every_row_with_its_floors(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     file = str(TABLES / "s0_memory.md")
-    assert main([file if each == "FILE" else each for each in arguments]) == 0
+    assert main([file if word == "FILE" else word for word in arguments]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["plausibility"] for row in rows] == ["suspicious", "possible", "possible"]
     assert rows[0]["row"]["parameters"] == 9241705984

@@ -27,7 +27,7 @@ FLAGS_OF_THE_DESIGN = {
     "gradient_checkpointing", "seed", "eval_steps", "nvme_path", "device_memory_cap_gib", "output_dir",
     "checkpointing_steps", "resume_from_checkpoint", "report_to",
 }  # fmt: skip
-# Another value of every field, and whether a run with it is another run.
+# Another value of every field, and whether it makes a different run.
 OTHER_VALUES: dict[str, tuple[Any, bool]] = {
     "task": ("gpt-wikitext", True), "scale": ("paper", True), "model_name_or_path": ("bert-base-uncased", True),
     "weights": ("pretrained", True), "data": ("hub", True), "dataset_config_name": ("wikitext-103-raw-v1", True),
@@ -67,14 +67,14 @@ def test_every_flag_of_the_design_exists() -> None:
     assert fields >= FLAGS_OF_THE_DESIGN
 
 
-def test_the_command_line_says_everything_a_config_can() -> None:
-    asked = dataclasses.replace(laptop(), **{key: value for key, (value, _) in OTHER_VALUES.items()})
+def test_the_command_line_sets_everything_of_a_config() -> None:
+    config = dataclasses.replace(laptop(), **{key: value for key, (value, _) in OTHER_VALUES.items()})
     assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(RunConfig)}
-    assert parse_command_line(as_command_line(asked)) == asked
+    assert parse_command_line(as_command_line(config)) == config
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "words"),
     [
         (["--nonsense", "1"], "--nonsense"),
         (["--seq_len", "64"], "--seq_len"),  # no abbreviations
@@ -119,15 +119,15 @@ def test_the_command_line_says_everything_a_config_can() -> None:
         (["--optimizer", "muon", "--max_grad_norm", "1"], "--max_grad_norm 1"),
     ],
 )
-def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], named: str) -> None:
+def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], words: str) -> None:
     with pytest.raises(UserError) as refusal:
         parse_command_line(arguments)
-    assert named in refusal.value.problem
+    assert words in refusal.value.problem
     assert refusal.value.fix
     assert "\n" not in str(refusal.value)
 
 
-def test_the_limits_themselves_are_taken() -> None:
+def test_the_limits_themselves_are_accepted() -> None:
     for arguments in (
         ["--seed", str(2**32 - 1)], ["--dropout", "-1"], ["--dropout", "0"], ["--warmup_ratio", "1"],
         ["--max_grad_norm", "0"], ["--train_samples", "0"], ["--learning_rate", "0"], ["--seq_length", "2"],
@@ -135,9 +135,9 @@ def test_the_limits_themselves_are_taken() -> None:
         parse_command_line(arguments)
 
 
-def test_a_schedule_that_can_be_asked_for_is_one_transformers_has() -> None:
-    known = {schedule.value for schedule in SchedulerType}
-    assert set(get_args(config_module.Schedule)) <= known
+def test_transformers_has_every_schedule_of_the_flag() -> None:
+    schedules = {schedule.value for schedule in SchedulerType}
+    assert set(get_args(config_module.Schedule)) <= schedules
 
 
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
@@ -148,7 +148,7 @@ def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None
     config = resolved(RunConfig(task=task, scale=scale), accelerator_visible=False)
     unresolved = {key for key, value in dataclasses.asdict(config).items() if value is None}
     assert unresolved == optional
-    # The types the dataclass promises hold after resolution, or the record would not read back.
+    # The types of the dataclass must be correct after resolution, or the record would not read back.
     assert RunConfig.from_dict(config.to_dict(), "the test") == config
 
 
@@ -156,7 +156,7 @@ def test_auto_is_paper_with_an_accelerator_and_laptop_without() -> None:
     assert [resolved(RunConfig(), visible).scale for visible in (True, False)] == ["paper", "laptop"]
 
 
-def test_paper_is_what_the_studied_documents_did() -> None:
+def test_the_paper_scale_has_the_settings_of_the_studied_documents() -> None:
     bert = resolved(RunConfig(scale="paper"), accelerator_visible=False)
     assert (bert.model_name_or_path, bert.weights, bert.data) == ("bert-large-uncased", "pretrained", "hub")
     assert (bert.train_samples, bert.eval_samples, bert.seq_length, bert.global_batch_size) == (800, 200, 128, 8)
@@ -165,10 +165,10 @@ def test_paper_is_what_the_studied_documents_did() -> None:
     assert (gemma.seq_length, gemma.precision) == (2048, "bf16")
 
 
-def test_what_was_asked_wins_over_every_default() -> None:
-    asked = {key: value for key, (value, _) in OTHER_VALUES.items() if key not in ("task", "scale")}
-    config = laptop(**asked)
-    assert {key: getattr(config, key) for key in asked} == asked
+def test_explicit_flags_override_every_default() -> None:
+    values = {key: value for key, (value, _) in OTHER_VALUES.items() if key not in ("task", "scale")}
+    config = laptop(**values)
+    assert {key: getattr(config, key) for key in values} == values
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -193,11 +193,11 @@ def test_a_batch_divides_or_is_refused_with_a_fix_that_works(world_size: int, mi
 
 
 def _fixes(fix: str) -> list[dict[str, Any]]:
-    if found := re.fullmatch(r"use a multiple of \d+, such as (\d+)", fix):
-        return [{"global_batch_size": int(found[1])}]
-    found = re.fullmatch(r"use (\d+), or --global_batch_size (\d+)", fix)
-    assert found, fix
-    return [{"per_device_train_batch_size": int(found[1])}, {"global_batch_size": int(found[2])}]
+    if match := re.fullmatch(r"use a multiple of \d+, such as (\d+)", fix):
+        return [{"global_batch_size": int(match[1])}]
+    match = re.fullmatch(r"use (\d+), or --global_batch_size (\d+)", fix)
+    assert match, fix
+    return [{"per_device_train_batch_size": int(match[1])}, {"global_batch_size": int(match[2])}]
 
 
 def test_a_refusal_of_an_enormous_batch_is_as_quick_as_any() -> None:
@@ -216,9 +216,9 @@ def test_micro_batches_partition_the_global_batch_at_every_cut() -> None:
             ranks = [plan.micro_batches(samples, rank) for rank in range(world_size)]
             assert {len(part) for parts in ranks for part in parts} == {micro}
             assert {len(parts) for parts in ranks} == {plan.gradient_accumulation_steps}
-            # Turn by turn, rank by rank, the step's samples come back in their order.
-            again = [index for turn in zip(*ranks, strict=True) for part in turn for index in part]
-            assert again == samples
+            # Interleaved by turn and rank, the samples of a step are in their order.
+            rejoined = [index for turn in zip(*ranks, strict=True) for part in turn for index in part]
+            assert rejoined == samples
 
 
 def test_an_epoch_drops_its_incomplete_batch_and_max_steps_wins() -> None:
@@ -255,7 +255,7 @@ def test_a_config_survives_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "named"),
+    ("values", "words"),
     [
         ({"learning_rte": 1.0}, "learning_rte"),
         ({"seq_length": "64"}, "seq_length"),
@@ -271,15 +271,15 @@ def test_a_config_survives_json() -> None:
     ],
 )
 def test_a_record_or_suite_with_an_unknown_key_or_a_wrong_type_is_refused_by_name(
-    values: dict[str, Any], named: str
+    values: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(UserError, match=named) as refusal:
+    with pytest.raises(UserError, match=words) as refusal:
         RunConfig.from_dict(values, "suite.yaml")
     assert "suite.yaml" in refusal.value.problem
 
 
 def test_a_value_whose_text_would_fill_the_memory_is_refused_in_one_line() -> None:
-    """Twelve lines of YAML: each alias stands for ten of the line before."""
+    """Twelve lines of YAML: each alias has ten references to the line before."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{turn}: &a{turn} [{', '.join([f'*a{turn - 1}'] * 10)}]" for turn in range(1, 12)]
     bomb = yaml.safe_load("\n".join(lines))["a11"]
@@ -291,7 +291,7 @@ def test_a_value_whose_text_would_fill_the_memory_is_refused_in_one_line() -> No
         RunConfig.from_dict({3: bomb, "nonsense": 1}, "a suite")  # type: ignore[dict-item]
 
 
-def test_null_and_a_whole_number_for_a_real_one_are_taken() -> None:
+def test_null_and_an_integer_for_a_float_are_accepted() -> None:
     config = RunConfig.from_dict({"learning_rate": 1, "seq_length": None, "engine_override": ["a=1"]}, "suite.yaml")
     assert config == RunConfig(learning_rate=1.0, engine_override=("a=1",))
     assert type(config.learning_rate) is float
@@ -308,7 +308,7 @@ def test_overrides_are_json_and_whole_floats_become_integers() -> None:
     [["a"], ["=1"], ["a="], ["a=b"], ["a=null"], [".a=1"], ["a..b=1"], ["a.=1"], ["a=NaN"], ["a=1e999"],
      ["a=[Infinity]"], ['a={"b": 1e999}'], ["a=" + "[" * 100_000], ["a=1", "a=2"], ["a=1", "a.b=2"], ["a.b=2", "a=1"]],
 )  # fmt: skip
-def test_an_override_that_says_nothing_or_two_things_is_refused(overrides: list[str]) -> None:
+def test_an_empty_or_contradictory_override_is_refused(overrides: list[str]) -> None:
     with pytest.raises(UserError, match="--engine_override"):
         parse_overrides(overrides)
 
@@ -318,35 +318,35 @@ def test_overrides_that_share_a_beginning_are_two_keys() -> None:
 
 
 def test_an_override_leaves_the_settings_that_it_is_given() -> None:
-    given = {"zero_optimization": {"stage": 2}}
-    assert override(given, ["zero_optimization.stage=3"]) == {"zero_optimization": {"stage": 3}}
-    assert given == {"zero_optimization": {"stage": 2}}
+    settings = {"zero_optimization": {"stage": 2}}
+    assert override(settings, ["zero_optimization.stage=3"]) == {"zero_optimization": {"stage": 3}}
+    assert settings == {"zero_optimization": {"stage": 2}}
 
 
 def test_no_field_is_dead() -> None:
-    """Each is read as an attribute somewhere in study/ other than where it is defined or checked, or by a method."""
-    own = ast.parse((ROOT / "study/config/flags.py").read_text())
-    methods = [node for node in ast.walk(own) if isinstance(node, ast.FunctionDef)]
-    used_here = {name for method in methods for name in _attributes_of(method, {"self"})}
+    """Each field is read as an attribute in study/ outside its definition and checks, or by a method."""
+    flags_module = ast.parse((ROOT / "study/config/flags.py").read_text())
+    methods = [node for node in ast.walk(flags_module) if isinstance(node, ast.FunctionDef)]
+    read_by_methods = {name for method in methods for name in _find_attributes(method, {"self"})}
     elsewhere = {
         name
         for file in sorted((ROOT / "study").rglob("*.py"))
         if file not in (ROOT / "study/config/flags.py", ROOT / "study/config/flags.py")
-        for name in _attributes_of(ast.parse(file.read_text()), {"config"})
+        for name in _find_attributes(ast.parse(file.read_text()), {"config"})
     }
     fields = {field.name for field in dataclasses.fields(RunConfig)}
-    assert fields - elsewhere - used_here == set()
+    assert fields - elsewhere - read_by_methods == set()
 
 
-def _attributes_of(tree: ast.AST, owners: set[str]) -> set[str]:
-    """`config.x`, `self.config.x` and the like."""
-    found = set()
+def _find_attributes(tree: ast.AST, owners: set[str]) -> set[str]:
+    """Return the attributes that are read from these owners, as in `config.x` or `self.config.x`."""
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", None)
             if owner in owners:
-                found.add(node.attr)
-    return found
+                names.add(node.attr)
+    return names
 
 
 def test_a_flag_is_accepted_with_hyphens_and_listed_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,7 +366,7 @@ def test_a_flag_is_accepted_with_hyphens_and_listed_with_underscores(capsys: pyt
 
 
 def test_no_sentence_ends_with_two_full_stops_and_no_docstring_is_one() -> None:
-    """The command line puts a full stop behind each problem and each fix."""
+    """The command line adds a full stop to each problem and each fix."""
     for file in (ROOT / "study").rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engines import ROOT
 
-# Every way in which a library can talk: streams, descriptors, warnings, logging, another process, C's own buffer.
+# Every channel of a library's output: streams, descriptors, warnings, logging, another process, C's buffer.
 NOISE = """
 import ctypes, logging, os, subprocess, sys, warnings
 def noise(when):
@@ -31,7 +31,7 @@ console = Console(speaks=True)
 
 
 def _as_in_a_shell() -> dict[str, str]:
-    """Streams are buffered there; what they still hold when the log opens must not be lost."""
+    """Return an environment with buffered streams, whose content must not be lost when the log opens."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
 
 
@@ -44,7 +44,7 @@ def run_python(code: str, log: Path) -> subprocess.CompletedProcess[str]:
 KINDS = ("printed", "printed to stderr", "written to 1", "written to 2", "warned", "logged", "another process")
 
 
-def said(text: str, when: str) -> list[str]:
+def find_kinds(text: str, when: str) -> list[str]:
     return [kind for kind in KINDS if re.search(rf"{kind} {when}\b", text)]
 
 
@@ -52,8 +52,8 @@ def test_all_noise_goes_to_the_log_and_none_to_the_terminal(tmp_path: Path) -> N
     log = tmp_path / "log.txt"
     result = run_python('noise("early"); console.say("hello"); console.log_to(log); noise("late")', log)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "hello\n")
-    assert said(log.read_text(), "early") == list(KINDS)
-    assert said(log.read_text(), "late") == list(KINDS)
+    assert find_kinds(log.read_text(), "early") == list(KINDS)
+    assert find_kinds(log.read_text(), "late") == list(KINDS)
     assert log.read_text().index("written to 1 early") < log.read_text().index("written to 1 late")
 
 
@@ -79,7 +79,7 @@ def test_the_streams_are_the_users_again_after_restore(tmp_path: Path) -> None:
         log,
     )
     assert (result.stdout, result.stderr) == ("to stdout\n", "to stderr\n")
-    assert said(log.read_text(), "inside") == list(KINDS)
+    assert find_kinds(log.read_text(), "inside") == list(KINDS)
 
 
 def test_a_traceback_after_the_log_is_open_is_in_the_log(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_traceback_after_the_log_is_open_is_in_the_log(tmp_path: Path) -> None
     assert "RuntimeError: the reason" in log.read_text()
 
 
-def test_a_rank_that_does_not_speak_says_nothing_and_logs_all_the_same(tmp_path: Path) -> None:
+def test_a_silent_rank_prints_nothing_but_logs(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     result = run_python(
         'other = Console(speaks=False); other.say("hello"); other.log_to(log); noise("there")\n'
@@ -98,7 +98,7 @@ def test_a_rank_that_does_not_speak_says_nothing_and_logs_all_the_same(tmp_path:
         log,
     )
     assert (result.stdout, result.stderr) == ("", "")
-    assert said(log.read_text(), "there") == list(KINDS)
+    assert find_kinds(log.read_text(), "there") == list(KINDS)
 
 
 # A bar is drawn at most ten times a second.
@@ -119,9 +119,9 @@ def test_progress_without_a_terminal_is_a_line_every_tenth(tmp_path: Path) -> No
     assert lines[-1] == "step 40/40: loss 1.5000, 1,234 tokens/s, peak 0.25 GiB"
 
 
-def test_progress_on_a_terminal_is_a_bar_that_says_step_loss_speed_and_memory(tmp_path: Path) -> None:
+def test_progress_on_a_terminal_is_a_bar_with_step_loss_speed_and_memory(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    shown, terminal = pty.openpty()
+    parent, terminal = pty.openpty()
     command = [
         sys.executable,
         "-c",
@@ -133,15 +133,15 @@ def test_progress_on_a_terminal_is_a_bar_that_says_step_loss_speed_and_memory(tm
     os.close(terminal)
     text = b""
     try:
-        while part := os.read(shown, 65536):
+        while part := os.read(parent, 65536):
             text += part
     except OSError:  # the other end of a pseudo-terminal is closed
         pass
-    os.close(shown)
+    os.close(parent)
     bar = text.decode()
     assert "loss 1.5000" in bar
     assert "1,234 tokens/s" in bar
     assert "peak 0.25 GiB" in bar
     assert "/40" in bar
-    assert said(bar, "there") == []
-    assert said(log.read_text(), "there") == list(KINDS)
+    assert find_kinds(bar, "there") == []
+    assert find_kinds(log.read_text(), "there") == list(KINDS)

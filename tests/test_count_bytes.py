@@ -1,4 +1,4 @@
-"""The bytes that records count, beside what the counters of a loopback interface say: tools/count_bytes.py."""
+"""The bytes in records, compared with the counters of a loopback interface: tools/count_bytes.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def counted(folder: Path, *arguments: str, timeout: float) -> pd.DataFrame:
 
 
 def assert_counted(rows: pd.DataFrame) -> None:
-    """Within 1 %, without the 52 bytes that TCP and IP add to each packet and acknowledgement.
+    """Assert agreement within 1 %, without the 52 bytes that TCP and IP add to each packet and acknowledgement.
 
     A segment that TCP sends again has at most 64 KiB; which of the two runs repeated it is not counted.
     """
@@ -44,7 +44,7 @@ def test_gloo_bytes_of_a_record_are_those_of_the_loopback(tmp_path: Path) -> Non
     assert list(rows["strategy"]) == names
     assert_counted(rows)
     ring, sent = (rows.set_index("strategy")[key] for key in ("ring_bytes", "gloo_bytes"))
-    # As NCCL would: there stage 3 sends what DDP does, as long as this model stays gathered.
+    # With NCCL stage 3 sends as much as DDP, as long as this model stays gathered.
     assert ring["zero3"] == pytest.approx(ring["ddp"], rel=1e-4)
     assert sent["zero3"] == pytest.approx(1.5 * sent["ddp"], rel=1e-4)
 

@@ -1,4 +1,4 @@
-"""`study doctor` as a user starts it: what it finds, what it calls missing, and what it must never say."""
+"""`study doctor` as a user starts it: its findings, missing requirements, and secrets that it must never print."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def doctor(*arguments: str, before: Callable[[], None] | None = None, **environm
     )  # fmt: skip
 
 
-def checks_of(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+def read_checks(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
     assert result.stdout, result.stderr
     return {check["name"]: check for check in json.loads(result.stdout)["checks"]}
 
@@ -53,14 +53,16 @@ def normal(drive: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def poor(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Nothing on PATH, low limits and no privilege above them, and a drive's folder that is below a file."""
+    """Run it without programs on PATH, with low limits and no privilege above them, and with an NVMe folder below a
+    file.
+    """
     folder = tmp_path_factory.mktemp("poor")
     (folder / "file").touch()
 
     def lower_limits() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**20, 2**20))
-        # PR_CAPBSET_DROP of CAP_IPC_LOCK: even root is then held to the limit; others never stood above it.
+        # PR_CAPBSET_DROP of CAP_IPC_LOCK: the limit then applies to root, too; it always applies to other users.
         ctypes.CDLL(None).prctl(24, 14)
 
     nvme = str(folder / "file" / "nvme")
@@ -75,8 +77,8 @@ def memory_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def row_of(text: str, name: str) -> tuple[str, str, str]:
-    """State, what was found and the fix of a check in the printed table."""
+def find_row(text: str, name: str) -> tuple[str, str, str]:
+    """Return state, finding and fix of a check in the printed table."""
     lines = text.splitlines()
     index = next(number for number, line in enumerate(lines) if re.match(rf"\w+ +{name}  ", line))
     after = lines[index + 1].strip()
@@ -111,10 +113,10 @@ def test_json_is_one_document_with_every_check_in_a_known_state(
 
 
 def test_packages_the_matrix_rate_and_the_hub_are_as_they_are_here(normal: subprocess.CompletedProcess[str]) -> None:
-    checks = checks_of(normal)
+    checks = read_checks(normal)
     assert checks["packages"]["state"] == "ok"
     assert f"{sys.version_info[0]}.{sys.version_info[1]}." in checks["python"]["found"]
-    # Every line of the file that is a pin is counted, and not the comment above them.
+    # Every pin of the file counts, but not the comment above them.
     pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     meant = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
     assert f"of {len(meant)} " in checks["versions"]["found"]
@@ -123,13 +125,13 @@ def test_packages_the_matrix_rate_and_the_hub_are_as_they_are_here(normal: subpr
     # A core reaches some hundredths, and no device a hundred thousand.
     assert all(1e-4 < rate < 1e5 for rate in rates)
     assert (matmul["state"], "TFLOP/s fp32" in matmul["found"]) == ("ok", True)
-    # The hub is asked only with --hub.
+    # The hub is contacted only with --hub.
     for text in ("HF_HUB_OFFLINE set", "a login is there", "was not asked"):
         assert text in checks["hub"]["found"]
 
 
 def test_a_drive_is_measured_and_nothing_stays_on_it(normal: subprocess.CompletedProcess[str], drive: Path) -> None:
-    checks = checks_of(normal)
+    checks = read_checks(normal)
     assert checks["nvme path"]["state"] == "ok"
     assert list(drive.iterdir()) == []
     bandwidth = checks["nvme bandwidth"]
@@ -137,17 +139,17 @@ def test_a_drive_is_measured_and_nothing_stays_on_it(normal: subprocess.Complete
         pytest.skip(bandwidth["found"])
     rates = [float(part.split()[1]) for part in bandwidth["found"].split(" (")[0].split(", ")]
     assert len(rates) == 2
-    # Memory copies run at that and more, and so does whatever was not really written.
+    # Higher rates are those of memory copies, or of data that was not really written.
     assert all(0 < rate < 100 for rate in rates)
     assert "O_DIRECT" in bandwidth["found"]
-    # The process that measures has no name there, so that nothing is left of one that is killed.
+    # The probe's file has no name, so that nothing is left of a killed probe.
     command = [sys.executable, "-m", "study.advisor.doctor_probe", "--measure_in", str(drive)]
     probe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert "asynchronous I/O" in probe.stdout, probe.stderr
     assert list(drive.iterdir()) == []
 
 
-# A run looks for ninja beside this Python, too.
+# A run also looks for ninja next to this Python.
 NINJA = "ok" if (Path(sys.executable).parent / "ninja").exists() else "missing"
 
 
@@ -166,25 +168,25 @@ NINJA = "ok" if (Path(sys.executable).parent / "ninja").exists() else "missing"
         ("pinned memory", "missing", "ulimit -l is 1 MiB", "ulimit -l unlimited"),
     ],
 )
-def test_what_a_poor_box_lacks_is_missing_with_the_fix(
+def test_each_missing_requirement_is_listed_with_its_fix(
     poor: subprocess.CompletedProcess[str], name: str, state: str, found: str, fix: str
 ) -> None:
-    row = row_of(poor.stdout, name)
+    row = find_row(poor.stdout, name)
     assert row[0] == state
     assert re.search(found, row[1])
     assert fix in row[2]
 
 
 def test_memory_is_not_measured_as_a_drive(memory_folder: Path) -> None:
-    checks = checks_of(doctor("--json", "--nvme_path", str(memory_folder / "new" / "folder")))
+    checks = read_checks(doctor("--json", "--nvme_path", str(memory_folder / "new" / "folder")))
     assert "tmpfs" in checks["nvme path"]["found"]
     assert checks["nvme bandwidth"]["state"] == "none"
     assert "not measurable" in checks["nvme bandwidth"]["found"]
     assert list(memory_folder.iterdir()) == []
 
 
-def test_without_torch_it_still_answers_and_says_what_is_missing(tmp_path: Path) -> None:
-    """The whole of an installation but for what training adds: the environment of `pip install .`, by links."""
+def test_without_torch_it_lists_what_is_missing(tmp_path: Path) -> None:
+    """The environment of `pip install .`, without the training packages, made of links."""
     import psutil
     import rich
     import yaml
@@ -196,25 +198,25 @@ def test_without_torch_it_still_answers_and_says_what_is_missing(tmp_path: Path)
         (packages / folder.name).symlink_to(folder)
     script = "import sys; from study.cli import main; sys.exit(main(['doctor', '--json']))"
     path = f"{ROOT}{os.pathsep}{packages}"
-    # The base interpreter: this one would find its own packages again.
+    # The base interpreter: a virtual environment would find its packages again.
     base = shutil.which(f"python{sys.version_info[0]}.{sys.version_info[1]}", path=f"{sys.base_prefix}/bin")
     assert base is not None
     result = subprocess.run(
         [base, "-S", "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         text=True, capture_output=True, timeout=60,
     )  # fmt: skip
-    checks = checks_of(result)
+    checks = read_checks(result)
     assert result.returncode == 1
     assert {checks[name]["state"] for name in ("packages", "strategies")} == {"missing"}
 
 
-def test_a_gpu_without_a_toolkit_is_named_with_what_does_not_run(drive: Path, tmp_path: Path) -> None:
+def test_a_gpu_without_a_toolkit_is_named_with_the_strategies_that_do_not_run(drive: Path, tmp_path: Path) -> None:
     if toolkit_version() is not None:
         pytest.skip("a CUDA toolkit is here")
     path = os.pathsep.join([str(FAKE_GPU), str(ROOT)])
     on_a_gpu = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     result = doctor("--json", "--nvme_path", str(drive), **on_a_gpu)  # type: ignore[arg-type]
-    checks = checks_of(result)
+    checks = read_checks(result)
     assert checks["gpus"]["state"] == "ok"
     assert checks["gpus"]["found"].startswith("1 x Fake GPU 80 GiB; driver 580.95.05, CUDA 13.0, ")
     assert checks["nvcc"]["state"] == "missing"
@@ -224,32 +226,32 @@ def test_a_gpu_without_a_toolkit_is_named_with_what_does_not_run(drive: Path, tm
     assert "Traceback" not in result.stderr
 
 
-def test_the_headers_of_python_are_asked_for_by_the_name_of_their_package(
+def test_the_fix_for_missing_python_headers_names_their_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (here,) = (check for check in tools() if check.name == "compiler")
-    assert here.state == "ok"
+    (unchanged,) = (check for check in tools() if check.name == "compiler")
+    assert unchanged.state == "ok"
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
     (without,) = (check for check in tools() if check.name == "compiler")
     assert (without.state, without.fix) == ("missing", "apt-get install python3-dev")
     assert "Python.h" in without.found
 
 
-def test_on_a_gpu_only_nvme_strategies_want_the_toolkit_of_cuda() -> None:
+def test_on_a_gpu_only_nvme_strategies_need_the_cuda_toolkit() -> None:
     names = ["pairing", "packages", "python", "nccl", "operators", "compiler", "ninja", "libaio", "nvme path",
              "pinned memory", "shared memory"]  # fmt: skip
     checks = [Check(name, "ok", "") for name in [*names, "gpus"]] + [Check("nvcc", "missing", "")]
-    found = strategies(checks, gpus=4).found
-    assert found.endswith("; not zero3_nvme_optimizer, zero3_nvme, zero3_cpu_nvme, for want of: nvcc")
-    known = len(STRATEGY_NAMES)
+    finding = strategies(checks, gpus=4).found
+    assert finding.endswith("; not zero3_nvme_optimizer, zero3_nvme, zero3_cpu_nvme, for want of: nvcc")
+    total = len(STRATEGY_NAMES)
     on_two = strategies(checks, gpus=2).found
-    assert on_two.startswith(f"{known - 3 - len(WITH_REPLICAS)} of {known} train on its GPUs (single, ")
+    assert on_two.startswith(f"{total - 3 - len(WITH_REPLICAS)} of {total} train on its GPUs (single, ")
     assert on_two.endswith("for want of: nvcc; from 4 GPUs: hsdp, zero3_hpz")
     alone = strategies(checks, gpus=1).found
     assert alone.endswith(f"; from 2 GPUs: {', '.join(WITH_GROUPS)}; from 4 GPUs: hsdp, zero3_hpz")
-    # Cores are no such number: four ranks share two of them.
+    # CPU cores set no such limit: four ranks share two of them.
     on_cores = [Check(check.name, "none" if check.name == "gpus" else "ok", "") for check in checks]
-    assert strategies(on_cores, gpus=0).found.startswith(f"{known} of {known} train on its cores")
+    assert strategies(on_cores, gpus=0).found.startswith(f"{total} of {total} train on its cores")
 
 
 def test_a_wrong_request_is_refused_in_one_line() -> None:

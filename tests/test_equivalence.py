@@ -1,4 +1,4 @@
-"""Every strategy trains the same model on the same data, and the record says what really ran.
+"""Every strategy trains the same model on the same data, and the record has the engine's real settings.
 
 fp32 with dropout 0: strategies differ only in the order of floating-point sums, so a step's loss agrees to 1e-5.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from runs import FP32_RELATIVE, assert_same_training, by_one_rank, losses, trained
-from strategy_files import ranks_of
+from strategy_files import default_ranks
 from study.config.strategies import WITH_REPLICAS, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
@@ -16,16 +16,16 @@ SHARDED = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
     "zero3_nvme", "zero3_cpu_nvme", "fsdp2", "hsdp", "zero3_hpz",
 )  # fmt: skip
-# Under autocast a logit carries a rounding error of up to 2**-9 of itself (bf16 keeps 8 bits), and cross-entropy moves
-# by at most twice the largest error among a sample's logits. Once runs differ in the last fp32 bit of a weight, such
-# roundings flip here and there. Logits of these models stay near 1, so a sample's loss may move by 2**-8; a step's loss
-# is a mean over many samples or tokens whose flips do not agree: 2**-9 of it.
+# With autocast a logit has a rounding error of up to 2**-9 of itself (bf16 keeps 8 bits), and cross-entropy changes by
+# at most twice the largest error among a sample's logits. Once runs differ in the last fp32 bit of a weight, single
+# roundings differ. Logits of these models stay near 1, so a sample's loss may change by 2**-8; a step's loss is a mean
+# over many samples or tokens with independent roundings: 2**-9 of it.
 BF16_RELATIVE = 2**-9
 
 
-# Micro-batches of a step: engines have lost some of them under offload.
+# Micro-batches per step: some engines have lost some of them with offload.
 ACCUMULATION = {"bert-imdb": 4, "gpt-wikitext": 1}
-# One strategy of each kind of engine accumulates; for the others it is long.
+# One strategy per kind of engine accumulates in the short tests.
 LONG_ACCUMULATION = (
     "zero0", "zero1", "zero3_cpu", "zero3_cpu_optimizer", "zero3_nvme", "zero3_nvme_optimizer", "zero3_cpu_nvme",
     "hsdp", "zero3_hpz",
@@ -40,10 +40,10 @@ LONG_ACCUMULATION = (
         for task in TASKS
     ],
 )
-def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, strategy, task):
-    """And its gradient norm, where the engine reports one."""
+def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(get_run, strategy, task):
+    """Gradient norms are compared too, if the engine reports them."""
     cut = ("--per_device_train_batch_size", "1") if ACCUMULATION[task] == 4 else ()
-    single, arm = by_one_rank(run_of, task), run_of(strategy, "--task", task, *cut)
+    single, arm = by_one_rank(get_run, task), get_run(strategy, "--task", task, *cut)
     assert single.engine["gradient_accumulation_steps"] == 2
     expected = 2 * ACCUMULATION[task] // arm.engine["world_size"] if cut else ACCUMULATION[task]
     assert arm.engine["gradient_accumulation_steps"] == expected
@@ -52,14 +52,14 @@ def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, 
     assert max(row["grad_norm"] for row in single.steps) > 0.5, "clipping must bite, or its differences are not seen"
 
 
-def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_on(run_of, tmp_path):
+def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_on(get_run, tmp_path):
     cut = ("--task", "gpt-wikitext", "--per_device_train_batch_size", "1")
     run = trained("zero2_cpu", tmp_path / "run", *cut, script="tests/probes/dropped_micro_steps.py")
-    found, expected = losses(run), losses(by_one_rank(run_of, "gpt-wikitext"))
-    # The schedule warms up from 0, so the first two steps see the same weights.
-    assert found[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
+    values, expected = losses(run), losses(by_one_rank(get_run, "gpt-wikitext"))
+    # The schedule warms up from 0, so the first two steps have the same weights.
+    assert values[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
     assert all(
-        abs(one - other) > 10 * FP32_RELATIVE * other for one, other in zip(found[2:], expected[2:], strict=True)
+        abs(loss - base) > 10 * FP32_RELATIVE * base for loss, base in zip(values[2:], expected[2:], strict=True)
     )
 
 
@@ -69,84 +69,84 @@ def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_
     + [pytest.param(strategy, "gpt-wikitext", marks=pytest.mark.long) for strategy in ("ddp", "zero1", "zero3_cpu")]
     + [pytest.param(strategy, "bert-imdb", marks=pytest.mark.long) for strategy in ("ddp", "zero2", "zero3", "fsdp2")],
 )
-def test_bf16_like_for_like_differs_by_roundings_only(run_of, strategy, task):
+def test_bf16_like_for_like_differs_by_roundings_only(get_run, strategy, task):
     bf16 = ("--precision", "bf16")
-    single, arm = by_one_rank(run_of, task, *bf16), run_of(strategy, "--task", task, *bf16)
+    single, arm = by_one_rank(get_run, task, *bf16), get_run(strategy, "--task", task, *bf16)
     assert arm.engine["precision"] == "bf16"
     assert arm.engine["param_dtype"] == "float32"
-    found, expected = losses(arm), losses(single)
-    # The schedule warms up from 0: the first two steps see the very same weights.
-    assert found[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
-    assert found == pytest.approx(expected, rel=BF16_RELATIVE)
-    fp32 = losses(by_one_rank(run_of, task))
+    values, expected = losses(arm), losses(single)
+    # The schedule warms up from 0, so the first two steps have the same weights.
+    assert values[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
+    assert values == pytest.approx(expected, rel=BF16_RELATIVE)
+    fp32 = losses(by_one_rank(get_run, task))
     assert expected[0] != pytest.approx(fp32[0], rel=1e-6), "bf16 must not be fp32 under another name"
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_the_engine_record_is_what_the_strategy_file_asks(run_of, strategy):
-    engine, asked = run_of(strategy, "--task", "gpt-wikitext").engine, read_strategy(strategy)
+def test_the_engine_record_matches_the_strategy_file(get_run, strategy):
+    engine, file = get_run(strategy, "--task", "gpt-wikitext").engine, read_strategy(strategy)
     expected = {
-        "strategy": strategy, "world_size": ranks_of(strategy), "zero_stage": asked.zero_stage,
-        "offload_optimizer": asked.offload_device("optimizer"), "offload_param": asked.offload_device("param"),
+        "strategy": strategy, "world_size": default_ranks(strategy), "zero_stage": file.zero_stage,
+        "offload_optimizer": file.offload_device("optimizer"), "offload_param": file.offload_device("param"),
         "gradient_clipping": 0.5, "precision": "fp32", "param_dtype": "float32",
     }  # fmt: skip
     assert {key: engine[key] for key in expected} == expected
     assert engine.get("copies") == ({"copies": 2, "ranks_of_a_copy": 2} if strategy in WITH_REPLICAS else None)
-    assert (engine["nvme_path"] is not None) == asked.uses_nvme
-    offloads_optimizer = asked.offload_device("optimizer") is not None
+    assert (engine["nvme_path"] is not None) == file.uses_nvme
+    offloads_optimizer = file.offload_device("optimizer") is not None
     assert engine["optimizer_class"].endswith("DeepSpeedCPUAdam" if offloads_optimizer else "AdamW")
     assert any("DeepSpeedCPUAdam" in warning for warning in engine["warnings"]) == offloads_optimizer
 
 
-def test_parameters_on_nvme_are_files_of_their_own_and_not_rounded(run_of):
-    """One checkpoint loaded under zero.Init keeps fp32 on NVMe; the bfloat16 rounding others saw comes without it."""
-    arm = run_of("zero3_cpu_nvme", "--task", "gpt-wikitext")
+def test_parameters_on_nvme_are_files_of_their_own_and_not_rounded(get_run):
+    """A checkpoint loaded with zero.Init keeps fp32 on NVMe; the reported bfloat16 rounding occurs without it."""
+    arm = get_run("zero3_cpu_nvme", "--task", "gpt-wikitext")
     assert arm.summary["state_bytes_per_rank"]["params"]["nvme"] > 2**20
     assert not any("rounded" in warning for warning in arm.engine["warnings"])
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2", "hsdp"])
-def test_sharded_state_is_one_nth_of_the_whole(run_of, strategy):
-    """Within 1 %, plus the persistent parameters, which the record has; hsdp shards over two of four ranks.
+def test_sharded_state_is_one_nth_of_the_whole(get_run, strategy):
+    """Within 1 %, plus the recorded persistent parameters; hsdp shards over two of four ranks.
 
-    DeepSpeed adds a master copy of the weights to Adam's two states, in fp32 as well: three copies where DDP has two.
+    DeepSpeed adds an fp32 master copy of the weights to Adam's two states: three copies where DDP has two.
     """
-    whole = run_of("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]
-    arm = run_of(strategy, "--task", "gpt-wikitext")
-    held = {kind: places["device"] for kind, places in arm.summary["state_bytes_per_rank"].items()}
-    copies = {kind: places["device"] for kind, places in whole.items()}
+    full = get_run("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]
+    arm = get_run(strategy, "--task", "gpt-wikitext")
+    sharded_bytes = {kind: places["device"] for kind, places in arm.summary["state_bytes_per_rank"].items()}
+    copies = {kind: places["device"] for kind, places in full.items()}
     if strategy.startswith("zero"):
         copies["optimizer"] = copies["optimizer"] * 3 / 2
-    # ZeRO-1 too frees the gradients of other ranks' parameters, but only after the backward pass.
+    # ZeRO-1 also frees the gradients of other ranks' parameters, but only after the backward pass.
     sharded = {"zero1": ["optimizer"], "zero2": ["optimizer", "grads"]}.get(strategy, ["optimizer", "grads", "params"])
     kept_whole = arm.memory["ranks"][0]["state"]["kept_whole"]["bytes"]
     for kind, size in copies.items():
-        share = 2 if kind in sharded else 1
+        divisor = 2 if kind in sharded else 1
         allowed = kept_whole if kind == "params" else 0
-        assert size / share * 0.99 <= held[kind] <= size / share * 1.01 + allowed
+        assert size / divisor * 0.99 <= sharded_bytes[kind] <= size / divisor * 1.01 + allowed
 
 
-def test_the_second_copy_of_zero3_hpz_is_half_of_what_is_sharded_and_counts_as_parameters(run_of):
-    whole = run_of("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]["params"]["device"]
-    for rank in run_of("zero3_hpz", "--task", "gpt-wikitext").memory["ranks"]:
+def test_the_second_copy_of_zero3_hpz_is_half_of_what_is_sharded_and_counts_as_parameters(get_run):
+    full = get_run("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]["params"]["device"]
+    for rank in get_run("zero3_hpz", "--task", "gpt-wikitext").memory["ranks"]:
         state = rank["state"]
         copy = state["pieces"]["params.device.second_copy"]
-        assert copy == pytest.approx((whole - state["kept_whole"]["bytes"]) / 2, rel=0.01)
-        assert state["pieces"]["params.device.partitions"] == pytest.approx(whole / 4, rel=0.01)
+        assert copy == pytest.approx((full - state["kept_whole"]["bytes"]) / 2, rel=0.01)
+        assert state["pieces"]["params.device.partitions"] == pytest.approx(full / 4, rel=0.01)
         assert state["other_tensor_bytes"] < copy / 100
 
 
 @pytest.mark.long
-def test_a_second_copy_saves_bytes_where_parameters_are_gathered_twice(run_of):
+def test_a_second_copy_saves_bytes_if_parameters_are_gathered_twice(get_run):
     """The backward pass gathers over two ranks instead of four: half of the bytes instead of three quarters."""
     twice = [
         word for key in ("stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
         for word in ("--engine_override", f"zero_optimization.{key}=0")
     ]  # fmt: skip
-    one, two = (
-        run_of(strategy, "--task", "gpt-wikitext", *twice, ranks=4).traffic["collectives"]["all_gather"]
+    zero3, hpz = (
+        get_run(strategy, "--task", "gpt-wikitext", *twice, ranks=4).traffic["collectives"]["all_gather"]
         for strategy in ("zero3", "zero3_hpz")
     )
-    assert two["payload_bytes"] == one["payload_bytes"]
-    saved = one["wire_bytes_per_rank"] - two["wire_bytes_per_rank"]
-    assert saved > 0.05 * one["wire_bytes_per_rank"]
+    assert hpz["payload_bytes"] == zero3["payload_bytes"]
+    saved = zero3["wire_bytes_per_rank"] - hpz["wire_bytes_per_rank"]
+    assert saved > 0.05 * zero3["wire_bytes_per_rank"]

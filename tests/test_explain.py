@@ -38,7 +38,7 @@ CPU = {"device": "cpu"}
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 
 
-def case_of(
+def make_case(
     folder: Path, document: Mapping[str, Any], model: str = "gpt2", ranks: int = 4, work: Workload | None = None
 ) -> ConfigCase:
     file = folder / ("user.yaml" if "distributed_type" in document else "user.json")
@@ -64,22 +64,22 @@ def optimizer(name: str, **settings: Any) -> dict[str, Any]:
     return {**PLAIN, "optimizer": {"type": name}, **settings}
 
 
-def found(case: ConfigCase) -> dict[str, str]:
-    return {f"{each.kind} {each.key.removeprefix(f'{ZERO}.')}": each.says for each in findings(case)}
+def name_findings(case: ConfigCase) -> dict[str, str]:
+    return {f"{finding.kind} {finding.key.removeprefix(f'{ZERO}.')}": finding.says for finding in findings(case)}
 
 
 def test_boundaries_of_thresholds_buckets_and_saving(tmp_path: Path) -> None:
-    at, below = (case_of(tmp_path, zero(3, stage3_param_persistence_threshold=size)) for size in (768, 767))
+    at, below = (make_case(tmp_path, zero(3, stage3_param_persistence_threshold=size)) for size in (768, 767))
     assert persistent_elements(at) > persistent_elements(below)
-    # A second bucket is that of overlap at stages 1 and 2.
+    # With overlap, stages 1 and 2 have a second bucket.
     for stage, settings, size in (
         (2, {"overlap_comm": False}, 1e9), (2, {"overlap_comm": True}, 2e9), (3, {"overlap_comm": True}, 1e9),
         (2, {"contiguous_gradients": False}, 0),
     ):  # fmt: skip
-        assert bucket_bytes(case_of(tmp_path, zero(stage, **settings))) == size
+        assert bucket_bytes(make_case(tmp_path, zero(stage, **settings))) == size
     for gathers in (False, True):
         settings = zero(3, offload_optimizer=CPU, stage3_gather_16bit_weights_on_model_save=gathers)
-        case = case_of(tmp_path, settings, LLAMA_8B, 8)
+        case = make_case(tmp_path, settings, LLAMA_8B, 8)
         memory = predict_memory(case.request)
         assert memory.host_peak.value - memory.host_parts["train"] == case.shape.parameters * 2 * gathers
 
@@ -88,11 +88,11 @@ def persistent_elements(case: ConfigCase) -> int:
     return sum(param.elements for param in persistent_params(case.request))
 
 
-def groups_of(case: ConfigCase) -> int:
+def count_sub_groups(case: ConfigCase) -> int:
     return len(sub_groups(case.request))
 
 
-def test_every_setting_of_the_engines_zero_is_known_with_its_default() -> None:
+def test_every_zero_setting_of_the_engine_is_listed_with_its_default() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import (
         DeepSpeedZeroOffloadOptimizerConfig,
@@ -110,25 +110,25 @@ def test_every_setting_of_the_engines_zero_is_known_with_its_default() -> None:
                 assert entry["default"] == fields[name].default, name
 
 
-def test_every_key_that_the_engine_looks_for_is_known() -> None:
+def test_every_key_that_the_engine_reads_is_listed() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    asked: set[str] = set()
+    requested: set[str] = set()
 
     class Watched(dict[str, Any]):
         def get(self, key: str, default: Any = None) -> Any:
-            asked.add(key)
+            requested.add(key)
             return super().get(key, default)
 
         def __contains__(self, key: object) -> bool:
-            asked.add(str(key))
+            requested.add(str(key))
             return super().__contains__(key)
 
         def __getitem__(self, key: str) -> Any:
-            asked.add(key)
+            requested.add(key)
             return super().__getitem__(key)
 
-        # `in param_dict.keys()` is how the engine asks for some.
+        # The engine reads some keys with `in param_dict.keys()`.
         def keys(self) -> Any:
             return self
 
@@ -136,11 +136,11 @@ def test_every_key_that_the_engine_looks_for_is_known() -> None:
             return Watched(self)
 
     DeepSpeedConfig(Watched({"train_micro_batch_size_per_gpu": 1}))
-    assert {"zero_optimization", "aio", "bf16", "optimizer"} < asked
-    assert asked <= {*KNOWN["top"], *KNOWN["others"]}
+    assert {"zero_optimization", "aio", "bf16", "optimizer"} < requested
+    assert requested <= {*KNOWN["top"], *KNOWN["others"]}
 
 
-def test_the_names_of_accelerate_and_of_optimizers_are_known() -> None:
+def test_the_keys_of_accelerate_and_the_optimizers_are_listed() -> None:
     import inspect
 
     import torch
@@ -148,17 +148,17 @@ def test_the_names_of_accelerate_and_of_optimizers_are_known() -> None:
     from accelerate.commands.launch import launch_command_parser
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    # Two of an older form it turns into today's.
+    # Accelerate converts two keys of an older form.
     assert set(KNOWN["accelerate"]) == {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16"}
     flags = {action.dest for action in launch_command_parser()._actions if action.dest.startswith("fsdp_")}
     assert set(KNOWN["fsdp"]) == flags | {"fsdp_ignored_modules"}
     assert set(ENGINES_OPTIMIZERS) == set(DEEPSPEED_OPTIMIZERS)
-    torchs = {name for name, each in vars(torch.optim).items() if inspect.isclass(each)} - {"Optimizer"}
+    torchs = {name for name, member in vars(torch.optim).items() if inspect.isclass(member)} - {"Optimizer"}
     assert set(TORCHS_OPTIMIZERS) == torchs
 
 
 @pytest.mark.parametrize("key", sorted(SAID_TWICE))
-def test_what_accelerate_refuses_beside_a_deepspeed_file_is_refused(
+def test_keys_that_accelerate_rejects_next_to_a_deepspeed_file_are_refused(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accelerate import DeepSpeedPlugin
@@ -170,7 +170,7 @@ def test_what_accelerate_refuses_beside_a_deepspeed_file_is_refused(
     section: dict[str, Any] = {"deepspeed_config_file": str(tmp_path / "inner.json")}
     top: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 4}
     (top if key == "mixed_precision" else section)[key] = "bf16" if key == "mixed_precision" else 1
-    assert f"refused {key}" in found(case_of(tmp_path, {**top, "deepspeed_config": section}))
+    assert f"refused {key}" in name_findings(make_case(tmp_path, {**top, "deepspeed_config": section}))
 
 
 REFUSED_BY_THE_ENGINE: tuple[tuple[dict[str, Any], str], ...] = (
@@ -184,13 +184,13 @@ REFUSED_BY_THE_ENGINE: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("document", "finding"), REFUSED_BY_THE_ENGINE)
-def test_what_the_engine_refuses_is_refused(document: dict[str, Any], finding: str, tmp_path: Path) -> None:
+def test_settings_that_the_engine_rejects_are_refused(document: dict[str, Any], finding: str, tmp_path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    # Each with an error of another kind.
+    # The three kinds of error that the engine raises.
     with pytest.raises((ValueError, AssertionError, DeepSpeedConfigError)):
         DeepSpeedConfig(json.loads(json.dumps(document)))
-    assert finding in found(case_of(tmp_path, document))
+    assert finding in name_findings(make_case(tmp_path, document))
 
 
 NVME_PARAMETERS = zero(3, offload_param={"device": "nvme", "nvme_path": "/nvme"})
@@ -212,7 +212,7 @@ SHARDING = "noted fsdp_sharding_strategy"
              "ineffective activation_checkpointing", "ignored my_note"],
             "stage 2 does not use it; stage 3 would",
         ),
-        # DeepSpeed asserts it while the weights are loaded: 50,400 tokens by 4096, and 1e8 elements by default.
+        # DeepSpeed asserts this while it loads the weights: 50,400 x 4096 elements, and a default buffer of 1e8.
         (NVME_PARAMETERS, "gpt-j-6b", 1, ["refused offload_param.buffer_size"], "has 206,438,400 elements"),
         (NVME_PARAMETERS, "gpt-j-6b", 4, [], ""),
         (zero(3, zero_hpz_partition_size=3), "gpt2", 4, ["refused zero_hpz_partition_size"], "3 does not divide 4"),
@@ -224,7 +224,7 @@ SHARDING = "noted fsdp_sharding_strategy"
         (optimizer("SGD", zero_allow_untested_optimizer=True), "gpt2", 4, ["noted optimizer.type"], ""),
         (optimizer("Adam8bit"), "gpt2", 4, ["refused optimizer.type"], "did you mean Adam"),
         (optimizer("OneBitAdam"), "gpt2", 4, ["refused optimizer.type"], "neither it nor torch.optim"),
-        # 1.56 B weights, gathered in 16 bits.
+        # 1.56 B weights gathered in 16 bits.
         (
             fsdp(fsdp_version=2, fsdp_reshard_after_forward=False, fsdp_backward_prefetch="BACKWARD_PRE",
                  fsdp_forward_prefetch=True, fsdp_offload_params=False, reshard=3),
@@ -251,47 +251,47 @@ SHARDING = "noted fsdp_sharding_strategy"
 def test_a_file_has_these_findings_and_no_others(
     document: dict[str, Any], model: str, ranks: int, expected: list[str], says: str, tmp_path: Path
 ) -> None:
-    case = case_of(tmp_path, document, model, ranks)
-    assert sorted(found(case)) == sorted(expected)
-    assert says in " ".join(found(case).values())
+    case = make_case(tmp_path, document, model, ranks)
+    assert sorted(name_findings(case)) == sorted(expected)
+    assert says in " ".join(name_findings(case).values())
     if document.get("distributed_type") == "FSDP" and "parallelism_config" not in document:
-        ddp = case_of(tmp_path, {**document, "distributed_type": "MULTI_GPU", "fsdp_config": {}}, model, ranks)
-        peaks = [predict_memory(each.request).peak_allocated.value for each in (case, ddp)]
+        ddp = make_case(tmp_path, {**document, "distributed_type": "MULTI_GPU", "fsdp_config": {}}, model, ranks)
+        peaks = [predict_memory(item.request).peak_allocated.value for item in (case, ddp)]
         assert (peaks[0] == peaks[1]) == (document["fsdp_config"] == {"fsdp_sharding_strategy": "NO_SHARD"})
 
 
-def test_accelerates_fsdp2_drops_and_refuses_what_is_said_of_it() -> None:
+def test_accelerates_fsdp2_drops_and_refuses_the_listed_settings() -> None:
     from accelerate import FullyShardedDataParallelPlugin
 
     with pytest.raises(ValueError, match="not yet implemented in FSDP2"):
         FullyShardedDataParallelPlugin(fsdp_version=2, forward_prefetch=True)
     assert FullyShardedDataParallelPlugin(fsdp_version=2, backward_prefetch="BACKWARD_PRE").backward_prefetch is None
-    # As the launcher hands its default on.
+    # The form in which the launcher passes its default.
     with pytest.raises(KeyError, match="TRUE"):
         FullyShardedDataParallelPlugin(fsdp_version=3, reshard_after_forward="true")
 
 
-def test_a_distributed_type_is_taken_as_the_launcher_takes_it(tmp_path: Path) -> None:
+def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:
     from accelerate.utils import DistributedType
 
     alone: dict[str, Any] = {"distributed_type": "NO", "num_processes": 4}
-    case = case_of(tmp_path, alone, ranks=1)
-    assert (case.ranks, list(found(case))) == (1, ["ignored num_processes"])
+    case = make_case(tmp_path, alone, ranks=1)
+    assert (case.ranks, list(name_findings(case))) == (1, ["ignored num_processes"])
     with pytest.raises(UserError, match="starts one process, and --world_size says 4"):
-        case_of(tmp_path, alone, ranks=4)
-    plain = predict_memory(case_of(tmp_path, {"distributed_type": "MULTI_GPU"}).request)
+        make_case(tmp_path, alone, ranks=4)
+    plain = predict_memory(make_case(tmp_path, {"distributed_type": "MULTI_GPU"}).request)
     for kind in sorted(set(DistributedType.__members__) - {"NO", "DEEPSPEED", "FSDP"}):
         document = {"distributed_type": kind}
         if kind in ("XLA", "MEGATRON_LM"):
             with pytest.raises(UserError, match="which is not modelled"):
-                case_of(tmp_path, document)
+                make_case(tmp_path, document)
         else:
-            assert predict_memory(case_of(tmp_path, document).request) == plain
+            assert predict_memory(make_case(tmp_path, document).request) == plain
 
 
 def test_replicas_of_a_mesh_shard_the_state_over_their_own_ranks(tmp_path: Path) -> None:
     def params(ranks: int, **sizes: int) -> float:
-        return case_of(tmp_path, mesh(**sizes), "gpt2-xl", ranks).state.params_device
+        return make_case(tmp_path, mesh(**sizes), "gpt2-xl", ranks).state.params_device
 
     four = params(8, dp_replicate=2, dp_shard=4)
     assert params(8, dp_replicate=4, dp_shard=2) == pytest.approx(2 * four, rel=0.001)
@@ -310,19 +310,19 @@ PROBES = json.loads((ROOT / "reports/engine_keys/keys.json").read_text())["probe
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe["name"])
-def test_what_was_measured_of_a_setting_is_what_explain_says(probe: dict[str, Any], tmp_path: Path) -> None:
-    # These end a run because of the program beside the file.
-    beside = {
+def test_explain_matches_the_measured_settings(probe: dict[str, Any], tmp_path: Path) -> None:
+    # The program causes these errors, not the config file.
+    program_errors = {
         "zero_allow_untested_optimizer false": "noted zero_allow_untested_optimizer",
         "the guide's settings and AdamW": "noted zero_force_ds_cpu_optimizer",
     }
-    if probe["error"] and probe["name"] not in beside and not probe["name"].startswith("pipeline"):
+    if probe["error"] and probe["name"] not in program_errors and not probe["name"].startswith("pipeline"):
         with pytest.raises(UserError):
-            case_of(tmp_path, probe["given"])
+            make_case(tmp_path, probe["given"])
         return
-    case = case_of(tmp_path, probe["given"])
-    assert not [finding for finding in found(case) if finding.startswith("refused")]
-    assert probe["name"] not in beside or beside[probe["name"]] in found(case)
+    case = make_case(tmp_path, probe["given"])
+    assert not [finding for finding in name_findings(case) if finding.startswith("refused")]
+    assert probe["name"] not in program_errors or program_errors[probe["name"]] in name_findings(case)
     for setting, expected in probe["says"].items():
         if setting in ("bf16_enabled", "fp16_enabled"):
             assert case.request.precision == f"{setting[:4]}-engine"
@@ -378,59 +378,59 @@ accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 """
 
 
-def engine_says(folder: Path, settings: dict[str, Any], code: str) -> list[Any]:
-    """What a real engine with these settings prints, in a process of its own."""
+def print_from_engine(folder: Path, settings: dict[str, Any], code: str) -> list[Any]:
+    """Return what a real engine with these settings prints, from a separate process."""
     (folder / "engine.json").write_text(json.dumps(settings))
     environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
     done = subprocess.run(
         [sys.executable, "-c", _ENGINE + code, str(folder / "engine.json"), str(folder / "store")],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    lines = [each.removeprefix("SAYS") for each in done.stdout.splitlines() if each.startswith("SAYS")]
+    lines = [text.removeprefix("SAYS") for text in done.stdout.splitlines() if text.startswith("SAYS")]
     assert lines, done.stderr[-3000:]
     return [json.loads(line) for line in lines]
 
 
-def test_auto_is_what_accelerate_fills_in_and_the_engine_has_what_explain_says(tmp_path: Path) -> None:
+def test_auto_is_filled_in_as_by_accelerate_and_the_engine_agrees_with_explain(tmp_path: Path) -> None:
     settings = zero(
         3, reduce_bucket_size="auto", stage3_prefetch_bucket_size="auto", stage3_param_persistence_threshold="auto",
         stage3_gather_16bit_weights_on_model_save="auto", sub_group_size=9_000,
     )  # fmt: skip
     settings |= {"bf16": {"enabled": "auto"}, "train_batch_size": "auto", ACCUMULATION: "auto"}
-    case = case_of(tmp_path, settings, "layers=1,hidden=48,heads=2,vocabulary=64,positions=32", ranks=1)
-    (engine,) = engine_says(tmp_path, settings, _FILLED_BY_THE_ENGINE)
+    case = make_case(tmp_path, settings, "layers=1,hidden=48,heads=2,vocabulary=64,positions=32", ranks=1)
+    (engine,) = print_from_engine(tmp_path, settings, _FILLED_BY_THE_ENGINE)
     names = {"prefetch_bucket_size", "param_persistence_threshold", "gather_16bit_weights_on_model_save",
              "max_reuse_distance"}  # fmt: skip
     assert engine == {
         **{name: case.zero[f"stage3_{name}"] for name in names},
         "reduce_bucket_size": case.zero["reduce_bucket_size"], "overlap_comm": case.zero["overlap_comm"],
-        "persistent": persistent_elements(case), "sub_groups": groups_of(case),
+        "persistent": persistent_elements(case), "sub_groups": count_sub_groups(case),
         "bucket": bucket_bytes(case) / case.weight,
     }  # fmt: skip
     assert engine["reduce_bucket_size"] == 48 * 48
-    assert groups_of(case) > 2
+    assert count_sub_groups(case) > 2
 
 
 @pytest.mark.long
 def test_no_fp32_weights_are_left_when_the_engine_makes_the_optimizer(tmp_path: Path) -> None:
-    """Why loading and an optimizer on the host are not added up: on a GPU the 16-bit weights are not there either."""
-    assert engine_says(tmp_path, zero(2, offload_optimizer=CPU), _WEIGHTS_THAT_ARE_LEFT) == [True, [0, True]]
+    """Loading and an optimizer on the host do not add up: on a GPU the 16-bit weights are freed before, too."""
+    assert print_from_engine(tmp_path, zero(2, offload_optimizer=CPU), _WEIGHTS_THAT_ARE_LEFT) == [True, [0, True]]
 
 
-def test_accumulation_that_the_file_leaves_open_is_named_and_asked_for(tmp_path: Path) -> None:
+def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> None:
     def case(accumulation: int = 1, **settings: Any) -> ConfigCase:
         document = {**zero(1, reduce_bucket_size=525336576), **settings}
-        return case_of(tmp_path, document, LLAMA_8B, 8, Workload(2048, accumulation=accumulation))
+        return make_case(tmp_path, document, LLAMA_8B, 8, Workload(2048, accumulation=accumulation))
 
     auto: dict[str, Any] = {ACCUMULATION: "auto"}
-    says = found(case(**auto))[f"filled {ACCUMULATION}"]
+    says = name_findings(case(**auto))[f"filled {ACCUMULATION}"]
     assert says.endswith("a rank reserves 59.66 GiB instead of 44.11")
-    peaks = [predict_memory(each.request).peak_reserved.value / 2**30 for each in (case(**auto), case(8, **auto))]
+    peaks = [predict_memory(item.request).peak_reserved.value / 2**30 for item in (case(**auto), case(8, **auto))]
     assert [f"{peak:.2f}" for peak in peaks] == ["44.11", "59.66"]
-    assert found(case(8, **auto)) == found(case()) == found(case(8, **{ACCUMULATION: 8})) == {}
-    assert list(found(case(8))) == [f"missing {ACCUMULATION}"]
-    # By the engine's own division.
-    by_batch = case_of(tmp_path, {**zero(1), "train_batch_size": 64}, LLAMA_8B, 8)
+    assert name_findings(case(8, **auto)) == name_findings(case()) == name_findings(case(8, **{ACCUMULATION: 8})) == {}
+    assert list(name_findings(case(8))) == [f"missing {ACCUMULATION}"]
+    # The engine divides the batch.
+    by_batch = make_case(tmp_path, {**zero(1), "train_batch_size": 64}, LLAMA_8B, 8)
     assert by_batch.request.accumulation == 8
 
 
@@ -447,11 +447,11 @@ def test_a_flag_that_contradicts_the_file_is_refused(
     settings: dict[str, Any], work: Workload, key: str, says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=f"{key} {says}") as refusal:
-        case_of(tmp_path, {**PLAIN, **settings}, work=work)
+        make_case(tmp_path, {**PLAIN, **settings}, work=work)
     assert refusal.value.fix.endswith(f'make {key} "auto"')
 
 
-def test_an_auto_that_nobody_fills_in_is_refused_by_accelerate(tmp_path: Path) -> None:
+def test_an_auto_without_a_value_is_refused_by_accelerate(tmp_path: Path) -> None:
     from accelerate import DeepSpeedPlugin
 
     settings = zero(3, stage3_max_live_parameters="auto")
@@ -459,29 +459,29 @@ def test_an_auto_that_nobody_fills_in_is_refused_by_accelerate(tmp_path: Path) -
         DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(settings))).deepspeed_config_process(must_match=False)
     (tmp_path / "inner.json").write_text(json.dumps(settings))
     section = {"deepspeed_config_file": str(tmp_path / "inner.json")}
-    outer = case_of(tmp_path, {"distributed_type": "DEEPSPEED", "deepspeed_config": section})
-    assert "refused stage3_max_live_parameters" in found(outer)
-    assert "filled stage3_max_live_parameters" in found(case_of(tmp_path, settings))
+    outer = make_case(tmp_path, {"distributed_type": "DEEPSPEED", "deepspeed_config": section})
+    assert "refused stage3_max_live_parameters" in name_findings(outer)
+    assert "filled stage3_max_live_parameters" in name_findings(make_case(tmp_path, settings))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: Path) -> None:
+def test_costs_and_repeated_gathers_are_those_of_a_virtual_rank(tmp_path: Path) -> None:
     shipped = json.loads((ROOT / "accelerate_configs/deepspeed/zero3.json").read_text())[ZERO]
     sent = {}
     for name, changed in {
         "kept": {},
-        # Alone neither releases anything: prefetching keeps what the distance would not, and the other way round.
+        # Either setting alone releases nothing: prefetching keeps what the distance would release, and the reverse.
         "no distance": {"stage3_max_reuse_distance": 0},
         "none live": {"stage3_max_live_parameters": 0},
         "released": {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "reduce_bucket_size": 100_000},
     }.items():
-        case = case_of(tmp_path, {**PLAIN, ZERO: shipped | changed}, "gpt-tiny")
+        case = make_case(tmp_path, {**PLAIN, ZERO: shipped | changed}, "gpt-tiny")
         overrides = [word for key, value in changed.items() for word in ("--engine_override", f"{ZERO}.{key}={value}")]
         command = ["study.cli", "virtual", "--strategy", "zero3", "--world_size", "4", "--model_name_or_path",
                    "gpt-tiny", "--precision", "bf16", "--seq_length", "16", "--max_steps", "3",
                    "--per_device_train_batch_size", "1", "--json", "--runs_dir", str(tmp_path / name)]  # fmt: skip
-        # The rank is real, and its peers are not there.
+        # The rank is real; its peers are emulated.
         ended = subprocess.run(
             [sys.executable, "-m", *command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300
         )
@@ -502,9 +502,9 @@ def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: 
 
 
 def test_no_more_elements_are_gathered_than_the_model_has(tmp_path: Path) -> None:
-    case = case_of(tmp_path, zero(3), ranks=8)
+    case = make_case(tmp_path, zero(3), ranks=8)
     (cost,) = (cost for cost in costs(case) if cost.key.endswith("max_reuse_distance"))
-    # All of GPT-2 but 121,344 elements that are never partitioned; the tied embedding is one tensor.
+    # All of GPT-2 except 121,344 persistent elements; the tied embedding is one tensor.
     assert cost.says.startswith("124,318,464 elements are gathered at once")
     assert cost.device == (124_318_464 + 51_904_512) * 2
     assert "gathers 124,318,464 elements at once, 99.9% of the model" in answers(case)[0].because[1]
@@ -514,7 +514,7 @@ def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) 
     settings = {"max_live_parameters": 400_000, "max_reuse_distance": 0, "prefetch_bucket_size": 100_000}
     shipped = json.loads((ROOT / "accelerate_configs/deepspeed/zero3.json").read_text())[ZERO]
     changed = {f"stage3_{name}": value for name, value in settings.items()}
-    case = case_of(tmp_path, {"train_micro_batch_size_per_gpu": 8, ZERO: shipped | changed}, "gpt-tiny", 2)
+    case = make_case(tmp_path, {"train_micro_batch_size_per_gpu": 8, ZERO: shipped | changed}, "gpt-tiny", 2)
     flags = ["--task", "gpt-wikitext", "--max_steps", "3", "--eval_steps", "0", "--output_dir", str(tmp_path / "run")]
     overrides = [f"--engine_override={ZERO}.{key}={value}" for key, value in changed.items()]
     ended = launch("zero3", "tests/probes/gathered_at_once.py", *flags, *overrides)
@@ -526,26 +526,26 @@ def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) 
     "name", ["zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme", "zero3_cpu_nvme"]
 )
 def test_costs_of_state_and_offloads_add_up_to_the_state_of_a_rank(name: str, tmp_path: Path) -> None:
-    case = case_of(tmp_path, json.loads((ROOT / f"accelerate_configs/deepspeed/{name}.json").read_text()))
+    case = make_case(tmp_path, json.loads((ROOT / f"accelerate_configs/deepspeed/{name}.json").read_text()))
     keys = {f"{ZERO}.stage", *(f"{ZERO}.{what}.{key}" for what in OFFLOADS for key in ("device", "ratio"))}
-    of_state = [cost for cost in costs(case) if cost.key in keys]
+    state_costs = [cost for cost in costs(case) if cost.key in keys]
     for place in ("device", "host", "nvme"):
-        assert sum(getattr(cost, place) for cost in of_state) == pytest.approx(getattr(case.state, place))
+        assert sum(getattr(cost, place) for cost in state_costs) == pytest.approx(getattr(case.state, place))
 
 
 def test_a_ratio_moves_whole_sub_groups(tmp_path: Path) -> None:
     half = {"device": "cpu", "ratio": 0.5}
-    one = case_of(tmp_path, zero(3, offload_optimizer=half))
-    assert (groups_of(one), sub_groups_on_host(one)) == (1, 1)
-    several = case_of(tmp_path, zero(3, offload_optimizer=half, sub_group_size=5_000_000))
-    assert groups_of(several) > 4
-    assert sub_groups_on_host(several) == groups_of(several) - groups_of(several) // 2
+    single_group = make_case(tmp_path, zero(3, offload_optimizer=half))
+    assert (count_sub_groups(single_group), sub_groups_on_host(single_group)) == (1, 1)
+    many_groups = make_case(tmp_path, zero(3, offload_optimizer=half, sub_group_size=5_000_000))
+    assert count_sub_groups(many_groups) > 4
+    assert sub_groups_on_host(many_groups) == count_sub_groups(many_groups) - count_sub_groups(many_groups) // 2
     figures = {"ratio_0": 0, "ratio_0.25": 1, "ratio_0.5": 1, "ratio_0.75": 1, "ratio_1": 1}
-    assert answer(one, "ratio").figures == figures
+    assert answer(single_group, "ratio").figures == figures
 
 
 def answer(case: ConfigCase, about: str) -> Explanation:
-    return next(each for each in answers(case) if about in each.question)
+    return next(explanation for explanation in answers(case) if about in explanation.question)
 
 
 @pytest.mark.parametrize(
@@ -562,12 +562,12 @@ def test_a_question_is_answered_in_bytes(
     settings: dict[str, Any], model: str, ranks: int, about: str, answered: str, figures: tuple[str, str],
     least: float, most: float, tmp_path: Path,
 ) -> None:  # fmt: skip
-    explanation = answer(case_of(tmp_path, settings, model, ranks), about)
+    explanation = answer(make_case(tmp_path, settings, model, ranks), about)
     assert explanation.short.startswith(answered)
     assert least < explanation.figures[figures[0]] / explanation.figures[figures[1]] < most
 
 
-# Each line holds ten of the one before it.
+# Each line has ten references to the line before.
 NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
 
 
@@ -603,22 +603,22 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
     assert "\n" not in str(refusal.value)
 
 
-def test_comments_are_read_where_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.config import DeepSpeedConfig
 
     file, outer = tmp_path / "ds.json", tmp_path / "outer.yaml"
     file.write_text('{"train_batch_size": 8, # samples\n "zero_optimization": {"stage": 2 /* gradients */}}')
     assert DeepSpeedConfig(str(file)).zero_config.stage == 2
-    own = read_user_file(str(file))
-    assert own.deepspeed == {"train_batch_size": 8, ZERO: {"stage": 2}}
-    assert [(finding.kind, "is Hjson" in finding.says) for finding in own.findings] == [("noted", True)]
+    user_file = read_user_file(str(file))
+    assert user_file.deepspeed == {"train_batch_size": 8, ZERO: {"stage": 2}}
+    assert [(finding.kind, "is Hjson" in finding.says) for finding in user_file.findings] == [("noted", True)]
     with pytest.raises(json.JSONDecodeError):
         HfDeepSpeedConfig(str(file))
     section = {"deepspeed_config_file": str(file)}
     outer.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
     assert [finding.kind for finding in read_user_file(str(outer)).findings] == ["refused"]
-    # The base installation is without it.
+    # The base installation does not include hjson.
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(UserError, match="not readable as JSON") as refusal:
         read_user_file(str(file))
@@ -626,7 +626,7 @@ def test_comments_are_read_where_deepspeed_reads_them(tmp_path: Path, monkeypatc
 
 
 def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
-    """A bare no is false, and a merge key loses to the own one."""
+    """A bare `no` is false, and an explicit key overrides a merged one."""
     file = tmp_path / "a.yaml"
     file.write_text("distributed_type: MULTI_GPU\nmixed_precision: no\n")
     assert read_user_file(str(file)).mixed_precision == "no"
@@ -634,16 +634,16 @@ def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
     assert resolve(read_user_file(str(file)), model_shape("gpt2"), 2, Workload()).stage == 3
 
 
-def test_a_file_that_another_one_names_is_looked_for_where_accelerate_does(
+def test_a_file_that_another_one_names_is_searched_as_accelerate_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = ROOT / "accelerate_configs" / "zero3_cpu.yaml"
+    config = ROOT / "accelerate_configs" / "zero3_cpu.yaml"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"deepspeed_config_file: .*zero3_cpu.json', and there is no file") as refusal:
-        read_user_file(str(own))
+        read_user_file(str(config))
     assert refusal.value.fix.endswith("the root of the repository")
     monkeypatch.chdir(ROOT)
-    assert read_user_file(str(own)).launcher == "accelerate"
+    assert read_user_file(str(config)).launcher == "accelerate"
 
 
 def test_a_folder_and_a_misspelt_name_are_refused(tmp_path: Path) -> None:
@@ -667,7 +667,7 @@ def test_a_global_batch_is_divided_as_the_engine_divides_it(
 ) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    case = case_of(tmp_path, {"bf16": {"enabled": True}, **batch})
+    case = make_case(tmp_path, {"bf16": {"enabled": True}, **batch})
     assert (case.request.micro_batch, case.request.accumulation) == (micro_batch, accumulation)
     engine = DeepSpeedConfig.__new__(DeepSpeedConfig)
     engine.world_size = case.ranks
@@ -708,17 +708,17 @@ def test_ranks_that_share_samples_do_not_divide_the_batch(tmp_path: Path) -> Non
     command = [sys.executable, "-c", _BATCH_OF_THE_ENGINE, json.dumps(documents)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     says = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SAYS")]
-    assert [len(each) for each in says] == [2, 2, 1, 2, 1], done.stderr[-2000:]
+    assert [len(words) for words in says] == [2, 2, 1, 2, 1], done.stderr[-2000:]
     for document, engine in zip(documents, says, strict=True):
-        case = case_of(tmp_path, {**document, ZERO: {"stage": 2}}, ranks=8)
-        is_refused = any(finding.startswith("refused") for finding in found(case))
+        case = make_case(tmp_path, {**document, ZERO: {"stage": 2}}, ranks=8)
+        is_refused = any(finding.startswith("refused") for finding in name_findings(case))
         assert is_refused == (len(engine) == 1), document
         if not is_refused:
             assert [case.request.micro_batch, case.request.accumulation] == [int(float(word)) for word in engine]
 
 
-def test_what_no_figure_counts_is_named(tmp_path: Path) -> None:
-    """Every such setting of known_settings.yaml, where it is on, and not where it is off."""
+def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
+    """Every unmodelled setting of known_settings.yaml is noted if it is on, and only then."""
     keys = [(place, key, entry) for place in ("top", ZERO, f"{ZERO}.offload_optimizer")
             for key, entry in KNOWN[place].items() if "not_modelled" in entry]  # fmt: skip
     names = {key for _, key, _ in keys}
@@ -734,7 +734,7 @@ def test_what_no_figure_counts_is_named(tmp_path: Path) -> None:
                 section = section.setdefault("offload_optimizer", {"device": "cpu"})
             section[key] = value
             name = f"noted {key if section is document else f'{place}.{key}'.removeprefix(f'{ZERO}.')}"
-            says = found(case_of(tmp_path, document)).get(name, "")
+            says = name_findings(make_case(tmp_path, document)).get(name, "")
             assert says.endswith("not modelled: the figures are without it") == is_on, (name, value)
 
 
@@ -743,21 +743,21 @@ def test_an_optimizer_that_stage_2_was_to_send_to_nvme_is_in_host_memory(tmp_pat
         section = {"zero_stage": 2, "offload_optimizer_device": device}
         return {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
 
-    memories = [predict_memory(case_of(tmp_path, accelerate(device), ranks=8).request) for device in ("cpu", "nvme")]
+    memories = [predict_memory(make_case(tmp_path, accelerate(device), ranks=8).request) for device in ("cpu", "nvme")]
     assert memories[0] == memories[1]
     settings = {**PLAIN, ZERO: {"stage": 2, "offload_optimizer": {"device": "nvme"}}, "gradient_clipping": 1.0}
-    assert engine_says(tmp_path, settings, _PLACE_OF_THE_OPTIMIZER) == [["DeepSpeedCPUAdam", "cpu"]]
+    assert print_from_engine(tmp_path, settings, _PLACE_OF_THE_OPTIMIZER) == [["DeepSpeedCPUAdam", "cpu"]]
 
 
 def test_the_precision_that_auto_and_fp8_become_is_named(tmp_path: Path) -> None:
-    """The file of Hugging Face's documents names fp16 alone."""
+    """The config file in Hugging Face's documentation names fp16 alone."""
     plain = {key: value for key, value in PLAIN.items() if key != "bf16"}
-    assert case_of(tmp_path, {**plain, "fp16": {"enabled": "auto"}}).request.precision == "bf16-engine"
-    assert case_of(tmp_path, {**plain, "fp16": {"enabled": False}}).request.precision == "fp32"
+    assert make_case(tmp_path, {**plain, "fp16": {"enabled": "auto"}}).request.precision == "bf16-engine"
+    assert make_case(tmp_path, {**plain, "fp16": {"enabled": False}}).request.precision == "fp32"
     accelerate = {"distributed_type": "DEEPSPEED", "mixed_precision": "fp8", "deepspeed_config": {"zero_stage": 2}}
-    case = case_of(tmp_path, accelerate)
+    case = make_case(tmp_path, accelerate)
     assert case.request.precision == "bf16-engine"
-    assert "noted mixed_precision" in found(case)
+    assert "noted mixed_precision" in name_findings(case)
 
 
 def test_the_command_ends_with_a_status_and_prints_no_control_character(

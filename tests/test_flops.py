@@ -12,7 +12,7 @@ from study.metrics.flops import model_flops_per_sample
 from study.predictor.hardware import find_device, known_devices, mfu, peak_flops
 from study.workloads.architecture import build_model, model_config
 
-# As torch.cuda.get_device_name prints them.
+# The names that torch.cuda.get_device_name prints.
 DEVICE_NAMES = {
     "NVIDIA A100-SXM4-80GB": "A100 SXM 80GB", "NVIDIA A100-SXM4-40GB": "A100 SXM 40GB",
     "NVIDIA A100 80GB PCIe": "A100 PCIe 80GB", "NVIDIA A100-PCIE-40GB": "A100 PCIe 40GB",
@@ -34,8 +34,8 @@ DEVICE_NAMES = {
 }  # fmt: skip
 
 
-def run_config(task: Task, model: str, **asked: Any) -> RunConfig:
-    return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
+def run_config(task: Task, model: str, **flags: Any) -> RunConfig:
+    return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **flags), False)
 
 
 @pytest.mark.parametrize(("name", "seq_length"), [("gpt2", 1024), ("gpt2", 128), ("gpt2-xl", 512)])
@@ -44,7 +44,7 @@ def test_gpt2_flops_are_6nt_and_attention_within_half_a_percent(name: str, seq_l
     shape = model_config(config)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
-    # The table of positions is looked up and never multiplied; the table of words is multiplied once, as the head.
+    # The position embedding is a lookup without a product; the word embedding is multiplied once, as the head.
     multiplied = parameters - shape.n_positions * shape.n_embd
     attention = 12 * shape.n_layer * seq_length**2 * shape.n_embd
     assert model_flops_per_sample(config) == pytest.approx(6 * multiplied * seq_length + attention, rel=0.005)
@@ -63,20 +63,20 @@ def test_the_count_is_that_of_a_real_step(task: Task, name: str) -> None:
 
 def test_every_strategy_gets_the_same_figure() -> None:
     plain = model_flops_per_sample(run_config("gpt-wikitext", "gpt-tiny"))
-    for asked in (
+    for flags in (
         {"gradient_checkpointing": True},
         {"attn_implementation": "eager"},
         {"precision": "bf16"},
         {"dropout": 0.1},
     ):
-        assert model_flops_per_sample(run_config("gpt-wikitext", "gpt-tiny", **asked)) == plain
+        assert model_flops_per_sample(run_config("gpt-wikitext", "gpt-tiny", **flags)) == plain
     assert model_flops_per_sample(run_config("gpt-wikitext", "gpt-tiny", seq_length=128)) > 2 * plain
 
 
 @pytest.mark.parametrize("device_name", DEVICE_NAMES)
 def test_a_device_matches_one_pattern_by_the_name_of_its_driver(device_name: str) -> None:
-    found = [device.name for device in known_devices() if re.search(device.pattern, device_name)]
-    assert found == [DEVICE_NAMES[device_name]]
+    matches = [device.name for device in known_devices() if re.search(device.pattern, device_name)]
+    assert matches == [DEVICE_NAMES[device_name]]
 
 
 def test_every_listed_device_is_reached_and_its_figures_are_in_order() -> None:
@@ -119,7 +119,7 @@ def test_precision_chooses_the_rate() -> None:
     [
         "cpu",
         "Intel(R) Xeon(R) Platinum 8480+",
-        # Other cards, slices and virtual ones, whose names begin or end as those of known ones.
+        # Other cards, slices and virtual GPUs whose names share a prefix or suffix with known ones.
         *("NVIDIA H100", "NVIDIA H800 NVL", "NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA GB300", "NVIDIA H20-3e"),
         *("NVIDIA A800 80GB PCIe", "NVIDIA H800 PCIe", "NVIDIA L40G", "NVIDIA A10M", "NVIDIA A16", "NVIDIA A2"),
         *("NVIDIA RTX A400", "NVIDIA RTX A4000", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"),
@@ -130,12 +130,12 @@ def test_precision_chooses_the_rate() -> None:
         *("NVIDIA H200 MIG 1g.18gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"),
     ],
 )
-def test_what_is_not_known_has_no_peak_and_no_mfu(device_name: str) -> None:
+def test_an_unknown_device_has_no_peak_and_no_mfu(device_name: str) -> None:
     assert find_device(device_name) is None
     assert peak_flops(device_name, "bf16") is None
     assert mfu(1e15, 1.0, 1, device_name, "bf16") is None
 
 
-def test_mfu_is_the_share_of_all_devices_peak() -> None:
+def test_mfu_is_the_fraction_of_all_devices_peak() -> None:
     assert mfu(8 * 312e12, 2.0, 8, "NVIDIA A100-SXM4-80GB", "bf16") == pytest.approx(0.5)
     assert mfu(19.5e12, 2.0, 1, "NVIDIA A100-SXM4-80GB", "fp32") == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""The guard of refactorings, tools/golden.py: it finds what differs, and nothing where nothing does."""
+"""tools/golden.py, the guard of refactorings: it finds every difference, and none between equal versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def golden(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("rows", "page", "says"),
     [
-        # Other names that the table of renames has, and other words.
+        # Other names in the table of renames, and other words.
         ([DDP, ZERO2], PAGE.replace("The lowest peak is", "Lowest of all peaks:"), ""),
         ([DDP | {"held": 0.3}, ZERO2], PAGE, "a.json: strategies.ddp.held: 0.30000000000000004 -> 0.3 (rounding)"),
         ([DDP | {"held": 0.31}, ZERO2], PAGE, "a.json: strategies.ddp.held: 0.30000000000000004 -> 0.31"),
@@ -46,19 +46,19 @@ def test_each_difference_is_found_and_a_new_name_is_none(rows: object, page: str
         if text:
             (tmp_path / name / "b.md").write_text(text)
     done = golden("compare", f"{tmp_path}/old", f"{tmp_path}/new", "--renames", f"{tmp_path}/renames.yaml")
-    *found, summary = done.stdout.splitlines()
-    assert (len(found), done.returncode) == ((1, 1) if says else (0, 0)), done
-    assert all(line.startswith(says) for line in found), found
+    *differences, summary = done.stdout.splitlines()
+    assert (len(differences), done.returncode) == ((1, 1) if says else (0, 0)), done
+    assert all(line.startswith(says) for line in differences), differences
     assert summary.startswith(
-        f"{len(found)} differences, {done.stdout.count('(rounding)')} of them rounding, in 2 files"
+        f"{len(differences)} differences, {done.stdout.count('(rounding)')} of them rounding, in 2 files"
     )
 
 
-def test_a_second_writing_of_the_same_version_is_equal(tmp_path: Path) -> None:
+def test_two_outputs_of_the_same_version_are_equal(tmp_path: Path) -> None:
     explain, predict = "explain golden_files/a.json gpt2", "predict --model_name_or_path gpt2 --hardware 8xA100"
-    asked = {"files": {"a.json": '{"fp16": 1}', "b.json": "{}"}, "refusals": [explain, f"{predict} --nonsense"],
+    requests = {"files": {"a.json": '{"fp16": 1}', "b.json": "{}"}, "refusals": [explain, f"{predict} --nonsense"],
              "requests": [f"{predict} --strategy {{ddp,zero3}}", "explain golden_files/b*.json gpt2"]}  # fmt: skip
-    (tmp_path / "asked.yaml").write_text(json.dumps(asked))
+    (tmp_path / "asked.yaml").write_text(json.dumps(requests))
     folders = [str(tmp_path / name) for name in ("old", "new")]
     for folder in folders:
         done = golden("write", folder, "--only", "requests", "refusals", GOLDEN_REQUESTS=str(tmp_path / "asked.yaml"))
@@ -67,6 +67,6 @@ def test_a_second_writing_of_the_same_version_is_equal(tmp_path: Path) -> None:
     predicted, explained, refused = (
         json.loads((tmp_path / "new" / f"{name}.json").read_text()) for name in ("predict", "explain", "refusals")
     )
-    assert [each["json"]["strategy"] for each in predicted.values()] == ["ddp", "zero3"]
+    assert [answer["json"]["strategy"] for answer in predicted.values()] == ["ddp", "zero3"]
     assert list(explained) == ["explain golden_files/b.json gpt2"]
-    assert [tuple(each.values()) for each in refused.values()] == [(2, "golden_files/a.json"), (2, "--strategy")]
+    assert [tuple(answer.values()) for answer in refused.values()] == [(2, "golden_files/a.json"), (2, "--strategy")]

@@ -1,4 +1,4 @@
-"""`make install` and `make test` on boxes with a GPU: what pip is asked for, and on what the tests train."""
+"""`make install` and `make test` on machines with a GPU: the arguments for pip, and the device of the tests."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ from study.host.stacks import VERIFIED, pair_fix
 
 pytestmark = pytest.mark.engine
 
-# Without the index, the cache and the constraints of whoever runs the tests.
+# Without the index, cache and constraints of the user who runs the tests.
 NO_PIP = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
 
 
 def recipe(word: str, *variables: str) -> tuple[dict[str, str], list[str]]:
     """Return the variables and the arguments of the line of `make install` with this word."""
-    made = subprocess.run(
+    printed = subprocess.run(
         ["make", "-nB", "install", *variables], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    (line,) = (line for line in made.splitlines() if " tools/install.py " in line and word in shlex.split(line))
-    return asked(line.replace("tools/install.py", "-m pip install"))
+    (line,) = (line for line in printed.splitlines() if " tools/install.py " in line and word in shlex.split(line))
+    return split_command(line.replace("tools/install.py", "-m pip install"))
 
 
-def asked(line: str) -> tuple[dict[str, str], list[str]]:
+def split_command(line: str) -> tuple[dict[str, str], list[str]]:
     words = shlex.split(line)
     start = words.index("-m")
     return dict(word.split("=", 1) for word in words[: start - 1]), words[start:]
 
 
 @pytest.mark.parametrize("is_kept_from_looking", [False, True])
-def test_deepspeed_builds_where_a_gpu_is_and_no_toolkit(is_kept_from_looking: bool, tmp_path: Path) -> None:
-    """Its build starts with what pip does to learn what an archive needs."""
+def test_deepspeed_builds_on_a_gpu_machine_without_a_toolkit(is_kept_from_looking: bool, tmp_path: Path) -> None:
+    """pip runs the first part of the build to find an archive's dependencies."""
     variables, _ = recipe(".[train,report,dev]")
-    wanted = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(tmp_path)]
+    flags = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(tmp_path)]
     on_a_gpu = os.environ | {"PYTHONPATH": str(FAKE_GPU), "CUDA_VISIBLE_DEVICES": "0"}
     result = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *wanted, f"deepspeed=={VERIFIED[-1][1]}"],
+        [sys.executable, "-m", "pip", "download", *flags, f"deepspeed=={VERIFIED[-1][1]}"],
         env=on_a_gpu | (variables if is_kept_from_looking else {}), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     if "No matching distribution" in result.stderr:
         pytest.skip("pip does not reach its index")
-    # As soon as DeepSpeed builds there by itself, nobody need keep it from looking.
+    # Once DeepSpeed builds there by itself, the variables are no longer needed.
     assert ("MissingCUDAException" in result.stdout + result.stderr) is not is_kept_from_looking
     assert (result.returncode == 0) is is_kept_from_looking, result.stderr
 
 
-def test_whoever_builds_deepspeed_is_kept_from_looking_as_make_install_is() -> None:
+def test_other_builds_of_deepspeed_set_the_variables_of_make_install() -> None:
     variables, _ = recipe(".[train,report,dev]")
     text = (ROOT / "docs" / "gpus.md").read_text().replace("\\\n", "")
     (wheels,) = (line for line in text.splitlines() if " pip wheel " in line)
-    assert [asked(line)[0] for line in (pair_fix(), INSTALL_ALL, wheels)] == [variables] * 3
+    assert [split_command(line)[0] for line in (pair_fix(), INSTALL_ALL, wheels)] == [variables] * 3
 
 
 def wheel(index: Path, name: str, version: str, needs: str = "") -> None:
@@ -84,20 +84,20 @@ def wheel(index: Path, name: str, version: str, needs: str = "") -> None:
 @pytest.mark.parametrize("line", ["make install", "make install, by uv", "the doctor's"])
 def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_path: Path) -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
-    pypi, other = tmp_path / "pypi", tmp_path / "other"
-    for index, local in ((pypi, ""), (other, "+cu129")):
+    pypi, pytorch = tmp_path / "pypi", tmp_path / "other"
+    for index, local in ((pypi, ""), (pytorch, "+cu129")):
         wheel(index, "torch", pins["torch"] + local, "sympy")
     wheel(pypi, "sympy", pins["sympy"])
-    # PyTorch's own has some release of each package that torch needs.
-    wheel(other, "sympy", "1.13.3")
+    # PyTorch's index has some release of each dependency of torch.
+    wheel(pytorch, "sympy", "1.13.3")
     if line.startswith("make install"):
-        _, words = recipe("torch", f"TORCH_INDEX={other.as_uri()}")
+        _, words = recipe("torch", f"TORCH_INDEX={pytorch.as_uri()}")
         assert "constraints.txt" in words
     else:
-        _, words = asked(torch_for_driver("12.8", f"{pins['torch']}+cu130"))
-        words = [word.replace("https://download.pytorch.org/whl/cu129", other.as_uri()) for word in words]
+        _, words = split_command(torch_for_driver("12.8", f"{pins['torch']}+cu130"))
+        words = [word.replace("https://download.pytorch.org/whl/cu129", pytorch.as_uri()) for word in words]
     report = tmp_path / "report.json"
-    # As where an earlier `make install` has PyPI's.
+    # An environment in which an earlier `make install` has PyPI's torch.
     earlier = tmp_path / "earlier"
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", earlier], check=True)
     for file in pypi.glob("*/*.whl"):
@@ -121,36 +121,36 @@ def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_pat
         assert f"+ torch=={pins['torch']}+cu129" in result.stderr
         assert "sympy==1.13.3" not in result.stderr
         return
-    found = {one["metadata"]["name"]: one["metadata"]["version"] for one in json.loads(report.read_text())["install"]}
-    assert found == {"torch": f"{pins['torch']}+cu129"}
+    entries = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
+    assert {package["name"]: package["version"] for package in entries} == {"torch": f"{pins['torch']}+cu129"}
 
 
 @pytest.mark.parametrize("python", ["3.10.0", "3.11.2", "3.12.0"])
-def test_what_is_pinned_for_a_python_takes_that_python(python: str) -> None:
-    """Debian's own 3.11.2 was told of a release that wants 3.11.5."""
+def test_each_pin_for_a_python_supports_that_python(python: str) -> None:
+    """Debian's Python 3.11.2 once had a pinned release that needs 3.11.5."""
     meant = {"python_version": python.rsplit(".", 1)[0], "python_full_version": python}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    installed = {canonicalize_name(each.name): each.metadata["Requires-Python"] for each in metadata.distributions()}
-    wanted = {
+    installed = {canonicalize_name(item.name): item.metadata["Requires-Python"] for item in metadata.distributions()}
+    requirements = {
         pin.name: installed[canonicalize_name(pin.name)] for pin in pins
         if canonicalize_name(pin.name) in installed and (pin.marker is None or pin.marker.evaluate(meant))
     }  # fmt: skip
-    assert len(wanted) > 100
-    assert {name: asks for name, asks in wanted.items() if asks and python not in SpecifierSet(asks)} == {}
+    assert len(requirements) > 100
+    assert {name: text for name, text in requirements.items() if text and python not in SpecifierSet(text)} == {}
 
 
-def test_an_environment_that_came_without_pip_is_made_anew(tmp_path: Path) -> None:
-    """As Debian's python3 leaves one where python3-venv is not installed."""
+def test_an_environment_without_pip_is_created_again(tmp_path: Path) -> None:
+    """Debian's python3 leaves such an environment if python3-venv is not installed."""
     for file in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / file, tmp_path)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ "$1" = -c ] || { echo "asked: $@"; exit 1; }\n')
     python.chmod(0o755)
-    made = subprocess.run(["make", "install", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
-    assert made.returncode == 2
-    assert "asked: -m venv --clear .venv" in made.stdout
+    result = subprocess.run(["make", "install", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "asked: -m venv --clear .venv" in result.stdout
 
 
 def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -162,16 +162,16 @@ def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_tests_train_on_cores_where_a_gpu_is() -> None:
-    # The first would be skipped, and two ranks be too many for one GPU.
+def test_the_tests_train_on_cores_on_a_gpu_machine() -> None:
+    # On a GPU the first would be skipped, and the second would need two GPUs.
     names = "fsdp2_offload_without_a_gpu or zero_settings_that_change_traffic"
     result = pytest_on_a_gpu("tests/test_audit.py", "-k", names)
     assert result.returncode == 0, result.stdout
     assert "skipped" not in result.stdout
 
 
-def test_those_for_gpus_see_them() -> None:
+def test_gpu_tests_see_the_gpus() -> None:
     result = pytest_on_a_gpu("-m", "gpu", "tests/test_measure.py", "-k", "test_gpu_energy_grows_over_the_window")
-    # It is that of the build for cores, which the fake GPU cannot change.
+    # The failure is that of torch's CPU build, which the fake GPU cannot change.
     assert "1 failed" in result.stdout
     assert "skipped" not in result.stdout

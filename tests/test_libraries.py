@@ -1,4 +1,4 @@
-"""Which libraries a run imports before it starts."""
+"""The libraries that a run imports before it starts."""
 
 from __future__ import annotations
 

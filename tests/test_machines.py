@@ -1,4 +1,4 @@
-"""Several machines: a launcher on each, with a working directory of its own. Here they are two launchers on one box."""
+"""Several machines: a launcher on each, with a separate working directory. Here two launchers on one machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPT = ("--task", "gpt-wikitext")
 
 
 def start(tmp_path: Path, machine: int, port: int, strategy: str, *flags: str) -> subprocess.Popen[str]:
-    """The README's command for several machines, in a checkout of the machine's own; the second has its own cache."""
+    """Start the README's command for several machines in one machine's checkout; the second has a separate cache."""
     checkout = tmp_path / f"machine{machine}"
     shutil.copytree(ROOT / "accelerate_configs", checkout / "accelerate_configs")
     (checkout / "study").symlink_to(ROOT / "study")
@@ -62,7 +62,7 @@ def on_two(tmp_path: Path, strategy: str, first: tuple[str, ...], second: tuple[
     finally:
         for launcher in launchers:
             if launcher.poll() is None:
-                # Its ranks have sessions of their own.
+                # Its ranks run in separate sessions.
                 for process in psutil.Process(launcher.pid).children(recursive=True):
                     process.kill()
                 launcher.kill()
@@ -72,19 +72,21 @@ def on_two(tmp_path: Path, strategy: str, first: tuple[str, ...], second: tuple[
 @pytest.mark.parametrize(
     ("strategy", "shares_folder"), [("ddp", False), pytest.param("zero3", True, marks=pytest.mark.long)]
 )
-def test_two_machines_train_as_one_does(strategy: str, shares_folder: bool, tmp_path: Path, run_of: RunFactory) -> None:
+def test_two_machines_train_as_one_does(
+    strategy: str, shares_folder: bool, tmp_path: Path, get_run: RunFactory
+) -> None:
     shared = tmp_path / "shared"
     flags = [("--output_dir", str(shared))] * 2 if shares_folder else [(), ("--output_dir", "runs/of_my_own")]
     (status, first), (other_status, second) = on_two(tmp_path, strategy, *flags)
     assert (status, other_status) == (0, 0), first + second
     (folder,) = [shared] if shares_folder else (tmp_path / "machine0" / "runs").iterdir()
-    run, expected = read_run(folder), run_of(strategy, *GPT)
+    run, expected = read_run(folder), get_run(strategy, *GPT)
     assert losses(run) == pytest.approx(losses(expected), rel=1e-6)
     for key in ("lr", "samples_hash"):
         assert [row[key] for row in run.steps] == [row[key] for row in expected.steps]
     assert (run.engine["world_size"], len(run.memory["ranks"])) == (2, 2)
     assert run.engine["initial_weights_sha256"] == expected.engine["initial_weights_sha256"]
-    # The record is rank 0's, and it has the other machine.
+    # Rank 0 writes the record, which includes the other machine.
     assert [machine.keys() >= {"cpu", "devices"} for machine in run.environment["other_machines"]] == [True]
     assert not (tmp_path / "machine1" / "runs").exists()
     assert "rank 0's machine shows the run's progress" in second
@@ -101,7 +103,7 @@ def test_a_refusal_of_one_machine_is_printed_on_both_and_leaves_nothing(tmp_path
 
 
 def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> list[Any]:
-    """Return what each rank's work returns or raises, in a process for each, as if on a machine of its own."""
+    """Return what each rank's function returns or raises, in one process per rank, as if on separate machines."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -111,11 +113,11 @@ def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> l
         monkeypatch.setenv(name, value)
     fork = multiprocessing.get_context("fork")
     answers = [fork.SimpleQueue() for _ in works]
-    # The store's thread resolves the name of who connects: a fork meanwhile copies a lock that nobody opens.
-    all_there = fork.Event()
+    # The store's thread resolves the name of each client: a fork at that time would copy a locked lock.
+    all_started = fork.Event()
 
-    def be(rank: int) -> None:
-        all_there.wait()
+    def run_rank(rank: int) -> None:
+        all_started.wait()
         os.environ |= {"RANK": str(rank), "GROUP_RANK": str(rank)}
         try:
             answers[rank].put(works[rank]())
@@ -124,10 +126,10 @@ def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> l
             answers[rank].put(refusal.to_json())
             machines.wait_until_heard()
 
-    ranks = [fork.Process(target=be, args=(rank,)) for rank in range(len(works))]
+    ranks = [fork.Process(target=run_rank, args=(rank,)) for rank in range(len(works))]
     for rank in ranks:
         rank.start()
-    all_there.set()
+    all_started.set()
     for rank in ranks:
         rank.join(20)
         if rank.is_alive():
@@ -144,14 +146,14 @@ def as_other(agreed: dict[str, Any], machine: str = "", look: Callable[[Any], ob
     return lambda: machines.meet_main(agreed, {"cpu": machine}, look)
 
 
-def refuse(*_: Any) -> None:
+def raise_unsupported(*_: Any) -> None:
     raise Unsupported("the folder is not here", "share it")
 
 
 def test_ranks_that_agree_all_begin_and_the_main_process_has_the_other_machines(monkeypatch) -> None:
     agreed = {"the initial weights' digest": "a", "--seed": 1, "nested": {"tuple": (1, 2)}}
-    found = gather(monkeypatch, [as_main(agreed), as_other(agreed, "x"), as_other(agreed, "y")])
-    assert found == [[{"cpu": "x"}, {"cpu": "y"}], None, None]
+    answers = gather(monkeypatch, [as_main(agreed), as_other(agreed, "x"), as_other(agreed, "y")])
+    assert answers == [[{"cpu": "x"}, {"cpu": "y"}], None, None]
 
 
 @pytest.mark.parametrize(
@@ -161,18 +163,18 @@ def test_ranks_that_agree_all_begin_and_the_main_process_has_the_other_machines(
             [as_main({"weights": "a"}), as_other({"weights": "a"}), as_other({"weights": "b"})],
             'weights is "b" on rank 2, and "a" on rank 0', 2,
         ),
-        ([as_main({}), as_other({}), as_other({}, look=refuse)], "the folder is not here", 2),
-        # Before it came to meet anyone.
-        ([refuse, as_other({}), as_other({})], "the folder is not here", 0),
-        ([as_main({}), refuse, as_other({})], "the folder is not here", 1),
+        ([as_main({}), as_other({}), as_other({}, look=raise_unsupported)], "the folder is not here", 2),
+        # Before it reaches the other ranks.
+        ([raise_unsupported, as_other({}), as_other({})], "the folder is not here", 0),
+        ([as_main({}), raise_unsupported, as_other({})], "the folder is not here", 1),
     ],
     ids=["other weights", "another folder", "the first", "the second"],
 )  # fmt: skip
 def test_a_refusal_of_one_rank_reaches_all(ranks: list[Any], problem: str, who: int, monkeypatch) -> None:
-    found = gather(monkeypatch, ranks)
+    answers = gather(monkeypatch, ranks)
     expected = [problem if rank == who else f"rank {who}, on another machine: {problem}" for rank in range(3)]
-    assert [said["problem"] for said in found] == expected
-    assert len({said["kind"] for said in found}) == 1
+    assert [answer["problem"] for answer in answers] == expected
+    assert len({answer["kind"] for answer in answers}) == 1
 
 
 def test_a_rank_whose_main_process_has_left_does_not_wait_for_it(monkeypatch) -> None:
@@ -183,8 +185,8 @@ def test_a_rank_whose_main_process_has_left_does_not_wait_for_it(monkeypatch) ->
         os.environ["MASTER_PORT"] = str(port)
         as_other({})()
 
-    _, found = gather(monkeypatch, [lambda: None, alone])
-    assert found["problem"] == "the main process has left before this run began"
+    _, refusal = gather(monkeypatch, [lambda: None, alone])
+    assert refusal["problem"] == "the main process has left before this run began"
 
 
 def test_the_ending_is_that_of_the_rank_that_failed_first(monkeypatch) -> None:
@@ -196,8 +198,8 @@ def test_the_ending_is_that_of_the_rank_that_failed_first(monkeypatch) -> None:
         return late
 
     cause, consequence = Ending("oom", "rank 1: out of memory", "use less"), Ending("failed", "connection closed")
-    found = gather(monkeypatch, [fail(1.0, consequence), fail(0, cause)])
-    assert found == [cause, cause]
+    endings = gather(monkeypatch, [fail(1.0, consequence), fail(0, cause)])
+    assert endings == [cause, cause]
 
 
 def test_the_command_for_fewer_gpus_is_for_all_machines(monkeypatch) -> None:
@@ -219,7 +221,7 @@ def test_the_command_for_fewer_gpus_is_for_all_machines(monkeypatch) -> None:
 def test_variables_left_over_from_another_launch_are_refused(shell: dict[str, str]) -> None:
     launched = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert this_launch(launched, shell={"HOME": "/root"}).strategy.name == "ddp"
-    # Without a launcher they are left over, too.
+    # Without a launcher they are also left over.
     for environment in (launched | shell, shell):
         with pytest.raises(UserError, match="not by the launched file") as refusal:
             this_launch(environment, shell=shell)
@@ -227,7 +229,7 @@ def test_variables_left_over_from_another_launch_are_refused(shell: dict[str, st
 
 
 def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
-    """As `accelerate launch --cpu` exports it to the one process that it starts."""
+    """`accelerate launch --cpu` exports these variables to its only process."""
     exported = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
     with pytest.raises(UserError, match="the launch asks for --cpu") as refusal:
         this_launch(exported, shell={"HOME": "/root"})
@@ -238,18 +240,18 @@ def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
 
 
 @pytest.mark.parametrize(
-    "left", [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}, {"RANK": "7" * 5000}]
+    "variables", [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}, {"RANK": "7" * 5000}]
 )
-def test_a_rank_that_no_launcher_set_is_refused(left: dict[str, str]) -> None:
+def test_a_rank_that_no_launcher_set_is_refused(variables: dict[str, str]) -> None:
     with pytest.raises(UserError) as refusal:
-        this_launch(left, shell=left)
-    assert next(iter(left)) in refusal.value.problem
+        this_launch(variables, shell=variables)
+    assert next(iter(variables)) in refusal.value.problem
 
 
-def test_a_variable_left_over_is_found_behind_what_the_launcher_sets(
+def test_a_left_over_variable_is_found_among_those_of_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher gives its ranks a copy of its environment, with what was left over in it."""
+    """The launcher passes its environment to the ranks, including the left-over variable."""
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     result = launch("fsdp2", "study/train.py", *FLAGS, *GPT, "--output_dir", str(tmp_path / "run"))
     assert result.returncode != 0
@@ -260,7 +262,7 @@ def test_a_variable_left_over_is_found_behind_what_the_launcher_sets(
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A real one, of 24 MiB."""
+    """Mount a real file system of 24 MiB."""
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:
         pytest.skip("only root may mount a disk here")

@@ -1,4 +1,4 @@
-"""The meters, against figures derived by hand, on real engines."""
+"""The meters, compared with figures derived by hand, on real engines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_steps(clock: StepClock, steps: range, seconds: float) -> None:
 
 
 def test_a_fifth_of_a_run_warms_up_and_short_runs_have_steps_to_count() -> None:
-    """From 3, which leaves a search's probe and a virtual rank as they were, up to 10."""
+    """Warm-up has at least 3 steps, which suits probes of a search and virtual ranks, and at most 10."""
     assert [warmup_steps(steps) for steps in (3, 8, 19, 20, 40, 50, 1000)] == [3, 3, 3, 4, 8, 10, 10]
 
 
@@ -95,7 +95,7 @@ def test_the_step_after_an_evaluation_is_not_counted_where_evaluations_are_far_e
     run_steps(clock, range(17, 18), 0)
     clock.pause()
     times = dict(clock.flush())
-    # 1 warms up; 7 and 16 follow an evaluation, and 10 and 17 one that came soon after another.
+    # Step 1 warms up; 7 and 16 follow an evaluation, 10 and 17 one that came soon after another.
     assert clock.counted_step_times == [seconds for step, seconds in times.items() if step not in (1, 7, 16)]
 
 
@@ -112,7 +112,7 @@ def test_the_watched_step_has_a_time_but_is_not_counted() -> None:
     assert times[3] >= 0.05
     assert clock.counted_step_times == [times[2], times[4]]
     assert clock.window_steps == 2
-    # (counted, opened): warm-up, a step, the watched one, another step.
+    # (counted, opened): warm-up, a step, the watched step, another step.
     assert segments == [(kind, opened) for kind in (False, True, False, True) for opened in (True, False)]
 
 
@@ -144,15 +144,15 @@ def test_memory_of_the_last_evaluation_is_in_no_step() -> None:
     meter.enter_phase("steady")
     meter.step_done()
     with meter.phase("eval"):
-        left = allocate(64)
+        tensor = allocate(64)
     phases = meter.report()["phases"]
-    assert left.numel()
+    assert tensor.numel()
     assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
     meter.step_done()
     assert meter.report()["phases"]["steady"]["host"] > phases["steady"]["host"] + 48 * MIB
 
 
-def test_what_a_cpu_box_cannot_measure_is_null() -> None:
+def test_figures_that_a_cpu_machine_cannot_measure_are_null() -> None:
     report = MemoryMeter(CPU).report()
     assert report["phases"]["init"]["host"] > 0
     assert {report["phases"]["init"][name] for name in ("allocated", "reserved", "device")} == {None}
@@ -164,7 +164,7 @@ def test_what_a_cpu_box_cannot_measure_is_null() -> None:
 
 
 def test_energy_of_which_a_part_was_not_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML itself cannot fail on request, so its answers are these."""
+    """NVML cannot fail on request, so these answers replace it."""
     import pynvml
 
     answers: Iterator[int | Exception] = iter([0, 100_000, 200_000, pynvml.NVMLError(1), 300_000, 500_000])
@@ -222,7 +222,7 @@ def test_gpu_step_times_are_the_devices_own() -> None:
     for step in range(3):
         torch.cuda._sleep(200_000_000)
         clock.step_done(step)
-    assert time.perf_counter() - begun < 0.05, "step_done waited for the device"
+    assert time.perf_counter() - begun < 0.05, "step_done synchronized with the device"
     clock.pause()
     assert all(0.05 < seconds < 0.5 for _, seconds in clock.flush())
 
@@ -249,7 +249,7 @@ def eight_ranks() -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def counts_of(watch: TrafficWatch) -> dict[str, tuple[int, int, float]]:
+def count_traffic(watch: TrafficWatch) -> dict[str, tuple[int, int, float]]:
     return {
         kind: (count["calls"], count["payload_bytes"], count["wire_bytes_per_rank"])
         for kind, count in watch.report()["collectives"].items()
@@ -270,7 +270,7 @@ def test_each_collective_counts_its_payload_and_its_bus_factor(eight_ranks: int)
         dist.all_to_all_single(torch.empty(800), large)
         dist.barrier()
     assert (watch.report()["step"], watch.report()["world_size"]) == (7, 8)
-    assert counts_of(watch) == {
+    assert count_traffic(watch) == {
         "all_reduce": (2, 600, 600 * 2 * 7 / 8),
         "all_gather": (2, 6400, 6400 * 7 / 8),
         "reduce_scatter": (1, 3200, 3200 * 7 / 8),
@@ -281,7 +281,7 @@ def test_each_collective_counts_its_payload_and_its_bus_factor(eight_ranks: int)
     }
 
 
-# The names that torch 2.11 has as well; later ones say that they have others.
+# Names that torch 2.11 also has; later releases announce others.
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight_ranks: int) -> None:
     from torch.distributed import _functional_collectives as functional
@@ -292,7 +292,7 @@ def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight
         functional.all_gather_tensor(torch.ones(100), 0, pair).sum()
         functional.reduce_scatter_tensor(torch.ones(100), "sum", 0, pair).sum()
         dist.all_reduce(torch.ones(100), group=pair)
-    assert counts_of(watch) == {
+    assert count_traffic(watch) == {
         "all_reduce": (2, 800, 800), "all_gather": (1, 800, 400), "reduce_scatter": (1, 400, 200)
     }  # fmt: skip
 
@@ -300,9 +300,7 @@ def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight
 @pytest.mark.parametrize(
     ("splits", "sent"), [([1] * 8, 2800), ([8, *[0] * 7], 0), ([3, 5, *[0] * 6], 2000), ([0] * 7 + [8], 3200)]
 )
-def test_what_leaves_a_rank_in_an_all_to_all_is_all_but_its_own_split(
-    eight_ranks: int, splits: list[int], sent: int
-) -> None:
+def test_a_rank_sends_all_but_its_own_split_in_an_all_to_all(eight_ranks: int, splits: list[int], sent: int) -> None:
     from torch.distributed import _functional_collectives as functional
 
     rows, everybody = torch.ones(8, 100), dist.distributed_c10d._get_default_group()
@@ -311,7 +309,7 @@ def test_what_leaves_a_rank_in_an_all_to_all_is_all_but_its_own_split(
         dist.all_to_all_single(torch.empty_like(rows), rows, splits, splits)
         functional.all_to_all_single(rows, splits, splits, everybody).sum()
         dist.all_to_all([torch.empty_like(part) for part in parts], parts)
-    assert counts_of(watch) == {"all_to_all": (3, 3 * 3200, pytest.approx(3 * sent))}
+    assert count_traffic(watch) == {"all_to_all": (3, 3 * 3200, pytest.approx(3 * sent))}
 
 
 def test_ring_attention_passes_all_of_a_block_on(eight_ranks: int) -> None:
@@ -319,7 +317,7 @@ def test_ring_attention_passes_all_of_a_block_on(eight_ranks: int) -> None:
 
     with TrafficWatch(1) as watch:
         functional.permute_tensor(torch.ones(800), [*range(1, 8), 0], dist.distributed_c10d._get_default_group()).sum()
-    assert counts_of(watch) == {"all_to_all": (1, 3200, 3200)}
+    assert count_traffic(watch) == {"all_to_all": (1, 3200, 3200)}
 
 
 def test_a_group_of_one_has_a_payload_and_sends_nothing(eight_ranks: int) -> None:
@@ -328,11 +326,11 @@ def test_a_group_of_one_has_a_payload_and_sends_nothing(eight_ranks: int) -> Non
         dist.broadcast(torch.ones(100), src=0, group=alone)
         dist.reduce(torch.ones(100), dst=0, group=alone)
         dist.all_reduce(torch.ones(100), group=alone)
-    assert counts_of(watch) == dict.fromkeys(("broadcast", "reduce", "all_reduce"), (1, 400, 0))
+    assert count_traffic(watch) == dict.fromkeys(("broadcast", "reduce", "all_reduce"), (1, 400, 0))
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_what_leaves_a_machine_is_what_groups_with_ranks_on_several_send(eight_ranks: int) -> None:
+def test_bytes_across_machines_are_those_of_groups_over_several_machines(eight_ranks: int) -> None:
     from torch.distributed import _functional_collectives as functional
 
     within, across = dist.new_group([0, 1, 2, 3]), dist.new_group([0, 4])
@@ -369,15 +367,15 @@ def test_a_storage_is_counted_once_and_only_as_far_as_it_is_spanned() -> None:
     assert (inventory.total("grads", "host"), inventory.total("grads", "device")) == (5 * FP32, 0)
 
 
-def test_the_scan_finds_what_nobody_claimed() -> None:
+def test_the_scan_finds_unclaimed_tensors() -> None:
     flat = torch.empty(2**20)
     inventory = Inventory(CPU)
     inventory.claim("params", "half", [flat[: 2**19]])
     before = inventory.other_tensor_bytes()
-    kept = torch.empty(2**20)
-    assert inventory.other_tensor_bytes() - before == kept.numel() * FP32
+    unclaimed = torch.empty(2**20)
+    assert inventory.other_tensor_bytes() - before == unclaimed.numel() * FP32
     inventory.claim("params", "rest", [flat])
-    assert inventory.other_tensor_bytes() == before - 2**19 * FP32 + kept.numel() * FP32
+    assert inventory.other_tensor_bytes() == before - 2**19 * FP32 + unclaimed.numel() * FP32
 
 
 def test_the_first_steps_optimizer_state_is_seen_although_the_step_creates_it() -> None:
@@ -409,52 +407,52 @@ def test_a_watched_step_that_was_skipped_leaves_the_watch_to_the_next() -> None:
     assert meters.state is not None
 
 
-def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
+def test_the_memory_of_a_forward_pass_is_that_saved_for_its_backward_pass() -> None:
     wide, narrow, samples = 4096, 1024, 512
     model = torch.nn.Sequential(torch.nn.Linear(narrow, wide), torch.nn.ReLU(), torch.nn.Linear(wide, narrow))
     inputs = torch.randn(samples, narrow)
 
-    def held(forward: Any) -> int | None:
+    def saved_bytes(forward: Any) -> int | None:
         caller = torch.nn.Module()
         caller.inner, caller.forward = model, forward
-        # What libraries take at their first use stays taken.
+        # Memory that libraries allocate at their first use stays allocated.
         caller(inputs).sum().backward()
         with ForwardWatch(caller, CPU) as watch:
             caller(inputs).sum().backward()
         return watch.report["forward_holds_bytes"]
 
-    kept = held(lambda x: model(x))
-    # The linear layer's output is gone once the ReLU has made its own of it.
-    assert kept == pytest.approx((wide + narrow) * samples * FP32, rel=0.02)
+    usual = saved_bytes(lambda x: model(x))
+    # The linear layer's output is freed once the ReLU has used it.
+    assert usual == pytest.approx((wide + narrow) * samples * FP32, rel=0.02)
 
     def sent_by_another_thread(x: torch.Tensor) -> torch.Tensor:
         output = model(x)
-        # As gloo's does, which lets go of a buffer when it comes to it.
-        threading.Timer(0.005, lambda held: None, [torch.empty(narrow, narrow)]).start()
+        # As in gloo's thread, which frees a buffer later.
+        threading.Timer(0.005, lambda saved_bytes: None, [torch.empty(narrow, narrow)]).start()
         return output
 
-    assert held(sent_by_another_thread) == pytest.approx(kept, rel=0.02)
-    recomputed = held(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
+    assert saved_bytes(sent_by_another_thread) == pytest.approx(usual, rel=0.02)
+    recomputed = saved_bytes(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
     assert recomputed == pytest.approx(narrow * samples * FP32, rel=0.1)
 
 
-def test_large_blocks_are_in_what_is_allocated() -> None:
-    """glibc maps those of 32 MiB and more by themselves, and counts them apart (mallinfo(3), hblkhd)."""
+def test_large_blocks_count_as_allocated() -> None:
+    """glibc maps blocks from 32 MiB on separately, and counts them in hblkhd (mallinfo(3))."""
     before = bytes_in_use(CPU)
-    kept = torch.ones(96 * MIB // FP32)
+    block = torch.ones(96 * MIB // FP32)
     after = bytes_in_use(CPU)
     assert None not in (before, after)
-    assert after - before == pytest.approx(kept.numel() * FP32, rel=0.01)  # type: ignore[operator]
+    assert after - before == pytest.approx(block.numel() * FP32, rel=0.01)  # type: ignore[operator]
 
 
 def test_a_peak_that_cannot_be_set_back_is_the_process_s_own_in_kib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a container refuses clear_refs (proc(5)) there is getrusage(2), of the whole life of the process."""
+    """If a container denies clear_refs (proc(5)), getrusage(2) has the peak of the process's whole life."""
 
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError
 
     lifetime = SimpleNamespace(ru_maxrss=50_000_000)
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "write_text", fail)
     monkeypatch.setattr("study.metrics.memory.resource.getrusage", lambda _: lifetime)
     meter = MemoryMeter(CPU)
     with meter.phase("eval"):
@@ -473,7 +471,7 @@ def test_compiled_code_is_still_used_in_the_watched_step_and_after_it(train_comp
     assert meters.traffic["step"] == 3
 
 
-# Real engines. Each launch is a few seconds, so each is made once and everything is read from it.
+# Real engines. A launch takes a few seconds, so each runs once and all tests read it.
 
 
 @functools.cache
@@ -504,9 +502,9 @@ CASES = [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case
 @pytest.mark.parametrize(("strategy", "ranks"), CASES)
 def test_state_bytes_per_rank_follow_the_law_of_the_strategy(strategy: str, ranks: int) -> None:
     for document in probe(strategy, ranks):
-        whole, state = document["elements"] * FP32, document["state"]
+        full, state = document["elements"] * FP32, document["state"]
         params, grads, optimizer = (state["state_bytes"][kind]["device"] for kind in ("params", "grads", "optimizer"))
-        copies = [size / whole for size in (params - state["kept_whole"]["bytes"], grads, optimizer)]
+        copies = [size / full for size in (params - state["kept_whole"]["bytes"], grads, optimizer)]
         assert copies == pytest.approx(LAW[strategy, ranks], rel=0.01)
         assert sum(sizes[place] for sizes in state["state_bytes"].values() for place in ("host", "nvme")) == 0
 
@@ -521,8 +519,9 @@ def test_a_scan_of_the_process_finds_nothing_the_record_does_not_name(strategy: 
     ("strategy", "ranks"), [("zero3", 2), ("fsdp2", 2), pytest.param("zero3", 1, marks=pytest.mark.long)]
 )
 def test_a_forward_pass_allocates_the_same_however_the_weights_are_sharded(strategy: str, ranks: int) -> None:
-    """What it needs for its backward pass, and no weights: neither those that FSDP gathers before any hook of the model
-    nor those that one rank looks at in place."""
+    """It allocates activations for the backward pass, and no weights: neither those that FSDP gathers before any hook
+    of the model nor those that a single rank uses in place.
+    """
     plain = {document["state"]["forward_holds_bytes"] for document in probe("ddp")}
     for document in probe(strategy, ranks):
         assert document["state"]["forward_holds_bytes"] == pytest.approx(max(plain), rel=0.03)
@@ -530,7 +529,7 @@ def test_a_forward_pass_allocates_the_same_however_the_weights_are_sharded(strat
 
 
 def test_zero3_names_its_persistent_parameters() -> None:
-    """Everything under the threshold: the vectors, which are biases and layer norms."""
+    """All parameters below the threshold: the vectors, which are biases and layer norms."""
     width, layers = measured_steps.WIDTH, measured_steps.LAYERS
     elements = layers * (2 * width + 4 * width + width)
     for document in probe("zero3"):
@@ -540,13 +539,13 @@ def test_zero3_names_its_persistent_parameters() -> None:
 
 
 def test_zero1_has_whole_gradients_until_backward_ends_and_zero2_has_them_in_its_bucket() -> None:
-    whole = probe("zero1")[0]["elements"] * FP32
+    full = probe("zero1")[0]["elements"] * FP32
     zero1, zero2 = probe("zero1")[0]["state"], probe("zero2")[0]["state"]
-    assert zero1["grads_after_backward"]["device"] == whole
-    assert zero1["grads_before_step"]["device"] == whole / 2
+    assert zero1["grads_after_backward"]["device"] == full
+    assert zero1["grads_before_step"]["device"] == full / 2
     assert zero2["grads_after_backward"]["device"] == 0
-    # A bucket of 5e8 elements takes in every gradient of a small model before anything is reduced.
-    assert zero2["grads_in_bucket_bytes"] == whole
+    # A bucket of 5e8 elements contains every gradient of a small model before the first reduction.
+    assert zero2["grads_in_bucket_bytes"] == full
     assert zero2["buffer_bytes"]["reduce_bucket.device"] == 500_000_000 * FP32
 
 
@@ -554,17 +553,17 @@ def test_zero1_has_whole_gradients_until_backward_ends_and_zero2_has_them_in_its
 def test_gradients_of_a_step_with_accumulation_are_the_most_after_any_micro_batch(
     strategy: str, tmp_path: Path
 ) -> None:
-    """FSDP2 has whole gradients until the last of four, and its own shards alone before the step."""
+    """FSDP2 has unpartitioned gradients until the last of four micro-batches, and only its shards before the step."""
     trained(strategy, tmp_path / "run", "--task", "gpt-wikitext", "--per_device_train_batch_size", "1")
     (record,) = read_records(tmp_path).runs.assign(suite="").itertuples()
     assert record.gradient_accumulation_steps == 4
-    (grads,) = (one for one in compared_of(record) if one.figure == "grads, device")
+    (grads,) = (figure for figure in compared_of(record) if figure.figure == "grads, device")
     assert grads.measured == grads.predicted
-    whole = FP32 * record.model_parameters
+    full = FP32 * record.model_parameters
     if strategy in ("fsdp2", "ddp", "zero1"):
-        assert grads.measured == whole
+        assert grads.measured == full
     else:
-        assert 0.5 * whole <= grads.measured < 0.51 * whole
+        assert 0.5 * full <= grads.measured < 0.51 * full
 
 
 def test_ddp_has_a_second_copy_of_the_gradients_in_its_buckets() -> None:
@@ -574,7 +573,9 @@ def test_ddp_has_a_second_copy_of_the_gradients_in_its_buckets() -> None:
 
 @pytest.mark.parametrize(("strategy", "params", "grads", "optimizer"), [("zero2_cpu", 0, 1, 3), ("zero3_cpu", 1, 2, 3)])
 def test_offloaded_state_is_on_the_host(strategy: str, params: int, grads: int, optimizer: int) -> None:
-    """In halves of the model. ZeRO-3 keeps the partitioned gradient twice: its flat buffer, and the fp32 `.grad`."""
+    """Sizes in halves of the model. ZeRO-3 has the partitioned gradient twice: in its flat buffer and in the fp32
+    `.grad`.
+    """
     for document in probe(strategy):
         half = document["elements"] * FP32 / 2
         state = document["state"]["state_bytes"]
@@ -598,11 +599,11 @@ def payloads(document: dict[str, Any]) -> dict[str, int]:
     return {kind: count["payload_bytes"] for kind, count in document["traffic"]["collectives"].items()}
 
 
-# The norm of the gradients: one number, or under FSDP2 one per parameter (torch.nn.utils.get_total_norm).
+# The norm of the gradients: one scalar, or with FSDP2 one per parameter (torch.nn.utils.get_total_norm).
 SCALARS = 64
 
 
-def test_traffic_of_one_step_is_what_the_engines_source_says() -> None:
+def test_traffic_of_one_step_matches_the_engine_s_source() -> None:
     """Payload of one step in bytes, P being the fp32 parameters and B the two blocks among them.
 
     | strategy | all_reduce | all_gather | reduce_scatter | why |
@@ -613,17 +614,17 @@ def test_traffic_of_one_step_is_what_the_engines_source_says() -> None:
     | zero3    | scalar     | P          | P              | each parameter gathered once: under
                max_live_parameters nothing is released between forward and backward |
     | fsdp2    | scalar     | P + B      | P              | blocks gathered in forward and again in backward, the root
-               (embedding and head) stays whole in between |
+               (embedding and head) stays gathered in between |
     """
-    whole = probe("ddp")[0]["elements"] * FP32
-    blocks = whole - 2 * measured_steps.VOCABULARY * measured_steps.WIDTH * FP32
+    full = probe("ddp")[0]["elements"] * FP32
+    blocks = full - 2 * measured_steps.VOCABULARY * measured_steps.WIDTH * FP32
     expected = {
-        "ddp": {"all_reduce": whole},
-        "zero0": {"all_reduce": whole},
-        "zero1": {"all_reduce": whole, "all_gather": whole},
-        "zero2": {"all_reduce": whole, "all_gather": whole},
-        "zero3": {"all_reduce": 0, "all_gather": whole, "reduce_scatter": whole},
-        "fsdp2": {"all_reduce": 0, "all_gather": whole + blocks, "reduce_scatter": whole},
+        "ddp": {"all_reduce": full},
+        "zero0": {"all_reduce": full},
+        "zero1": {"all_reduce": full, "all_gather": full},
+        "zero2": {"all_reduce": full, "all_gather": full},
+        "zero3": {"all_reduce": 0, "all_gather": full, "reduce_scatter": full},
+        "fsdp2": {"all_reduce": 0, "all_gather": full + blocks, "reduce_scatter": full},
     }
     for strategy, counts in expected.items():
         for document in probe(strategy):
@@ -633,7 +634,7 @@ def test_traffic_of_one_step_is_what_the_engines_source_says() -> None:
             for kind, count in document["traffic"]["collectives"].items():
                 factor = 1 if kind == "all_reduce" else 1 / 2
                 assert count["wire_bytes_per_rank"] == factor * count["payload_bytes"], (strategy, kind)
-                # Of gloo a reduce-scatter is an all-reduce.
+                # In gloo a reduce-scatter is an all-reduce.
                 factor = 1 / 2 if kind == "all_gather" else 1
                 assert count["gloo_bytes_per_rank"] == factor * count["payload_bytes"], (strategy, kind)
 
@@ -647,7 +648,7 @@ def test_zero3_gathers_twice_once_it_may_keep_nothing_between_forward_and_backwa
 def test_zero2_reduces_to_the_owner_once_multi_rank_buckets_are_off() -> None:
     document = probe("zero2", 2, "use_multi_rank_bucket_allreduce=false")[0]
     assert payloads(document)["reduce"] == document["elements"] * FP32
-    # Of four segments each rank passes on two, and then its half goes to the root.
+    # Each rank passes on two of four segments, and then its half goes to the root.
     assert document["traffic"]["collectives"]["reduce"]["gloo_bytes_per_rank"] == pytest.approx(
         3 / 4 * payloads(document)["reduce"], rel=1e-3
     )
@@ -664,7 +665,7 @@ def test_an_engine_run_has_all_phases_and_a_time_for_every_step() -> None:
     for document in probe("zero3"):
         assert set(document["memory"]["phases"]) == {"init", "first_step", "steady", "eval"}
         assert [step for step, _ in document["rows"]] == list(range(1, measured_steps.STEPS + 1))
-        # Six steps less three of warm-up and the watched one.
+        # Six steps without three of warm-up and the watched step.
         assert document["summary"]["window_steps"] == measured_steps.STEPS - 4
 
 
@@ -676,6 +677,6 @@ def test_the_second_optimizer_of_a_gpu_counts_as_optimizer_state(tmp_path: Path)
         script="tests/probes/named_device.py",
     )  # fmt: skip
     (record,) = read_records(tmp_path).runs.assign(suite="").itertuples()
-    (state,) = (one for one in compared_of(record) if one.figure == ALL_STATE)
-    # And a count of steps for each group, which no prediction for a CPU has.
+    (state,) = (figure for figure in compared_of(record) if figure.figure == ALL_STATE)
+    # Plus a step count per group, which predictions for a CPU do not have.
     assert state.measured == pytest.approx(state.predicted, abs=64)

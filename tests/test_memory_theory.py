@@ -1,4 +1,4 @@
-"""The arithmetic of memory: against real models, against what engines kept, and for every cell planned for a GPU."""
+"""The memory formulas, compared with real models and engines, and applied to every cell planned for a GPU."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from study.sweep.plan import plan_suite
 from study.sweep.search import example_of
 from study.workloads.architecture import shape_of
 from study.workloads.presets import PRESETS
-from sweeps import cells_of, gpu_suites, gpu_suites_with_cells, planned, shipped, write_suite
+from sweeps import gpu_suites, gpu_suites_with_cells, planned, planned_cells, shipped, write_suite
 
-# A common drive's, in each direction.
+# Transfer rates of a common NVMe drive.
 DRIVE_GB_PER_S = 2.0
-# What a card of 80 GB shows, in whole GiB.
+# Whole GiB that a card of 80 GB reports.
 CARD_OF_80_GB_GIB = 79
 
 
-def config_of(preset, name):
-    asked = RunConfig(scale="laptop", model_name_or_path=name, dropout=0.0)
-    return resolved(asked if preset.model_type == "bert" else replace(asked, task="gpt-wikitext"), False)
+def make_config(preset, name):
+    config = RunConfig(scale="laptop", model_name_or_path=name, dropout=0.0)
+    return resolved(config if preset.model_type == "bert" else replace(config, task="gpt-wikitext"), False)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_parameters_are_counted_as_the_model_has_them(name):
     preset = PRESETS[name].with_layers(3)
-    assert shape_of_preset(preset).parameters == shape_of(config_of(preset, preset.name)).parameters
+    assert shape_of_preset(preset).parameters == shape_of(make_config(preset, preset.name)).parameters
 
 
 @pytest.mark.parametrize("name", gpu_suites_with_cells())
-def test_what_goes_through_a_drive_ends_within_its_time_limit(name):
-    for cell in cells_of(name):
+def test_a_cell_with_nvme_offload_ends_within_its_time_limit(name):
+    for cell in planned_cells(name):
         steps = cell.total_steps or cell.config.total_steps(800)
         box = replace(
             box_of(f"{cell.ranks // cell.world_size}x{cell.world_size}xA100"), nvme_read_gb_per_s=DRIVE_GB_PER_S,
@@ -50,25 +50,25 @@ def test_what_goes_through_a_drive_ends_within_its_time_limit(name):
         assert seconds <= (seconds if cell.expected_s is None else cell.expected_s) <= 0.8 * cell.time_limit_s, cell.id
 
 
-def test_a_suite_for_gpus_says_how_much_memory_it_takes():
+def test_a_suite_for_gpus_states_the_memory_that_it_needs():
     for name in gpu_suites():
-        wanted = shipped()[name].requires
-        assert wanted.gpu_memory_gib, name
-        assert wanted.host_memory_gib or all(cell.expect for cell in cells_of(name)), name
+        requirements = shipped()[name].requires
+        assert requirements.gpu_memory_gib, name
+        assert requirements.host_memory_gib or all(cell.expect for cell in planned_cells(name)), name
 
 
 @pytest.mark.parametrize("name", gpu_suites())
-def test_a_smaller_cap_asks_for_no_larger_gpu_than_it_takes(name):
-    """An 80 GiB cap among those of 16 and 40 kept a card of 80 GB from all of them."""
-    asked = {example_of(cell).config.device_memory_cap_gib for cell in planned(name)}
-    if caps := {cap for cap in asked if cap is not None}:
+def test_a_smaller_cap_requires_no_larger_gpu_than_needed(name):
+    """An 80 GiB cap among those of 16 and 40 once ruled out cards of 80 GB for all of them."""
+    all_caps = {example_of(cell).config.device_memory_cap_gib for cell in planned(name)}
+    if caps := {cap for cap in all_caps if cap is not None}:
         assert max(caps) < shipped()[name].requires.gpu_memory_gib <= max(caps) + 1
         assert len({cap < CARD_OF_80_GB_GIB for cap in caps}) == 1
 
 
-def test_what_deepspeed_overlaps_and_to_whom_it_reduces_is_varied_against_ddp():
+def test_overlap_and_reduction_of_deepspeed_are_varied_against_ddp():
     varied: dict[tuple[str, ...], set[str]] = {}
-    for cell in cells_of("h100x8"):
+    for cell in planned_cells("h100x8"):
         if cell.config.model_name == "gpt2-xl" and cell.world_size == 8:
             varied.setdefault(cell.config.engine_override, set()).add(cell.strategy)
     overlap, owner = "zero_optimization.overlap_comm=true", "zero_optimization.use_multi_rank_bucket_allreduce=false"
@@ -77,7 +77,7 @@ def test_what_deepspeed_overlaps_and_to_whom_it_reduces_is_varied_against_ddp():
     assert all({"zero1", "zero2"} <= strategies for strategies in varied.values())
 
 
-def test_a_cell_that_is_there_to_run_out_of_memory_is_no_failure_and_a_dry_run_says_it(tmp_path, capsys):
+def test_a_cell_expected_to_run_out_of_memory_is_no_failure_and_marked_in_a_dry_run(tmp_path, capsys):
     file = write_suite(tmp_path, {"strategy": ["single", "ddp"]}, overrides=[
         {"where": {"strategy": "single"}, "fixed": {"expect": "oom"}},
     ])  # fmt: skip

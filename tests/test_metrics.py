@@ -39,8 +39,8 @@ def test_a_hopeless_loss_is_an_infinite_perplexity_and_no_crash() -> None:
 
 
 def test_the_metrics_need_no_network_and_write_nothing_even_into_the_hugging_face_cache(tmp_path: Path) -> None:
-    home, cache, here = (tmp_path / name for name in ("home", "cache", "here"))
-    for folder in (home, cache, here):
+    home, cache, work = (tmp_path / name for name in ("home", "cache", "here"))
+    for folder in (home, cache, work):
         folder.mkdir()
     script = (
         "import torch; from study.workloads.metrics import summarize_evaluation as s;"
@@ -52,11 +52,11 @@ def test_the_metrics_need_no_network_and_write_nothing_even_into_the_hugging_fac
     result = subprocess.run(
         [sys.executable, "-c", script],
         env=clean | offline | {"HF_HOME": str(cache), "HOME": str(home), "PYTHONPATH": str(REPOSITORY)},
-        cwd=here, capture_output=True, text=True, timeout=120, check=True,
+        cwd=work, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     expected = [{"eval_loss": 1.0, "accuracy": 0.5}, {"eval_loss": 0.0, "perplexity": 1.0}]
     assert ast.literal_eval(result.stdout.strip().splitlines()[-1]) == expected
-    assert not [*home.rglob("*"), *here.rglob("*"), *cache.rglob("*")]
+    assert not [*home.rglob("*"), *work.rglob("*"), *cache.rglob("*")]
 
 
 def test_nothing_pays_for_evaluate_before_the_first_evaluation() -> None:

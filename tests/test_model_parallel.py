@@ -1,4 +1,4 @@
-"""Model-parallel groups train what one rank does, and what cannot be divided is refused by name."""
+"""Model-parallel groups compute the same gradients as one rank, and impossible divisions are rejected by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = (*GPT, "--model_name_or_path", "llama-tiny")
 PARTITIONED = "activation_checkpointing.partition_activations=true"
 ZERO_WITH_GROUPS = [name for name in WITH_GROUPS if read_strategy(name).zero_stage]
 long, slow = [pytest.mark.long], [pytest.mark.long, pytest.mark.timeout(900)]
-# Quick: Llama at stages 1 and 3, stage 2 is between them; both tasks of tp.
+# Outside the long tests: Llama at stages 1 and 3, since stage 2 is between them; tp with both tasks.
 CASES = [
     *(
         pytest.param(name, ranks, (*model, "--per_device_train_batch_size", str(8 // ranks)),
@@ -40,18 +40,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "flags"), CASES)
-def test_a_group_trains_what_one_rank_does(
-    run_of: RunFactory, strategy: str, ranks: int, flags: tuple[str, ...]
+def test_a_group_trains_as_one_rank_does(
+    get_run: RunFactory, strategy: str, ranks: int, flags: tuple[str, ...]
 ) -> None:
-    """On ZeRO with two micro-batches for each group; four ranks of Llama are more than its heads of keys."""
+    """ZeRO runs two micro-batches per group; four ranks exceed Llama's key-value heads."""
     model = flags[1 : 4 if "--model_name_or_path" in flags else 2]
-    single, grouped = by_one_rank(run_of, *model), run_of(strategy, *flags, ranks=ranks)
+    single, grouped = by_one_rank(get_run, *model), get_run(strategy, *flags, ranks=ranks)
     assert_same_training(grouped, single)
-    asked = read_strategy(strategy).group
-    assert asked is not None
+    group = read_strategy(strategy).group
+    assert group is not None
     size = 4 if "--group_size" in flags else 2
-    over = 1 if strategy == "tp" else ranks // size if asked.divides == "tensors" else ranks
-    assert grouped.engine["model_parallel_group"] == {"divides": asked.divides, "ranks": size, "state_over": over}
+    over = 1 if strategy == "tp" else ranks // size if group.divides == "tensors" else ranks
+    assert grouped.engine["model_parallel_group"] == {"divides": group.divides, "ranks": size, "state_over": over}
     assert grouped.engine["model_parameters"] == single.engine["model_parameters"]
     if "--per_device_train_batch_size" in flags:
         assert grouped.engine["gradient_accumulation_steps"] == 2
@@ -77,56 +77,56 @@ def test_a_gradient_is_as_large_as_that_of_one_rank(strategy: str, single_by_sgd
     assert_same_training(by_sgd(strategy, tmp_path / strategy), single_by_sgd)
 
 
-def test_the_communication_of_groups_is_counted(run_of: RunFactory) -> None:
-    ulysses = run_of("ulysses_zero1", *LLAMA, "--per_device_train_batch_size", "4")
-    # Queries, keys, values and the output of each layer, and their gradients, in two micro-batches on two ranks.
+def test_the_communication_of_groups_is_counted(get_run: RunFactory) -> None:
+    ulysses = get_run("ulysses_zero1", *LLAMA, "--per_device_train_batch_size", "4")
+    # Queries, keys, values and output of each layer, and their gradients, in two micro-batches on two ranks.
     counted = ulysses.traffic["collectives"]["all_to_all"]
     assert counted["calls"] == 8 * ulysses.engine["model_layers"] * 2
     assert counted["wire_bytes_per_rank"] == pytest.approx(counted["payload_bytes"] / 2)
-    tensors, context, sharded = (run_of(name, *GPT).traffic["collectives"] for name in ("tp", "cp", "fsdp2"))
+    tensors, context, sharded = (get_run(name, *GPT).traffic["collectives"] for name in ("tp", "cp", "fsdp2"))
     # Both layers, forward and backward, after attention and after the MLP.
     assert tensors["all_reduce"]["calls"] >= 8
     assert context["all_gather"]["calls"] > sharded["all_gather"]["calls"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_partitioned_activations_are_gathered_once_for_each_layer(run_of: RunFactory, precision: str) -> None:
+def test_partitioned_activations_are_gathered_once_for_each_layer(get_run: RunFactory, precision: str) -> None:
     flags = (*LLAMA, "--gradient_checkpointing", *(() if precision == "fp32" else ("--precision", precision)))
-    whole, parts = (run_of("zero1_tp", *flags, *more) for more in ((), ("--engine_override", PARTITIONED)))
-    assert [run.engine["partitioned_activations"] for run in (whole, parts)] == [False, True]
+    full, parts = (get_run("zero1_tp", *flags, *more) for more in ((), ("--engine_override", PARTITIONED)))
+    assert [run.engine["partitioned_activations"] for run in (full, parts)] == [False, True]
     if precision == "bf16":
-        # They are recomputed in 16 bits.
+        # Recomputation runs in 16 bits.
         for key in ("loss", "grad_norm"):
-            assert [row[key] for row in parts.steps] == [row[key] for row in whole.steps], key
+            assert [row[key] for row in parts.steps] == [row[key] for row in full.steps], key
         return
-    assert_same_training(parts, run_of("single", *LLAMA))
-    once, again = (run.traffic["collectives"]["all_gather"] for run in (whole, parts))
+    assert_same_training(parts, get_run("single", *LLAMA))
+    once, partitioned = (run.traffic["collectives"]["all_gather"] for run in (full, parts))
     layers, hidden_bytes = 2, 8 * 32 * 256 * 4
-    assert again["calls"] - once["calls"] == layers
-    assert again["payload_bytes"] - once["payload_bytes"] == layers * hidden_bytes
+    assert partitioned["calls"] - once["calls"] == layers
+    assert partitioned["payload_bytes"] - once["payload_bytes"] == layers * hidden_bytes
 
 
 @pytest.mark.parametrize("strategy", ["tp", "cp"])
 def test_a_rank_has_its_share_of_the_state_and_a_virtual_one_the_same(
-    run_of: RunFactory, strategy: str, tmp_path: Path
+    get_run: RunFactory, strategy: str, tmp_path: Path
 ) -> None:
-    single, grouped = by_one_rank(run_of, "gpt-wikitext"), run_of(strategy, *GPT)
-    whole, own = (run.summary["state_bytes_per_rank"] for run in (single, grouped))
-    # Tensor parallelism leaves the table of positions undivided, with norms and some biases.
+    single, grouped = by_one_rank(get_run, "gpt-wikitext"), get_run(strategy, *GPT)
+    full_state, rank_state = (run.summary["state_bytes_per_rank"] for run in (single, grouped))
+    # Tensor parallelism leaves the position embedding, the norms and some biases undivided.
     on_all = 4 * TINY_POSITIONS * 256 if strategy == "tp" else 0
     for kind, copies in (("params", 1), ("grads", 1), ("optimizer", 2)):
-        expected = (whole[kind]["device"] + copies * on_all) / 2
-        assert own[kind]["device"] == pytest.approx(expected, rel=2e-3)
+        expected = (full_state[kind]["device"] + copies * on_all) / 2
+        assert rank_state[kind]["device"] == pytest.approx(expected, rel=2e-3)
     assert_same_rank(virtual(strategy, tmp_path / "run"), grouped, rank=0)
 
 
-def config_of(**flags: Any) -> RunConfig:
-    asked = {"task": "gpt-wikitext", "scale": "laptop", "seq_length": 32, **flags}
-    return resolved(RunConfig.from_dict(asked, "the test"), accelerator_visible=False)
+def make_config(**flags: Any) -> RunConfig:
+    values = {"task": "gpt-wikitext", "scale": "laptop", "seq_length": 32, **flags}
+    return resolved(RunConfig.from_dict(values, "the test"), accelerator_visible=False)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "flags", "named"),
+    ("strategy", "flags", "words"),
     [
         ("zero1", {"gradient_checkpointing": True}, "under zero1 no ranks share a layer's activations"),
         ("ulysses_zero1", {"gradient_checkpointing": True}, "under ulysses_zero1 no ranks share"),
@@ -134,9 +134,9 @@ def config_of(**flags: Any) -> RunConfig:
         ("zero1_tp", {"more": ("activation_checkpointing.cpu_checkpointing=true",)}, "partition_activations alone"),
     ],
 )
-def test_an_ineffective_setting_is_refused(strategy: str, flags: dict[str, Any], named: str) -> None:
-    config = config_of(engine_override=(PARTITIONED, *flags.pop("more", ())), **flags)
-    with pytest.raises(UserError, match=named):
+def test_an_ineffective_setting_is_refused(strategy: str, flags: dict[str, Any], words: str) -> None:
+    config = make_config(engine_override=(PARTITIONED, *flags.pop("more", ())), **flags)
+    with pytest.raises(UserError, match=words):
         read_strategy(strategy).check_engine_flags(config)
 
 
@@ -144,7 +144,7 @@ LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "asked", "named"),
+    ("strategy", "ranks", "case", "words"),
     [
         ("tp", 4, {}, "all 4 must be in it"),
         ("tp", 2, {"peft": "lora"}, "--peft lora: tp divides tensors"),
@@ -172,22 +172,24 @@ LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
         ("ulysses_zero1", 2, MistralConfig(sliding_window=32), None),
     ],
 )  # fmt: skip
-def test_what_a_group_cannot_train_is_refused(strategy: str, ranks: int, asked: Any, named: str | None) -> None:
-    """By flags, or by an architecture that would train wrong."""
-    config = config_of(**asked if isinstance(asked, dict) else {})
+def test_training_that_a_group_does_not_support_is_refused(
+    strategy: str, ranks: int, case: Any, words: str | None
+) -> None:
+    """Flags and architectures that would compute wrong gradients."""
+    config = make_config(**case if isinstance(case, dict) else {})
     launch = Launch(read_strategy(strategy).with_group_size(config.group_size), ranks, 0, 0, ranks)
-    architecture = model_config(config) if isinstance(asked, dict) else asked
-    if named is None:
+    architecture = model_config(config) if isinstance(case, dict) else case
+    if words is None:
         check_group(config, launch, architecture)
         return
     with pytest.raises(UserError) as refusal:
         check_group(config, launch, architecture)
-    assert re.search(named, f"{refusal.value.problem}. {refusal.value.fix}")
+    assert re.search(words, f"{refusal.value.problem}. {refusal.value.fix}")
 
 
 @pytest.mark.parametrize("strategy", WITH_GROUPS)
 def test_only_ulysses_at_stage_3_resumes_with_another_world_size(strategy: str) -> None:
-    config, launch = config_of(**LLAMA_TINY), Launch(read_strategy(strategy), 4, 0, 0, 4)
+    config, launch = make_config(**LLAMA_TINY), Launch(read_strategy(strategy), 4, 0, 0, 4)
     if strategy == "ulysses_zero3":
         check_group(config, launch, model_config(config), 2)
         return

@@ -59,15 +59,15 @@ PARAMETERS = {
 TINY = {"bert-imdb": "bert-tiny", "gpt-wikitext": "gpt-tiny"}
 
 
-def task_of(model: str) -> Task:
+def select_task(model: str) -> Task:
     return "gpt-wikitext" if model not in PRESETS or PRESETS[model].family == "causal-lm" else "bert-imdb"
 
 
-def run_config(model: str, task: Task | None = None, **asked: Any) -> RunConfig:
+def run_config(model: str, task: Task | None = None, **values: Any) -> RunConfig:
     if task is None:
-        task = task_of(model)
-    asked = {"weights": "random", **asked}
-    return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
+        task = select_task(model)
+    values = {"weights": "random", **values}
+    return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **values), False)
 
 
 def count_parameters(model: str, task: Task | None = None) -> int:
@@ -78,7 +78,7 @@ def count_parameters(model: str, task: Task | None = None) -> int:
 def test_a_preset_has_the_published_number_of_parameters_and_can_be_built_at_another_depth(name: str) -> None:
     published = count_parameters(name)
     assert name in (*TINY.values(), "llama-tiny") or published == PARAMETERS[name]
-    two, three, four = (count_parameters(f"{name}-{depth}layers", task_of(name)) for depth in (2, 3, 4))
+    two, three, four = (count_parameters(f"{name}-{depth}layers", select_task(name)) for depth in (2, 3, 4))
     assert four - three == three - two > 0
     assert two + (model_config(run_config(name)).num_hidden_layers - 2) * (three - two) == published
 
@@ -105,12 +105,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", DROPOUT_FIELDS)
-def test_dropout_0_leaves_none_in_any_family_and_dropout_on_is_felt(family: str, tmp_path: Path) -> None:
+def test_dropout_0_leaves_none_in_any_family_and_dropout_on_takes_effect(family: str, tmp_path: Path) -> None:
     AutoConfig.for_model(family, vocab_size=100, pad_token_id=0, **FAMILIES[family]).save_pretrained(tmp_path)
     task: Task = "bert-imdb" if family in ("bert", "distilbert") else "gpt-wikitext"
     config = run_config(str(tmp_path), task, dropout=0.0)
-    known = {name for name in model_config(config).to_dict() if "drop" in name}
-    assert known == set(DROPOUT_FIELDS[family])
+    fields = {name for name in model_config(config).to_dict() if "drop" in name}
+    assert fields == set(DROPOUT_FIELDS[family])
 
     tokens = torch.arange(1, 33).reshape(2, 16)
 
@@ -149,7 +149,7 @@ def test_the_configuration_carries_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("flags", "words"),
     [
         ({"model": "bert-larg-uncased", "task": "bert-imdb"}, ["unknown model", "bert-large-uncased", "owner/name"]),
         ({"model": "./nowhere"}, ["unknown model './nowhere'", "folder"]),
@@ -168,9 +168,9 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "gpt-tiny", "attn_implementation": "flash_attention_2"}, ["flash_attention_2", "use sdpa"]),
     ],
 )  # fmt: skip
-def test_a_wrong_model_is_refused_with_its_fix(asked: dict[str, Any], words: list[str]) -> None:
+def test_a_wrong_model_is_refused_with_its_fix(flags: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
-        model_config(run_config(**asked))
+        model_config(run_config(**flags))
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
@@ -179,12 +179,12 @@ def test_torch_compile_costs_sdpa_its_causal_kernels_unless_no_mask_is_ever_buil
     attention: str, is_masked: bool
 ) -> None:
     torch._dynamo.reset()
-    seen: list[tuple[bool, bool]] = []
+    kernel_calls: list[tuple[bool, bool]] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         for node in graph.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
-                seen.append((node.kwargs["attn_mask"] is not None, node.kwargs["is_causal"]))
+                kernel_calls.append((node.kwargs["attn_mask"] is not None, node.kwargs["is_causal"]))
         return graph.forward
 
     tokens = torch.arange(64).reshape(2, 32)
@@ -194,11 +194,11 @@ def test_torch_compile_costs_sdpa_its_causal_kernels_unless_no_mask_is_ever_buil
     usual = build_model(run_config("gpt-tiny", dropout=0.0))
     loss = torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens).loss
     torch._dynamo.reset()
-    assert set(seen) == {(is_masked, not is_masked)}
+    assert set(kernel_calls) == {(is_masked, not is_masked)}
     torch.testing.assert_close(loss, usual(input_ids=tokens, labels=tokens).loss)
 
 
-def hash_of(weights: InitialWeights) -> str:
+def hash_weights(weights: InitialWeights) -> str:
     return hashlib.sha256((weights.path / "model.safetensors").read_bytes()).hexdigest()
 
 
@@ -206,7 +206,7 @@ def hash_of(weights: InitialWeights) -> str:
 def test_initial_weights_depend_on_the_seed_and_on_nothing_around_them(task: str, tmp_path: Path) -> None:
     config = run_config(TINY[task])
     first = materialize_initial_weights(config, tmp_path / "a")
-    assert first.sha256 == hash_of(first)
+    assert first.sha256 == hash_weights(first)
 
     threads = torch.get_num_threads()
     torch.manual_seed(123)
@@ -214,11 +214,11 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_around_them(task: str
     state = torch.get_rng_state()
     try:
         with torch.device("meta"):
-            again = materialize_initial_weights(dataclasses.replace(config, dropout=0.3), tmp_path / "b")
+            second = materialize_initial_weights(dataclasses.replace(config, dropout=0.3), tmp_path / "b")
     finally:
         torch.set_num_threads(threads)
-    assert again.sha256 == first.sha256
-    assert again.path.name == first.path.name
+    assert second.sha256 == first.sha256
+    assert second.path.name == first.path.name
     assert torch.equal(state, torch.get_rng_state())
 
     other_seed = materialize_initial_weights(dataclasses.replace(config, seed=43), tmp_path / "a")
@@ -241,14 +241,14 @@ def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_pat
     loud = load_initial_model(dataclasses.replace(config, dropout=0.25, attn_implementation="eager"), initial)
     assert {part.p for part in loud.modules() if isinstance(part, torch.nn.Dropout)} == {0.25}
     assert loud.config._attn_implementation == "eager"
-    own = load_initial_model(dataclasses.replace(config, dropout=-1.0), initial)
-    assert {part.p for part in own.modules() if isinstance(part, torch.nn.Dropout)} == {0.1}
+    default_dropout = load_initial_model(dataclasses.replace(config, dropout=-1.0), initial)
+    assert {part.p for part in default_dropout.modules() if isinstance(part, torch.nn.Dropout)} == {0.1}
 
-    # The loaded tensors may be a view of the file: what training writes must not reach it.
+    # The loaded tensors may be a view of the file, which training must not change.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    assert hash_of(initial) == initial.sha256
+    assert hash_weights(initial) == initial.sha256
 
 
 @pytest.mark.parametrize(
@@ -268,10 +268,10 @@ def test_damaged_weights_are_written_again_with_a_notice(
     assert initial.remark == ""
     tensors = (initial.path / "model.safetensors").read_bytes()
     damage(initial.path / name)
-    again = materialize_initial_weights(config, tmp_path)
-    assert again == initial
-    assert f"the initial weights in {initial.path} were damaged" in again.remark
-    assert words in again.remark
+    rewritten = materialize_initial_weights(config, tmp_path)
+    assert rewritten == initial
+    assert f"the initial weights in {initial.path} were damaged" in rewritten.remark
+    assert words in rewritten.remark
     assert (initial.path / "model.safetensors").read_bytes() == tensors
     assert materialize_initial_weights(config, tmp_path).remark == ""
 
@@ -405,8 +405,8 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
     refused(tmp_path / "three", "cannot load the weights")
 
     cut = local_bert(tmp_path / "cut")
-    whole = (cut / "model.safetensors").read_bytes()
-    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    content = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(content[: len(content) // 2])
     refused(cut, "cannot load the weights")
     assert not [path for path in (tmp_path / "cache" / "initial_weights").iterdir() if path.is_dir()]
 
@@ -414,7 +414,7 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        # transformers would load these as if they were plain.
+        # transformers would load these as if they were not quantized.
         ("quantization_config", {"quant_method": "fp8"}, "quantized weights"),
         ("hidden_act", "nonsense", "cannot be built .*nonsense"),
         ("num_attention_heads", 5, "cannot be built .*attention heads"),
@@ -467,7 +467,7 @@ def test_a_tokenizer_has_a_vocabulary_that_fits_and_a_pad_token(tmp_path: Path) 
 
 
 class SmallHub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does: no such model, a gated one, and one with pickle files only."""
+    """Hub server with three answers: a missing model, a gated one, and one with pickle files only."""
 
     def do_GET(self) -> None:
         files = json.dumps(
@@ -524,13 +524,13 @@ for what, task, model, weights in json.loads(sys.argv[2]):
 
 
 def ask_hub(cache: Path, questions: list[list[str]], **environment: str) -> list[tuple[str, float]]:
-    own = {"HF_HOME": str(cache / "hf"), **environment}
-    ran = subprocess.run(
+    variables = {"HF_HOME": str(cache / "hf"), **environment}
+    process = subprocess.run(
         [sys.executable, "-c", ASK_HUB, str(cache), json.dumps(questions)],
-        env=os.environ | own, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | variables, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    return [tuple(json.loads(line)) for line in ran.stdout.splitlines() if line.startswith('["')]
+    assert process.returncode == 0, process.stderr
+    return [tuple(json.loads(line)) for line in process.stdout.splitlines() if line.startswith('["')]
 
 
 @pytest.mark.parametrize(
@@ -624,7 +624,7 @@ DRAW = [sys.executable, "-m", "study.workloads.initial", "--task", "gpt-wikitext
 
 
 def test_an_interrupted_draw_leaves_no_half_written_model(tmp_path: Path) -> None:
-    """As under `timeout`. The model is large enough to be still drawn when that is seen."""
+    """Interrupted as by `timeout`; the model is large enough that the draw still runs."""
     with subprocess.Popen([*DRAW, "gpt2-medium"], env={**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}) as drawing:
         while drawing.poll() is None and not list(tmp_path.glob("initial_weights/*.partial")):
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Several nodes: what they hold together, what a job's environment says, and the job file for rented machines."""
+"""Several nodes: their memory together, the variables of a job, and the job file for rented machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sweeps import write_files, write_suite
 
 TWO_OF_EIGHT = Box((80.0,) * 16, 1024.0, nodes=2)
 JOB = Job("42", ("gpu-1", "gpu-2"), 96)
-# What srun prints: of 22.05 and, where its words are others, of later releases.
+# Output of srun 22.05, and of later releases with other wording.
 PREEMPTED = """\
 slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T10:26:55 ***
 srun: error: gpu-2: task 1: Exited with exit code 1
@@ -61,7 +61,7 @@ KILLED = "  traceback : Signal 9 (SIGKILL) received by PID 7\n"
         (Box((), 16.0, nodes=2), 2, 2), (Box((), 16.0, nodes=2), 3, 1), (Box((), 16.0), 64, 1),
     ],
 )  # fmt: skip
-def test_a_run_takes_as_few_nodes_as_have_its_gpus_and_without_gpus_as_many_as_divide_it(box, ranks, nodes) -> None:
+def test_a_run_uses_the_fewest_nodes_with_its_gpus_or_without_gpus_as_many_as_divide_it(box, ranks, nodes) -> None:
     assert box.nodes_for(ranks) == nodes
 
 
@@ -81,16 +81,16 @@ def test_one_step_starts_a_supervised_launcher_on_each_node(monkeypatch) -> None
     assert srun[:4] == ["srun", "--nodelist=gpu-1,gpu-2", "--nodes=2", "--ntasks=2"]
     assert "--cpus-per-task=96" in srun
     place = r"--num_machines 2 --main_process_ip gpu-1\.example --main_process_port (\d+)"
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"exec accelerate launch {place} --machine_rank \"\$SLURM_NODEID\" study/train.py --data 'my file'", line
     )
-    assert found, line
+    assert match, line
     started = supervised(command)
     assert started[: len(srun)] == srun
     assert started[len(srun) + 3 :] == ["--on-a-node", shell, "-c", line]
-    with socket.create_server(("", int(found[1]))):
-        # A port that somebody has is not asked for.
-        assert f"--main_process_port {found[1]} " not in on_nodes(JOB, 2, ["accelerate", "launch"], [])[-1]
+    with socket.create_server(("", int(match[1]))):
+        # A port that is in use is not chosen.
+        assert f"--main_process_port {match[1]} " not in on_nodes(JOB, 2, ["accelerate", "launch"], [])[-1]
 
 
 def test_a_job_of_one_node_on_that_node_needs_no_slurm_and_others_need_its_commands(monkeypatch) -> None:
@@ -103,8 +103,8 @@ def test_a_job_of_one_node_on_that_node_needs_no_slurm_and_others_need_its_comma
     monkeypatch.setattr("study.host.slurm._hostnames", lambda listed: ("n1", "n2"))
     monkeypatch.setattr("shutil.which", lambda command: command)
     for listed, least in {"96": 96, "96(x2)": 96, "128(x2),64": 64, "": 1}.items():
-        found = this_job(job | {"SLURMD_NODENAME": "login", "SLURM_JOB_CPUS_PER_NODE": listed})
-        assert found == Job("7", ("n1", "n2"), least)
+        job_found = this_job(job | {"SLURMD_NODENAME": "login", "SLURM_JOB_CPUS_PER_NODE": listed})
+        assert job_found == Job("7", ("n1", "n2"), least)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_a_job_of_one_node_on_that_node_needs_no_slurm_and_others_need_its_comma
     ],
 )  # fmt: skip
 def test_messages_of_slurm_and_of_other_nodes_decide_how_a_run_ended(printed: str, state: str, says: str) -> None:
-    # srun ends with 137 where a launcher itself was killed, as the kernel did here while it imported torch.
+    # srun exits with 137 if a launcher itself was killed, as the kernel once did while the launcher imported torch.
     status = 137 if "2 1671" in printed else 1
     ending = judge(ExitEvidence(status, None, 5.0, None, None, printed, "", OomCounts(0, 0)))
     assert (ending.state, says in ending.reason) == (state, True), ending
 
 
-def test_tasks_of_one_array_share_a_folder_of_records_and_nobody_else_does(tmp_path: Path, monkeypatch) -> None:
+def test_only_tasks_of_one_array_share_a_folder_of_records(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     with only_sweep(tmp_path), only_sweep(tmp_path):
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
@@ -166,44 +166,46 @@ def test_the_file_for_skypilot_has_its_keys_and_a_batch_for_two_machines_and_thr
     kinds = {"name": str, "num_nodes": int, "workdir": str, "setup": str, "run": str, "envs": dict, "resources": dict}
     assert {key: type(value) for key, value in task.items()} == {key: kinds[key] for key in task}
     assert task["resources"].keys() <= {"accelerators", "disk_size", "infra", "use_spot", "network_tier"}
-    # SkyPilot takes text alone: a list of strategies is one text.
+    # SkyPilot accepts only text: a list of strategies is one text.
     assert {type(value) for value in task["envs"].values()} == {str}
     for section in ("setup", "run"):
         subprocess.run(["bash", "-n", "-c", task[section]], check=True)
     config = resolved(parse_command_line(task["envs"]["FLAGS"].split()), accelerator_visible=True)
-    each = int(task["resources"]["accelerators"].partition(":")[2])
+    gpus = int(task["resources"]["accelerators"].partition(":")[2])
     for machines in (2, 3):
-        assert config.batch_plan(machines * each).per_device_train_batch_size
+        assert config.batch_plan(machines * gpus).per_device_train_batch_size
 
 
 @pytest.mark.long
 def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
-    tmp_path: Path, run_of: RunFactory
+    tmp_path: Path, get_run: RunFactory
 ) -> None:
     flags = " ".join([*FLAGS, "--task", "gpt-wikitext"])
-    own = {"STRATEGIES": "ddp", "FLAGS": flags, "RUNS": str(tmp_path), "SUITE": "laptop"}
-    assert own.keys() == sky_task()["envs"].keys()
+    settings = {"STRATEGIES": "ddp", "FLAGS": flags, "RUNS": str(tmp_path), "SUITE": "laptop"}
+    assert settings.keys() == sky_task()["envs"].keys()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    given = os.environ | own | {
+    environment = os.environ | settings | {
         "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
     }  # fmt: skip
     machines = [
-        subprocess.Popen(["bash", "-c", sky_task()["run"]], cwd=ROOT, env=given | {"SKYPILOT_NODE_RANK": str(rank)})
+        subprocess.Popen(
+            ["bash", "-c", sky_task()["run"]], cwd=ROOT, env=environment | {"SKYPILOT_NODE_RANK": str(rank)}
+        )
         for rank in range(2)
     ]
     assert [machine.wait(240) for machine in machines] == [0, 0]
-    run, expected = read_run(tmp_path / "sky" / "ddp"), run_of("ddp", "--task", "gpt-wikitext")
+    run, expected = read_run(tmp_path / "sky" / "ddp"), get_run("ddp", "--task", "gpt-wikitext")
     assert [row["loss"] for row in run.steps] == pytest.approx([row["loss"] for row in expected.steps], rel=1e-6)
     assert len(run.environment["other_machines"]) == 1
 
 
-def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_it_holds(tmp_path: Path) -> None:
+def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_fit(tmp_path: Path) -> None:
     box, half_a_node = Box((80.0,) * 16, 128.0, nodes=2), Box((80.0,) * 4, 128.0)
-    for of_job, only in ((box, ["world_size=16"]), (half_a_node, ["world_size=4"])):
-        (part,) = plan_suite("scaling", of_job, tmp_path, only).slices
-        assert missing_here(part.suite, of_job, part.cells) is None
-    (whole,) = plan_suite("scaling", box, tmp_path).slices
-    refusal = missing_here(whole.suite, box, whole.cells)
+    for job_box, only in ((box, ["world_size=16"]), (half_a_node, ["world_size=4"])):
+        (part,) = plan_suite("scaling", job_box, tmp_path, only).slices
+        assert missing_here(part.suite, job_box, part.cells) is None
+    (unfiltered,) = plan_suite("scaling", box, tmp_path).slices
+    refusal = missing_here(unfiltered.suite, box, unfiltered.cells)
     assert refusal is not None
     assert refusal.problem == "scaling needs 32 GPUs, and this box shows 16"

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators: nothing that a killed run leaves behind holds up the next one."""
+"""DeepSpeed's operators: no leftover of a killed run delays the next one."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ build_operators(read_strategy(sys.argv[1]), cache_directory())
 
 
 @pytest.mark.alone
-# The last one is loaded by DeepSpeed itself, before its asynchronous I/O.
+# DeepSpeed itself loads the last one, before its asynchronous I/O.
 @pytest.mark.parametrize(("strategy", "operator"), [("zero0", "deepspeed_shm_comm"), ("zero3_nvme", "pin_memory")])
-def test_a_lock_that_a_killed_run_left_holds_up_nobody(strategy, operator):
+def test_a_lock_of_a_killed_run_delays_no_other_run(strategy, operator):
     if strategy == "zero3_nvme" and not libaio_is_there():
         pytest.skip("libaio is not installed")
     folder = build_folder(operator)
@@ -54,41 +54,43 @@ def test_a_lock_that_a_killed_run_left_holds_up_nobody(strategy, operator):
 
 
 def test_machines_that_share_a_cache_build_for_the_cpu_that_each_has(tmp_path, monkeypatch):
-    here, other = own_build_folder(tmp_path), own_build_folder(tmp_path, "deepspeed-0.16.9")
-    assert own_build_folder(tmp_path) == here != other
+    folder, older_folder = own_build_folder(tmp_path), own_build_folder(tmp_path, "deepspeed-0.16.9")
+    assert own_build_folder(tmp_path) == folder != older_folder
     monkeypatch.setattr("study.host.box.cpu_info", lambda: {"flags": "fpu avx512f"})
-    assert own_build_folder(tmp_path) != here
-    assert own_build_folder(tmp_path, "deepspeed-0.16.9") not in (here, other)
+    assert own_build_folder(tmp_path) != folder
+    assert own_build_folder(tmp_path, "deepspeed-0.16.9") not in (folder, older_folder)
 
 
 def with_a_gpu(*command: str, **environment: str) -> str:
     environment = {"PYTHONPATH": os.pathsep.join([str(FAKE_GPU), str(ROOT)]), **environment}
-    named = {"CUDA_VISIBLE_DEVICES", "TORCH_EXTENSIONS_DIR"}
+    replaced = {"CUDA_VISIBLE_DEVICES", "TORCH_EXTENSIONS_DIR"}
     result = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
-        env={name: value for name, value in os.environ.items() if name not in named} | environment,
+        env={name: value for name, value in os.environ.items() if name not in replaced} | environment,
     )  # fmt: skip
     return result.stdout
 
 
-def test_builds_with_visible_gpus_are_beside_those_without_and_nothing_compiles_without_the_toolkit(tmp_path):
-    """DeepSpeed links its asynchronous I/O with CUDA then: one folder for both would be rebuilt at each change."""
+def test_builds_with_visible_gpus_are_separate_and_nothing_compiles_without_the_toolkit(tmp_path):
+    """DeepSpeed links asynchronous I/O with CUDA on a GPU: a common folder would be rebuilt at each change."""
     ask = "import sys, pathlib, study.host.box as box; print(box.own_build_folder(pathlib.Path(sys.argv[1])))"
-    here = with_a_gpu("-c", ask, str(tmp_path), CUDA_VISIBLE_DEVICES="").strip()
-    assert here == str(own_build_folder(tmp_path))
-    assert with_a_gpu("-c", ask, str(tmp_path)).strip() not in ("", here)
+    without_gpus = with_a_gpu("-c", ask, str(tmp_path), CUDA_VISIBLE_DEVICES="").strip()
+    assert without_gpus == str(own_build_folder(tmp_path))
+    assert with_a_gpu("-c", ask, str(tmp_path)).strip() not in ("", without_gpus)
     if toolkit_version() is not None or not libaio_is_there():
         pytest.skip("a CUDA toolkit is here, or libaio is not installed")
-    said = with_a_gpu("-m", "study.host.operators", "zero3_nvme", ZERO_STUDY_CACHE=str(tmp_path))
-    assert "zero3_nvme will not run here: DeepSpeed links its operator async_io with CUDA: no toolkit is here." in said
-    assert "nvcc included" in said
-    assert COMPILES not in said
+    printed = with_a_gpu("-m", "study.host.operators", "zero3_nvme", ZERO_STUDY_CACHE=str(tmp_path))
+    assert (
+        "zero3_nvme will not run here: DeepSpeed links its operator async_io with CUDA: no toolkit is here." in printed
+    )
+    assert "nvcc included" in printed
+    assert COMPILES not in printed
     assert not [*tmp_path.rglob("*.o")]
 
 
 @pytest.fixture
 def operator(tmp_path, monkeypatch):
-    """One of DeepSpeed's kind that compiles in a second; without a text, in one that does nothing."""
+    """Return a writer of a DeepSpeed operator that compiles in a second."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
@@ -108,14 +110,14 @@ def operator(tmp_path, monkeypatch):
     return write
 
 
-def test_what_is_compiled_is_said_with_how_long_it_takes_and_once(operator):
+def test_a_compilation_is_announced_once_with_its_duration(operator):
     built = operator("""#include <Python.h>
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "own_operator", nullptr, -1, nullptr};
 PyMODINIT_FUNC PyInit_own_operator() { return PyModule_Create(&module); }""")
-    said: list[str] = []
+    printed: list[str] = []
     for _ in range(2):
-        assert load_operator(built, said.append).__name__ == "own_operator"
-    assert said == [f"{COMPILES} own_operator: once per installation, usually 1 to 3 minutes on two cores"]
+        assert load_operator(built, printed.append).__name__ == "own_operator"
+    assert printed == [f"{COMPILES} own_operator: once per installation, usually 1 to 3 minutes on two cores"]
 
 
 @pytest.mark.long
@@ -132,7 +134,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", [] { return torch::nn::
         ("int x;", "cannot find -lnowhere", "g++, ninja"),
     ],
 )  # fmt: skip
-def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_what_to_install(
+def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_the_package(
     operator, monkeypatch, tmp_path, text, says, fix
 ):
     built = operator(text)
@@ -145,7 +147,7 @@ def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_what_to_i
     assert refused.value.fix.startswith(f"install {fix}")
 
 
-def test_a_folder_for_builds_that_cannot_be_one_is_named_and_no_compiler_asked_for(tmp_path, monkeypatch):
+def test_an_invalid_build_folder_is_named_instead_of_a_missing_compiler(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "builds"))
     with pytest.raises(UserError, match=r"TORCH_EXTENSIONS_DIR .*/file/builds cannot be a folder") as refused:
@@ -153,23 +155,23 @@ def test_a_folder_for_builds_that_cannot_be_one_is_named_and_no_compiler_asked_f
     assert "unset it" in refused.value.fix
 
 
-def test_on_a_gpu_asynchronous_io_alone_wants_the_toolkit_of_cuda():
+def test_on_a_gpu_only_asynchronous_io_needs_the_cuda_toolkit():
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     if toolkit_version() is not None:
         pytest.skip("a CUDA toolkit is here")
-    asked = {name: CUDA_Accelerator().create_op_builder(f"{name}Builder") for name in ("AsyncIO", "CPUAdam")}
-    asked["AsyncIO"].build_for_cpu = False
+    builders = {name: CUDA_Accelerator().create_op_builder(f"{name}Builder") for name in ("AsyncIO", "CPUAdam")}
+    builders["AsyncIO"].build_for_cpu = False
     with pytest.raises(TypeError):
-        asked["AsyncIO"].include_paths()
-    assert {name: lacks_toolkit(builder, on_gpu=True) for name, builder in asked.items()} == {
+        builders["AsyncIO"].include_paths()
+    assert {name: lacks_toolkit(builder, on_gpu=True) for name, builder in builders.items()} == {
         "AsyncIO": True, "CPUAdam": False
     }  # fmt: skip
-    assert not lacks_toolkit(asked["AsyncIO"], on_gpu=False)
+    assert not lacks_toolkit(builders["AsyncIO"], on_gpu=False)
 
 
-def test_what_is_linked_with_cuda_finds_the_library_that_is_loaded(tmp_path, monkeypatch):
-    """A box that only runs CUDA has libcuda.so.1, and no libcuda.so."""
+def test_an_operator_linked_with_cuda_finds_the_loaded_library(tmp_path, monkeypatch):
+    """A machine that only runs CUDA has libcuda.so.1, but not libcuda.so."""
     library, source = tmp_path / "libdriverlike.so.1", tmp_path / "main.c"
     source.write_text("int answer(void); int main(void) { return answer() - 42; }")
     compiler = ["gcc", "-x", "c", "-shared", "-Wl,-soname,libdriverlike.so.1", "-o", str(library), "-"]
@@ -191,17 +193,17 @@ def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):
     started = time.monotonic()
     _clear_dead_build(tmp_path)
     assert time.monotonic() - started > 0.5
-    # It is a zombie until it is waited for, and works nowhere by then.
+    # The compiler is a zombie until `wait`, and no longer works then.
     assert compiler.wait() == 0
     assert not (tmp_path / "lock").exists()
 
 
-def test_the_cpu_is_asked_once_and_again_where_the_answer_is_damaged(tmp_path, monkeypatch):
-    asked = []
+def test_the_cpu_is_queried_once_and_again_if_the_cached_answer_is_damaged(tmp_path, monkeypatch):
+    queries = []
     ask = cpuinfo.get_cpu_info
 
     def counting():
-        asked.append(1)
+        queries.append(1)
         return ask()
 
     def answer() -> dict:
@@ -214,7 +216,7 @@ def test_the_cpu_is_asked_once_and_again_where_the_answer_is_damaged(tmp_path, m
     assert info["arch"] == ask()["arch"]
     (file,) = (tmp_path / "operators").glob("cpu-*.json")
     assert read_json(file) == info == answer()
-    assert len(asked) == 1
+    assert len(queries) == 1
     file.write_text("{")
     assert answer()["flags"] == info["flags"]
-    assert len(asked) == 2
+    assert len(queries) == 2

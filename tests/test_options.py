@@ -1,4 +1,4 @@
-"""LoRA, Muon and states in bf16 under the strategies: the same training, the bytes that follow, and what is refused."""
+"""LoRA, Muon and bf16 states with each strategy: equal losses, the expected bytes, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ GPT = ("--task", "gpt-wikitext")
 LORA = ("--peft", "lora")
 MUON = ("--optimizer", "muon", "--max_grad_norm", "0")
 STATES = ("--precision", "bf16-engine", "--bf16_states")
-# By kind of engine; the others are among the long tests.
+# One per kind of engine; the others are among the long tests.
 QUICK = ("ddp", "zero2", "zero3", "fsdp2")
 REST = ("zero0", "zero1", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_cpu_nvme", "hsdp", "zero3_hpz")
-# Whose adapters must be larger, or DeepSpeed swaps none of their states.
+# Their adapters must be larger, or DeepSpeed swaps none of their states.
 ON_DRIVE = ("zero3_nvme_optimizer", "zero3_nvme")
 long = pytest.mark.long
 
 
-def held(run: Run) -> dict[str, float]:
+def count_state_bytes(run: Run) -> dict[str, float]:
     return {kind: sum(places.values()) for kind, places in run.memory["ranks"][0]["state"]["state_bytes"].items()}
 
 
 @pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=long)])
 @pytest.mark.parametrize("strategy", [*QUICK, *(pytest.param(name, marks=long) for name in REST)])
 def test_adapters_alone_are_trained_with_the_losses_of_one_process(
-    run_of: RunFactory, strategy: str, task: str
+    get_run: RunFactory, strategy: str, task: str
 ) -> None:
     flags = ("--task", task, *LORA)
-    single, arm = run_of("single", *flags, "--per_device_train_batch_size", "4"), run_of(strategy, *flags)
+    single, arm = get_run("single", *flags, "--per_device_train_batch_size", "4"), get_run(strategy, *flags)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert len(set(losses(arm))) == 8
     assert [row["eval_loss"] for row in arm.evals] == pytest.approx(
@@ -47,41 +47,41 @@ def test_adapters_alone_are_trained_with_the_losses_of_one_process(
     assert arm.engine["adapters"] == {"kind": "lora", "rank": 8, "alpha": 16}
     assert arm.engine["trainable_parameters"] == single.engine["trainable_parameters"]
     assert 0 < arm.engine["trainable_parameters"] < arm.engine["model_parameters"] / 10
-    whole = run_of("single", "--task", task, "--per_device_train_batch_size", "4")
-    assert whole.engine["trainable_parameters"] == whole.engine["model_parameters"]
-    assert losses(whole)[0] == pytest.approx(losses(single)[0], rel=FP32_RELATIVE), "B begins at zero"
-    assert arm.summary["model_flops_per_step"] < 0.75 * whole.summary["model_flops_per_step"]
+    full = get_run("single", "--task", task, "--per_device_train_batch_size", "4")
+    assert full.engine["trainable_parameters"] == full.engine["model_parameters"]
+    assert losses(full)[0] == pytest.approx(losses(single)[0], rel=FP32_RELATIVE), "B begins at zero"
+    assert arm.summary["model_flops_per_step"] < 0.75 * full.summary["model_flops_per_step"]
 
 
 @long
 @pytest.mark.parametrize("strategy", ["cp", "ulysses_zero2", "ulysses_zero3"])
-def test_adapters_are_trained_where_tokens_are_divided(run_of: RunFactory, strategy: str) -> None:
-    single, arm = run_of("single", *GPT, *LORA), run_of(strategy, *GPT, *LORA)
+def test_adapters_are_trained_with_divided_tokens(get_run: RunFactory, strategy: str) -> None:
+    single, arm = get_run("single", *GPT, *LORA), get_run(strategy, *GPT, *LORA)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
 
 
 @long
 @pytest.mark.parametrize("strategy", ON_DRIVE)
-def test_states_of_adapters_are_swapped_where_they_are_large_enough(run_of: RunFactory, strategy: str) -> None:
+def test_states_of_adapters_are_swapped_if_they_are_large_enough(get_run: RunFactory, strategy: str) -> None:
     flags = (*GPT, *LORA, "--lora_rank", "256")
-    single, arm = run_of("single", *flags), run_of(strategy, *flags)
+    single, arm = get_run("single", *flags), get_run(strategy, *flags)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert arm.summary["state_bytes_per_rank"]["optimizer"]["nvme"] > 0
 
 
 @pytest.mark.parametrize(
     ("strategy", "gradients", "states"),
-    # In fp32: Adam's two moments, beside which DeepSpeed keeps a copy of the weights, and counts of steps.
+    # In fp32: Adam's two moments, plus DeepSpeed's copy of the weights and step counts.
     [("ddp", 4, 8), pytest.param("zero1", 4, 6, marks=long), ("zero2", 2, 6), ("zero3", 2, 6), ("fsdp2", 2, 4)],
 )
 def test_frozen_weights_have_no_gradients_and_no_states(
-    run_of: RunFactory, strategy: str, gradients: int, states: int
+    get_run: RunFactory, strategy: str, gradients: int, states: int
 ) -> None:
-    run = run_of(strategy, *GPT, *LORA)
+    run = get_run(strategy, *GPT, *LORA)
     trainable = run.engine["trainable_parameters"]
-    assert held(run)["grads"] == gradients * trainable
-    assert held(run)["optimizer"] == pytest.approx(states * trainable, rel=1e-3)
-    assert held(run)["params"] >= 4 * run.engine["model_parameters"] / 2
+    assert count_state_bytes(run)["grads"] == gradients * trainable
+    assert count_state_bytes(run)["optimizer"] == pytest.approx(states * trainable, rel=1e-3)
+    assert count_state_bytes(run)["params"] >= 4 * run.engine["model_parameters"] / 2
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_frozen_weights_have_no_gradients_and_no_states(
         *(pytest.param(name, marks=long) for name in ("ddp", "fsdp2", "zero1", "zero3_cpu", "zero2_cpu")),
     ],
 )
-def test_a_virtual_rank_with_adapters_holds_and_sends_what_a_real_one_does(
-    run_of: RunFactory, strategy: str, tmp_path: Path
+def test_a_virtual_rank_with_adapters_has_the_memory_and_traffic_of_a_real_one(
+    get_run: RunFactory, strategy: str, tmp_path: Path
 ) -> None:
-    assert_same_rank(virtual(strategy, tmp_path / "run", *LORA), run_of(strategy, *GPT, *LORA), rank=0)
+    assert_same_rank(virtual(strategy, tmp_path / "run", *LORA), get_run(strategy, *GPT, *LORA), rank=0)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,11 @@ def test_a_virtual_rank_with_adapters_holds_and_sends_what_a_real_one_does(
         ]
     ],
 )  # fmt: skip
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
-    strategy: str, flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    whole = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4")
-    checkpoint = str(whole.path / "checkpoints" / "step_0000004")
-    again = trained(strategy, tmp_path / "again", *GPT, *flags, "--resume_from_checkpoint", checkpoint)
-    assert losses(again) == losses(whole)
+def test_a_resumed_run_repeats_the_uninterrupted_one(strategy: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    full = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4")
+    checkpoint = str(full.path / "checkpoints" / "step_0000004")
+    resumed = trained(strategy, tmp_path / "again", *GPT, *flags, "--resume_from_checkpoint", checkpoint)
+    assert losses(resumed) == losses(full)
 
 
 @long
@@ -124,19 +122,19 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     [(strategy, LORA, FP32_RELATIVE) for strategy in QUICK]
     + [(strategy, STATES, 2**-9) for strategy in ("zero2", "zero3")],
 )
-def test_other_ranks_go_on_from_a_checkpoint(
+def test_another_world_size_resumes_from_a_checkpoint(
     strategy: str, flags: tuple[str, ...], relative: float, tmp_path: Path
 ) -> None:
-    whole = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4")
-    checkpoint = str(whole.path / "checkpoints" / "step_0000004")
-    again = trained(strategy, tmp_path / "again", *GPT, *flags, "--resume_from_checkpoint", checkpoint, ranks=1)
-    assert losses(again) == pytest.approx(losses(whole), rel=relative)
+    full = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4")
+    checkpoint = str(full.path / "checkpoints" / "step_0000004")
+    resumed = trained(strategy, tmp_path / "again", *GPT, *flags, "--resume_from_checkpoint", checkpoint, ranks=1)
+    assert losses(resumed) == pytest.approx(losses(full), rel=relative)
 
 
 @long
-def test_muon_goes_on_with_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
-    whole = trained("zero2", tmp_path / "whole", *GPT, *MUON, "--checkpointing_steps", "4")
-    checkpoint = str(whole.path / "checkpoints" / "step_0000004")
+def test_muon_resumes_only_with_the_ranks_that_saved_it(tmp_path: Path) -> None:
+    full = trained("zero2", tmp_path / "whole", *GPT, *MUON, "--checkpointing_steps", "4")
+    checkpoint = str(full.path / "checkpoints" / "step_0000004")
     result = train("zero2", tmp_path / "again", *GPT, *MUON, "--resume_from_checkpoint", checkpoint, ranks=1)
     assert result.returncode == 2
     assert "saved by 2 ranks" in result.stderr
@@ -144,7 +142,7 @@ def test_muon_goes_on_with_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
 
 
 def by_muon_in_fp32(strategy: str, output_dir: Path) -> Run:
-    """A 16-bit iteration turns the last bit of a gradient into 1e-3 of an update."""
+    """Train with Muon in fp32: a 16-bit iteration amplifies the last bit of a gradient to 1e-3 of an update."""
     return trained(strategy, output_dir, *GPT, *MUON, script="tests/probes/muon_in_fp32.py")
 
 
@@ -154,7 +152,7 @@ def single_by_muon(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(name, marks=long) for name in ("zero3", "ddp", "zero1", "zero2")])
-def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, single_by_muon: Run, tmp_path: Path) -> None:
+def test_muon_computes_the_same_with_and_without_sharding(strategy: str, single_by_muon: Run, tmp_path: Path) -> None:
     single, arm = single_by_muon, by_muon_in_fp32(strategy, tmp_path / strategy)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert arm.engine["optimizer_class"] == "deepspeed.MuonWithAuxAdam"
@@ -166,23 +164,25 @@ def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, single_by_m
 
 
 @long
-def test_stage_0_in_half_precision_begins_with_muon_as_it_does_with_adamw(run_of: RunFactory) -> None:
-    """DeepSpeed takes a step of its own before the first."""
+def test_stage_0_in_half_precision_begins_with_muon_as_it_does_with_adamw(get_run: RunFactory) -> None:
+    """DeepSpeed takes an extra step before the first."""
     flags = ("--precision", "bf16-engine", "--learning_rate", "1e-30")
-    muon, adamw = run_of("zero0", *GPT, *MUON, *flags), run_of("zero0", *GPT, "--max_grad_norm", "0", *flags)
+    muon, adamw = get_run("zero0", *GPT, *MUON, *flags), get_run("zero0", *GPT, "--max_grad_norm", "0", *flags)
     assert losses(muon) == losses(adamw)
 
 
 @long
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_muon_keeps_one_momentum_for_each_hidden_matrix(run_of: RunFactory, strategy: str, tmp_path: Path) -> None:
-    adamw, muon = run_of("single", *GPT), run_of("single", *GPT, *MUON)
-    # GPT-2's four matrices a layer: twelve of its width squared.
+def test_muon_keeps_one_momentum_for_each_hidden_matrix(get_run: RunFactory, strategy: str, tmp_path: Path) -> None:
+    adamw, muon = get_run("single", *GPT), get_run("single", *GPT, *MUON)
+    # GPT-2's four matrices per layer have twelve times its width squared.
     matrices = 2 * 12 * 256**2
-    assert held(adamw)["optimizer"] - held(muon)["optimizer"] == pytest.approx(4 * matrices, rel=1e-3)
-    arm = run_of(strategy, *GPT, *MUON)
+    assert count_state_bytes(adamw)["optimizer"] - count_state_bytes(muon)["optimizer"] == pytest.approx(
+        4 * matrices, rel=1e-3
+    )
+    arm = get_run(strategy, *GPT, *MUON)
     assert_same_rank(virtual(strategy, tmp_path / "run", *MUON), arm, rank=0)
-    assert held(arm)["optimizer"] < 0.9 * held(run_of(strategy, *GPT))["optimizer"]
+    assert count_state_bytes(arm)["optimizer"] < 0.9 * count_state_bytes(get_run(strategy, *GPT))["optimizer"]
 
 
 def test_torchs_muon_is_the_same_mathematics_rounded_to_bf16() -> None:
@@ -194,7 +194,7 @@ def test_torchs_muon_is_the_same_mathematics_rounded_to_bf16() -> None:
         theirs = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.95)
         for _ in range(3):
             before, weight.grad = weight.detach().clone(), torch.randn(shape)
-            # As every run has it that does not ask for compilation.
+            # The stance of every run without compilation.
             with torch.compiler.set_stance("force_eager"):
                 ours = muon_update(weight.grad.clone(), momentum, beta=0.95)
             theirs.step()
@@ -204,20 +204,20 @@ def test_torchs_muon_is_the_same_mathematics_rounded_to_bf16() -> None:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(name, marks=long) for name in ("zero3", "zero1")])
-def test_states_in_bf16_are_one_training_and_half_the_bytes(run_of: RunFactory, strategy: str, tmp_path: Path) -> None:
-    stage2, arm = run_of("zero2", *GPT, *STATES), run_of(strategy, *GPT, *STATES)
+def test_states_in_bf16_train_alike_with_half_the_bytes(get_run: RunFactory, strategy: str, tmp_path: Path) -> None:
+    stage2, arm = get_run("zero2", *GPT, *STATES), get_run(strategy, *GPT, *STATES)
     assert losses(arm) == pytest.approx(losses(stage2), rel=2**-9)
     assert arm.engine["bf16_states"]
-    engine = run_of(strategy, *GPT, "--precision", "bf16-engine")
+    engine = get_run(strategy, *GPT, "--precision", "bf16-engine")
     assert not engine.engine["bf16_states"]
     assert losses(arm) != losses(engine)
-    assert held(arm)["optimizer"] == pytest.approx(held(engine)["optimizer"] / 2, rel=1e-4)
-    assert held(arm)["params"] == held(engine)["params"]
+    assert count_state_bytes(arm)["optimizer"] == pytest.approx(count_state_bytes(engine)["optimizer"] / 2, rel=1e-4)
+    assert count_state_bytes(arm)["params"] == count_state_bytes(engine)["params"]
     assert_same_rank(virtual(strategy, tmp_path / "run", *STATES), arm, rank=0)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "asked", "says"),
+    ("strategy", "flags", "says"),
     [
         ("ddp", {"bf16_states": True, "precision": "bf16"}, "--bf16_states is DeepSpeed's"),
         ("zero0", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states is DeepSpeed's"),
@@ -226,18 +226,20 @@ def test_states_in_bf16_are_one_training_and_half_the_bytes(run_of: RunFactory, 
         ("zero3_cpu", {"optimizer": "muon"}, "--optimizer muon: zero3_cpu"),
     ],
 )
-def test_what_a_strategy_cannot_serve_is_refused_by_name(strategy: str, asked: dict[str, object], says: str) -> None:
+def test_options_that_a_strategy_does_not_support_are_refused_by_name(
+    strategy: str, flags: dict[str, object], says: str
+) -> None:
     with pytest.raises(UserError, match=says):
-        read_strategy(strategy).check_engine_flags(RunConfig.from_dict({"max_grad_norm": 0.0, **asked}, "the test"))
+        read_strategy(strategy).check_engine_flags(RunConfig.from_dict({"max_grad_norm": 0.0, **flags}, "the test"))
 
 
 def test_deepspeed_s_own_clock_waits_for_the_gpu_and_can_be_switched_off() -> None:
-    """Its rows are as it is shipped: docs/traps.md says how its cost is measured."""
+    """It stays on as shipped: docs/traps.md describes how its cost is measured."""
     from deepspeed.utils.config import get_timers_config
 
     strategy = read_strategy("zero2")
     off = "timers.throughput.enabled=false"
     check_engine_settings(RunConfig(engine_override=(off,)), strategy)
     assert strategy.deepspeed is not None
-    shipped, changed = (get_timers_config(override(strategy.deepspeed, asked)) for asked in ((), (off,)))
+    shipped, changed = (get_timers_config(override(strategy.deepspeed, settings)) for settings in ((), (off,)))
     assert (shipped.enabled, shipped.synchronized, changed.enabled) == (True, True, False)

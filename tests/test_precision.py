@@ -1,4 +1,4 @@
-"""Each precision is one training, in whatever engine: the same arithmetic, loss scale and skipped steps."""
+"""Each precision computes the same in every engine: arithmetic, loss scale and skipped steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from study.records.directory import Run, read_run
 
 GPT = ("--task", "gpt-wikitext")
 FP16, ENGINE = ("--precision", "fp16"), ("--precision", "fp16-engine")
-# So high that gradients overflow under the first loss scale, and losses stay finite.
+# So high that gradients overflow at the first loss scale, while losses stay finite.
 OVERFLOWS = ("--learning_rate", "0.3", "--warmup_ratio", "0")
 SAVES = ("--checkpointing_steps", "4")
-# As in test_equivalence.py, with fp16's 11 bits for bf16's 8.
+# As in test_equivalence.py, with the 11 bits of fp16 instead of the 8 of bf16.
 FP16_RELATIVE = 2**-12
 BF16_RELATIVE = 2**-9
 
@@ -51,20 +51,20 @@ def skipped(run: Run) -> list[int]:
     ],
 )  # fmt: skip
 def test_fp16_is_one_training_in_every_engine_that_has_it(
-    run_of: RunFactory, strategy: str, precision: tuple[str, str], reference: str, weights: str
+    get_run: RunFactory, strategy: str, precision: tuple[str, str], reference: str, weights: str
 ) -> None:
-    """Autocast over fp32 weights, or the engine's own fp16 weights."""
+    """Autocast over fp32 weights, or the engine's fp16 weights."""
     cut = ("--per_device_train_batch_size", "4") if reference == "single" else ()
-    expected, arm = run_of(reference, *GPT, *precision, *cut), run_of(strategy, *GPT, *precision)
+    expected, arm = get_run(reference, *GPT, *precision, *cut), get_run(strategy, *GPT, *precision)
     assert (arm.engine["precision"], arm.engine["param_dtype"]) == (precision[1], weights)
     assert losses(arm) == pytest.approx(losses(expected), rel=FP16_RELATIVE)
-    fp32 = losses(run_of(strategy, *GPT))[0]
+    fp32 = losses(get_run(strategy, *GPT))[0]
     assert losses(arm)[0] != pytest.approx(fp32, rel=1e-8), "fp16 must not be fp32 under another name"
 
 
-def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFactory) -> None:
+def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(get_run: RunFactory) -> None:
     """Its optimizer steps once with zero gradients before the first step, which Adam would count."""
-    zero0, zero1 = (run_of(strategy, *GPT, "--precision", "bf16-engine") for strategy in ("zero0", "zero1"))
+    zero0, zero1 = (get_run(strategy, *GPT, "--precision", "bf16-engine") for strategy in ("zero0", "zero1"))
     assert losses(zero0) == pytest.approx(losses(zero1), rel=BF16_RELATIVE / 8)
 
 
@@ -76,18 +76,18 @@ def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFac
     + [pytest.param(strategy, ENGINE, marks=pytest.mark.long) for strategy in ("zero1", "zero2_cpu")],
 )
 def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(
-    run_of: RunFactory, strategy: str, precision: tuple[str, str]
+    get_run: RunFactory, strategy: str, precision: tuple[str, str]
 ) -> None:
-    run = run_of(strategy, *GPT, *precision, *OVERFLOWS, *SAVES)
+    run = get_run(strategy, *GPT, *precision, *OVERFLOWS, *SAVES)
     assert run.engine["loss_scaler"] == LOSS_SCALER
-    # The same in every engine: the second step overflows, and at half the scale the third does too.
+    # The same in every engine: the second step overflows, and at half the scale the third step, too.
     assert skipped(run)[:2] == [2, 3]
     assert run.summary["steps_skipped"] == len(skipped(run)) < 8
     rates = [row["lr"] for row in run.steps]
     waits = [row["step"] for row, (rate, later) in zip(run.steps[:-1], itertools.pairwise(rates), strict=True)
              if later == rate]  # fmt: skip
     assert waits == [step for step in skipped(run) if step < 8]
-    # The schedule falls to 0 over 8 steps that are taken.
+    # The schedule falls to 0 over 8 optimizer steps.
     assert rates[3] == pytest.approx(0.3 * 7 / 8)
 
 
@@ -95,23 +95,23 @@ def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("zero0", FP16), ("zero1", ENGINE), pytest.param("fsdp2", FP16, marks=pytest.mark.long)]
 )
-def test_a_resumed_run_goes_on_with_its_loss_scale(
-    run_of: RunFactory, strategy: str, precision: tuple[str, str], tmp_path: Path
+def test_a_resumed_run_continues_with_its_loss_scale(
+    get_run: RunFactory, strategy: str, precision: tuple[str, str], tmp_path: Path
 ) -> None:
-    """At the first scale it would skip the next steps as well."""
+    """A resume at the first scale would also skip the next steps."""
     flags = (*GPT, *precision, *OVERFLOWS)
-    whole = run_of(strategy, *flags, *SAVES)
-    checkpoint = str(whole.path / "checkpoints" / "step_0000004")
-    again = trained(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint)
-    assert losses(again) == losses(whole)
-    assert skipped(again) == skipped(whole)
-    assert again.summary["steps_skipped"] == whole.summary["steps_skipped"] > 0
+    full = get_run(strategy, *flags, *SAVES)
+    checkpoint = str(full.path / "checkpoints" / "step_0000004")
+    resumed = trained(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint)
+    assert losses(resumed) == losses(full)
+    assert skipped(resumed) == skipped(full)
+    assert resumed.summary["steps_skipped"] == full.summary["steps_skipped"] > 0
 
 
 @needs_fp16
 @pytest.mark.parametrize("trainer", ["hf_trainer", "bare_loop"])
-def test_other_loops_skip_the_same_steps(run_of: RunFactory, trainer: str, tmp_path: Path) -> None:
-    study = run_of("single", *GPT, *FP16, *OVERFLOWS)
+def test_other_loops_skip_the_same_steps(get_run: RunFactory, trainer: str, tmp_path: Path) -> None:
+    study = get_run("single", *GPT, *FP16, *OVERFLOWS)
     run = trained("single", tmp_path / "run", *GPT, *FP16, *OVERFLOWS, script=f"study/baselines/{trainer}.py")
     assert skipped(run)[:2] == skipped(study)[:2] == [2, 3]
     assert [row["lr"] for row in run.steps][:4] == pytest.approx([row["lr"] for row in study.steps][:4])
@@ -136,8 +136,10 @@ def test_a_precision_that_an_engine_computes_differently_is_refused(strategy: st
 
 
 @pytest.mark.parametrize("trainer", ["study/train.py", "study/baselines/hf_trainer.py"])
-def test_fp32_is_not_tf32_where_something_has_turned_that_on(trainer: str, tmp_path: Path) -> None:
-    """Accelerate turns TF32 on where it compiles, whatever the Trainer asks; NVIDIA's containers do everywhere."""
+def test_fp32_is_not_tf32_if_another_program_has_enabled_it(trainer: str, tmp_path: Path) -> None:
+    """Accelerate enables TF32 when it compiles, regardless of the Trainer's setting; NVIDIA's containers always enable
+    it.
+    """
     flags = (*GPT, *FLAGS, "--max_steps", "1", "--output_dir", str(tmp_path / "run"))
     result = fork_ranks("single", "tests/probes/with_tf32.py", trainer, *flags, ranks=1)
     assert result.returncode == 0, result.stderr[-2000:]

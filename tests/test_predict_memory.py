@@ -1,4 +1,4 @@
-"""What a rank will hold and send: against transformers' models, the live code's activations, and every own record."""
+"""Predicted memory and traffic of a rank against transformers' models, traced activations, and every own record."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ FAMILIES = {
     **dict.fromkeys(("bert", "gpt2", "gpt_neo", "gptj", "gpt_neox"), SIZES),
     "qwen2": SIZES | {"num_key_value_heads": 2},
     **dict.fromkeys(("llama", "mistral", "gemma", "gemma2"), GROUPED),
-    # Wider than the model, as the small ones of the family are.
+    # The heads together are wider than the model, as in the small models of the family.
     "qwen3": GROUPED | {"head_dim": 64},
 }  # fmt: skip
 
 
-def asked(model_type, precision="bf16-engine", checkpointing=False, attention="sdpa", **changed):
+def make_request(model_type, precision="bf16-engine", checkpointing=False, attention="sdpa", **changed):
     strategy = read_strategy("zero2" if precision.endswith("-engine") else "single")
     shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type])
     request = Request(shape, strategy, box_of("1xH100"), 512, 4, 1, precision, checkpointing, attention)
@@ -68,34 +68,34 @@ def asked(model_type, precision="bf16-engine", checkpointing=False, attention="s
 def test_a_shape_has_every_tensor_of_the_model_and_of_its_adapters_in_their_order(model_type):
     for tied, rank in ((True, 0), (False, 0), (True, 4)):
         shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | {"tie_word_embeddings": tied})
-        request = asked(model_type, shape=with_adapters(shape, rank) if rank else shape)
+        request = make_request(model_type, shape=with_adapters(shape, rank) if rank else shape)
         with torch.device("meta"):
             model = model_of(request)
-        real = [(one.numel(), one.shape[0], one.requires_grad) for one in model.parameters()]
-        assert [(param.elements, param.rows, param.trained) for param in request.shape.params] == real
-        assert request.shape.parameters == sum(elements for elements, _, _ in real)
+        tensors = [(tensor.numel(), tensor.shape[0], tensor.requires_grad) for tensor in model.parameters()]
+        assert [(param.elements, param.rows, param.trained) for param in request.shape.params] == tensors
+        assert request.shape.parameters == sum(elements for elements, _, _ in tensors)
 
 
 def test_a_qwen3_by_its_config_and_by_its_sizes_has_its_parameters(tmp_path):
-    """Qwen3-4B, whose heads are wider together than the model."""
+    """Qwen3-4B: its heads together are wider than the model."""
     config = {
         "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
     sizes = "layers=36,hidden=2560,heads=32,vocabulary=151936,inner=9728,key_value_heads=8,head_dim=128,tied=true"
-    found = [model_shape(name).parameters for name in (str(tmp_path), f"{sizes},type=qwen3", sizes)]
-    # As a Llama it lacks the norms of its heads.
-    assert found == [4_022_468_096, 4_022_468_096, 4_022_468_096 - 36 * 2 * 128]
+    counts = [model_shape(name).parameters for name in (str(tmp_path), f"{sizes},type=qwen3", sizes)]
+    # A Llama has no norms of its heads.
+    assert counts == [4_022_468_096, 4_022_468_096, 4_022_468_096 - 36 * 2 * 128]
 
 
 def test_mpt_has_no_bias_and_ties_its_head():
     architecture = {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 97, "max_seq_len": 50}
     with torch.device("meta"):
         model = transformers.MptForCausalLM(transformers.MptConfig(**architecture))
-    real = [(parameter.numel(), parameter.shape[0]) for parameter in model.parameters()]
+    tensors = [(parameter.numel(), parameter.shape[0]) for parameter in model.parameters()]
     shape = shape_of_architecture("mpt", "mpt", architecture)
-    assert [(param.elements, param.rows) for param in shape.params] == real
+    assert [(param.elements, param.rows) for param in shape.params] == tensors
 
 
 @pytest.mark.parametrize(
@@ -107,29 +107,29 @@ def test_mpt_has_no_bias_and_ties_its_head():
     ],
 )
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mistral"])
-def test_the_formula_of_activations_is_what_the_live_code_keeps(model_type, precision, attention):
+def test_the_formula_of_activations_matches_the_traced_code(model_type, precision, attention):
     for checkpointing in (False, True):
-        request = asked(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
+        request = make_request(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
         assert_activations_as_traced(request, rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-engine"])
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
-def test_the_formula_of_activations_is_what_the_live_code_keeps_with_adapters(model_type, precision):
+def test_the_formula_of_activations_matches_the_traced_code_with_adapters(model_type, precision):
     for checkpointing, attention in ((False, "sdpa"), (True, "sdpa"), (False, "eager")):
-        request = asked(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
+        request = make_request(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
         assert_activations_as_traced(dataclasses.replace(request, shape=with_adapters(request.shape, 8)), rel=0.01)
 
 
 def assert_activations_as_traced(request, rel):
-    really, kept = traced(request), activations_of(request)
-    # Weights and optimizer are not counted.
+    trace, estimate = traced(request), activations_of(request)
+    # Weights and optimizer state are not included.
     points = [sum(point.parts.values()) for point in points_of(request)]
-    stored = points[0] - kept.logits_forward - (kept.cast_cached * 4 if request.gradient_checkpointing else 0)
-    assert stored == pytest.approx(really.kept, rel=rel), request
-    assert 0.8 <= max(points[:2]) / really.forward_peak <= 1.3, request
+    stored = points[0] - estimate.logits_forward - (estimate.cast_cached * 4 if request.gradient_checkpointing else 0)
+    assert stored == pytest.approx(trace.kept, rel=rel), request
+    assert 0.8 <= max(points[:2]) / trace.forward_peak <= 1.3, request
     if request.precision != "bf16-engine" or request.shape.lora_rank:
-        assert 0.95 <= max(points) / really.backward_peak <= 1.2, request
+        assert 0.95 <= max(points) / trace.backward_peak <= 1.2, request
 
 
 def test_every_own_record_has_the_predicted_state_and_traffic():
@@ -137,14 +137,14 @@ def test_every_own_record_has_the_predicted_state_and_traffic():
     assert table.loc[own.ALL_STATE, "records"] > 300
     assert table["worst error"].drop(own.SENT).max() < 1e-6
     assert table.loc[own.SENT, "worst error"] < 1e-3
-    of_lora = {run.strategy for run, _ in own.ended_runs() if run.peft == "lora"}
-    assert of_lora >= {"single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu", "fsdp2", "hsdp"}
+    lora_strategies = {run.strategy for run, _ in own.ended_runs() if run.peft == "lora"}
+    assert lora_strategies >= {"single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu", "fsdp2", "hsdp"}
 
 
-def test_what_has_no_arithmetic_has_no_predicted_figure():
-    found = read_parquet(REPOSITORY / "reports" / "neighbours").runs
+def test_unmodelled_runs_have_no_predicted_figure():
+    runs = read_parquet(REPOSITORY / "reports" / "neighbours").runs
     for column, value in (("optimizer", "muon"), ("strategy", "ulysses_zero1")):
-        run = next(found[found[column] == value].itertuples())
+        run = next(runs[runs[column] == value].itertuples())
         assert math.isnan(predicted(run).state_bytes), column
 
 
@@ -159,13 +159,13 @@ def test_peaks_of_own_records_are_near_the_prediction():
 
 
 def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp_path, monkeypatch):
-    """As the first ones will be: this project's own, with what those of a GPU have beside."""
+    """GPU records are laptop records with the additional columns of a GPU."""
     laptop = read_parquet(REPOSITORY / "reports" / "laptop")
     ok = laptop.runs[laptop.runs["status_state"] == "ok"]
     runs = pd.concat([ok[ok["strategy"] == "zero2"].iloc[:3], ok[ok["strategy"] == "zero3_nvme"].iloc[:1]]).copy()
     runs["devices"] = json.dumps(["NVIDIA H100 80GB HBM3"])
     runs["memory_first_step_allocated_gib"], runs["memory_steady_allocated_gib"] = 2.5, [3.0, 4.0, math.nan, 1.0]
-    # The start's, which is no part of a step.
+    # Memory of the start is not part of a step.
     runs["peak_memory_gib_allocated"] = [5.0, 5.0, math.nan, 5.0]
     runs["status_state"] = ["ok", "ok", "oom", "ok"]
     runs["status_reason"] = ["", "", f"{DEVICE_RAN_OUT} (CUDA out of memory; 0.1 GiB of the device were free)", ""]
@@ -177,15 +177,15 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     monkeypatch.setattr(own, "REPORTS", tmp_path)
     monkeypatch.setattr(own, "SUITES", ())
     monkeypatch.setattr(own, "_records", own._records.__wrapped__)
-    whole, capped, through_a_drive, ran_out = own.own_rows()
-    assert [row.peak_bytes for row in (whole, capped, ran_out)] == [3 * GIB, 4 * GIB, None]
-    assert [row.fits for row in (whole, capped, ran_out)] == [True, True, False]
-    assert whole.step_s == runs["step_time_s_median"].iloc[0]
-    assert (capped.step_s, through_a_drive.step_s, ran_out.step_s) == (None, None, None)
-    assert {row.peak_kind for row in (whole, capped, ran_out)} == {"allocated"}
-    assert whole.request.box.device.visible_gib > 70
+    uncapped, capped, nvme, ran_out = own.own_rows()
+    assert [row.peak_bytes for row in (uncapped, capped, ran_out)] == [3 * GIB, 4 * GIB, None]
+    assert [row.fits for row in (uncapped, capped, ran_out)] == [True, True, False]
+    assert uncapped.step_s == runs["step_time_s_median"].iloc[0]
+    assert (capped.step_s, nvme.step_s, ran_out.step_s) == (None, None, None)
+    assert {row.peak_kind for row in (uncapped, capped, ran_out)} == {"allocated"}
+    assert uncapped.request.box.device.visible_gib > 70
     assert 16 < capped.request.box.device.visible_gib == ran_out.request.box.device.visible_gib < 18
-    scored = score(whole)
+    scored = score(uncapped)
     assert scored.predicted_fits is True
     assert scored.predicted_peak_gib is not None
     assert scored.predicted_step_s is not None
@@ -194,15 +194,15 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     assert lines == ["peak memory, own GPU runs", "step time, own GPU runs"]
 
 
-def test_loading_needs_the_predicted_host_memory():
-    """Of virtual ranks, whose part of the state is small: stages 1 and 2 hold nothing else before the first step."""
-    found = []
+def test_loading_takes_the_predicted_host_memory():
+    """Virtual ranks have little state: with stages 1 and 2, loading dominates before the first step."""
+    errors = []
     for run, request in own.ended_runs():
         if run.virtual and run.precision == "bf16-engine" and run.strategy in ("zero1", "zero2"):
             predicted_bytes = predict_memory(request).host_parts["load"] / request.box.gpus_per_node
-            found.append((run.model_name_or_path, predicted_bytes / GIB / run.memory_init_host_gib - 1))
-    # Blocks that the C library keeps are for another test: these models' tensors are large.
-    large = [error for model, error in found if model.startswith(("gemma", "gpt-"))]
+            errors.append((run.model_name_or_path, predicted_bytes / GIB / run.memory_init_host_gib - 1))
+    # Blocks that the C library keeps have a separate test: these models' tensors are large.
+    large = [error for model, error in errors if model.startswith(("gemma", "gpt-"))]
     assert len(large) > 50
     assert max(map(abs, large)) < 0.02
 
@@ -213,7 +213,7 @@ def test_a_loaded_model_and_an_offloaded_optimizer_are_never_on_the_host_togethe
         shape, read_strategy("zero2_cpu"), box_of("A100"), 2048, 1, 1, "bf16-engine", True, "sdpa"
     )  # fmt: skip
     parts = predict_memory(request).host_parts
-    # Masters, moments and fp32 gradients are more than the model in fp32.
+    # Master weights, moments and fp32 gradients exceed the model in fp32.
     assert parts["load"] == parts["libraries"] + parts["state"]
     assert (parts["load"] / GIB, parts["train"] / GIB) == pytest.approx((120.86, 142.03), abs=0.01)
     sharded = predict_memory(dataclasses.replace(request, box=box_of("8xA100"))).host_parts
@@ -223,7 +223,7 @@ def test_a_loaded_model_and_an_offloaded_optimizer_are_never_on_the_host_togethe
     divided = dataclasses.replace(request, box=box_of("8xA100"), strategy=read_strategy("zero3_cpu_optimizer"))
     parts = predict_memory(divided).host_parts
     assert parts["load"] == parts["libraries"] + parts["state"]
-    # Without a GPU all of it stays on the host.
+    # Without a GPU all of it is host memory.
     processes = dataclasses.replace(request, box=box_of("this"))
     if processes.box.in_host_memory:
         parts = predict_memory(processes).host_parts
@@ -231,21 +231,22 @@ def test_a_loaded_model_and_an_offloaded_optimizer_are_never_on_the_host_togethe
 
 
 def test_a_process_has_libraries_and_freed_blocks_besides_its_tensors():
-    real = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
-    request = dataclasses.replace(real, strategy=read_strategy("zero2"), box=dataclasses.replace(real.box, nodes=2))
+    base = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
+    box = base.box
+    request = dataclasses.replace(base, strategy=read_strategy("zero2"), box=dataclasses.replace(box, nodes=2))
     memory = predict_memory(request)
     assert sum(memory.device_parts.values()) == pytest.approx(memory.peak_reserved.value)
     assert memory.process_peak is not None
     assert memory.process_peak.value == pytest.approx(memory.peak_reserved.value + memory.host_parts["rank"])
-    alone = predict_memory(dataclasses.replace(request, box=dataclasses.replace(real.box, gpus_per_node=1, nodes=1)))
+    alone = predict_memory(dataclasses.replace(request, box=dataclasses.replace(box, gpus_per_node=1, nodes=1)))
     assert alone.device_parts["fragmentation"] < memory.device_parts["fragmentation"]
     assert predict_memory(dataclasses.replace(request, box=box_of("2xH100"))).process_peak is None
 
 
 def test_a_host_that_is_too_small_is_refused_with_the_memory_of_all_ranks():
-    real = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
+    base = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
     request = dataclasses.replace(
-        real, shape=model_shape("gpt2"), strategy=read_strategy("zero2_cpu"), precision="bf16-engine"
+        base, shape=model_shape("gpt2"), strategy=read_strategy("zero2_cpu"), precision="bf16-engine"
     )
     memory = predict_memory(request)
     for gib in (2.0, 4.0):
@@ -256,9 +257,11 @@ def test_a_host_that_is_too_small_is_refused_with_the_memory_of_all_ranks():
 
 
 def test_dropout_keeps_masks_and_scores_a_second_time():
-    kept, plain = (activations_of(asked("bert", "fp32", attention="eager", dropout=on)) for on in (True, False))
+    dropped, plain = (
+        activations_of(make_request("bert", "fp32", attention="eager", dropout=on)) for on in (True, False)
+    )
     pairs = 4 * 8 * 512 * 512
-    assert kept.layer - plain.layer == 2 * 4 * 512 * 256 + pairs * (4 + 1)
+    assert dropped.layer - plain.layer == 2 * 4 * 512 * 256 + pairs * (4 + 1)
 
 
 def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_lower_the_peak():
@@ -349,13 +352,13 @@ def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(t
 def test_no_model_of_another_architecture_is_suggested(name, capsys, tmp_path):
     arguments = ["predict", "--hardware", "8xH100", "--strategy", "zero2", "--model_name_or_path"]
     assert main([*arguments, name]) == 2
-    said = capsys.readouterr().err
-    assert f"{name!r} is of a family that is not modelled. To fix it: name a model of bert, gpt2, " in said
+    printed = capsys.readouterr().err
+    assert f"{name!r} is of a family that is not modelled. To fix it: name a model of bert, gpt2, " in printed
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name.lower()}))
     assert main([*arguments, str(tmp_path)]) == 2
-    said += capsys.readouterr().err
-    assert f"the family {name.lower()!r} is not modelled. To fix it: use one of bert, gpt2, " in said
-    assert "did you mean" not in said
+    printed += capsys.readouterr().err
+    assert f"the family {name.lower()!r} is not modelled. To fix it: use one of bert, gpt2, " in printed
+    assert "did you mean" not in printed
 
 
 def test_the_families_that_are_not_modelled_are_those_of_transformers():
@@ -381,26 +384,26 @@ def test_no_more_parameters_are_gathered_at_once_than_there_are():
 def test_the_command_prints_parts_that_add_up(capsys):
     arguments = ["predict", "--model_name_or_path", "gpt-7.5b", "--hardware", "8xH100", "--strategy", "zero3"]
     assert main([*arguments, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["parameters"] == model_shape("gpt-7.5b").parameters
-    parts = said["memory"]["device_parts"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["parameters"] == model_shape("gpt-7.5b").parameters
+    parts = document["memory"]["device_parts"]
     inside = sum(size for name, size in parts.items() if name not in ("context", "fragmentation"))
-    assert inside == pytest.approx(said["memory"]["peak_allocated"]["value"])
+    assert inside == pytest.approx(document["memory"]["peak_allocated"]["value"])
     assert main([*arguments, "--details"]) == 0
     assert f"{inside / 2**30:.2f}" in capsys.readouterr().out
 
 
 def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsys):
     arguments = ["predict", "--model_name_or_path", "gpt-7.5b", "--hardware", "8xH100", "--strategy", "fsdp2", "--json"]
-    said = []
+    documents = []
     for flags in ([], ["--autocast"]):
         assert main([*arguments, *flags]) == 0
-        said.append(json.loads(capsys.readouterr().out))
-    usual, autocast = said
-    sent = [each["sent_bytes_per_step"]["value"] for each in (autocast, usual)]
+        documents.append(json.loads(capsys.readouterr().out))
+    usual, autocast = documents
+    sent = [document["sent_bytes_per_step"]["value"] for document in (autocast, usual)]
     assert sent[0] / sent[1] == pytest.approx(2, rel=0.001)
-    kept = [each["memory"]["device_parts"]["activations"] for each in (autocast, usual)]
-    assert kept[0] - kept[1] > 0.9 * 2 * usual["parameters"]
+    activations = [document["memory"]["device_parts"]["activations"] for document in (autocast, usual)]
+    assert activations[0] - activations[1] > 0.9 * 2 * usual["parameters"]
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -412,7 +415,7 @@ def test_every_preset_has_a_prediction(name):
     assert memory.peak_allocated.value > memory.steady_allocated.value > 0
 
 
-def test_a_config_says_how_far_positions_are_stretched_and_whether_weights_have_fewer_bits(tmp_path: Path) -> None:
+def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp_path: Path) -> None:
     config = {**GROUPED, "model_type": "llama", "intermediate_size": 704}
     file = tmp_path / "config.json"
 
@@ -422,9 +425,9 @@ def test_a_config_says_how_far_positions_are_stretched_and_whether_weights_have_
 
     assert positions() == 512
     assert positions(rope_scaling={"type": "linear", "factor": 8.0}) == 4096
-    # As the card of Qwen 2.5 has it.
+    # The form that the model card of Qwen 2.5 recommends.
     assert positions(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}) == 2048
-    # Its positions are those after stretching.
+    # Its config states the positions after stretching.
     assert positions(rope_scaling={"rope_type": "llama3", "factor": 8.0}) == 512
     with pytest.raises(UserError, match="fewer bits"):
         positions(quantization_config={"load_in_4bit": True})
@@ -432,12 +435,12 @@ def test_a_config_says_how_far_positions_are_stretched_and_whether_weights_have_
         model_shape("layers=2,layers=3,hidden=64,heads=2,vocabulary=100")
 
 
-def test_one_gpu_copies_to_itself_what_waits_on_the_host() -> None:
-    """NoGatherHandle takes `.to(device)` of each part: the part itself on a processor, and a copy of it on a GPU."""
+def test_one_gpu_copies_offloaded_parameters_to_itself() -> None:
+    """NoGatherHandle calls `.to(device)` on each partition: on a CPU the same tensor, on a GPU a copy."""
     shape = model_shape("gpt2-xl")
     base = Request(shape, read_strategy("zero3_cpu"), box_of("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
     in_memory = dataclasses.replace(base.box, device=dataclasses.replace(base.box.device, memory_gib=0.0))
-    # What is kept gathered for the backward pass is all that is used again within the distance of reuse.
+    # Parameters that are used again within the reuse distance stay gathered for the backward pass.
     assert gathers_of(base).most > 0.6 * shape.parameters
     assert gathers_of(dataclasses.replace(base, box=in_memory)).most == 0
     on_device = dataclasses.replace(base, strategy=read_strategy("zero3_cpu_optimizer"))
@@ -448,11 +451,11 @@ def test_one_gpu_copies_to_itself_what_waits_on_the_host() -> None:
 def test_pinned_parts_that_a_flat_buffer_took_over_stay_in_the_pool() -> None:
     shape = model_shape("gpt2-xl")
     base = Request(shape, read_strategy("zero3_cpu"), box_of("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
-    kept = predict_memory(base).host_parts
+    pinned_parts = predict_memory(base).host_parts
     pinned = sum(pinned_bytes(param.elements * 2) for param in shape.params)
     assert pinned > 2 * shape.parameters
     strategy = read_strategy("zero3_cpu")
     settings = copy.deepcopy(dict(strategy.deepspeed or {}))
     settings["zero_optimization"]["offload_param"]["pin_memory"] = False
     plain = predict_memory(dataclasses.replace(base, strategy=dataclasses.replace(strategy, deepspeed=settings)))
-    assert kept["pinned"] - plain.host_parts["pinned"] >= pinned
+    assert pinned_parts["pinned"] - plain.host_parts["pinned"] >= pinned

@@ -30,25 +30,25 @@ from study.predictor.time import FITTED, predict_time
 LLAMA = "layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=32"
 
 
-def asked(**changes: object) -> Request:
-    given = {
+def make_request(**changes: object) -> Request:
+    fields = {
         "shape": model_shape(LLAMA), "strategy": read_strategy("fsdp2"), "box": box_of("8xH100"),
         "sequence_length": 2048,
         "micro_batch": 4, "accumulation": 1, "precision": "bf16", "gradient_checkpointing": False, "attention": "sdpa",
     }  # fmt: skip
-    return Request(**given | changes)  # type: ignore[arg-type]
+    return Request(**fields | changes)  # type: ignore[arg-type]
 
 
-def test_what_stage_3_keeps_between_its_passes_is_not_gathered_again() -> None:
-    """A model that `stage3_max_reuse_distance` keeps whole is gathered once, and without it twice."""
+def test_parameters_that_stage_3_keeps_between_its_passes_are_not_gathered_again() -> None:
+    """A model that `stage3_max_reuse_distance` keeps gathered is gathered once, else twice."""
     once = read_strategy("zero3")
     assert once.deepspeed is not None
     zero = {**once.deepspeed["zero_optimization"], "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     twice = dataclasses.replace(once, deepspeed={**once.deepspeed, "zero_optimization": zero})
-    given = {"shape": model_shape("gpt2"), "box": box_of("2x8xH100"), "precision": "bf16"}
-    requests = [asked(**given, strategy=strategy) for strategy in (once, twice)]
+    fields = {"shape": model_shape("gpt2"), "box": box_of("2x8xH100"), "precision": "bf16"}
+    requests = [make_request(**fields, strategy=strategy) for strategy in (once, twice)]
     gathered = [payload_of(request)["all_gather"] for request in requests]
-    # Nothing to hide behind: all communication is exposed. A gradient is scattered once either way.
+    # Without computation to overlap, all communication is exposed. A gradient is scattered once in both cases.
     exposed = [exchange_of(request, 0, 0).exposed for request in requests]
     each_s = collective_s(requests[0].box, "all_gather", gathered[0] / 13) * 13
     assert gathered[1] / gathered[0] > 1.9
@@ -70,13 +70,13 @@ def test_what_stage_3_keeps_between_its_passes_is_not_gathered_again() -> None:
         ("RTX 3090 Ti", 1, 1, "RTX 3090 Ti"), ("RTX PRO 6000", 1, 1, "RTX PRO 6000"), ("8xA800", 1, 8, "A800 SXM 80GB"),
     ],
 )  # fmt: skip
-def test_a_box_is_what_its_name_says(text: str, nodes: int, per_node: int, device: str) -> None:
+def test_a_box_has_the_nodes_and_devices_of_its_name(text: str, nodes: int, per_node: int, device: str) -> None:
     box = box_of(text)
     assert (box.nodes, box.gpus_per_node, box.device.name) == (nodes, per_node, device)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("8xH10", "did you mean H100"), ("", "unknown box"), ("0xH100", "out of range"), ("1x2x3xH100", "unknown box"),
         ("8x", "unknown box"), ("2xthis", "leave the number out"), ("8xH100\n8xH200", "unknown box"),
@@ -86,22 +86,22 @@ def test_a_box_is_what_its_name_says(text: str, nodes: int, per_node: int, devic
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "name a whole GPU"),
     ],
 )  # fmt: skip
-def test_an_unknown_box_is_refused_with_names_like_it(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said) as refusal:
+def test_an_unknown_box_is_refused_with_names_like_it(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as refusal:
         box_of(text)
     assert len(str(refusal.value)) < 500
 
 
-def test_every_named_box_has_what_a_time_needs() -> None:
+def test_every_named_hardware_has_the_rates_that_a_time_needs() -> None:
     for name in BOX_NAMES:
         if name != "this":
-            time = predict_time(asked(box=box_of(f"2x{name}"), precision="fp16"))
+            time = predict_time(make_request(box=box_of(f"2x{name}"), precision="fp16"))
             assert time.step_s.value > 0
             assert time.mfu is not None
             assert 0 < time.mfu < 1
 
 
-def test_what_was_measured_is_below_the_peak_and_what_is_shown_below_the_data_sheet() -> None:
+def test_measured_rates_are_below_the_peak_and_visible_memory_below_the_data_sheet() -> None:
     for device in known_devices():
         for precision, rate in device.matmul_tflops.items():
             assert rate < (device.peak_tflops[precision] or 0)
@@ -116,26 +116,26 @@ def test_the_formula_counts_the_flops_that_torch_counts(task: Task, name: str, l
 
 
 def test_checkpointing_adds_hardware_flops_and_no_model_flops() -> None:
-    plain, again = asked(), asked(gradient_checkpointing=True)
-    assert flops.model_flops(plain) == flops.hardware_flops(plain) == flops.model_flops(again)
-    assert 1.25 < flops.hardware_flops(again) / flops.model_flops(again) < 4 / 3
+    plain, checkpointed = make_request(), make_request(gradient_checkpointing=True)
+    assert flops.model_flops(plain) == flops.hardware_flops(plain) == flops.model_flops(checkpointed)
+    assert 1.25 < flops.hardware_flops(checkpointed) / flops.model_flops(checkpointed) < 4 / 3
 
 
 @pytest.mark.parametrize(
     ("box", "collective", "payload", "expected"),
-    # The rows of the tables themselves, and between two of them.
+    # Measured rows of the tables, and values between two of them.
     [
         ("8xA100", "all_reduce", 2**28, 194.07), ("8xH200", "all_reduce", 2**28, 436.15),
         ("8xH100", "all_reduce", 2**34, 482.26), ("4x8xH100", "all_reduce", 2**28, 160.1),
         ("64x8xH100", "all_reduce", 2**28, 32.9), ("2x1xH100", "all_reduce", 2**25, 361.7 / 8),
-        # Without NVLink a share of one card's link, 55 and 31 GB/s, and of two that of four.
+        # Without NVLink: a fraction of one card's link, 55 and 31 GB/s; two cards use the fraction of four.
         ("8xRTX5090", "all_reduce", 2**34, 0.51 * 55), ("4xRTX5090", "all_reduce", 2**34, 0.64 * 55),
         ("2x4090", "all_reduce", 2**34, 0.64 * 31),
-        # Switches that add speed up all-reduce alone, and of more than four.
+        # In-network reduction speeds up all-reduce alone, and only with more than four GPUs.
         ("8xH200", "all_gather", 2**34, 362), ("4xH200", "all_reduce", 2**34, 362),
     ],
 )  # fmt: skip
-def test_bandwidth_is_what_was_measured_where_it_was(
+def test_bandwidth_is_the_measured_one_if_there_is_one(
     box: str, collective: Collective, payload: int, expected: float
 ) -> None:
     assert bus_bandwidth_gb_per_s(box_of(box), collective, payload) == pytest.approx(expected)
@@ -157,7 +157,7 @@ def test_a_longer_message_takes_no_less_time_but_for_the_noise_of_the_tables() -
 @pytest.mark.parametrize("name", STRATEGY_NAMES)
 def test_every_strategy_has_a_time_whose_parts_add_up_and_an_interval_without_offload(name: str) -> None:
     strategy = read_strategy(name)
-    time = predict_time(asked(strategy=strategy, box=box_of("H100") if name == "single" else box_of("8xH100")))
+    time = predict_time(make_request(strategy=strategy, box=box_of("H100") if name == "single" else box_of("8xH100")))
     exposed = sum(seconds for part, seconds in time.parts.items() if part != "communication_overlapped")
     assert time.step_s.value == pytest.approx(exposed)
     assert all(seconds >= 0 for seconds in time.parts.values())
@@ -173,50 +173,50 @@ def test_every_strategy_has_a_time_whose_parts_add_up_and_an_interval_without_of
 
 
 def test_more_work_takes_more_time_and_fewer_passes_over_memory_less() -> None:
-    step = predict_time(asked()).step_s.value
+    step = predict_time(make_request()).step_s.value
     for more in (
         {"micro_batch": 8}, {"sequence_length": 4096}, {"accumulation": 2}, {"gradient_checkpointing": True},
         {"precision": "fp32"}, {"attention": "eager"},
         {"strategy": read_strategy("zero3_cpu")}, {"box": box_of("8xA100")}, {"box": box_of("16x8xH100")},
     ):  # fmt: skip
-        assert predict_time(asked(**more)).step_s.value > step, more
+        assert predict_time(make_request(**more)).step_s.value > step, more
     for less in ({"compiled": True}, {"fused_loss": True}):
-        assert predict_time(asked(**less)).step_s.value < step, less
+        assert predict_time(make_request(**less)).step_s.value < step, less
 
 
 def test_a_small_micro_batch_is_bound_by_the_cpu() -> None:
-    tiny = asked(box=box_of("H100"), strategy=read_strategy("single"), sequence_length=16, micro_batch=1)
+    tiny = make_request(box=box_of("H100"), strategy=read_strategy("single"), sequence_length=16, micro_batch=1)
     assert predict_time(tiny).parts["compute"] > FITTED.launch_s * 32 * 3
 
 
 def test_replica_groups_keep_gathers_off_the_network_and_divide_the_optimizer() -> None:
-    """hsdp shards within a machine, and hpz gathers there for its backward pass."""
+    """hsdp shards within a machine, and hpZ gathers there in the backward pass."""
     box = dataclasses.replace(box_of("8x8xA100"), network_gb_per_s=3.0)
     exposed = {
-        name: predict_time(asked(strategy=read_strategy(name), box=box)).parts["communication_exposed"]
+        name: predict_time(make_request(strategy=read_strategy(name), box=box)).parts["communication_exposed"]
         for name in ("fsdp2", "hsdp", "zero3", "zero3_hpz")
     }
     assert exposed["hsdp"] < exposed["fsdp2"]
     assert exposed["zero3_hpz"] < exposed["zero3"]
     hsdp, fsdp2 = (
-        predict_time(asked(strategy=read_strategy(name), box=box_of(box))).parts["compute"]
+        predict_time(make_request(strategy=read_strategy(name), box=box_of(box))).parts["compute"]
         for name, box in (("hsdp", "2x8xH100"), ("fsdp2", "8xH100"))
     )
     assert hsdp == pytest.approx(fsdp2)
 
 
 def test_a_faster_nvme_shortens_its_own_part_alone() -> None:
-    request = asked(strategy=read_strategy("zero3_nvme"))
+    request = make_request(strategy=read_strategy("zero3_nvme"))
     fast = dataclasses.replace(request.box, nvme_read_gb_per_s=1e6, nvme_write_gb_per_s=1e6)
     slow_parts, fast_parts = (
-        predict_time(asked(strategy=request.strategy, box=box)).parts for box in (request.box, fast)
+        predict_time(make_request(strategy=request.strategy, box=box)).parts for box in (request.box, fast)
     )
     assert fast_parts["nvme"] < slow_parts["nvme"] / 1000
     assert {**fast_parts, "nvme": 0} == {**slow_parts, "nvme": 0}
 
 
-def test_a_precision_without_units_is_as_slow_as_fp32_and_says_so() -> None:
-    bf16, fp16 = (predict_time(asked(box=box_of("V100"), precision=precision)) for precision in ("bf16", "fp16"))
+def test_a_precision_without_units_is_as_slow_as_fp32_and_has_a_note() -> None:
+    bf16, fp16 = (predict_time(make_request(box=box_of("V100"), precision=precision)) for precision in ("bf16", "fp16"))
     assert bf16.step_s.value > 2 * fp16.step_s.value
     assert bf16.mfu is None
     assert any("no units for bf16" in note for note in bf16.notes)
@@ -226,7 +226,7 @@ def test_this_box_is_measured() -> None:
     box: Hardware = box_of("this")
     assert box.gpus_per_node >= 1
     assert box.device.matmul_tflops
-    assert predict_time(asked(box=box, shape=model_shape("gpt-tiny"), precision="fp32")).step_s.value > 0
+    assert predict_time(make_request(box=box, shape=model_shape("gpt-tiny"), precision="fp32")).step_s.value > 0
 
 
 def _with(name: str, *asked_for: str) -> Strategy:
@@ -239,32 +239,32 @@ def _with(name: str, *asked_for: str) -> Strategy:
 @pytest.mark.parametrize(
     "setting", ["reduce_scatter=true", "reduce_scatter=false", "use_multi_rank_bucket_allreduce=false"]
 )
-def test_what_is_timed_is_what_is_sent(name: str, setting: str) -> None:
-    """One bucket, no overlap: the calls that traffic counts, one after the other."""
+def test_the_time_counts_the_calls_of_the_traffic(name: str, setting: str) -> None:
+    """One bucket without overlap: the calls that traffic counts run one after the other."""
     strategy = _with(
         name, f"zero_optimization.{setting}", "zero_optimization.overlap_comm=false",
         "zero_optimization.reduce_bucket_size=1000000000000",
     )  # fmt: skip
-    request = asked(strategy=strategy, precision="bf16-engine", accumulation=3)
-    how = request.settings.gradients_by
+    request = make_request(strategy=strategy, precision="bf16-engine", accumulation=3)
+    collective = request.settings.gradients_by
     expected = {"reduce_scatter=true": {"zero3": "reduce_scatter"}.get(name, "all_reduce"),
                 "reduce_scatter=false": "all_reduce",
                 "use_multi_rank_bucket_allreduce=false": {"zero3": "reduce_scatter"}.get(name, "reduce")}  # fmt: skip
-    assert how == expected[setting]
-    assert set(payload_of(request)) == {how, "all_gather"}
+    assert collective == expected[setting]
+    assert set(payload_of(request)) == {collective, "all_gather"}
     exposed, total = exchange_of(request, 0.0, 0.0).exposed, request.shape.parameters * 2
     if name == "zero3":
         scattering = exchange_of(dataclasses.replace(request, strategy=_with(name)), 0.0, 0.0).exposed
-        assert (exposed > scattering) == (how == "all_reduce")
+        assert (exposed > scattering) == (collective == "all_reduce")
     else:
-        reduced = {"zero1": 1, "zero2": 3}[name] * collective_s(request.box, how, total)
+        reduced = {"zero1": 1, "zero2": 3}[name] * collective_s(request.box, collective, total)
         assert exposed == pytest.approx(reduced + collective_s(request.box, "all_gather", total))
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("box", ["4x4090", "8xT4", "2xA100-PCIE-80", "4xH100"])
 def test_nothing_leaves_a_rank_faster_than_its_link(name: str, box: str) -> None:
-    request = asked(strategy=read_strategy(name), box=box_of(box), accumulation=16, precision="fp32")
+    request = make_request(strategy=read_strategy(name), box=box_of(box), accumulation=16, precision="fp32")
     exchange = exchange_of(request, 1.0, 2.0)
     device = request.box.device
     link = (device.nvlink_gb_per_s or device.pcie_gb_per_s or 0.0) * 1e9
@@ -273,7 +273,7 @@ def test_nothing_leaves_a_rank_faster_than_its_link(name: str, box: str) -> None
 
 @pytest.mark.parametrize(("box", "is_known"), [("8x4090", False), ("2x8xT4", False), ("4090", True), ("8xA100", True)])
 def test_a_time_of_gpus_that_meet_over_pcie_has_no_interval(box: str, is_known: bool) -> None:
-    time = predict_time(asked(strategy=read_strategy("zero1"), box=box_of(box), precision="fp16-engine"))
+    time = predict_time(make_request(strategy=read_strategy("zero1"), box=box_of(box), precision="fp16-engine"))
     assert (time.step_s.low is not None) == (time.tokens_per_s_per_gpu.high is not None) == is_known
 
 
@@ -282,26 +282,26 @@ def test_a_time_of_gpus_that_meet_over_pcie_has_no_interval(box: str, is_known: 
 )
 def test_a_model_without_fused_attention_takes_the_time_of_attention_by_hand(model: str, is_by_hand: bool) -> None:
     steps = [
-        predict_time(asked(shape=model_shape(model), attention=how, gradient_checkpointing=again)).step_s.value
-        for again in (False, True) for how in ("sdpa", "eager")
+        predict_time(make_request(shape=model_shape(model), attention=kernel, gradient_checkpointing=on)).step_s.value
+        for on in (False, True) for kernel in ("sdpa", "eager")
     ]  # fmt: skip
     assert [steps[0] == steps[1], steps[2] == steps[3]] == [is_by_hand, is_by_hand]
 
 
 def test_the_network_can_be_given_and_a_slow_one_changes_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    said = {}
-    for given in ([], ["--network_gb_per_s", "1.5"]):
-        assert main(["advise", "--model_name_or_path", LLAMA, "--hardware", "2x8xH100", *given, "--json"]) == 0
-        said[bool(given)] = json.loads(capsys.readouterr().out)
-    assert said[False]["recommended"] == "zero1"
-    assert said[True]["recommended"] == "hsdp"
-    assert "with an eighth of the network it would be hsdp" in said[False]["changes"]
+    advice = {}
+    for flags in ([], ["--network_gb_per_s", "1.5"]):
+        assert main(["advise", "--model_name_or_path", LLAMA, "--hardware", "2x8xH100", *flags, "--json"]) == 0
+        advice[bool(flags)] = json.loads(capsys.readouterr().out)
+    assert advice[False]["recommended"] == "zero1"
+    assert advice[True]["recommended"] == "hsdp"
+    assert "with an eighth of the network it would be hsdp" in advice[False]["changes"]
 
 
 def test_gradients_of_later_micro_batches_come_back_to_the_device() -> None:
-    """Down each time, up for all but the first; then the weights come."""
+    """Gradients go to the host in each micro-batch and back in all but the first; then the weights return."""
     strategy = read_strategy("zero2_cpu")
-    moved = [predict_time(asked(strategy=strategy, accumulation=many)).parts["offload"] for many in (1, 2, 5)]
+    moved = [predict_time(make_request(strategy=strategy, accumulation=many)).parts["offload"] for many in (1, 2, 5)]
     assert moved == pytest.approx([moved[0], 2 * moved[0], 5 * moved[0]])
 
 
@@ -310,33 +310,34 @@ def test_the_rate_of_the_host_can_be_given(capsys: pytest.CaptureFixture[str]) -
     seconds = []
     for rate in ("10", "20"):
         assert main([*arguments, "--host_gb_per_s", rate, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["time"]
-        seconds.append(found["parts"]["cpu_adam"])
-        assert any(f"{rate} GB/s" in note and "given" in note for note in found["notes"])
+        predicted = json.loads(capsys.readouterr().out)["time"]
+        seconds.append(predicted["parts"]["cpu_adam"])
+        assert any(f"{rate} GB/s" in note and "given" in note for note in predicted["notes"])
     assert seconds[0] == pytest.approx(2 * seconds[1])
     assert main([*arguments, "--host_gb_per_s", "nan"]) == 2
     assert "'nan' is not a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("box", ["8xH100", "2x8xA100"])
-def test_what_lora_s_recomputation_gathers_again_is_in_the_time_as_in_the_traffic(box: str) -> None:
+def test_gathers_of_lora_s_recomputation_are_in_the_time_and_the_traffic(box: str) -> None:
     """DeepSpeed frees a recomputed layer's frozen weights before its backward pass has ended."""
-    given = {
+    fields = {
         "shape": with_adapters(model_shape(LLAMA), 8), "strategy": read_strategy("zero3"), "box": box_of(box),
         "precision": "bf16-engine", "accumulation": 2,
     }  # fmt: skip
-    kept, again = (asked(**given, gradient_checkpointing=recomputes) for recomputes in (False, True))
-    layer_bytes = 2 * sum(one.elements for one in kept.shape.tensors if one.in_layer and not one.trained)
-    calls = kept.accumulation * kept.shape.layers
-    gathered = [payload_of(request)["all_gather"] for request in (kept, again)]
-    # And the embedding and what reads its output, which have no backward pass where layers are not recomputed.
+    plain, recomputed = (make_request(**fields, gradient_checkpointing=recomputes) for recomputes in (False, True))
+    layer_bytes = 2 * sum(tensor.elements for tensor in plain.shape.tensors if tensor.in_layer and not tensor.trained)
+    calls = plain.accumulation * plain.shape.layers
+    gathered = [payload_of(request)["all_gather"] for request in (plain, recomputed)]
+    # Plus the embedding and its consumer, which have no backward pass unless layers are recomputed.
     assert gathered[1] - gathered[0] == pytest.approx(calls * layer_bytes, rel=0.04)
-    # Nothing to hide behind: all of it is exposed.
-    exposed = [exchange_of(request, 0, 0).exposed for request in (kept, again)]
-    each_s = collective_s(kept.box, "all_gather", layer_bytes)
+    # Without computation to overlap, all of it is exposed.
+    exposed = [exchange_of(request, 0, 0).exposed for request in (plain, recomputed)]
+    each_s = collective_s(plain.box, "all_gather", layer_bytes)
     assert exposed[1] - exposed[0] == pytest.approx((gathered[1] - gathered[0]) / layer_bytes * each_s, rel=0.03)
     cpu = read_strategy("zero3_cpu")
-    moved = [predict_time(dataclasses.replace(request, strategy=cpu)).parts["offload"] for request in (kept, again)]
+    requests = [dataclasses.replace(request, strategy=cpu) for request in (plain, recomputed)]
+    moved = [predict_time(request).parts["offload"] for request in requests]
     assert moved[1] / moved[0] == pytest.approx(1.5, rel=0.05)
 
 
@@ -344,22 +345,24 @@ def test_what_lora_s_recomputation_gathers_again_is_in_the_time_as_in_the_traffi
 def test_the_formula_counts_the_flops_of_lora_that_torch_counts(task: Task, name: str) -> None:
     asks = {"task": task, "scale": "laptop", "model_name_or_path": name, "seq_length": 128}
     config = resolved(RunConfig.from_dict({**asks, "peft": "lora", "lora_rank": 8}, "this test"), False)
-    request = asked(shape=with_adapters(model_shape(name), 8), sequence_length=128, micro_batch=1)
-    # Torch makes no gradient of the first layer's input: nobody asks for it.
+    request = make_request(shape=with_adapters(model_shape(name), 8), sequence_length=128, micro_batch=1)
+    # Torch computes no gradient of the first layer's input, because none is requested.
     assert 1 <= flops.model_flops(request) / model_flops_per_sample(config) < 1.08
 
 
-# Llama-2-7B's, as published.
+# Llama-2-7B's parameters, as published.
 PARAMETERS_7B = 6_738_415_616
 
 
 def test_each_node_s_host_and_nvme_work_for_its_own_ranks_alone() -> None:
     for box, nodes in (("8xH100", 1), ("2x8xH100", 2)):
-        request = asked(strategy=read_strategy("zero2_cpu"), precision="bf16-engine", box=box_of(box))
+        request = make_request(strategy=read_strategy("zero2_cpu"), precision="bf16-engine", box=box_of(box))
         # Adam reads a master, two moments and a gradient, and writes the first three and a 16-bit weight.
         moved = (16 + 12 + 2) * PARAMETERS_7B / nodes
         assert predict_time(request).parts["cpu_adam"] == pytest.approx(moved / (FITTED.host_gb_per_s * 1e9))
-        memory = predict_memory(asked(strategy=read_strategy("zero3_nvme"), precision="bf16-engine", box=box_of(box)))
+        memory = predict_memory(
+            make_request(strategy=read_strategy("zero3_nvme"), precision="bf16-engine", box=box_of(box))
+        )
         assert memory.nvme == pytest.approx((2 + 4 + 12) * PARAMETERS_7B / nodes, rel=1e-3)
 
 
@@ -368,14 +371,14 @@ def test_new_weights_are_written_to_their_nvme() -> None:
     box = dataclasses.replace(box_of("2x8xH100"), nvme_read_gb_per_s=10.0, nvme_write_gb_per_s=5.0)
     # Masters, moments and fp32 gradients go both ways.
     for name, both_ways in (("zero3_nvme", 16), ("zero3_cpu_nvme", 0)):
-        request = asked(strategy=read_strategy(name), precision="bf16-engine", box=box, accumulation=3)
+        request = make_request(strategy=read_strategy(name), precision="bf16-engine", box=box, accumulation=3)
         expected = PARAMETERS_7B / 2 / 1e9 * ((both_ways + 3 * 2 * 2) / 10 + (both_ways + 2) / 5)
         assert predict_time(request).parts["nvme"] == pytest.approx(expected, rel=1e-3), name
 
 
-def test_what_is_swapped_waits_in_buffers_that_are_not_rounded() -> None:
+def test_swapped_state_has_buffers_that_are_not_rounded() -> None:
     """SwapBufferManager takes `buffer_count` of the largest sub-group in fp32, page by page; torch's pool rounds up."""
-    memory = predict_memory(asked(strategy=read_strategy("zero3_nvme_optimizer"), precision="bf16-engine"))
+    memory = predict_memory(make_request(strategy=read_strategy("zero3_nvme_optimizer"), precision="bf16-engine"))
     swapped, weights = 4 * 4 * PARAMETERS_7B, 8 * 2**31
     assert memory.host_parts["pinned"] == pytest.approx(swapped + weights, rel=1e-3)
 
@@ -383,7 +386,7 @@ def test_what_is_swapped_waits_in_buffers_that_are_not_rounded() -> None:
 def test_every_micro_batch_has_a_backward_pass_to_reduce_behind() -> None:
     strategy = _with("zero2", "zero_optimization.overlap_comm=true")
     once, four = (
-        exchange_of(asked(strategy=strategy, precision="bf16-engine", accumulation=count), 0.0, 0.01).overlapped
+        exchange_of(make_request(strategy=strategy, precision="bf16-engine", accumulation=count), 0.0, 0.01).overlapped
         for count in (1, 4)
     )
     assert (once, four) == pytest.approx((0.01, 0.04))

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what the profile of a run says adds up, and recording it changes nothing else."""
+"""Profile of a step: its figures add up, and recording it changes nothing else of the run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from study.report.questions.time import PROFILE, step_profile
 from synthetic_records import answered, write_run
 
 STEPS = 11
-# Rows are flushed in the middle of the profiled steps, and between them and the watched one.
+# Rows are flushed in the middle of the profiled steps, and between them and the watched step.
 FLAGS = ("--max_steps", str(STEPS), "--eval_steps", "0", "--logging_steps", "5")
 ASKED = ("--profile_steps", "3")
-# Names as the profiler gives them on Ampere, Hopper and Blackwell.
+# Kernel names as the profiler prints them on Ampere, Hopper and Blackwell.
 KERNELS = {
     "matmul": (
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
@@ -92,14 +92,14 @@ def test_a_kernel_without_callers_is_categorized_by_its_name(kind: str, name: st
 
 
 @pytest.mark.parametrize(("kind", "name", "callers"), [
-    # The operator says more than the kernel.
+    # The operator decides before the kernel.
     ("matmul", "void at::native::elementwise_kernel<128, 4>", ("aten::addmm", "aten::linear")),
     ("copies", "void at::native::vectorized_elementwise_kernel<4, Odd>", ("aten::copy_", "aten::_to_copy", "aten::to")),
     ("elementwise", "something_new", ("aten::native_layer_norm_backward", "NativeLayerNormBackward0")),
     ("elementwise", "something_new", ("aten::_foreach_mul_", "aten::_foreach_mul_")),
     ("elementwise", "something_new", ("aten::_softmax_backward_data",)),
     ("other", "something_new", ("aten::embedding_dense_backward", "EmbeddingBackward0")),
-    # What is done for a larger purpose belongs to that.
+    # An operation within a larger one has the category of the larger one.
     ("optimizer", "void at::native::vectorized_elementwise_kernel<4>", ("aten::mul_", "Optimizer.step#AdamW.step")),
     ("attention", "nvjet_tst_64x64", ("aten::bmm", "aten::_scaled_dot_product_attention_math")),
     ("attention", "void at::native::vectorized_elementwise_kernel<4>", (
@@ -115,8 +115,8 @@ def test_callers_decide_the_category_of_a_kernel(kind: str, name: str, callers: 
 
 
 @pytest.mark.alone
-def test_the_figures_of_a_profile_add_up(run_of: RunFactory) -> None:
-    run = run_of("single", *FLAGS, *ASKED)
+def test_the_figures_of_a_profile_add_up(get_run: RunFactory) -> None:
+    run = get_run("single", *FLAGS, *ASKED)
     profile = run.profile
     assert profile["device"] == "cpu"
     assert profile["steps"] == [STEPS - 2, STEPS - 1, STEPS]
@@ -124,15 +124,15 @@ def test_the_figures_of_a_profile_add_up(run_of: RunFactory) -> None:
     assert sum(profile["categories_s_per_step"].values()) == pytest.approx(profile["summed_s_per_step"], rel=1e-9)
     assert profile["busy_s_per_step"] + profile["idle_s_per_step"] == pytest.approx(profile["wall_s_per_step"])
     assert 0 < profile["busy_s_per_step"] <= profile["summed_s_per_step"] * (1 + 1e-9)
-    # One thread: nothing overlaps, and each operator is counted without those it calls.
+    # With one thread nothing overlaps, and each operator's time excludes the operators that it calls.
     assert profile["summed_s_per_step"] == pytest.approx(profile["busy_s_per_step"], rel=1e-6)
-    # The clock's rows are of the same steps; between its reading and the profiler's lie a few calls of Python.
+    # The clock's rows are of the same steps; a few Python calls lie between its reading and the profiler's.
     rows = [row["step_time_s"] for row in run.steps[-3:]]
     assert profile["wall_s_per_step"] == pytest.approx(sum(rows) / 3, abs=2e-3)
 
 
-def test_products_are_the_largest_part_and_the_optimizer_is_found(run_of: RunFactory) -> None:
-    profile = run_of("single", *FLAGS, *ASKED).profile
+def test_products_are_the_largest_part_and_the_optimizer_is_found(get_run: RunFactory) -> None:
+    profile = get_run("single", *FLAGS, *ASKED).profile
     parts = profile["categories_s_per_step"]
     assert parts["optimizer"] > 0
     assert parts["attention"] > 0
@@ -142,18 +142,18 @@ def test_products_are_the_largest_part_and_the_optimizer_is_found(run_of: RunFac
     assert "aten::addmm" in [entry["name"] for entry in top[:5]]
     assert len(top) == 25
     assert [entry["s_per_step"] for entry in top] == sorted((entry["s_per_step"] for entry in top), reverse=True)
-    # 2 layers of BERT: as many calls in each step, and in all of them.
+    # 2 layers of BERT: the number of calls is the same in each step.
     assert all(float(entry["calls_per_step"] * 3).is_integer() for entry in top)
 
 
-def test_a_profiled_run_trains_what_it_would_have_and_times_its_other_steps(run_of: RunFactory) -> None:
-    plain, profiled = run_of("single", *FLAGS), run_of("single", *FLAGS, *ASKED)
+def test_a_profiled_run_trains_as_without_a_profile_and_times_its_other_steps(get_run: RunFactory) -> None:
+    plain, profiled = get_run("single", *FLAGS), get_run("single", *FLAGS, *ASKED)
     assert plain.profile == {}
     assert not (plain.path / "profile.json").exists()
     for key in ("loss", "lr", "grad_norm", "samples_hash"):
         assert [row[key] for row in plain.steps] == [row[key] for row in profiled.steps]
     assert plain.evals == profiled.evals
-    # 3 warm up and 1 is watched; 3 are profiled, after one in which the profiler warms up.
+    # 3 steps warm up and 1 is watched; 3 are profiled, after one in which the profiler warms up.
     assert plain.memory["ranks"][0]["time"]["window_steps"] == STEPS - 4
     assert profiled.memory["ranks"][0]["time"]["window_steps"] == STEPS - 8
     times = sorted(row["step_time_s"] for row in profiled.steps[4:-4])
@@ -161,20 +161,20 @@ def test_a_profiled_run_trains_what_it_would_have_and_times_its_other_steps(run_
     assert {**plain.config, "output_dir": "", "profile_steps": 3} == {**profiled.config, "output_dir": ""}
 
 
-def test_two_ranks_have_collectives_and_leave_out_the_same_steps(run_of: RunFactory) -> None:
-    run = run_of("zero3", *FLAGS, *ASKED)
+def test_two_ranks_have_collectives_and_leave_out_the_same_steps(get_run: RunFactory) -> None:
+    run = get_run("zero3", *FLAGS, *ASKED)
     assert run.profile["categories_s_per_step"]["collectives"] > 0
     assert [rank["time"]["window_steps"] for rank in run.memory["ranks"]] == [STEPS - 8] * 2
 
 
-def test_the_other_trainer_is_profiled_alike(run_of: RunFactory, tmp_path: Path) -> None:
+def test_the_other_trainer_has_the_same_profile(get_run: RunFactory, tmp_path: Path) -> None:
     flags = (*FLAGS, *ASKED)
     theirs = trained("single", tmp_path / "run", *flags, script="study/baselines/hf_trainer.py").profile
-    ours = run_of("single", *flags).profile
+    ours = get_run("single", *flags).profile
     assert theirs["steps"] == ours["steps"]
     products = [
-        {entry["name"]: entry["calls_per_step"] for entry in one["top"] if entry["category"] == "matmul"}
-        for one in (theirs, ours)
+        {entry["name"]: entry["calls_per_step"] for entry in profile["top"] if entry["category"] == "matmul"}
+        for profile in (theirs, ours)
     ]
     assert products[0]["aten::addmm"] == products[1]["aten::addmm"]
 
@@ -226,7 +226,7 @@ def event(
     name: str, start: int, end: int, on: DeviceType = DeviceType.CPU, id: int = 0, linked: int = 0,
     annotates: bool = False,
 ) -> SimpleNamespace:  # fmt: skip
-    """As torch gives it, for what no box without a GPU can record."""
+    """Return an event as torch records it, for events that need a GPU."""
     return SimpleNamespace(
         name=lambda: name, start_ns=lambda: start, end_ns=lambda: end, device_type=lambda: on,
         correlation_id=lambda: id, linked_correlation_id=lambda: linked, is_user_annotation=lambda: annotates,
@@ -234,7 +234,7 @@ def event(
     )  # fmt: skip
 
 
-def test_on_a_gpu_kernels_count_once_where_they_overlap_and_belong_to_what_launched_them() -> None:
+def test_overlapping_gpu_kernels_count_once_and_belong_to_the_operator_that_launched_them() -> None:
     gpu = DeviceType.CUDA
     events = [
         event("zero-study: profiled steps", 1000, 3000, id=1, annotates=True),
@@ -243,7 +243,7 @@ def test_on_a_gpu_kernels_count_once_where_they_overlap_and_belong_to_what_launc
         event("Optimizer.step#AdamW.step", 1300, 1500, id=3, annotates=True),
         event("aten::mul_", 1310, 1320, id=4),
         event("aten::mm", 500, 600, id=5),
-        # Before the steps; in them; beside it on another stream; and beyond their end.
+        # Before the steps; in them; overlapping on another stream; and past their end.
         event("early", 700, 900, gpu, id=76, linked=5),
         event("unknown_kernel", 1200, 1700, gpu, id=77, linked=2),
         event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1600, 1900, gpu, id=78),
@@ -273,15 +273,15 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("said", DAMAGE)
-def test_a_profile_that_contradicts_itself_is_refused(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", DAMAGE)
+def test_a_profile_that_contradicts_itself_is_refused(problem: str, tmp_path: Path) -> None:
     run = write_run(tmp_path, "ddp", config={"profile_steps": 3})
     profile = json.loads((run / "profile.json").read_text())
-    DAMAGE[said](profile)
+    DAMAGE[problem](profile)
     (run / "profile.json").write_text(json.dumps(profile))
     with pytest.raises(RecordError, match=r"profile\.json") as refused:
         read_run(run)
-    assert said in str(refused.value)
+    assert problem in str(refused.value)
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def records(tmp_path: Path) -> Records:
     return read_records(tmp_path / "runs")
 
 
-def test_a_report_shows_what_was_profiled_and_says_so_where_nothing_was(records: Records) -> None:
+def test_a_report_shows_profiles_and_states_that_none_was_recorded(records: Records) -> None:
     drawings = step_profile(records)
     (drawing,) = drawings
     assert "ddp, profiled 100 ms: matrix products 40, attention 10," in drawing.alt
@@ -304,9 +304,9 @@ def test_a_report_shows_what_was_profiled_and_says_so_where_nothing_was(records:
     )
     # 1e10 FLOPs on two devices in the 50 ms of matrix products and attention.
     assert shares["TFLOP/s in matrix products and attention"] == pytest.approx(0.1)
-    # What is computed again is in that time, and is no FLOP of the model's.
-    again = dataclasses.replace(records, runs=records.runs.assign(gradient_checkpointing=True))
-    assert "TFLOP/s in matrix products and attention" not in TABLES["step_profile"](again)
+    # That time includes recomputation, which is not part of the model's FLOPs.
+    checkpointed = dataclasses.replace(records, runs=records.runs.assign(gradient_checkpointing=True))
+    assert "TFLOP/s in matrix products and attention" not in TABLES["step_profile"](checkpointed)
     nothing = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
     assert step_profile(nothing) == []
     assert PROFILE.answer(nothing) is None

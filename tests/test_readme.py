@@ -1,4 +1,4 @@
-"""The documents say what the committed records say, and point at what is there."""
+"""The documents match the committed records, and every file, link and command in them exists."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def code_blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Every command of a code block, and whatever else in backticks begins like one."""
+    """Yield every command of a code block or in backticks, as words."""
     lines = [line for block in code_blocks(text) for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
     for line in lines:
@@ -66,7 +66,7 @@ def unwrapped(page: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_blocks_of_a_document_are_what_the_records_give(document: str) -> None:
+def test_the_blocks_of_a_document_match_the_records(document: str) -> None:
     text = read(document)
     assert text.count("<!-- end of ") == {"README.md": 3, "docs/method.md": 1}[document]
     assert rewritten(text, REPOSITORY) == text, "run `make readme`"
@@ -90,52 +90,52 @@ def test_the_readme_is_short_and_shows_every_strategy() -> None:
     assert f"a tiny model under {len(STUDIED_STRATEGIES) - 1} strategies" in unwrapped("README.md")
 
 
-def test_the_finding_on_loss_is_what_the_records_say() -> None:
+def test_the_finding_on_loss_matches_the_records() -> None:
     laptop = read_parquet(REPOSITORY / "reports" / "laptop")
     steps = laptop.steps.merge(laptop.runs[["run", "task", "strategy", "seed"]], on="run")
     losses = steps.pivot_table(index=["task", "seed", "step"], columns="strategy", values="loss")
-    apart = losses.sub(losses["ddp"], axis=0).div(losses["ddp"], axis=0).abs().max(axis=None)
-    assert 0 < apart < 0.0000125, "0.001 % after rounding"
+    largest_difference = losses.sub(losses["ddp"], axis=0).div(losses["ddp"], axis=0).abs().max(axis=None)
+    assert 0 < largest_difference < 0.0000125, "0.001 % after rounding"
     (stack,) = {(row["deepspeed_version"], row["accelerate_version"]) for _, row in laptop.runs.iterrows()}
-    said = "With DeepSpeed {} and Accelerate {} the loss of all {} studied strategies".format(*stack, losses.shape[1])
-    assert said in unwrapped("README.md")
+    text = "With DeepSpeed {} and Accelerate {} the loss of all {} studied strategies".format(*stack, losses.shape[1])
+    assert text in unwrapped("README.md")
     assert (set(steps["step"]), set(laptop.runs["precision"])) == (set(range(1, 81)), {"fp32"})
 
 
-def test_the_grid_of_releases_has_what_a_gpu_shows() -> None:
+def test_the_grid_of_releases_has_the_faults_of_a_gpu() -> None:
     cells = latest_release_cells(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
     releases = yaml.safe_load(read("study/releases/stacks.yaml"))["today"][-8:]
     assert {cell.release for cell in cells} == set(releases)
-    found = {(cell.release, cell.strategy, cell.micro_steps): {each.id for each in gpu_faults(cell)} for cell in cells}
+    faults = {(cell.release, cell.strategy, cell.micro_steps): {item.id for item in gpu_faults(cell)} for cell in cells}
     for cell in cells:
-        shown = found[cell.release, cell.strategy, cell.micro_steps]
-        assert not shown & {"gather-race", "flat-buffer-view"}, "a fault of CPUs"
+        ids = faults[cell.release, cell.strategy, cell.micro_steps]
+        assert not ids & {"gather-race", "flat-buffer-view"}, "a fault of CPUs"
         assert cell.verdict.kind in ("equal", "different", "crashes")
-        assert bool(shown) == (cell.verdict.kind == "different" and not cell.gpu_hides_it) or cell.release == "0.18.9"
+        assert bool(ids) == (cell.verdict.kind == "different" and not cell.gpu_hides_it) or cell.release == "0.18.9"
         assert cell.causes or cell.verdict.kind == "equal", "no difference without a known cause"
-    assert found["0.18.9", "zero2_cpu", 4] == {"divided-twice", "offload-drops-micro-steps"}, "by source: it crashes"
-    assert found["0.18.9", "zero1", 1] == found["0.18.9", "zero3", 4] == set()
-    struck = [release for release in releases if any(found[key] for key in found if key[0] == release)]
+    assert faults["0.18.9", "zero2_cpu", 4] == {"divided-twice", "offload-drops-micro-steps"}, "by source: it crashes"
+    assert faults["0.18.9", "zero1", 1] == faults["0.18.9", "zero3", 4] == set()
+    struck = [release for release in releases if any(faults[key] for key in faults if key[0] == release)]
     assert struck == releases[: len(struck)]
     newer, older = f"**{releases[len(struck)]} or later", f"{struck[0]} to {struck[-1]}"
     answer = f"{newer}: yes, if you call backward once per micro-batch. {older}: yes with one micro-batch per step, no"
     assert answer in unwrapped("README.md")
 
 
-def test_the_finding_on_releases_is_what_the_records_say() -> None:
+def test_the_finding_on_releases_matches_the_records() -> None:
     cells = [cell for cell in clipped(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
              if not cell.is_of_its_time and cell.verdict.kind in ("equal", "different")]  # fmt: skip
     ran = {cell.release for cell in cells}
     struck = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
     releases = sorted({cell.release for cell in struck}, key=release_order)
     range_of_them = f"{releases[0]} to {releases[-1]}"
-    said = f"Of {len(ran)} DeepSpeed releases that run here, {len(releases)} ({range_of_them}) compute wrong"
-    assert said in unwrapped("README.md")
+    sentence = f"Of {len(ran)} DeepSpeed releases that run here, {len(releases)} ({range_of_them}) compute wrong"
+    assert sentence in unwrapped("README.md")
     assert {cell.micro_steps for cell in struck} == {4}, "with accumulation only"
     assert {cell.strategy for cell in struck} == {"zero0", "zero1", "zero2", "zero2_cpu"}
 
 
-def test_the_finding_on_communication_is_what_is_predicted_and_recorded() -> None:
+def test_the_finding_on_communication_matches_predictions_and_records() -> None:
     def predicted(name: str, accumulation: int) -> float:
         strategy, shape, box = read_strategy(name), model_shape("llama-3.1-8b"), box_of("4xA100")
         precision = precision_under(strategy, "bf16")
@@ -143,17 +143,17 @@ def test_the_finding_on_communication_is_what_is_predicted_and_recorded() -> Non
 
     gigabytes = [f"{predicted(name, steps):.0f}" for steps in (1, 4) for name in ("ddp", "zero1", "zero2", "zero3")]
     stages = "DDP {}, ZeRO-1 {}, ZeRO-2 {}, ZeRO-3 {}"
-    said = f"in GB a step with one micro-batch: {stages}; with four micro-batches: {stages} (predicted ring bytes)"
-    assert said.format(*gigabytes) in unwrapped("README.md")
+    sentence = f"in GB a step with one micro-batch: {stages}; with four micro-batches: {stages} (predicted ring bytes)"
+    assert sentence.format(*gigabytes) in unwrapped("README.md")
     times = 2 * predicted("zero3", 1) / predicted("ddp", 1)
     assert f"of equal precision, ZeRO-3 sends {times:.1f} times what DDP sends" in unwrapped("README.md")
-    sent = [(run, request, each) for run, request in ended_runs() for each in compared_of(run)
-            if each.figure == SENT and each.measured > 1000]  # fmt: skip
+    sent = [(run, request, figure) for run, request in ended_runs() for figure in compared_of(run)
+            if figure.figure == SENT and figure.measured > 1000]  # fmt: skip
     virtual = [row for row in sent if row[0].virtual and row[0].model_name_or_path.startswith("llama-3.1-8b")]
     accumulating = [row for row in sent if row[1].accumulation > 1]
-    said = "{} virtual-rank records of this model and {} records of tiny models with accumulation are within 0.001 %"
-    assert said.format(len(virtual), len(accumulating)) in unwrapped("README.md")
-    assert 0 < max(abs(each.error) for _, _, each in [*virtual, *accumulating]) < 0.00001, "0.001 %"
+    text = "{} virtual-rank records of this model and {} records of tiny models with accumulation are within 0.001 %"
+    assert text.format(len(virtual), len(accumulating)) in unwrapped("README.md")
+    assert 0 < max(abs(figure.error) for _, _, figure in [*virtual, *accumulating]) < 0.00001, "0.001 %"
     assert {request.accumulation for _, request, _ in virtual} == {1}
     assert all("tiny" in run.model_name_or_path and not run.virtual for run, _, _ in accumulating)
 
@@ -161,11 +161,11 @@ def test_the_finding_on_communication_is_what_is_predicted_and_recorded() -> Non
 def test_ring_bytes_are_nowhere_called_bytes_on_the_wire() -> None:
     files = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "study").rglob("*.py"),
              *(REPOSITORY / "study").rglob("*.yaml"), *(REPOSITORY / "notebooks").glob("*.ipynb")]  # fmt: skip
-    said = re.compile(r"on the wire|wire bytes", re.IGNORECASE)
-    assert [file.name for file in files if said.search(file.read_text(encoding="utf-8"))] == []
+    pattern = re.compile(r"on the wire|wire bytes", re.IGNORECASE)
+    assert [file.name for file in files if pattern.search(file.read_text(encoding="utf-8"))] == []
 
 
-def test_how_far_ahead_an_offload_must_be_is_told() -> None:
+def test_the_required_lead_of_an_offload_is_documented() -> None:
     assert f"predicted to be {slowest_offload():.1f} times as fast" in " ".join(read("docs/advice.md").split())
 
 
@@ -175,7 +175,7 @@ def test_the_quickstart_shows_the_first_lines_of_the_advice(capsys: pytest.Captu
 
 
 def test_both_tasks_of_the_laptop_study_learn() -> None:
-    """Arms that are all at chance agree, too: BERT once ended at 0.7146, where ln 2 is 0.6931."""
+    """Strategies that do not learn agree, too: BERT once ended at 0.7146, where ln 2 is 0.6931."""
     runs = read_parquet(REPOSITORY / "reports" / "laptop").runs
     # A new model's first loss is that of a guess.
     learned = (runs["train_loss_first"] - runs["eval_loss_final"]) / (runs["train_loss_first"] - runs["floor_loss"])
@@ -184,8 +184,8 @@ def test_both_tasks_of_the_laptop_study_learn() -> None:
     assert least["gpt-wikitext"] > 0.9
 
 
-def test_the_finding_on_model_state_is_what_the_records_say() -> None:
-    for name, pattern, said in (
+def test_the_finding_on_model_state_matches_the_records() -> None:
+    for name, pattern, sentence in (
         ("paper_table1", r"holds within 1 % for (\d+ of \d+) cases", "holds within 1 % for {} cases"),
         (
             "virtual_models",
@@ -195,7 +195,7 @@ def test_the_finding_on_model_state_is_what_the_records_say() -> None:
     ):
         answer = TABLE1.answer(read_parquet(REPOSITORY / "reports" / name))
         assert answer is not None
-        assert said.format(*re.findall(pattern, answer.sentence)) in unwrapped("README.md")
+        assert sentence.format(*re.findall(pattern, answer.sentence)) in unwrapped("README.md")
 
 
 def test_the_finding_on_claims_is_the_first_line_of_study_claims() -> None:
@@ -203,21 +203,21 @@ def test_the_finding_on_claims_is_the_first_line_of_study_claims() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+def test_every_link_of_a_page_has_a_target(page: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", read(page))
     local = [link for pair in links for link in pair if link and "://" not in link]
     assert [link for link in local if not (REPOSITORY / page).parent.joinpath(link.partition("#")[0]).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_file_that_a_page_names_is_there(page: str) -> None:
-    named = [name for name in re.findall(r"`([\w.*-]+/[\w./*-]*)`", read(page)) if name.startswith(FOLDERS)]
-    kept = [name for name in named if "NAME" not in name and not name.startswith("runs/")]
-    assert [name for name in kept if not any(REPOSITORY.glob(name.rstrip("/")))] == []
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    names = [name for name in re.findall(r"`([\w.*-]+/[\w./*-]*)`", read(page)) if name.startswith(FOLDERS)]
+    committed_names = [name for name in names if "NAME" not in name and not name.startswith("runs/")]
+    assert [name for name in committed_names if not any(REPOSITORY.glob(name.rstrip("/")))] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_is_taken(page: str) -> None:
+def test_every_command_of_a_page_is_valid(page: str) -> None:
     targets = re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE)
     for words in commands(read(page)):
         program, *arguments = words
@@ -227,16 +227,16 @@ def test_every_command_of_a_page_is_taken(page: str) -> None:
             name, *flags = arguments if Path(program).name == "study" else arguments[2:]
             parser = Parser()
             COMMANDS[name].add_arguments(parser)
-            asked = parser.parse_args(flags) if flags else None
-            if asked is not None and hasattr(asked, "suite"):
-                find_suite(asked.suite)
+            options = parser.parse_args(flags) if flags else None
+            if options is not None and hasattr(options, "suite"):
+                find_suite(options.suite)
         elif program == "accelerate":
             place = next(place for place, word in enumerate(words) if word.endswith(".py"))
             assert all((REPOSITORY / word).exists() for word in (words[place], words[3])), words
             run = parse_command_line(words[place + 1 :])
             flags = words[:place]
             if "--num_processes" in flags and not run.virtual_world_size:
-                # More ranks than a laptop has are of a box with GPUs, where other values are the default.
+                # Commands with more ranks than a laptop has are for machines with GPUs, whose defaults differ.
                 ranks = int(flags[flags.index("--num_processes") + 1])
                 assert resolved(run, accelerator_visible=True).batch_plan(ranks), words
         elif program == "bash":

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from damage import damaged_bytes, leaves, put
+from damage import damaged_bytes, leaves, set_leaf
 from engines import ROOT
 from study.config.errors import RunFailed, UserError, first_line
 from study.records.directory import (
@@ -39,7 +39,7 @@ from study.records.frames import read_records
 from study.records.lock import LOCK_NAME, Held, is_at_work, refuse_folder_at_work, take_folder
 from study.records.schema import SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
 from study.sweep.verdict import cell_state
-from synthetic_records import seal_anew, without_seal
+from synthetic_records import reseal, without_seal
 
 STEPS = 6
 SEAL = "was changed after the run had closed its record"
@@ -178,7 +178,7 @@ def kill_after_its_first_line(process: subprocess.Popen[bytes], delay_s: float) 
     process.communicate()
 
 
-# Big enough that writing one takes many pages: a write in place would be caught half-way.
+# Large enough that a write takes many pages: a kill would leave an in-place write incomplete.
 KEEP_WRITING = """
 import sys
 from pathlib import Path
@@ -195,7 +195,7 @@ def test_a_writer_killed_in_the_middle_leaves_a_whole_document(tmp_path: Path) -
     file = tmp_path / "summary.json"
     delays = random.Random(1)
     interrupted_writes = kills = 0
-    # Until enough kills have hit a write: a box decides how many that takes.
+    # Until enough kills have interrupted a write; the machine decides how many that takes.
     while kills < 25 or (interrupted_writes < 3 and kills < 500):
         kills += 1
         kill_after_its_first_line(start_python(KEEP_WRITING, str(file)), delays.uniform(0, 0.03))
@@ -205,7 +205,7 @@ def test_a_writer_killed_in_the_middle_leaves_a_whole_document(tmp_path: Path) -
         interrupted_writes += len(leftovers)
         for leftover in leftovers:
             leftover.unlink()
-    # Otherwise no kill hit a write, and the test has shown nothing.
+    # If no kill interrupted a write, the test has shown nothing.
     assert interrupted_writes >= 3
 
 
@@ -237,7 +237,7 @@ def test_a_killed_attempt_reads_as_interrupted_with_the_rows_it_wrote(tmp_path: 
         assert not is_finished(path)
 
 
-def test_a_run_at_work_is_not_told_as_interrupted_and_is_in_no_report(tmp_path: Path) -> None:
+def test_a_running_run_is_not_interrupted_and_in_no_report(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", end=False)
     with take_folder(path, "the run"):
         assert (cell_state(path).state, cell_state(path).is_answered(retry=False)) == ("at work", False)
@@ -248,7 +248,7 @@ def test_a_run_at_work_is_not_told_as_interrupted_and_is_in_no_report(tmp_path: 
     assert list(read_records(tmp_path).runs["status_state"]) == ["interrupted"]
 
 
-def test_a_deleted_lock_file_frees_no_folder_at_work(tmp_path: Path) -> None:
+def test_a_deleted_lock_file_does_not_free_the_folder_of_a_run(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", end=False)
     with take_folder(path, "the run"):
         (path / LOCK_NAME).unlink()
@@ -257,14 +257,14 @@ def test_a_deleted_lock_file_frees_no_folder_at_work(tmp_path: Path) -> None:
             refuse_folder_at_work(path, "the run")
         with pytest.raises(Held, match="another run is at work in the run"):
             take_folder(path, "the run")
-        # The second one left a lock file, which says nothing of the first.
+        # The second attempt left a lock file, which does not describe the first.
         with pytest.raises(Held, match="another run is at work in the run"):
             take_folder(path, "the run")
     assert not is_at_work(path)
     take_folder(path, "the run").release()
 
 
-def test_what_a_library_says_is_recorded_without_what_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_libraries_are_recorded_without_private_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://alice:SECRET@mirror.example:18933/")
     error = OSError("no connection to 'http://alice:SECRET@mirror.example:18933' for\x1b[31m this")
     assert first_line(error) == "no connection to '$HF_ENDPOINT' for\x1b[31m this"
@@ -272,7 +272,7 @@ def test_what_a_library_says_is_recorded_without_what_is_private(monkeypatch: py
     assert UserError(str(error), "").problem == "no connection to '$HF_ENDPOINT' for\N{REPLACEMENT CHARACTER}[31m this"
 
 
-def test_a_report_tells_no_folder_of_somebody_s(tmp_path: Path) -> None:
+def test_a_report_prints_no_private_folder(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", end=False)
     rewrite(path / "status.json", methodcaller("update", {"reason": "no room at /home/alice/secret/run\x1b]0;title"}))
     rewrite(path / "config.json", methodcaller("update", {"data": "/home/alice/secret/local"}))
@@ -294,9 +294,9 @@ def test_a_record_of_strange_values_is_left_out_and_hides_no_other(
 ) -> None:
     shutil.copytree(run_directory, run_directory.parent / "other")
     document = read_json(run_directory / f"{file}.json")
-    put(document, place, value)
+    set_leaf(document, place, value)
     write_json(run_directory / f"{file}.json", document)
-    seal_anew(run_directory)
+    reseal(run_directory)
     records = read_records(run_directory.parent)
     assert (list(records.runs["run"]), len(records.refused)) == (["other"], 1)
     assert str(place[-1]) in records.refused[0]
@@ -308,7 +308,7 @@ def test_a_folder_whose_name_is_no_text_is_left_out_by_name(tmp_path: Path) -> N
     assert (len(records.runs), records.refused) == (0, ("caf\\udce9: its name is not UTF-8; rename the folder",))
 
 
-def test_a_row_that_was_cut_off_is_dropped_unless_the_run_ended_well(tmp_path: Path) -> None:
+def test_a_row_that_was_cut_off_is_dropped_unless_the_run_succeeded(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=4, end=False)
     with (path / "steps.jsonl").open("a") as rows:
         rows.write('{"step": 5, "loss"')
@@ -327,7 +327,7 @@ def test_an_attempt_is_counted_and_starts_from_nothing(run_directory: Path) -> N
     assert (run.steps, run.evals, run.engine, run.summary, run.memory, run.traffic) == ([], [], {}, {}, {}, {})
 
 
-def test_an_attempt_starts_over_whatever_the_one_before_left(run_directory: Path) -> None:
+def test_an_attempt_starts_from_scratch_after_any_other(run_directory: Path) -> None:
     for name in ("status.json", "steps.jsonl", "evals.jsonl", "summary.json"):
         (run_directory / name).write_text('{"torn')
     (run_directory / ".summary.json.k1lled_0").write_text("{")
@@ -337,7 +337,7 @@ def test_an_attempt_starts_over_whatever_the_one_before_left(run_directory: Path
     assert [file.name for file in run_directory.iterdir() if file.name.startswith(".")] == [".summary.json.bak"]
 
 
-def test_a_resumed_attempt_goes_on_from_the_rows_of_its_checkpoint(run_directory: Path, tmp_path: Path) -> None:
+def test_a_resumed_attempt_continues_from_the_rows_of_its_checkpoint(run_directory: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     write_run(checkpoint, steps=4, end=False)
     writer = RunWriter(run_directory, rows_from=checkpoint)
@@ -359,14 +359,14 @@ def test_a_run_whose_folder_is_moved_completes_its_record_there(tmp_path: Path) 
     first.append("steps.jsonl", ROWS[0])
     first.flush()
     (tmp_path / "run").rename(tmp_path / "moved")
-    other = write_run(tmp_path / "run")
-    whole = {file.name: file.read_bytes() for file in other.iterdir()}
+    successor = write_run(tmp_path / "run")
+    contents = {file.name: file.read_bytes() for file in successor.iterdir()}
     assert not first.is_in_place()
     assert first.path == tmp_path / "moved"
     first.write("config.json", CONFIG)
     first.append("evals.jsonl", EVALS[0])
     first.close("failed", "why")
-    assert {file.name: file.read_bytes() for file in other.iterdir()} == whole
+    assert {file.name: file.read_bytes() for file in successor.iterdir()} == contents
     moved = read_run(tmp_path / "moved")
     assert (moved.state, moved.steps, moved.config) == ("failed", ROWS[:1], CONFIG)
 
@@ -382,12 +382,12 @@ def test_a_hint_replaces_no_ending_that_another_rank_wrote(tmp_path: Path) -> No
 
 def test_a_summary_that_differs_from_the_last_row_is_refused(run_directory: Path) -> None:
     rewrite(run_directory / "summary.json", lambda summary: summary.update(train_loss_final=0.125))
-    seal_anew(run_directory)
+    reseal(run_directory)
     with pytest.raises(RecordError, match=r"summary\.json: train_loss_final is 0\.125, by the last row"):
         read_run(run_directory)
 
 
-def test_the_first_word_on_a_failed_run_is_believed(tmp_path: Path) -> None:
+def test_the_first_reason_of_a_failed_run_stays(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=2, end=False)
     end_interrupted_run(path, "oom", "rank 1: out of memory", "use less")
     first = read_status(path)
@@ -395,32 +395,35 @@ def test_the_first_word_on_a_failed_run_is_believed(tmp_path: Path) -> None:
     assert first["ended_at"] is not None
     end_interrupted_run(path, "interrupted", "ended by SIGTERM", "")
     assert read_status(path) == first
-    # The next attempt has a word of its own.
+    # The next attempt writes its own reason.
     write_run(path, steps=1, end=False)
     end_interrupted_run(path, "failed", "another reason", "")
     assert (read_status(path)["reason"], read_status(path)["attempt"]) == ("another reason", 2)
 
 
-def test_ranks_that_fail_at_once_leave_one_whole_word(tmp_path: Path) -> None:
+def test_ranks_that_fail_at_once_leave_one_complete_reason(tmp_path: Path) -> None:
     for number in range(20):
         path = write_run(tmp_path / str(number), steps=1, end=False)
         barrier = threading.Barrier(4)
-        words: list[dict[str, Any]] = []
+        statuses: list[dict[str, Any]] = []
 
         def fail(
-            rank: int, path: Path = path, barrier: threading.Barrier = barrier, words: list[dict[str, Any]] = words
+            rank: int,
+            path: Path = path,
+            barrier: threading.Barrier = barrier,
+            statuses: list[dict[str, Any]] = statuses,
         ) -> None:
             barrier.wait()
             end_interrupted_run(path, "failed", f"rank {rank}", f"hint {rank}")
-            words.append(read_status(path))
+            statuses.append(read_status(path))
 
         threads = [threading.Thread(target=fail, args=(rank,)) for rank in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        said = {word["reason"] for word in words if word["ended_at"] is not None}
-        assert len(said) == 1
+        reasons = {word["reason"] for word in statuses if word["ended_at"] is not None}
+        assert len(reasons) == 1
         assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []
 
 
@@ -434,7 +437,7 @@ def test_a_rank_that_fails_before_there_is_a_record_has_nothing_to_end(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-# What readers refuse. Each entry damages one file and must be refused with that file's name.
+# Invalid records. Each entry damages one file, and the error must name that file.
 
 NOT_NUMBERS: dict[str, Any] = {
     "a string": "0.5", "a list": [0.5], "an object": {"a": 0.5}, "true": True, "false": False, "a negative": -0.5,
@@ -445,7 +448,7 @@ def assert_refused(path: Path, file: str, reason: str = "") -> None:
     with pytest.raises(RecordError) as refusal:
         read_run(path)
     assert reason in refusal.value.reason
-    # A seal notices everything: what a test is of must be refused for a reason of its own.
+    # The seal detects every change: the tested check must fail for its specific reason.
     assert (SEAL in reason) == (SEAL in refusal.value.reason)
     assert refusal.value.file.name == file
     assert str(refusal.value) == f"{refusal.value.file}: {refusal.value.reason}"
@@ -463,7 +466,7 @@ def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run
             if path == ("unit",) or (damage == "a negative" and path[-1] in may_be_negative):
                 continue
             document = copy.deepcopy(original)
-            put(document, path, NOT_NUMBERS[damage])
+            set_leaf(document, path, NOT_NUMBERS[damage])
             file.write_text(json.dumps(document))
             assert_refused(run_directory, file.name, str(path[-1]))
         file.write_text(before)
@@ -486,11 +489,11 @@ def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, r
     assert_refused(run_directory, file.name, "finite")
 
 
-def test_a_record_tells_of_skipped_steps(run_directory: Path) -> None:
+def test_a_record_lists_skipped_steps(run_directory: Path) -> None:
     rows = [row | {"skipped": True} if row["step"] in (2, 3) else row for row in ROWS]
     (run_directory / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rewrite(run_directory / "summary.json", methodcaller("update", {"steps_skipped": 2, "warmup_steps": 3}))
-    seal_anew(run_directory)
+    reseal(run_directory)
     run = read_run(run_directory)
     assert (run.steps, run.summary["steps_skipped"]) == (rows, 2)
 
@@ -506,13 +509,13 @@ def test_a_number_that_is_none_is_refused_in_every_row(name: str, token: str, ru
 @pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
 def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_directory: Path) -> None:
     file = run_directory / name
-    whole = file.read_bytes()
+    content = file.read_bytes()
     for damaged in (
-        whole[:-3], b"", b"[]\n", b"3\n", b"null\n", b"{}\n", b'"x"\n', b"\xff\xfe{}", b"\0" * 50,
+        content[:-3], b"", b"[]\n", b"3\n", b"null\n", b"{}\n", b'"x"\n', b"\xff\xfe{}", b"\0" * 50,
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n",
     ):  # fmt: skip
         file.write_bytes(damaged)
-        # No rows, and a run of no flags on no box, are as well written as others.
+        # An empty list of rows, and empty flags or an empty environment, are valid documents.
         empty = (name.endswith("l") and not damaged) or (name[:3] in ("con", "env") and damaged == b"{}\n")
         assert_refused(run_directory, name, SEAL if empty else "")
     file.unlink()
@@ -532,7 +535,7 @@ def test_a_key_that_is_missing_is_refused(name: str, run_directory: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["status", "summary"])
-def test_a_key_nobody_knows_is_refused(name: str, run_directory: Path) -> None:
+def test_an_unknown_key_is_refused(name: str, run_directory: Path) -> None:
     rewrite(run_directory / f"{name}.json", lambda document: document.update(step_time_median=1))
     assert_refused(run_directory, f"{name}.json", "step_time_median")
 
@@ -551,7 +554,7 @@ def test_a_key_that_is_there_twice_is_refused(run_directory: Path) -> None:
         ("started_at", 3), ("ended_at", "2026-01-01T00:00:00"), ("ended_at", False), ("ended_at", None),
     ],
 )  # fmt: skip
-def test_a_status_that_says_nothing_is_refused(key: str, value: Any, run_directory: Path) -> None:
+def test_an_invalid_status_is_refused(key: str, value: Any, run_directory: Path) -> None:
     rewrite(run_directory / "status.json", lambda document: document.update({key: value}))
     assert_refused(run_directory, "status.json", key)
     with pytest.raises(RecordError):
@@ -568,7 +571,7 @@ def test_a_status_that_says_nothing_is_refused(key: str, value: Any, run_directo
         ("initial_weights_sha256", "abc"), ("warnings", "a"), ("warnings", [1]), ("warnings", None),
     ],
 )  # fmt: skip
-def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, run_directory: Path) -> None:
+def test_an_invalid_engine_is_refused(key: str, value: Any, run_directory: Path) -> None:
     rewrite(run_directory / "engine.json", lambda document: document.update({key: value}))
     assert_refused(run_directory, "engine.json", key)
 
@@ -581,7 +584,7 @@ def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, run_dir
         (1, {"lr": None}), (1, {"tokens": None}), (1, {"tokens": 64.5}), (1, {"note": 1}),
     ],
 )  # fmt: skip
-def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
+def test_an_invalid_step_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
     rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(change))
     assert_refused(run_directory, "steps.jsonl")
 
@@ -593,7 +596,7 @@ def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], r
         (0, {"accuracy": None}), (0, {"bleu": 1.0}),
     ],
 )  # fmt: skip
-def test_an_evaluation_that_cannot_be_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
+def test_an_invalid_evaluation_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
     rewrite_row(run_directory / "evals.jsonl", number, lambda row: row.update(change))
     assert_refused(run_directory, "evals.jsonl")
 
@@ -604,7 +607,7 @@ def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_direct
     lines = file.read_text().splitlines(keepends=True)
     for changed in (lines[1:], lines[:-1], lines + lines[-1:], lines[:1] + lines, lines[::-1], [*lines, "\n"]):
         file.write_text("".join(changed))
-        # No row says which one is the last, and none when a run is evaluated first.
+        # No row states that it is the last, nor that a first evaluation is missing.
         short = changed == lines[:-1] or (name == "evals" and changed == lines[1:])
         assert_refused(run_directory, file.name, SEAL if short else "")
 
@@ -619,10 +622,10 @@ def test_a_sealed_record_is_refused_when_any_file_of_it_was_changed(name: str, r
     assert_refused(run_directory, name, SEAL)
 
 
-def test_a_run_that_ended_well_without_a_seal_is_refused(run_directory: Path) -> None:
+def test_a_successful_run_without_a_seal_is_refused(run_directory: Path) -> None:
     without_seal(run_directory)
     assert_refused(run_directory, "status.json", "its seal is missing")
-    # One that was killed could not close its record.
+    # A killed run cannot close its record.
     rewrite(run_directory / "status.json", methodcaller("update", {"state": "interrupted", "ended_at": None}))
     assert read_run(run_directory).steps == ROWS
 
@@ -631,16 +634,16 @@ def test_a_baseline_that_watched_no_step_is_read(run_directory: Path) -> None:
     write_json(run_directory / "traffic.json", {"step": None, "world_size": 2, "collectives": {}})
     nothing = {"comm_bytes_per_step": None, "sent_bytes_per_step": None, "comm_calls_per_step": None}
     rewrite(run_directory / "summary.json", lambda document: document.update(nothing))
-    seal_anew(run_directory)
+    reseal(run_directory)
     assert read_run(run_directory).summary["comm_bytes_per_step"] is None
 
 
 @pytest.mark.parametrize("key", ["sent_bytes_per_step", "gloo_sent_bytes_per_step"])
-def test_a_record_from_before_sent_bytes_stood_in_its_summary_is_read(run_directory: Path, key: str) -> None:
+def test_an_older_record_without_sent_bytes_in_its_summary_is_read(run_directory: Path, key: str) -> None:
     rewrite(run_directory / "summary.json", lambda document: document.pop(key))
     without = {"all_reduce": {"calls": 1, "payload_bytes": 24, "wire_bytes_per_rank": 24.0}}
     rewrite(run_directory / "traffic.json", lambda document: document.update(collectives=without))
-    seal_anew(run_directory)
+    reseal(run_directory)
     assert key not in read_run(run_directory).summary
 
 
@@ -650,12 +653,12 @@ def test_a_virtual_run_needs_no_losses(run_directory: Path) -> None:
         rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(loss=None))
     without = {"train_loss_first": None, "train_loss_final": None}
     rewrite(run_directory / "summary.json", lambda document: document.update(without))
-    seal_anew(run_directory)
+    reseal(run_directory)
     assert read_run(run_directory).steps[0]["loss"] is None
 
 
 def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Path) -> None:
-    """Bytes flipped, lost, doubled and swapped: never another exception, never a figure that is no figure."""
+    """Flipped, lost, doubled and swapped bytes never cause another exception or an invalid figure."""
     original = write_run(tmp_path / "original")
     names = sorted(file.name for file in original.iterdir())
     damaged = tmp_path / "damaged"
@@ -665,10 +668,10 @@ def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Pat
     refused: list[RecordError] = []
     for _ in range(3000):
         name = rng.choice(names)
-        whole = (original / name).read_bytes()
-        (damaged / name).write_bytes(damaged_bytes(whole, rng))
+        content = (original / name).read_bytes()
+        (damaged / name).write_bytes(damaged_bytes(content, rng))
         if name != "status.json":
-            seal_anew(damaged)
+            reseal(damaged)
         try:
             run = read_run(damaged)
         except RecordError as error:

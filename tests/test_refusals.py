@@ -1,4 +1,4 @@
-"""What a user sees who asks for something that cannot be: one line that says what and how to fix it, and no trace."""
+"""An invalid request ends with one line that states the problem and its fix, and without a traceback."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ LAPTOP = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
 NOBODY = "~nobody-of-this-name/x"
 
 
-def refuse(
+def run_train(
     box: Path, *arguments: str, launched_with: tuple[str, int] | None = None, forked: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """study/train.py in an empty folder, with empty caches and no hub; in a fork where imports are not the point."""
+    """Run study/train.py in an empty folder, with empty caches and no hub; in a fork unless imports matter."""
     cwd = box / "cwd"
     cwd.mkdir(exist_ok=True)
     inherited = {
@@ -65,7 +65,7 @@ def refuse(
         | environment
     )
     if forked:
-        # Read when it is imported, and so the same for all of a session.
+        # A library reads these at import, so they are the same for all tests of a session.
         hub = {"HF_HOME": str(box.parent / "hf"), "HF_ENDPOINT": NO_HUB}
         script = ROOT / "study/train.py"
         return fork_script(script, *arguments, folder=cwd, environment=environment, read_at_import=hub)
@@ -90,7 +90,7 @@ def refuse(
 
 
 def contents(box: Path) -> dict[str, bytes | None]:
-    """Everything in the box but the caches."""
+    """Return every file below the folder except the caches."""
     return {
         str(path.relative_to(box)): path.read_bytes() if path.is_file() else None
         for path in sorted(box.rglob("*"))
@@ -103,7 +103,7 @@ def assert_refused(
 ) -> None:
     (box / "cwd").mkdir(exist_ok=True)
     before = contents(box)
-    result = refuse(box, *arguments, launched_with=None, forked=forked, **environment)
+    result = run_train(box, *arguments, launched_with=None, forked=forked, **environment)
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert_is_one_line(result.stderr, says, fix)
@@ -113,18 +113,18 @@ def assert_refused(
 def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
     lines = stderr.splitlines()
     assert len(lines) == 1, stderr
-    problem, found, how = lines[0].partition(". To fix it: ")
-    assert found
+    problem, separator, advice = lines[0].partition(". To fix it: ")
+    assert separator
     assert problem.startswith("error: ")
     for part in says:
         assert part in problem
-    assert fix in how
+    assert fix in advice
 
 
-def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
-    """What a checkpoint holds beside its tensors."""
+def write_checkpoint(folder: Path, step: int, **flags: Any) -> Path:
+    """Write the files of a checkpoint except its tensors."""
     write_run(folder, steps=step, end=False)
-    config = dataclasses.replace(LAPTOP, **asked)
+    config = dataclasses.replace(LAPTOP, **flags)
     tokens, weights = {"train": "0" * 64, "eval": "0" * 64}, "0" * 64
     write_manifest(
         folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
@@ -135,7 +135,7 @@ def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
 
 
 def write_manifest(folder: Path, **values: Any) -> None:
-    """As the study writes it, with other values in it."""
+    """Write a sealed manifest with these values, as the study does."""
     file = folder / "checkpoint.json"
     write_json(file, sealed((read_json(file) if file.exists() else {}) | values))
 
@@ -165,7 +165,7 @@ def damaged_run(content: str) -> Callable[[Path], object]:
 
 
 def checkpoint(**manifest: Any) -> Callable[[Path], object]:
-    """A checkpoint whose manifest says something else, as the study would have written it."""
+    """Return a writer of a checkpoint whose manifest has these values and a valid seal."""
     return lambda box: write_manifest(write_checkpoint(box / "checkpoint", step=3), **manifest)
 
 
@@ -184,18 +184,19 @@ def edited_manifest(box: Path) -> None:
     write_json(file, read_json(file) | {"schedule": {"a": 1}})
 
 
-def of_this_data(box: Path, **manifest: Any) -> None:
-    """A checkpoint that agrees with this run in all but what is given."""
+def matching_checkpoint(box: Path, **manifest: Any) -> None:
+    """Write a checkpoint that matches this run except for the given values."""
     tokens = load_data(LAPTOP, box / "cache").source["tokens_sha256"]
     weights = materialize_initial_weights(LAPTOP, box / "cache").sha256
     environment = describe_environment() | {"threads_per_rank": 1}
-    said = {"tokens_sha256": tokens, "initial_weights_sha256": weights, "environment": environment, **manifest}
-    write_manifest(write_checkpoint(box / "checkpoint", step=3), **said)
+    values = {"tokens_sha256": tokens, "initial_weights_sha256": weights, "environment": environment, **manifest}
+    write_manifest(write_checkpoint(box / "checkpoint", step=3), **values)
 
 
 def with_other_torch(box: Path) -> None:
-    here = describe_environment()
-    of_this_data(box, environment=here | {"threads_per_rank": 1, "packages": here["packages"] | {"torch": "2.0.0"}})
+    environment = describe_environment()
+    changes = {"threads_per_rank": 1, "packages": environment["packages"] | {"torch": "2.0.0"}}
+    matching_checkpoint(box, environment=environment | changes)
 
 
 def pipe_in_place_of_a_status(box: Path) -> None:
@@ -214,7 +215,7 @@ RESUME = ("--resume_from_checkpoint", "{box}/checkpoint")
 PRETRAINED = ("--weights", "pretrained", "--model_name_or_path", "bert-large-uncased")
 ROWS = ("--data", "{box}/rows.jsonl")
 OWN_MODEL = ("--task", "gpt-wikitext", "--seq_length", "32", "--model_name_or_path", "{box}/model")
-# What lies there, the flags, what the problem must name, and what the fix must.
+# Preparation of the folder, flags, words of the problem, words of the fix.
 REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...], str]] = [
     (nothing, ("--nonsense", "1"), ("--nonsense",), "--help"),
     (nothing, ("--global_batch_size", "64", "--train_samples", "32"), ("64", "32"), "--train_samples 64"),
@@ -243,7 +244,7 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (model(n_head=0), OWN_MODEL, ("/model", "cannot be built"), ""),
     (model(n_embd=10**12), OWN_MODEL, ("/model", "cannot be built"), ""),
     (model(vocab_size=10), OWN_MODEL, ("/model", "10"), ""),
-    # Folders of others, and finished or damaged runs, are never written to unasked.
+    # Folders of other programs, and finished or damaged runs, are overwritten only on request.
     (lambda box: write_run(box / "run"), RUN, ("/run",), "--overwrite_output_dir"),
     (text("thesis/chapter.txt", "years of work"), MINE, ("thesis",), "new folder"),
     (text("thesis/chapter.txt", "years of work"), (*MINE, AGAIN), ("thesis",), "new folder"),
@@ -253,17 +254,17 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (lambda box: (box / "run/status.json").mkdir(parents=True), (*RUN, AGAIN), ("/run",), "new folder"),
     (pipe_in_place_of_a_status, (*RUN, AGAIN), ("/run",), "new folder"),
     *((damaged_run(content), RUN, ("status.json",), AGAIN) for content in ("{", "[]", '{"state": "ok"}')),
-    # Checkpoints that are damaged, or of another run.
+    # Checkpoints that are damaged or belong to another run.
     *((checkpoint_with_rows(content), RESUME, ("steps.jsonl",), "checkpoint.json")
       for content in ("", '{"step": 1}\n', "torn", None)),
     *((checkpoint(**{key: value}), RESUME, ("/checkpoint", f"{key} is {value!r}"), "name a folder")
       for key, value in (("step", None), ("step", "3"), ("step", True), ("config", []), ("schedule", 3))),
     (checkpoint(step=-1), RESUME, ("/checkpoint", "3 rows at step -1"), "name a folder"),
     (edited_manifest, RESUME, ("checkpoint.json", "changed"), "name a folder"),
-    (lambda box: of_this_data(box, tokens_sha256={}), RESUME, ("eval samples",), "start anew"),
-    (lambda box: of_this_data(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",), "start anew"),
+    (lambda box: matching_checkpoint(box, tokens_sha256={}), RESUME, ("eval samples",), "start anew"),
+    (lambda box: matching_checkpoint(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",), "start anew"),
     (with_other_torch, RESUME, ("torch was 2.0.0",), "where it was saved"),
-    (lambda box: of_this_data(box, deepspeed={"stage": 1}), RESUME, ("DeepSpeed",), "start anew"),
+    (lambda box: matching_checkpoint(box, deepspeed={"stage": 1}), RESUME, ("DeepSpeed",), "start anew"),
     (lambda box: write_checkpoint(box / "checkpoint", step=3, seed=7), RESUME, ("with seed 7", "42"), "--seed 7"),
     (lambda box: write_checkpoint(box / "checkpoint", step=3, max_steps=3), (*RESUME, "--max_steps", "3"), ("3 of 3",),
      "earlier"),
@@ -277,14 +278,14 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
     prepare: Callable[[Path], object], flags: tuple[str, ...], names: tuple[str, ...], fix: str, tmp_path: Path
 ) -> None:
     prepare(tmp_path)
-    placed, named = ([part.replace("{box}", str(tmp_path)) for part in parts] for parts in (flags, names))
-    assert_refused(tmp_path, "--scale", "laptop", *placed, says=tuple(named), fix=fix)
+    arguments, words = ([part.replace("{box}", str(tmp_path)) for part in parts] for parts in (flags, names))
+    assert_refused(tmp_path, "--scale", "laptop", *arguments, says=tuple(words), fix=fix)
 
 
 @pytest.mark.parametrize(
     ("environment", "flags", "names", "fix"),
     [
-        # One that is refused before anything is imported, and others after, in processes of their own.
+        # One request that fails before any import, and others that fail later; each in a separate process.
         ({}, ("--nonsense", "1"), ("--nonsense",), "--help"),
         ({}, ("--precision", "bf16-engine"), ("bf16-engine",), "--precision bf16"),
         ({"HF_HUB_OFFLINE": "1"}, ("--data", "hub"), ("--data hub",), "--data builtin"),
@@ -293,22 +294,22 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
         ({"OMP_NUM_THREADS": "abc"}, ("--help",), ("OMP_NUM_THREADS", "abc"), "unset it"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, (), ("mixed_precision bf16", "--precision"), "--precision alone"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, (), ("dynamo_backend inductor",), "--torch_compile alone"),
-        # No file says this: the shell does, or the launcher's own flag.
+        # Set by the shell or by the launcher's flag, in no config file.
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, (), ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), "unset"),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_the_environment_asks_is_refused_in_one_line(
+def test_unsupported_variables_are_refused_in_one_line(
     environment: dict[str, Any], flags: tuple[str, ...], names: tuple[str, ...], fix: str, tmp_path: Path
 ) -> None:
     assert_refused(tmp_path, "--scale", "laptop", *flags, says=names, fix=fix, forked=False, **environment)
 
 
-def test_the_launcher_s_own_flag_for_accumulation_is_not_left_unheard() -> None:
+def test_the_launcher_s_own_flag_for_accumulation_is_not_ignored() -> None:
     config = LAPTOP
-    asked = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    environment = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     with pytest.raises(UserError, match="gradient_accumulation_steps 4, and --per_device_train_batch_size for 1"):
-        check_launch_flags(config, config.batch_plan(2), asked)
+        check_launch_flags(config, config.batch_plan(2), environment)
 
 
 @pytest.mark.parametrize(
@@ -321,10 +322,10 @@ def test_the_launcher_s_own_flag_for_accumulation_is_not_left_unheard() -> None:
 )
 def test_a_launcher_s_flag_that_deepspeed_s_file_overrules_is_refused(variable: str, value: str, says: str) -> None:
     config = LAPTOP
-    asked = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero3.json"}
-    check_launch_flags(config, config.batch_plan(2), asked)
+    environment = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero3.json"}
+    check_launch_flags(config, config.batch_plan(2), environment)
     with pytest.raises(UserError, match=f"the launch asks for {says}, and DeepSpeed's file decides that"):
-        check_launch_flags(config, config.batch_plan(2), asked | {f"ACCELERATE_{variable}": value})
+        check_launch_flags(config, config.batch_plan(2), environment | {f"ACCELERATE_{variable}": value})
 
 
 @pytest.mark.parametrize("empty", ["ZERO_STUDY_CACHE", "XDG_CACHE_HOME"])
@@ -340,17 +341,17 @@ def test_the_cache_is_never_in_the_folder_where_the_command_was_typed(
     assert cache_directory() == tmp_path / "mine"
 
 
-def test_an_empty_home_is_none_and_a_user_without_one_is_told_to_name_the_cache(
+def test_an_empty_home_is_ignored_and_a_user_without_one_must_name_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container that was given the number of a user alone."""
+    """A container may run under a user id that has no account."""
     monkeypatch.delenv("ZERO_STUDY_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    known = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    account_home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     monkeypatch.setenv("HOME", "")
-    assert home_folder() == known
+    assert home_folder() == account_home
     monkeypatch.delenv("HOME")
-    assert home_folder() == known
+    assert home_folder() == account_home
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
     with pytest.raises(UserError, match="this user has no home folder") as refused:
         cache_directory()
@@ -359,8 +360,10 @@ def test_an_empty_home_is_none_and_a_user_without_one_is_told_to_name_the_cache(
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero3", 4), ("zero3_nvme", 2)])
-def test_other_ranks_are_taken_and_another_strategy_is_refused(strategy: str, ranks: int, tmp_path: Path) -> None:
-    saved, launch = write_checkpoint(tmp_path / "checkpoint", step=3), launch_of(strategy, ranks)
+def test_another_world_size_is_accepted_and_another_strategy_is_refused(
+    strategy: str, ranks: int, tmp_path: Path
+) -> None:
+    saved, launch = write_checkpoint(tmp_path / "checkpoint", step=3), make_launch(strategy, ranks)
     config = resolved(RunConfig(scale="laptop", resume_from_checkpoint=str(saved)), accelerator_visible=False)
     write_manifest(saved, world_size=8, strategy=strategy, deepspeed=launch.strategy.deepspeed)
     if strategy == "zero3_nvme":
@@ -369,18 +372,18 @@ def test_other_ranks_are_taken_and_another_strategy_is_refused(strategy: str, ra
         return
     assert find_checkpoint(config, launch, tmp_path) is not None
     with pytest.raises(UserError, match=f"saved by {strategy}, this run is single"):
-        find_checkpoint(config, launch_of("single", 1), tmp_path)
+        find_checkpoint(config, make_launch("single", 1), tmp_path)
 
 
-def test_ranks_of_one_launch_say_it_once(tmp_path: Path) -> None:
-    # A launcher ends all ranks as soon as one has left: rank 0 must have spoken by then. Which is first is chance.
-    result = refuse(tmp_path, "--scale", "laptop", "--global_batch_size", "7", launched_with=("ddp", 2))
+def test_ranks_of_one_launch_print_an_error_once(tmp_path: Path) -> None:
+    # A launcher ends all ranks as soon as one has exited, so rank 0 must print first. Which rank exits first is random.
+    result = run_train(tmp_path, "--scale", "laptop", "--global_batch_size", "7", launched_with=("ddp", 2))
     assert result.returncode != 0
-    ours = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(ours) == 1, result.stderr
-    assert_is_one_line(ours[0], ("--global_batch_size 7", "2 ranks"), "such as 8")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert_is_one_line(errors[0], ("--global_batch_size 7", "2 ranks"), "such as 8")
     assert result.stdout == ""
-    # What torch's launcher adds names the ranks and their exit status; no traceback of the study is in it.
+    # torch's launcher prints the ranks and their exit status; no traceback of the study is in its output.
     assert 'study/train.py", line' not in result.stderr
     assert sorted(path.name for path in (tmp_path / "cwd").iterdir()) == ["accelerate_configs"]
 
@@ -393,46 +396,46 @@ def test_an_nvme_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a regular file")
     nvme_path = str(tmp_path / "file" / "nvme")
     before = contents(tmp_path)
-    result = refuse(tmp_path, "--scale", "laptop", "--nvme_path", nvme_path, launched_with=("zero3_nvme", 1))
+    result = run_train(tmp_path, "--scale", "laptop", "--nvme_path", nvme_path, launched_with=("zero3_nvme", 1))
     assert result.returncode != 0
-    ours = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(ours) == 1, result.stderr
-    assert_is_one_line(ours[0], ("--nvme_path", nvme_path), "a local drive")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert_is_one_line(errors[0], ("--nvme_path", nvme_path), "a local drive")
     created = {name for name in contents(tmp_path) if name not in before}
     assert created == {"cwd", "cwd/accelerate_configs"}
 
 
-def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path: Path) -> None:
+def test_nvme_that_is_too_small_for_the_swapped_state_is_refused(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free > 1343 * 2**30:
-        pytest.skip("the drive here is large enough")
+        pytest.skip("this disk is large enough")
     model = ("--scale", "laptop", "--task", "gpt-wikitext", "--model_name_or_path", "gpt-1t-9layers")
     folders = ("--nvme_path", str(tmp_path / "drive"), "--output_dir", str(tmp_path / "run"))
     result = fork_ranks("zero3_nvme", "study/train.py", *model, *folders)
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode == 2
     assert len(lines) == 1, result.stderr
-    # 16 bytes of each for the optimizer's state and gradients, and 4 for the parameter itself, on both ranks together.
+    # Per parameter 16 bytes of optimizer state and gradients and 4 of the parameter itself, for both ranks together.
     assert "zero3_nvme with 72 billion parameters needs 1343.8 GiB" in lines[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def launch_of(strategy: str, ranks: int) -> Launch:
+def make_launch(strategy: str, ranks: int) -> Launch:
     return Launch(read_strategy(strategy), ranks, 0, 0, ranks)
 
 
 @pytest.mark.parametrize(("peft", "takes_gib"), [("none", 1343.8), ("lora", 268.8)])
-def test_a_drive_need_not_hold_an_optimizer_of_frozen_weights(tmp_path: Path, peft: Any, takes_gib: float) -> None:
+def test_nvme_needs_no_room_for_an_optimizer_of_frozen_weights(tmp_path: Path, peft: Any, takes_gib: float) -> None:
     if shutil.disk_usage(tmp_path).free > takes_gib * 2**30:
-        pytest.skip("the drive here is large enough")
+        pytest.skip("this disk is large enough")
     config = RunConfig(task="gpt-wikitext", model_name_or_path="gpt-1t-9layers", nvme_path=str(tmp_path), peft=peft)
     with pytest.raises(Unsupported, match=f" needs {takes_gib} GiB"):
-        check_room_to_swap(resolved(config, accelerator_visible=False), launch_of("zero3_nvme", 2))
+        check_room_to_swap(resolved(config, accelerator_visible=False), make_launch("zero3_nvme", 2))
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("zero3", 2, 1), ("ddp", 9, 8), ("fsdp2", 2, 1)])
 def test_more_ranks_than_gpus_are_refused_with_the_command_that_fits(strategy: str, ranks: int, gpus: int) -> None:
     with pytest.raises(UserError) as refusal:
-        check_devices(launch_of(strategy, ranks), gpus)
+        check_devices(make_launch(strategy, ranks), gpus)
     assert f"{ranks} ranks" in refusal.value.problem
     assert f"{gpus} GPU" in refusal.value.problem
     command = f"accelerate launch --config_file accelerate_configs/{strategy}.yaml --num_processes {gpus} "
@@ -444,24 +447,24 @@ def test_more_ranks_than_gpus_are_refused_with_the_command_that_fits(strategy: s
     [
         ("hsdp", 2, 0, "--num_processes 4"), ("zero3_hpz", 1, 0, "--num_processes 4"),
         ("hsdp", 5, 8, "--num_processes 4"), ("hsdp", 4, 4, None), ("zero3_hpz", 6, 0, None),
-        # A box of two GPUs is told what it can run.
+        # On a machine with two GPUs the fix names a strategy that runs there.
         ("hsdp", 2, 2, "use fsdp2"), ("zero3_hpz", 2, 2, "use zero3"),
     ],
 )  # fmt: skip
 def test_two_replicas_need_four_ranks(strategy: str, ranks: int, gpus: int, fix: str | None) -> None:
     if fix is None:
-        check_replicas(RunConfig(), launch_of(strategy, ranks), gpus)
+        check_replicas(RunConfig(), make_launch(strategy, ranks), gpus)
         return
     with pytest.raises(Unsupported, match=f"{strategy} needs an even number of ranks from 4 up") as refusal:
-        check_replicas(RunConfig(), launch_of(strategy, ranks), gpus)
+        check_replicas(RunConfig(), make_launch(strategy, ranks), gpus)
     assert fix in refusal.value.fix
 
 
 @pytest.mark.parametrize("mesh", [(2, 3), (4, 1), (2, 4)])
-def test_a_mesh_of_your_own_must_be_the_ranks(mesh: tuple[int, int]) -> None:
-    asked = {"dp_replicate_size": mesh[0]}
-    own = dataclasses.replace(read_strategy("hsdp"), name="hsdp-custom-12345678", own_settings=asked, mesh=mesh)
-    launch = Launch(own, 4, 0, 0, 4)
+def test_a_custom_mesh_must_have_as_many_places_as_ranks(mesh: tuple[int, int]) -> None:
+    settings = {"dp_replicate_size": mesh[0]}
+    strategy = dataclasses.replace(read_strategy("hsdp"), name="hsdp-custom-12345678", own_settings=settings, mesh=mesh)
+    launch = Launch(strategy, 4, 0, 0, 4)
     with pytest.raises(UserError, match=f"asks for {mesh[0]} replicas of {mesh[1]} ranks, which 4 ranks are not"):
         check_replicas(RunConfig(), launch, 0)
 
@@ -469,25 +472,25 @@ def test_a_mesh_of_your_own_must_be_the_ranks(mesh: tuple[int, int]) -> None:
 def test_a_second_copy_over_ranks_that_do_not_divide_is_refused() -> None:
     config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=3",))
     with pytest.raises(UserError, match="zero3 asks for 3 ranks, which 4 ranks are not"):
-        check_replicas(config, launch_of("zero3", 4), 0)
+        check_replicas(config, make_launch("zero3", 4), 0)
 
 
 def test_idle_gpus_get_a_notice_with_the_command_that_uses_them() -> None:
-    notice = check_devices(launch_of("zero2", 2), 8)
+    notice = check_devices(make_launch("zero2", 2), 8)
     assert notice is not None
     assert "6 of 8 GPUs" in notice
     assert "--num_processes 8" in notice
 
 
 def test_ranks_that_fit_the_box_get_neither() -> None:
-    assert check_devices(launch_of("zero2", 8), 8) is None
-    assert check_devices(launch_of("single", 1), 8) is None
-    # Without a GPU the ranks are processes, as many as wanted.
-    assert check_devices(launch_of("zero2", 4), 0) is None
+    assert check_devices(make_launch("zero2", 8), 8) is None
+    assert check_devices(make_launch("single", 1), 8) is None
+    # Without a GPU any number of ranks is possible: they are processes.
+    assert check_devices(make_launch("zero2", 4), 0) is None
 
 
 def test_help_reaches_the_terminal(tmp_path: Path) -> None:
-    result = refuse(tmp_path, "--help")
+    result = run_train(tmp_path, "--help")
     assert result.returncode == 0
     assert "--resume_from_checkpoint" in result.stdout
     assert result.stderr == ""
@@ -520,7 +523,7 @@ def test_a_command_that_cannot_be_served_ends_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_suite_is_told_what_a_suite_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_suite_is_refused_with_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.yaml").write_text("")
     assert main(["status", str(tmp_path / "empty.yaml")]) == 2
     assert_is_one_line(capsys.readouterr().err, ("empty.yaml: nothing stands where a mapping belongs",), "grids, name")
@@ -539,19 +542,19 @@ def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) ->
         ("zero_optimization.stage=9", "zero_optimization.stage"),
         ("zero_optimization=[1]", "refuses zero_optimization"),
         ('zero_optimization.offload_optimizer="cpu"', "zero_optimization.offload_optimizer"),
-        # DeepSpeed leaves these out in silence, and the record would say that they were set.
+        # DeepSpeed ignores these silently, and the record would list them as set.
         ("zero_optimisation.reduce_bucket_size=5e6", "no setting zero_optimisation"),
         ("nonsense=1", "no setting nonsense"),
         ("train_batch_size=7", "the run's batch flags set it"),
         ("gradient_accumulation_steps=2", "the run's batch flags set it"),
     ],
 )
-def test_an_engine_setting_that_deepspeed_does_not_know_is_refused(setting: str, says: str) -> None:
+def test_an_engine_setting_that_deepspeed_does_not_have_is_refused(setting: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         check_engine_settings(RunConfig(engine_override=(setting,)), read_strategy("zero2"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a box without a GPU is told")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 @pytest.mark.parametrize(
     "key",
     [
@@ -572,7 +575,7 @@ def test_deepcompile_without_compiling_is_refused() -> None:
         check_engine_settings(RunConfig(engine_override=("compile.deepcompile=true",)), read_strategy("zero3"))
 
 
-def test_the_engine_settings_of_the_suites_are_taken() -> None:
+def test_the_engine_settings_of_the_suites_are_accepted() -> None:
     for setting in (
         "zero_optimization.use_multi_rank_bucket_allreduce=false", "zero_optimization.overlap_comm=true",
         'zero_optimization.reduce_bucket_size="auto"', "aio.block_size=16777216", "communication_data_type=\"fp32\"",
@@ -581,7 +584,7 @@ def test_the_engine_settings_of_the_suites_are_taken() -> None:
         check_engine_settings(RunConfig(engine_override=(setting,)), read_strategy("zero3"))
 
 
-def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     for command in (str(ROOT / "study/train.py"), "-m study.cli status laptop"):
@@ -617,34 +620,34 @@ kept.write("mine")
 
 
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&-", ">&-", "2>&1 | true", "2>/dev/full >/dev/full"])
-def test_a_run_goes_on_where_nobody_reads_what_it_says(streams: str, tmp_path: Path) -> None:
-    kept, log, code = tmp_path / "kept", tmp_path / "log.txt", tmp_path / "code.py"
+def test_a_run_continues_when_its_output_has_no_reader(streams: str, tmp_path: Path) -> None:
+    opened_file, log, code = tmp_path / "kept", tmp_path / "log.txt", tmp_path / "code.py"
     code.write_text(CONSOLE if "full" not in streams and "true" not in streams else CONSOLE.split("console.restore")[0])
-    # The pipe has lost its reader before the first word.
+    # The pipe's reader has exited before the first line is written.
     wait = "sleep 0.2; " if "true" in streams else ""
     subprocess.run(
-        ["bash", "-c", f"({wait}{sys.executable} {code} {kept} {log}; echo $? > {tmp_path}/status) {streams}"],
+        ["bash", "-c", f"({wait}{sys.executable} {code} {opened_file} {log}; echo $? > {tmp_path}/status) {streams}"],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert (tmp_path / "status").read_text() == "0\n"
     assert log.read_text().count("noise") == 2
     if "kept.write" in code.read_text():
-        # Nothing that was printed went into a file that had been opened with the number of a closed stream.
-        assert kept.read_text() == "mine"
+        # No printed text went into a file that reused the descriptor of a closed stream.
+        assert opened_file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("command", "status"), [("status laptop", 0), ("run laptop --dry_run", 0), ("weights paper_table1", 1)]
 )
-def test_a_reader_that_has_read_enough_is_no_error_of_what_only_shows(command: str, status: int) -> None:
-    """What starts runs has not told how they ended."""
+def test_a_closed_pipe_is_an_error_only_for_commands_that_start_runs(command: str, status: int) -> None:
+    """A command that starts runs fails: it could not report their outcomes."""
     script = f"(sleep 0.2; {sys.executable} -m study.cli {command}) | true; exit ${{PIPESTATUS[0]}}"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (status, "")
 
 
-def test_a_cache_that_cannot_be_is_what_the_doctor_names_and_not_the_installation() -> None:
+def test_the_doctor_reports_an_invalid_cache_and_not_the_installation() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "ZERO_STUDY_CACHE": "/proc/x"}
     command = [sys.executable, "-m", "study.advisor.doctor_probe"]
     probed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -655,7 +658,7 @@ def test_a_cache_that_cannot_be_is_what_the_doctor_names_and_not_the_installatio
         assert "ZERO_STUDY_CACHE" in check["fix"]
 
 
-def test_operators_that_have_no_place_are_refused_in_one_line() -> None:
+def test_operators_without_a_writable_cache_are_refused_in_one_line() -> None:
     """`make install` ends with it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "ZERO_STUDY_CACHE": "/proc/x"}
     command = [sys.executable, "-m", "study.host.operators"]

@@ -1,4 +1,4 @@
-"""Releases of Accelerate and DeepSpeed that were not shown to train as DDP does together."""
+"""Pairs of Accelerate and DeepSpeed releases that were not shown to train as DDP does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN = f"runpy.run_path({str(ROOT / 'study' / 'train.py')!r}, run_name='__main__'
 
 @pytest.fixture
 def another_release(tmp_path) -> Path:
-    """A folder that makes the installed DeepSpeed call itself 0.19.0, for whoever has it first on its path."""
+    """Make a folder that, first on the path, reports the installed DeepSpeed as 0.19.0."""
     folder = tmp_path / "another" / "deepspeed-0.19.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.0\n")
@@ -37,11 +37,13 @@ def another_release(tmp_path) -> Path:
 
 def test_the_installation_admits_the_verified_pairs_alone():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {one.name: one for one in map(Requirement, project["optional-dependencies"]["train"])}
+    requirements = {
+        requirement.name: requirement for requirement in map(Requirement, project["optional-dependencies"]["train"])
+    }
     pins = {name: {f"=={version}" for version in several} for name, several in zip(
         ("accelerate", "deepspeed"), zip(*VERIFIED, strict=True), strict=True
     )}  # fmt: skip
-    assert all({str(wanted[name].specifier)} == allowed for name, allowed in pins.items())
+    assert all({str(requirements[name].specifier)} == allowed for name, allowed in pins.items())
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     assert {f"accelerate=={VERIFIED[-1][0]}", f"deepspeed=={VERIFIED[-1][1]}"} <= set(constraints)
 
@@ -61,19 +63,19 @@ def test_another_pair_is_refused_by_name_wherever_deepspeed_trains(another_relea
     (packages,) = [check for check in versions() if check.name == "packages"]
     assert "in another one: deepspeed 0.19.0" in packages.found
     faults = {check.found: check for check in versions() if check.name == "known fault"}
-    divided = next(found for found in faults if "divided by the accumulation steps twice" in found)
+    divided = next(title for title in faults if "divided by the accumulation steps twice" in title)
     assert divided.startswith("zero0, zero1, zero2, zero2_cpu, with accumulation")
     assert (faults[divided].state, "0.19.6 or later" in faults[divided].fix) == ("missing", True)
 
 
-def test_the_verified_pair_is_warned_of_nothing():
+def test_the_verified_pair_has_no_warning():
     assert not [check for check in versions() if check.name == "known fault"]
 
 
-def test_another_pair_runs_as_an_experiment_that_its_record_is_called(another_release, tmp_path, monkeypatch):
+def test_another_pair_runs_and_its_record_is_called_an_experiment(another_release, tmp_path, monkeypatch):
     monkeypatch.setenv(UNVERIFIED_VARIABLE, "1")
     script = tmp_path / "train.py"
     script.write_text(f"import runpy, sys\nsys.path.insert(0, {str(another_release)!r})\n{RUN}")
     run = trained("zero1", tmp_path / "run", "--max_steps", "2", ranks=1, script=str(script))
-    said = "experiment: accelerate 1.15.0 with deepspeed 0.19.0, which has not been shown to train as DDP does"
-    assert said in run.engine["warnings"]
+    warning = "experiment: accelerate 1.15.0 with deepspeed 0.19.0, which has not been shown to train as DDP does"
+    assert warning in run.engine["warnings"]

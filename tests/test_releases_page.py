@@ -1,4 +1,4 @@
-"""The pages of releases say what the committed records say, and nobody is blamed for the fault of another."""
+"""The pages of releases match the committed records, and no fault is attributed to the wrong project."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_at_least_ten_releases_ran_in_three_hundred_cells(cells: list[ReleaseCel
 
 def test_nothing_is_the_engines_fault_that_is_gone_with_the_releases_of_its_time(cells: list[ReleaseCell]) -> None:
     gone = [cell for cell in cells if cell.verdict.kind == "different" and cell.of_its_time == "equal"]
-    # A race may miss any run.
+    # A run may miss a race.
     steady = [cause for cell in gone for cause in cell.causes if not cause.sometimes]
     assert {cause.id for cause in steady if cause.blame == "engine"} == set()
 
@@ -48,18 +48,18 @@ def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(cells: 
     assert "0.19.8" not in {cell.release for cell in wrong}
 
 
-def test_what_is_recommended_instead_of_a_cause_has_no_other() -> None:
-    """The release that `instead` names, and those after it, beside what is installed."""
+def test_a_release_recommended_against_one_cause_has_no_other() -> None:
+    """The release in `instead`, and later ones, with the other installed packages."""
     causes = read_causes()
     mended = [cause.left.release for cause in causes if cause.left.release[:1].isdigit()]
-    found = []
+    conflicts = []
     for cause in causes:
-        if not (named := re.search(r"DeepSpeed ([\d.]+) or later", cause.instead)):
+        if not (match := re.search(r"DeepSpeed ([\d.]+) or later", cause.instead)):
             continue
-        for release in (named[1], *(each for each in mended if release_order(each) > release_order(named[1]))):
+        for release in (match[1], *(fixed for fixed in mended if release_order(fixed) > release_order(match[1]))):
             versions = {"deepspeed": release, **{name: version(name) for name in PACKAGES if name != "deepspeed"}}
-            found += [
-                (cause.id, release, other.id) for other in causes for strategy in cause.strategies
-                if other.gpu != "hidden" and other.is_in(versions) and other.shows_in(strategy, 4, "bf16-engine")
+            conflicts += [
+                (cause.id, release, second.id) for second in causes for strategy in cause.strategies
+                if second.gpu != "hidden" and second.is_in(versions) and second.shows_in(strategy, 4, "bf16-engine")
             ]  # fmt: skip
-    assert found == []
+    assert conflicts == []

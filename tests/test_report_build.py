@@ -1,4 +1,4 @@
-"""`study report` builds whole reports or none, says which cell failed, and leaves alone what is not its own."""
+"""`study report` builds complete reports or none, names a failed cell, and does not touch the user's files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from study.sweep.suite_file import read_suite
 from sweeps import write_suite
 from synthetic_records import write_run
 
-# Of the laptop's records.
+# Some of the laptop's records.
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
-# A small committed report for each notebook, and the parameters beside its records.
+# A small committed report for each notebook, and its other parameters.
 RECORDS = {
     "batch_size": "claims", "claims": None, "loss_curves": "laptop", "model_size": "claims", "neighbours": "neighbours",
     "offload": "laptop", "peak_memory": "laptop", "prediction": None, "releases": "releases", "runtime": "laptop",
@@ -48,7 +48,7 @@ def notebook(file: Path, *sources: str) -> Path:
 
 @pytest.fixture(scope="module")
 def notebooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Notebooks as a report needs them: one fails, and the others have little to do."""
+    """Write the notebooks that a report needs: one fails, and the others do little."""
     folder = tmp_path_factory.mktemp("notebooks")
     for name in NAMES:
         notebook(folder / f"{name}.ipynb", *(("before = 1", "before / 0") if name == "offload" else ("2 + 2",)))
@@ -60,7 +60,7 @@ def read(file: Path) -> nbformat.NotebookNode:
 
 
 def searches(folder: Path) -> Records:
-    """Probes of one search for the largest micro-batch."""
+    """Return probes of one search for the largest micro-batch."""
     records = laptop()
     runs = records.runs.head(3).assign(searches='[{"id": "a"}]', per_device_train_batch_size=[4, 8, 16])
     runs.loc[2, "status_state"] = "oom"
@@ -74,13 +74,13 @@ def test_every_notebook_has_a_record_here() -> None:
 @pytest.mark.parametrize("name", [*RECORDS, "colab"])
 def test_a_notebook_in_git_has_no_output_takes_parameters_and_shows_its_own_code(name: str) -> None:
     file = NOTEBOOKS / f"{name}.ipynb"
-    found = read(file)
-    nbformat.validate(found)
-    assert (found.nbformat, found.nbformat_minor) == (4, 5)
-    assert found.metadata.kernelspec.name == "python3"
-    code = [cell for cell in found.cells if cell.cell_type == "code"]
+    document = read(file)
+    nbformat.validate(document)
+    assert (document.nbformat, document.nbformat_minor) == (4, 5)
+    assert document.metadata.kernelspec.name == "python3"
+    code = [cell for cell in document.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
-    assert [cell.metadata.get("tags") for cell in found.cells].count(["parameters"]) == 1
+    assert [cell.metadata.get("tags") for cell in document.cells].count(["parameters"]) == 1
     parameters = papermill.inspect_notebook(str(file))
     if name not in ("colab", "claims", "prediction"):
         assert "records_dir" in parameters
@@ -88,7 +88,7 @@ def test_a_notebook_in_git_has_no_output_takes_parameters_and_shows_its_own_code
         text = "\n".join(cell.source for cell in code)
         assert "plt.show()" in text
         assert any(word in text for word in ("groupby(", "pivot_table(", "crosstab("))
-        # A reader changes pandas and matplotlib here; pages are made elsewhere.
+        # A reader changes pandas and matplotlib code here; the package makes the pages.
         assert "study.report." not in text
 
 
@@ -111,7 +111,7 @@ def test_a_notebook_runs_by_hand_and_draws(name: str, tmp_path: Path) -> None:
         )
 
 
-def test_a_parameter_that_a_notebook_does_not_know_is_an_error(tmp_path):
+def test_an_unknown_notebook_parameter_is_an_error(tmp_path):
     file = notebook(tmp_path / "a.ipynb", "1")
     with pytest.raises(UserError, match=r"a\.ipynb has no parameter record_dir"):
         execute(file, tmp_path / "out.ipynb", {"record_dir": "x"}, tmp_path, 60)
@@ -162,14 +162,16 @@ def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(notebooks
     }
     for name in NAMES:
         page = (report / f"{name}.html").read_text()
-        mine = [question for question in answers(few()) if question.notebook == name]
-        assert page.count("<img ") == sum(len(draw(few())) for each in mine for draw in each.figures.values())
-        for question in mine:
+        shown_questions = [question for question in answers(few()) if question.notebook == name]
+        assert page.count("<img ") == sum(
+            len(draw(few())) for item in shown_questions for draw in item.figures.values()
+        )
+        for question in shown_questions:
             assert question.title in page
             assert page.count("<table>") >= len(question.tables)
-    # The same records give the same report, and nothing is left next to it.
+    # The same records give the same report, and no other file is left.
     build(few(), "laptop", tmp_path / "again", notebooks=notebooks)
-    # A traceback has a random name in it, and the list has a digest of that.
+    # A traceback has a random name in it, and the list has its digest.
     first, second = contents(report), contents(tmp_path / "again")
     assert set(first) == set(second)
     assert {name for name in first if first[name] != second[name]} <= {"offload.html", "offload.ipynb", "files.json"}
@@ -181,7 +183,7 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line():
         build(few(), "laptop", Path("/proc/report"))
 
 
-def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path):
+def test_a_folder_with_other_files_is_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"has thesis\.tex, and no files\.json of a report"):
         build(few(), "laptop", tmp_path)
@@ -199,22 +201,22 @@ def test_a_build_that_breaks_leaves_the_old_report(tmp_path):
 
 def test_a_report_leaves_every_file_that_it_did_not_make(notebooks, tmp_path):
     output = committed(tmp_path)
-    mine = {"figures/my_own_figure.png", "notes.txt", "mine/index.html"}
+    user_files = {"figures/my_own_figure.png", "notes.txt", "mine/index.html"}
     (output / "mine").mkdir(exist_ok=True)
     (output / "figures" / "gone_1.png").write_bytes(figure := (output / "figures" / "loss_1.png").read_bytes())
     listed = json.loads((output / "files.json").read_text())
     listed["files"]["figures/gone_1.png"] = listed["files"]["figures/loss_1.png"]
     (output / "files.json").write_text(json.dumps(listed))
     assert figure
-    for name in mine:
+    for name in user_files:
         (output / name).write_text("mine")
     build(few(), "laptop", output, notebooks=notebooks)
-    assert {name for name, content in contents(output).items() if content == b"mine"} == mine
-    # What the earlier report made, and this one did not, is gone.
+    assert {name for name, content in contents(output).items() if content == b"mine"} == user_files
+    # A file that only the earlier report had is removed.
     assert not (output / "figures" / "gone_1.png").exists()
     assert [file.name for file in tmp_path.iterdir()] == ["report"]
     listed = json.loads((output / "files.json").read_text())["files"]
-    assert {*listed, "files.json"} == set(contents(output)) - mine
+    assert {*listed, "files.json"} == set(contents(output)) - user_files
 
 
 @pytest.mark.parametrize(
@@ -243,21 +245,23 @@ def test_a_wrong_request_is_refused_in_one_line(arguments, words, tmp_path, monk
     assert "To fix it: " in line
 
 
-def test_a_report_of_a_suite_that_has_not_all_run_says_so(tmp_path):
+def test_a_report_of_an_incomplete_suite_lists_missing_runs(tmp_path):
     file = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]})
-    said = []
+    facts = []
     for cell in plan_cells(read_suite(file), this_box()):
         assert isinstance(cell, Cell)
         write_run(tmp_path / "runs" / "tiny", cell.strategy, name=cell.id)
-        said.append(command._facts_of_suite(str(file), tmp_path / "runs"))
-    assert said == [["1 of 2 runs have no record yet"], []]
+        facts.append(command._facts_of_suite(str(file), tmp_path / "runs"))
+    assert facts == [["1 of 2 runs have no record yet"], []]
     write_run(tmp_path / "runs" / "tiny", name="of-another-suite")
-    (said_of_others,) = command._facts_of_suite(str(file), tmp_path / "runs")
-    assert "runs in the folder tiny that no cell of this suite asks for: 1, such as of-another-suite" in said_of_others
+    (others_fact,) = command._facts_of_suite(str(file), tmp_path / "runs")
+    assert "runs in the folder tiny that no cell of this suite asks for: 1, such as of-another-suite" in others_fact
 
 
-def test_records_decide_where_no_suite_file_is_left(tmp_path, monkeypatch):
-    """By a bare name in runs/ or reports/, or by the name a suite's file gives; run directories come first."""
+def test_records_decide_if_no_suite_file_is_left(tmp_path, monkeypatch):
+    """Records are found by a bare name in runs/ or reports/, or by the name in a suite file; run directories come
+    first.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reports" / "gone").mkdir(parents=True)
     suite = tmp_path / "file.yaml"

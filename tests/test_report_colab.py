@@ -1,4 +1,4 @@
-"""The Colab notebook takes a Python with nothing in it to a report."""
+"""The Colab notebook leads from an empty Python environment to a report."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from study.records.directory import read_status
 from study.report.site.build import NOTEBOOKS
 
 COLAB = NOTEBOOKS / "colab.ipynb"
-# The operators above all: two installations that share their folder rebuild them in turns.
+# Above all the operators: two installations that share their folder rebuild them in turns.
 _THIS_INSTALLATION = {"PYTHONPATH", "VIRTUAL_ENV", "TORCH_EXTENSIONS_DIR"}
-# Next to nothing: what this test looks at is the way there.
+# A minimal suite: this test is about the steps around the training.
 SUITE = {
     "name": "way", "description": "a test's",
     "fixed": {"scale": "laptop", "task": "gpt-wikitext", "max_steps": 6, "seq_length": 16, "train_samples": 64,
@@ -37,14 +37,14 @@ def call(*command: str | Path, **run: object) -> None:
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
-def test_its_parameters_say_where_the_project_comes_from_what_to_run_and_for_how_long():
+def test_its_parameters_are_the_source_the_suite_and_the_time():
     parameters = papermill.inspect_notebook(str(COLAB))
     assert set(parameters) == {"source", "suite", "only", "time_budget", "work_dir"}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_it_takes_a_clean_virtual_environment_to_a_report(tmp_path):
+def test_it_leads_from_a_clean_virtual_environment_to_a_report(tmp_path):
     archive, suite, bare = tmp_path / "zero-study.tar.gz", tmp_path / "way.yaml", tmp_path / "venv"
     tracked = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, capture_output=True, check=True
@@ -71,68 +71,68 @@ def test_it_takes_a_clean_virtual_environment_to_a_report(tmp_path):
         python, "-m", "papermill", COLAB, output, *chosen, "--execution-timeout", "2400", cwd=tmp_path, env=environment
     )
     printed = nbformat.read(output, as_version=4)
-    shown = [output for cell in printed.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in one.get("data", {}) for one in shown) >= 4
-    assert any("ddp" in one.get("data", {}).get("text/markdown", "") for one in shown)
+    outputs = [output for cell in printed.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in item.get("data", {}) for item in outputs) >= 4
+    assert any("ddp" in item.get("data", {}).get("text/markdown", "") for item in outputs)
     with zipfile.ZipFile(tmp_path / "work" / "report.zip") as report:
         assert {"index.html", "summary.md", "runs.parquet", "loss_curves.html"} <= set(report.namelist())
     index = (tmp_path / "work" / "report" / "index.html").read_text()
     assert "zero2" in index
-    # `only` was obeyed, and what it left was trained.
+    # `only` takes effect, and the remaining cells were trained.
     states = {file.parent.name: read_status(file.parent)["state"] for file in (tmp_path / "work").rglob("status.json")}
     assert len(states) == 2
     assert not any("-single-" in run for run in states)
     assert set(states.values()) == {"ok"}
 
 
-def archive_of(file: Path, **members: str) -> Path:
+def write_archive(file: Path, **members: str) -> Path:
     with zipfile.ZipFile(file, "w") as archive:
         for name, text in members.items():
-            # Of one and the same time: an archive that was made anew is another project.
+            # A fixed time, since a rebuilt archive with another time would be another project.
             archive.writestr(zipfile.ZipInfo(name.replace("__", "/")), text)
     return file
 
 
-def project_of(source: str | Path, work: Path, *further: str, **run: Any) -> subprocess.CompletedProcess[str]:
-    """The notebook's cells up to the one that finds the project, and what follows."""
+def find_project(source: str | Path, work: Path, *further: str, **run: Any) -> subprocess.CompletedProcess[str]:
+    """Run the notebook's cells up to the one that finds the project, then the given cells or code."""
     cells = {cell.id: cell.source for cell in nbformat.read(COLAB, as_version=4).cells}
     code = "\n".join([cells["parameters"], f"source, work_dir = {str(source)!r}, {str(work)!r}"])
-    code = "\n".join([code, cells["gpu"], cells["project"], *(cells.get(each, each) for each in further)])
+    code = "\n".join([code, cells["gpu"], cells["project"], *(cells.get(name, name) for name in further)])
     python = run.pop("python", sys.executable)
     return subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=work.parent, check=False, **run)
 
 
 def test_each_source_is_the_project_that_is_installed(tmp_path: Path) -> None:
     source, work = tmp_path / "zero-study.zip", tmp_path / "work"
-    found = []
+    projects = []
     for text in ("old", "new", "new"):
-        archive_of(source, **{"zero-study__study__train.py": text, "zero-study__docs__study__train.py": "a copy"})
-        result = project_of(source, work)
+        write_archive(source, **{"zero-study__study__train.py": text, "zero-study__docs__study__train.py": "a copy"})
+        result = find_project(source, work)
         assert result.returncode == 0, result.stderr
-        found.append(Path(result.stdout.split("the project is ")[1].strip()))
-        assert (found[-1] / "study" / "train.py").read_text() == text
-        assert ("fetched before" in result.stdout) is (len(found) == 3)
-    assert found[1] == found[2] != found[0]
-    # A folder is taken where it is.
-    assert project_of(found[0], work).stdout.endswith(f"the project is {found[0]}\n")
+        projects.append(Path(result.stdout.split("the project is ")[1].strip()))
+        assert (projects[-1] / "study" / "train.py").read_text() == text
+        assert ("fetched before" in result.stdout) is (len(projects) == 3)
+    assert projects[1] == projects[2] != projects[0]
+    # A folder is used in place.
+    assert find_project(projects[0], work).stdout.endswith(f"the project is {projects[0]}\n")
 
 
-def test_without_a_source_it_takes_the_newest_archive_beside_it_and_never_asks(tmp_path: Path) -> None:
-    nothing = project_of("", tmp_path / "work", stdin=subprocess.DEVNULL)
+def test_without_a_source_it_uses_the_newest_archive_next_to_it_without_a_prompt(tmp_path: Path) -> None:
+    nothing = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL)
     assert nothing.returncode == 1
     (line,) = nothing.stderr.splitlines()
     assert "upload an archive there, or name a git URL" in line
     for age, name in enumerate(("zero-study (1).zip", "zero-study.zip")):
-        archive_of(tmp_path / name, **{"zero-study__study__train.py": name})
+        write_archive(tmp_path / name, **{"zero-study__study__train.py": name})
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
-    found = project_of("", tmp_path / "work", stdin=subprocess.DEVNULL).stdout.split("the project is ")[1].strip()
-    assert Path(found, "study", "train.py").read_text() == "zero-study (1).zip"
+    project = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL).stdout.split("the project is ")[1].strip()
+    assert Path(project, "study", "train.py").read_text() == "zero-study (1).zip"
 
 
 @pytest.mark.parametrize(
     ("torch", "driver"), [("2.12.1", "12.4"), ("2.10.0", "12.4"), ("2.10.0", "13.0"), (None, None)]
 )
-def test_what_the_runtime_has_stays_and_a_torch_that_is_new_enough_is_lent(
+def test_packages_of_the_runtime_stay_and_a_new_enough_torch_is_reused(
     torch: str | None, driver: str | None, tmp_path: Path
 ) -> None:
     packages, work = tmp_path / "packages", tmp_path / "work"
@@ -145,22 +145,24 @@ def test_what_the_runtime_has_stays_and_a_torch_that_is_new_enough_is_lent(
     shell.write_text(f"#!/bin/sh\necho 'CUDA Version: {driver}'\n")
     shell.chmod(0o755 if driver else 0o644)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    # Nothing is installed: what would be is printed.
-    asked = "import json\ndef call(*command):\n    print('ASKED', json.dumps(command))\n    return 0"
+    # Nothing is installed: the install commands are printed.
+    recorder = "import json\ndef call(*command):\n    print('ASKED', json.dumps(command))\n    return 0"
     # The base interpreter, since a virtual environment has nothing to lend.
-    result = project_of(
-        REPOSITORY, work, asked, "install", python=sys._base_executable,  # type: ignore[attr-defined]
+    result = find_project(
+        REPOSITORY, work, recorder, "install", python=sys._base_executable,  # type: ignore[attr-defined]
         env=os.environ | {"PYTHONPATH": str(packages), "PATH": path},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    made, *installs, built = (json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("ASKED"))
-    own = str(work / "venv" / "bin" / "python")
+    venv_command, *installs, built = (
+        json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("ASKED")
+    )
+    venv_python = str(work / "venv" / "bin" / "python")
     is_lent = torch == "2.12.1"
-    assert ("--system-site-packages" in made) is is_lent
-    assert all(command[1:5] == ["-m", "pip", "--python", own] for command in installs)
-    assert built == [own, "-m", "study.host.operators"]
-    of_cuda_12 = int((torch, driver) == ("2.10.0", "12.4"))
-    assert [" ".join(command).count("whl/cu129") for command in installs] == [0, of_cuda_12, 0]
+    assert ("--system-site-packages" in venv_command) is is_lent
+    assert all(command[1:5] == ["-m", "pip", "--python", venv_python] for command in installs)
+    assert built == [venv_python, "-m", "study.host.operators"]
+    cuda_12 = int((torch, driver) == ("2.10.0", "12.4"))
+    assert [" ".join(command).count("whl/cu129") for command in installs] == [0, cuda_12, 0]
     pins = (REPOSITORY / "constraints.txt").read_text().splitlines()
     assert [pin for pin in pins if pin not in (work / "constraints.txt").read_text().splitlines()] == [
         pin for pin in pins if pin.startswith("torch==") and is_lent
@@ -170,19 +172,19 @@ def test_what_the_runtime_has_stays_and_a_torch_that_is_new_enough_is_lent(
 @pytest.mark.parametrize("damage", ["other", "torn", "text", "folder", "empty"])
 def test_a_source_without_the_project_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
     source, work = tmp_path / "zero-study.zip", tmp_path / "work"
-    archive_of(source, **{"zero-study__study__train.py": "x" * 1000})
+    write_archive(source, **{"zero-study__study__train.py": "x" * 1000})
     if damage == "other":
-        archive_of(source, thesis__chapter="years of work")
+        write_archive(source, thesis__chapter="years of work")
     elif damage == "folder":
         source.unlink()
         source.mkdir()
     else:
-        whole = source.read_bytes()
-        source.write_bytes({"torn": whole[: len(whole) // 2], "text": b"not an archive", "empty": b""}[damage])
-    result = project_of(source, work)
+        content = source.read_bytes()
+        source.write_bytes({"torn": content[: len(content) // 2], "text": b"not an archive", "empty": b""}[damage])
+    result = find_project(source, work)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert str(source) in line
     assert ("no whole .zip" if damage in ("torn", "text", "empty") else "holds no study/train.py") in line
-    # What was refused is not taken for a project the next time.
+    # A rejected source is no project on the next call.
     assert list(work.iterdir()) == []

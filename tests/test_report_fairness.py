@@ -1,4 +1,4 @@
-"""Every invariant that a record shows: a run that breaks one is labelled by name, and nothing else is."""
+"""Every invariant that a record shows: a run that breaks one is labelled with its name, and no other run is."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path
         with_steps(path, lambda row: row | {"loss": row["loss"] * scale})
     if factor is not None:
         with_steps(path, lambda row: row | {"lr": row["lr"] * (factor if row["step"] > 1 else 1)})
-    found = labels(tmp_path)
-    assert label in found.pop("zero3")
-    assert set(found.values()) == {""}
+    by_strategy = labels(tmp_path)
+    assert label in by_strategy.pop("zero3")
+    assert set(by_strategy.values()) == {""}
     records = read_records(tmp_path)
     for name in ("summary", "loss", "memory", "runtime", "single_vs_multi"):
         table = TABLES[name](records)
@@ -109,20 +109,20 @@ def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path
         assert (table[~table["Strategy"].str.startswith("zero3")]["Comparable"] == "yes").all()
 
 
-def test_a_strategy_without_a_run_that_ended_well_is_not_comparable(tmp_path: Path) -> None:
+def test_a_strategy_without_a_successful_run_is_not_comparable(tmp_path: Path) -> None:
     write(tmp_path, "single", "ddp")
     write_run(tmp_path, "ddp", name="again", repeat=2, state="timeout")
     write_run(tmp_path, "zero3", name="oom", state="oom", reason="out of memory")
     write_run(tmp_path, "zero2", name="other", state="oom", config={"max_grad_norm": 0.5})
     table = TABLES["summary"](read_records(tmp_path))
-    found = {name.split(",")[0]: value for name, value in zip(table["Strategy"], table["Comparable"], strict=True)}
-    assert pd.isna(found.pop("zero3"))
-    assert found == {"single": "yes", "ddp": "yes", "zero2": "clipping: 0.5, baseline 1"}
+    comparable = {name.split(",")[0]: value for name, value in zip(table["Strategy"], table["Comparable"], strict=True)}
+    assert pd.isna(comparable.pop("zero3"))
+    assert comparable == {"single": "yes", "ddp": "yes", "zero2": "clipping: 0.5, baseline 1"}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, -1.0])
 def test_runs_that_break_nothing_carry_no_label(dropout: float, tmp_path: Path) -> None:
-    """Nor does dropout: losses are compared by the means of seeds then; -1 is the models' own."""
+    """Dropout breaks nothing either: losses are then compared by means over seeds; -1 is the models' default."""
     write(tmp_path, "single", "ddp", "zero2", "zero3", config={"dropout": dropout})
     for column in ("confounded", "confounded_loss"):
         assert set(labels(tmp_path, column).values()) == {""}
@@ -130,7 +130,7 @@ def test_runs_that_break_nothing_carry_no_label(dropout: float, tmp_path: Path) 
 
 
 def release(version: str) -> dict[str, Any]:
-    """As a wheel is installed: without a commit."""
+    """Return the environment of an installed wheel, which has no commit."""
     return {"git_commit": None, "packages": {"zero-study": version}}
 
 
@@ -168,13 +168,13 @@ def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(
         "accelerate_configs/deepspeed/zero3.json",
         "study/advisor/explain.py",
     )
-    found = []
+    digests = []
     for place in ("nothing", *places):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text("a change")
-        found.append(environment.code_sha256())
-    assert len({*found[:4]}) == 4
-    assert found[4] == found[3]
+        digests.append(environment.code_sha256())
+    assert len({*digests[:4]}) == 4
+    assert digests[4] == digests[3]
 
 
 def test_the_digest_is_of_the_rooms_that_a_run_imports() -> None:
@@ -188,9 +188,9 @@ def test_the_digest_is_of_the_rooms_that_a_run_imports() -> None:
 
 @pytest.mark.parametrize("case", COMMITS)
 def test_times_of_other_code_are_confounded_and_losses_are_not(case: str, tmp_path: Path) -> None:
-    baseline, other, label = COMMITS[case]
+    baseline, changed, label = COMMITS[case]
     write_run(tmp_path, "single", name="single", environment=baseline)
-    write_run(tmp_path, "zero3", name="zero3", environment=other)
+    write_run(tmp_path, "zero3", name="zero3", environment=changed)
     assert labels(tmp_path) == {"single": "", "zero3": label}
     assert set(labels(tmp_path, "confounded_loss").values()) == {""}
     assert TABLES["runtime"](read_records(tmp_path))["Comparable"].tolist() == ["yes", label or "yes"]
@@ -208,7 +208,7 @@ def test_another_network_and_another_rhythm_of_logs_and_checkpoints_confound_tim
     assert labels(tmp_path, "confounded_loss")["zero3"] == ""
 
 
-def test_what_confounds_nothing_is_a_note(tmp_path: Path) -> None:
+def test_a_difference_that_confounds_nothing_is_a_note(tmp_path: Path) -> None:
     warning = "DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded"
     write(tmp_path, "single", "zero2", ranks=1)
     write(tmp_path, "zero3_cpu", engine={"warnings": [warning]})
@@ -234,7 +234,7 @@ def test_without_plain_training_the_first_strategy_is_the_baseline(tmp_path: Pat
     assert labels(tmp_path, "baseline") == dict.fromkeys(strategies, "zero3")
     records = read_records(tmp_path)
     assert baseline_arm(records.runs) == "zero3"
-    # Plain training alone is called the baseline.
+    # Only plain training is called the baseline.
     assert TABLES["runtime"](records)[["Time, x baseline", "In words"]].iloc[0].tolist() == [
         "1 (reference)",
         "reference",
@@ -252,16 +252,18 @@ def test_a_baseline_that_failed_is_none(tmp_path: Path) -> None:
     records = read_records(tmp_path)
     assert baseline_arm(records.runs[records.runs["task"] == "bert-imdb"]) is None
     table = TABLES["summary"](records)
-    found = table[table["Workload"].str.startswith("bert")]["Comparable"].tolist()
-    assert found == ["no baseline: no run of this workload ended ok"]
+    bert_labels = table[table["Workload"].str.startswith("bert")]["Comparable"].tolist()
+    assert bert_labels == ["no baseline: no run of this workload ended ok"]
 
 
 def test_an_older_fp16_is_another_precision(tmp_path: Path) -> None:
-    """It was autocast, DeepSpeed's own, or weights in fp16 under fsdp2; whatever skipped steps, nobody saw."""
+    """It was autocast, DeepSpeed's fp16, or fp16 weights with fsdp2, without a record of skipped steps."""
     now = {"precision": "fp16", "loss_scaler": {"initial_scale": 65536.0}}
     for name, engine in (("single", now), ("ddp", now), ("zero3", {"precision": "fp16"}), ("fsdp2", {})):
         write_run(tmp_path, name, name=name, engine=engine, config={"precision": "fp16"})
-    found = labels(tmp_path)
-    assert found["single"] == found["ddp"] == ""
-    assert found["zero3"].startswith("precision: ran in fp16, DeepSpeed, with a loss scale of its own, fp16 asked")
-    assert found["fsdp2"].startswith("precision: ran in fp16, weights in fp16")
+    by_strategy = labels(tmp_path)
+    assert by_strategy["single"] == by_strategy["ddp"] == ""
+    assert by_strategy["zero3"].startswith(
+        "precision: ran in fp16, DeepSpeed, with a loss scale of its own, fp16 asked"
+    )
+    assert by_strategy["fsdp2"].startswith("precision: ran in fp16, weights in fp16")

@@ -1,4 +1,4 @@
-"""What fits is read off the probes as the sweep reads it, and probes are in no comparison of trained models."""
+"""The largest fitting sizes are those of the sweep, and probes are in no comparison of trained models."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TOO_LARGE = "CUDA out of memory (tried to allocate 2.00 GiB)"
 
 
 def write_search(
-    root: Path, strategy: str, ends: dict[int, str], cap: float | None = 16.0, name: str = "", **asked: Any
+    root: Path, strategy: str, ends: dict[int, str], cap: float | None = 16.0, name: str = "", **flags: Any
 ) -> None:
-    """A search over `LADDER` whose probes ended so."""
+    """Write a search over `LADDER` with these outcomes of its probes."""
     for micro_batch, state in ends.items():
         config = {"device_memory_cap_gib": cap, "per_device_train_batch_size": micro_batch,
-                  "global_batch_size": micro_batch, "train_samples": 512, "max_steps": 3} | asked  # fmt: skip
+                  "global_batch_size": micro_batch, "train_samples": 512, "max_steps": 3} | flags  # fmt: skip
         reason = TOO_LARGE if state == "oom" else ""
         path = write_run(root, strategy, ranks=1, steps=3, state=state, reason=reason, config=config)
         note_search(path, name or f"{strategy}-{cap}", LADDER.index(micro_batch))
@@ -50,18 +50,18 @@ def study(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_search_is_answered_by_how_its_probes_ended(study):
-    found = {(fit.arm, fit.within): fit for fit in fits(read_runs(study))}
-    assert {key: fit.what_fits.answer for key, fit in found.items()} == {
+def test_the_outcomes_of_its_probes_answer_each_search(study):
+    by_search = {(fit.arm, fit.within): fit for fit in fits(read_runs(study))}
+    assert {key: fit.what_fits.answer for key, fit in by_search.items()} == {
         ("single", "16 GiB"): "16",
         ("zero3", "16 GiB"): "32",
-        # Nothing larger is on the ladder, or nothing larger came to an end.
+        # The ladder has no larger rung, or no larger probe has ended.
         ("zero3_cpu", "16 GiB"): "at least 128",
         ("zero2_cpu", "16 GiB"): "none, 8 is too large",
         ("single", "the whole device"): "at least 8",
     }
-    assert found["zero3", "16 GiB"].value(found["zero3", "16 GiB"].bracket.too_large) == "64"
-    # A ratio is only between answers that are final.
+    assert by_search["zero3", "16 GiB"].value(by_search["zero3", "16 GiB"].bracket.too_large) == "64"
+    # A ratio needs two final answers.
     ratios = fits_table(read_runs(study)).set_index(["Strategy", "Memory limit"])["x plain"].dropna()
     assert ratios.to_dict() == {("single", "16 GiB"): 1, ("zero2_cpu", "16 GiB"): 0, ("zero3", "16 GiB"): 2}
 
@@ -73,30 +73,33 @@ def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(study):
     assert set(table.loc[table["Outcome"] == "oom", "Why"]) == {TOO_LARGE}
     assert (len(real(records).runs), len(probes(records).runs)) == (1, 12)
     assert [len(TABLES[name](records)) for name in ("summary", "loss", "memory", "runtime")] == [1, 1, 1, 1]
-    # Nor do they make the names of the others longer.
+    # Probes do not make the names of other workloads longer.
     assert real(records).runs["workload"].unique().tolist() == ["gpt-wikitext, gpt-tiny"]
     assert "fits" in {question.name for question in answers(records)}
 
 
-def test_searches_alone_make_a_report_of_what_fits_alone(tmp_path):
+def test_a_report_of_searches_alone_has_only_the_largest_sizes(tmp_path):
     write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "ok"})
     records = read_runs(tmp_path)
     assert [question.notebook for question in answers(records)] == ["what_fits", None]
-    found = answered(answer(records))
-    assert found.sentence.startswith("1 searches ran, and none is comparable with plain training")
-    assert found.table.to_dict("records") == [
+    fit_answer = answered(answer(records))
+    assert fit_answer.sentence.startswith("1 searches ran, and none is comparable with plain training")
+    assert fit_answer.table.to_dict("records") == [
         {"Workload": "gpt-wikitext, gpt-tiny: largest micro-batch", "Strategy": "single", "16 GiB": "16"}
     ]
     assert fits_table(records)["Why not more"].tolist() == [f"32: {TOO_LARGE}"]
 
 
 def test_the_answer_and_the_figure_have_the_most_relative_to_plain_training(study, tmp_path_factory):
-    kept = tmp_path_factory.mktemp("kept")
-    write_parquet(read_runs(study), kept)
-    records = read_parquet(kept)
-    found = answered(answer(records))
-    assert found.sentence == "`zero3` fits at most 2.0 times what plain training fits on one device (32 within 16 GiB)."
-    table = found.table.set_index("Strategy")
+    folder = tmp_path_factory.mktemp("kept")
+    write_parquet(read_runs(study), folder)
+    records = read_parquet(folder)
+    fit_answer = answered(answer(records))
+    assert (
+        fit_answer.sentence
+        == "`zero3` fits at most 2.0 times what plain training fits on one device (32 within 16 GiB)."
+    )
+    table = fit_answer.table.set_index("Strategy")
     assert table.loc["single", ["16 GiB", "the whole device"]].tolist() == ["16", "at least 8"]
     assert table.loc["zero3", "the whole device"] == "-"
     drawing = only(what_fits(records))
@@ -110,9 +113,9 @@ def test_models_are_searched_by_their_parameters(tmp_path):
     for place, (name, parameters, state) in enumerate(
         [("gpt-tiny", 10**6, "ok"), ("gpt-tiny-8layers", 2 * 10**6, "oom")]
     ):
-        asked = {"model_name_or_path": name, "max_steps": 3}
+        flags = {"model_name_or_path": name, "max_steps": 3}
         run = write_run(tmp_path, "single", ranks=1, steps=3, state=state, reason="" if state == "ok" else TOO_LARGE,
-                        config=asked, engine={"model_parameters": parameters})  # fmt: skip
+                        config=flags, engine={"model_parameters": parameters})  # fmt: skip
         note_search(run, "ladder", place, axis="largest_model")
     (fit,) = fits(read_runs(tmp_path))
     assert (fit.subject, fit.what_fits.answer, fit.size) == ("gpt-wikitext: largest model", "gpt-tiny", 1.0)
@@ -130,7 +133,7 @@ def test_a_search_that_no_sweep_could_have_noted_is_refused(tmp_path, place):
     ("ends", "answer", "labels", "why"),
     [
         ({8: "oom"}, "none, 8 is too large", ["none"], "8: "),
-        # Whether 8 fits is not known.
+        # It is unknown whether 8 fits.
         ({8: "interrupted", 16: "oom"}, "under 16", [], "16: "),
         ({8: "timeout"}, "-", [], "stopped at 8: timeout"),
         ({8: "interrupted"}, "-", [], "-"),

@@ -1,4 +1,4 @@
-"""Run directories as two tables: complete, the same from parquet, and quick enough for a thousand runs."""
+"""Run directories as two tables: complete, unchanged by parquet, and fast enough for a thousand runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from study.records.frames import (
 from study.records.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.records.schema import NEW_NAMES, SUMMARY_KEYS
 from study.report.questions import TABLES, answers
-from synthetic_records import REPOSITORY, as_never_started, seal_anew, state_bytes, write_run, write_study
+from synthetic_records import REPOSITORY, as_never_started, reseal, state_bytes, write_run, write_study
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def runs(tmp_path: Path) -> Path:
     return root
 
 
-def same(one: Records, other: Records) -> None:
-    pd.testing.assert_frame_equal(one.runs, other.runs)
-    pd.testing.assert_frame_equal(one.steps, other.steps)
-    assert one.refused == other.refused
+def assert_same_records(records: Records, expected: Records) -> None:
+    pd.testing.assert_frame_equal(records.runs, expected.runs)
+    pd.testing.assert_frame_equal(records.steps, expected.steps)
+    assert records.refused == expected.refused
 
 
 def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path:
     for name in ("config.json", "engine.json"):
         text = (run / name).read_text()
         (run / name).write_text(text.replace('"group_size"', '"team_size"').replace('"model_parallel_group"', '"team"'))
-    seal_anew(run)
-    same(read_records(tmp_path / "runs"), today)
+    reseal(run)
+    assert_same_records(read_records(tmp_path / "runs"), today)
     write_parquet(today, tmp_path)
     old = pq.read_table(tmp_path / RUNS_FILE).to_pandas().rename(columns={new: old for old, new in NEW_NAMES.items()})
     write_older(old, tmp_path)
-    same(read_parquet(tmp_path), today)
+    assert_same_records(read_parquet(tmp_path), today)
 
 
 def write_older(runs: pd.DataFrame, folder: Path) -> None:
@@ -95,12 +95,12 @@ def test_every_figure_of_a_record_is_in_its_row(runs: Path) -> None:
     assert pd.isna(row["floor_accuracy"])
 
 
-def test_a_row_has_what_the_fullest_rank_held(tmp_path: Path) -> None:
+def test_a_row_has_the_memory_of_the_fullest_rank(tmp_path: Path) -> None:
     run = write_run(tmp_path, "zero3")
     memory = read_run(run).memory
     memory["ranks"][1]["phases"]["steady"]["host"] = 77.0
     (run / "memory.json").write_text(json.dumps(memory))
-    seal_anew(run)
+    reseal(run)
     assert read_records(tmp_path).runs["memory_steady_host_gib"].tolist() == [77.0]
 
 
@@ -117,14 +117,14 @@ def test_steps_carry_the_evaluation_that_followed_them(runs: Path) -> None:
     assert steps["eval_accuracy"].isna().all()
 
 
-def test_a_run_that_did_not_end_well_is_a_row_without_figures(runs: Path) -> None:
+def test_a_failed_run_is_a_row_without_figures(runs: Path) -> None:
     row = read_records(runs).runs.set_index("strategy").loc["zero3_cpu"]
     assert (row["status_state"], row["status_reason"]) == ("oom", "CUDA out of memory <b>")
     assert row["workload"] == "gpt-wikitext, gpt-tiny"
     assert pd.isna(row[["train_loss_final", "step_time_s_median", "params_bytes_device"]]).all()
 
 
-def test_a_cell_that_wrote_nothing_is_known_by_the_note_of_its_sweep(runs: Path) -> None:
+def test_a_cell_without_files_is_read_from_the_note_of_its_sweep(runs: Path) -> None:
     cell = runs / "gpt-wikitext-gpt-tiny-zero3_nvme-2x-00000000-r1"
     write_run(runs, "zero3_nvme", name=cell.name, state="unsupported", reason="libaio is missing")
     as_never_started(cell)
@@ -144,13 +144,18 @@ def test_parquet_gives_the_same_tables_findings_and_refusals(runs: Path, tmp_pat
     records = read_records(runs)
     assert len(records.refused) == 1
     write_parquet(records, tmp_path / "kept")
-    again = read_records(tmp_path / "kept")
-    same(records, again)
-    for (question, answer), (other, told) in zip(answers(records).items(), answers(again).items(), strict=True):
-        assert (question.name, answer.sentence, answer.notes) == (other.name, told.sentence, told.notes)
-        pd.testing.assert_frame_equal(answer.table, told.table)
+    reread = read_records(tmp_path / "kept")
+    assert_same_records(records, reread)
+    pairs = zip(answers(records).items(), answers(reread).items(), strict=True)
+    for (question, answer), (copied, copied_answer) in pairs:
+        assert (question.name, answer.sentence, answer.notes) == (
+            copied.name,
+            copied_answer.sentence,
+            copied_answer.notes,
+        )
+        pd.testing.assert_frame_equal(answer.table, copied_answer.table)
     for table in TABLES.values():
-        pd.testing.assert_frame_equal(table(records), table(again))
+        pd.testing.assert_frame_equal(table(records), table(reread))
 
 
 def test_no_path_of_a_machine_is_kept(tmp_path: Path) -> None:
@@ -165,12 +170,12 @@ def test_no_path_of_a_machine_is_kept(tmp_path: Path) -> None:
     assert records.refused[0].startswith("broken/status.json: ")
 
 
-def test_nothing_is_an_answer_and_no_folder_is_a_mistake(tmp_path: Path) -> None:
+def test_an_empty_folder_is_valid_and_a_missing_one_is_refused(tmp_path: Path) -> None:
     empty = read_records(tmp_path)
     assert (list(empty.runs), list(empty.steps)) == (list(RUN_COLUMNS), list(STEP_COLUMNS))
     assert (len(empty.runs), len(empty.steps), empty.refused) == (0, 0, ())
     write_parquet(empty, tmp_path / "kept")
-    same(empty, read_parquet(tmp_path / "kept"))
+    assert_same_records(empty, read_parquet(tmp_path / "kept"))
     with pytest.raises(UserError, match="is no folder"):
         read_records(tmp_path / "nowhere")
 
@@ -182,14 +187,14 @@ def test_runs_and_parquet_are_never_mixed(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "another table", "missing", "a column less", "another type"])
-def test_parquet_that_cannot_be_read_says_how_it_is_made(damage: str, runs: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    write_parquet(read_records(runs), kept)
-    file = kept / "runs.parquet"
+def test_unreadable_parquet_is_refused_with_its_command(damage: str, runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    write_parquet(read_records(runs), folder)
+    file = folder / "runs.parquet"
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-100])
     elif damage == "another table":
-        file.write_bytes((kept / "steps.parquet").read_bytes())
+        file.write_bytes((folder / "steps.parquet").read_bytes())
     elif damage == "missing":
         file.unlink()
     else:
@@ -197,7 +202,7 @@ def test_parquet_that_cannot_be_read_says_how_it_is_made(damage: str, runs: Path
         frame = frame.drop(columns="arm") if damage == "a column less" else frame.astype({"seed": "str"})
         frame.to_parquet(file)
     with pytest.raises(UserError) as refusal:
-        read_records(kept)
+        read_records(folder)
     assert "runs.parquet" in refusal.value.problem
     assert refusal.value.fix.startswith("remove it, and make it again from its runs: study report ")
 
@@ -230,10 +235,10 @@ def test_parquet_whose_notes_cannot_be_read_is_refused(key: bytes, value: bytes,
 def test_parquet_that_was_changed_after_the_report_was_made_is_refused(
     name: str, change: Callable[[pa.Table], pa.Table], runs: Path, tmp_path: Path
 ) -> None:
-    """Two rows of one run would be two repeats, and their interval a false one."""
+    """Two rows of one run would count as two repeats, with a false interval."""
     records = read_records(runs)
     write_parquet(records, tmp_path)
-    same(read_parquet(tmp_path), records)
+    assert_same_records(read_parquet(tmp_path), records)
     table = pq.read_table(tmp_path / name)
     pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), tmp_path / name)
     with pytest.raises(UserError, match=f"{RUNS_FILE} or {STEPS_FILE} was changed after the report was made"):
@@ -241,7 +246,7 @@ def test_parquet_that_was_changed_after_the_report_was_made_is_refused(
 
 
 def test_parquet_that_was_written_by_another_program_is_refused(runs: Path, tmp_path: Path) -> None:
-    """Nothing there would notice a negative time or an unknown state."""
+    """Such a file could have a negative time or an unknown state."""
     write_parquet(read_records(runs), tmp_path)
     changed = pd.read_parquet(tmp_path / RUNS_FILE).assign(step_time_s_median=-1.0)
     changed.to_parquet(tmp_path / RUNS_FILE)
@@ -249,9 +254,7 @@ def test_parquet_that_was_written_by_another_program_is_refused(runs: Path, tmp_
         read_parquet(tmp_path)
 
 
-def test_parquet_whose_notes_promise_numbers_where_text_is_or_which_is_a_pipe_is_refused(
-    runs: Path, tmp_path: Path
-) -> None:
+def test_parquet_with_text_for_numbers_or_that_is_a_pipe_is_refused(runs: Path, tmp_path: Path) -> None:
     write_parquet(read_records(runs), tmp_path)
     table = pq.read_table(tmp_path / RUNS_FILE)
     place = table.schema.get_field_index("world_size")
@@ -270,16 +273,16 @@ def test_parquet_whose_notes_promise_numbers_where_text_is_or_which_is_a_pipe_is
     assert not is_empty(tmp_path)
 
 
-def test_records_kept_before_a_flag_existed_are_read_as_if_it_was_not_asked(runs: Path, tmp_path: Path) -> None:
+def test_records_from_before_a_flag_existed_are_read_without_it(runs: Path, tmp_path: Path) -> None:
     write_parquet(read_records(runs), tmp_path / "kept")
-    kept = pd.read_parquet(tmp_path / "kept" / RUNS_FILE).drop(columns=["torch_compile", "tokenizer_name"])
-    write_older(kept, tmp_path / "kept")
-    again = read_records(tmp_path / "kept").runs
-    assert list(again) == list(RUN_COLUMNS)
-    assert again[["torch_compile", "tokenizer_name"]].isna().all(axis=None)
+    older = pd.read_parquet(tmp_path / "kept" / RUNS_FILE).drop(columns=["torch_compile", "tokenizer_name"])
+    write_older(older, tmp_path / "kept")
+    reread = read_records(tmp_path / "kept").runs
+    assert list(reread) == list(RUN_COLUMNS)
+    assert reread[["torch_compile", "tokenizer_name"]].isna().all(axis=None)
 
 
-def test_virtual_runs_are_kept_apart(runs: Path) -> None:
+def test_virtual_runs_are_separate(runs: Path) -> None:
     write_run(runs, "zero3", name="virtual", virtual=True, ranks=64, config={"global_batch_size": 64})
     records = read_records(runs)
     assert records.refused == ()
@@ -290,7 +293,7 @@ def test_virtual_runs_are_kept_apart(runs: Path) -> None:
         assert not TABLES[name](records)["Strategy"].str.contains("x64").any()
 
 
-def test_strategies_are_named_by_what_differs(tmp_path: Path) -> None:
+def test_strategies_are_named_by_their_differences(tmp_path: Path) -> None:
     write_run(tmp_path, "single")
     write_run(tmp_path, "ddp", ranks=2)
     write_run(tmp_path, "ddp", ranks=4)
@@ -301,7 +304,7 @@ def test_strategies_are_named_by_what_differs(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_workloads_name_what_varies(tmp_path: Path) -> None:
+def test_workloads_name_the_settings_that_vary(tmp_path: Path) -> None:
     for batch in (16, 32):
         for strategy in ("single", "zero3"):
             write_run(tmp_path, strategy, config={"global_batch_size": batch})
@@ -311,7 +314,7 @@ def test_workloads_name_what_varies(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_texts_are_texts_whatever_a_record_holds(tmp_path: Path) -> None:
+def test_text_columns_are_text_for_any_record(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "ddp", state="failed", reason="half a pair \ud83d, a bell \x07, <i>")
     write_parquet(read_records(tmp_path / "runs"), tmp_path)
     assert read_parquet(tmp_path).runs["status_reason"].tolist() == ["half a pair \ufffd, a bell \ufffd, <i>"]
@@ -326,8 +329,8 @@ def test_the_committed_records_are_readable() -> None:
 
 @pytest.mark.alone
 def test_a_hundred_records_of_a_thousand_steps_read_and_compare_within_a_tenth_of_the_budget(tmp_path: Path) -> None:
-    """A thousand within 90 s and 2 GiB is the promise for the whole report; `test_a_thousand` below is the long one."""
-    # What a shared machine does beside it only adds.
+    """A report of a thousand records may take 90 s and 2 GiB; `test_a_thousand` below is the long test."""
+    # Other load on a shared machine only adds time.
     write_study(tmp_path, 100, steps=1000)
     assert min(_cost(tmp_path, 100) for _ in range(3)) < 9
 
@@ -340,7 +343,7 @@ def test_a_thousand_records_of_a_thousand_steps_read_and_compare_well_within_the
 
 
 def _cost(root: Path, count: int) -> float:
-    """Seconds of processor time."""
+    """Return CPU seconds for reading and comparing these records."""
     started = time.process_time()
     records = read_records(root)
     assert (len(records.runs), len(records.steps), records.refused) == (count, 1000 * count, ())
@@ -350,7 +353,7 @@ def _cost(root: Path, count: int) -> float:
     return time.process_time() - started
 
 
-def test_what_an_earlier_report_alone_has_is_told_and_one_that_cannot_be_read_hinders_no_new_one(tmp_path):
+def test_lost_runs_of_an_earlier_report_are_listed_and_an_unreadable_one_does_not_stop_a_new_one(tmp_path):
     for seed in (1, 2):
         write_run(tmp_path / "runs", "ddp", seed=seed)
     both = read_records(tmp_path / "runs")

@@ -25,7 +25,7 @@ NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
 PAGES = ("index", *NAMES)
 WIDTHS = (400, 1400)
 EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'> | `$x$` \\"
-# Torch, and what brings it, cannot be imported by whatever runs with this on its path.
+# With this on the path, torch and its importers cannot be imported.
 BLOCKER = """
 import sys
 class Blocker:
@@ -37,7 +37,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def harmful(records: Records) -> Records:
-    """The laptop's records as a person with bad intentions would leave them, with all that can go wrong in a study."""
+    """Return the laptop's records with hostile text in every field, and with every kind of failure."""
     # One of its two workloads: the other would double every figure.
     runs = records.runs[records.runs["task"] == "gpt-wikitext"].copy()
     runs["workload"] = runs["workload"] + " " + EVIL
@@ -64,7 +64,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def build(work: Path, records: Records) -> Report:
-    """By the command a user types, where there is no torch, no run directory and no suite of that name."""
+    """Build with a user's command, without torch, run directories, or a suite of that name."""
     (work / "site").mkdir()
     (work / "site" / "sitecustomize.py").write_text(BLOCKER)
     write_parquet(records, work / "reports" / "harmful")
@@ -85,18 +85,18 @@ class Visit(NamedTuple):
 
 @pytest.fixture(scope="module", params=WIDTHS, ids=lambda width: f"{width}px")
 def visits(request: pytest.FixtureRequest, report: Report, browser: Browser) -> dict[str, Visit]:
-    """Every page open at one width, with what the browser complained about and asked for."""
+    """Open every page at one width, with its console errors and requests."""
     return {name: visit(browser, report.folder / f"{name}.html", request.param) for name in PAGES}
 
 
 def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
     page = browser.new_context(viewport={"width": width, "height": 900}, **context).new_page()
-    seen = Visit(page, [], [])
-    page.on("console", lambda message: seen.complaints.append(message.text))
-    page.on("pageerror", lambda error: seen.complaints.append(str(error)))
-    page.on("request", lambda asked: seen.requests.append(asked.url))
+    opened = Visit(page, [], [])
+    page.on("console", lambda message: opened.complaints.append(message.text))
+    page.on("pageerror", lambda error: opened.complaints.append(str(error)))
+    page.on("request", lambda request: opened.requests.append(request.url))
     page.goto(file.as_uri())
-    return seen
+    return opened
 
 
 @pytest.mark.long
@@ -111,7 +111,7 @@ def test_a_report_rebuilds_from_parquet_without_torch(report):
     assert names == {"files.json", "index.html", "summary.md", "runs.parquet", "steps.parquet", "figures", *pages}
     stems = {kind: {file.stem for file in report.folder.glob(f"figures/*.{kind}")} for kind in ("png", "svg")}
     assert stems["png"] == stems["svg"]
-    # Every kind that the whole report has.
+    # Every kind of figure in the full report.
     assert stems["png"] == {file.stem for file in (REPOSITORY / "reports/laptop/figures").glob("*_1.png")}
 
 
@@ -122,7 +122,7 @@ def test_nothing_in_a_report_names_a_place_of_this_machine(report):
         assert not [place for place in places if place in text], file.name
 
 
-def test_executed_notebooks_are_valid_and_run_again_beside_their_records(report):
+def test_executed_notebooks_are_valid_and_run_again_next_to_their_records(report):
     for name in NAMES:
         notebook = nbformat.read(report.folder / f"{name}.ipynb", as_version=4)
         nbformat.validate(notebook)
@@ -133,23 +133,23 @@ def test_executed_notebooks_are_valid_and_run_again_beside_their_records(report)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_figure_loads_and_says_what_it_shows(visits, name):
+def test_every_figure_loads_and_has_a_description(visits, name):
     pictures = visits[name].page.eval_on_selector_all(
         "img", "all => all.map(one => [one.complete && one.naturalWidth, one.alt, one.clientWidth])"
     )
     assert pictures or name == "index"
-    for width, words, shown in pictures:
+    for width, words, client_width in pictures:
         assert width > 800
-        assert shown > 300
+        assert client_width > 300
         assert len(words) > 40
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_page_complains_or_asks_for_anything_outside_itself(visits, name):
-    seen = visits[name]
-    assert seen.complaints == []
-    outside = [url for url in seen.requests if not url.startswith("data:")]
-    assert outside == [seen.page.url]
+def test_no_page_has_errors_or_requests_another_file(visits, name):
+    opened = visits[name]
+    assert opened.complaints == []
+    outside = [url for url in opened.requests if not url.startswith("data:")]
+    assert outside == [opened.page.url]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -166,7 +166,7 @@ def test_no_page_is_wider_than_the_screen(visits, name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_link_leads_to_a_file_or_a_heading_that_is_there(visits, report, name):
+def test_every_link_has_a_file_or_heading_as_target(visits, report, name):
     page = visits[name].page
     links = page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
     assert len(links) > len(PAGES)
@@ -179,7 +179,7 @@ def test_every_link_leads_to_a_file_or_a_heading_that_is_there(visits, report, n
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_what_a_record_says_is_shown_and_not_obeyed(visits, name):
+def test_text_of_a_record_is_shown_and_not_executed(visits, name):
     page = visits[name].page
     assert page.evaluate("document.scripts.length") == 0
     assert page.evaluate("'harmed' in window") is False
@@ -188,7 +188,7 @@ def test_what_a_record_says_is_shown_and_not_obeyed(visits, name):
         assert "<script>window.harmed = 1</script>" in page.inner_text("body")
 
 
-def test_the_index_opens_with_the_answers_and_shows_what_went_wrong(visits):
+def test_the_index_begins_with_the_answers_and_shows_failures(visits):
     page = visits["index"].page
     records = harmful(laptop())
     titles = [question.title for question in answers(records)]
@@ -198,20 +198,20 @@ def test_the_index_opens_with_the_answers_and_shows_what_went_wrong(visits):
         answer.strip() for answer in page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText)")
     )
     oom = page.eval_on_selector_all("tr", "all => all.map(one => one.innerText).filter(one => one.includes('oom'))")
-    # Memory, time, traffic and ranks have it as a row with nothing measured; and the outcomes count it.
+    # Memory, time, traffic and ranks show it as a row without figures; the outcomes count it.
     assert [line.split("\t")[:3] for line in oom[:-1]] == [["zero3", "oom", "-"]] * 4
     assert oom[-1].split("\t")[:2] == ["oom", str((records.runs["status_state"] == "oom").sum())]
     assert "run-0/summary.json: <script>" in page.inner_text("body")
     assert "and 10 more" in page.inner_text("body")
 
 
-def test_pages_are_dark_where_the_reader_asks_for_it(report, browser):
+def test_pages_are_dark_if_the_reader_prefers_it(report, browser):
     lightness = (
         "() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
     )
-    shown = {scheme: visit(browser, report.folder / "index.html", 400, color_scheme=scheme).page.evaluate(lightness)
+    sums = {scheme: visit(browser, report.folder / "index.html", 400, color_scheme=scheme).page.evaluate(lightness)
              for scheme in ("light", "dark")}  # fmt: skip
-    assert shown["dark"] < 150 < 600 < shown["light"]
+    assert sums["dark"] < 150 < 600 < sums["light"]
 
 
 def test_the_summary_is_markdown_that_no_record_can_break(report):

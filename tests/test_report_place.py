@@ -1,4 +1,4 @@
-"""A report is put in place whole, and never over or instead of a file that it did not make."""
+"""A report replaces the old one completely, and never overwrites or removes a file that no report made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from synthetic_records import write_run
 
 
 def rendered(folder: Path, *figures: str) -> Path:
-    """A new report that waits to be put in place."""
+    """Write a new report that is not in its place yet."""
     folder.mkdir(parents=True)
     (folder / "index.html").write_text("new")
     for figure in figures:
@@ -34,14 +34,14 @@ def rendered(folder: Path, *figures: str) -> Path:
     return folder
 
 
-def put(tmp_path: Path, output: Path, *figures: str) -> None:
+def publish(tmp_path: Path, output: Path, *figures: str) -> None:
     place.put_in_place(rendered(tmp_path / "new", *figures), output)
 
 
 NO_LIST = r"report has \S+, and no files\.json of a report"
 
 
-def test_what_would_be_overwritten_and_is_not_the_reports_is_refused_before_notebooks_run(tmp_path):
+def test_files_that_no_report_made_are_refused_before_notebooks_run(tmp_path):
     output = committed(tmp_path)
     (output / "loss_curves.html").write_text("my own words")
     before, outside = contents(output), contents(tmp_path)
@@ -53,7 +53,7 @@ def test_what_would_be_overwritten_and_is_not_the_reports_is_refused_before_note
 @pytest.mark.parametrize("name", ["peak_memory.ipynb", "summary.md", "files.json", "figures"])
 def test_a_file_of_the_users_is_not_overwritten(name, tmp_path):
     output = committed(tmp_path)
-    wanted = {file.name for file in output.iterdir()}
+    names = {file.name for file in output.iterdir()}
     if name == "figures":
         shutil.move(output / name, tmp_path / "elsewhere")
         (output / name).symlink_to(tmp_path / "elsewhere")
@@ -61,17 +61,17 @@ def test_a_file_of_the_users_is_not_overwritten(name, tmp_path):
         (output / name).write_text("my own words")
     words = NO_LIST if name == "files.json" else f"report has {name}, which is not as a report wrote it"
     with pytest.raises(UserError, match=words):
-        place.check_place(output, wanted)
+        place.check_place(output, names)
 
 
 @pytest.mark.parametrize("name", ["mine.png", "loss_1.svg"])
 def test_a_figure_of_the_users_is_not_overwritten(name, tmp_path):
-    """One that no report made, and one that was changed since."""
+    """One figure is the user's, and one was changed since the report."""
     output = committed(tmp_path)
     (output / "figures" / name).write_text("mine")
     before = contents(output)
     with pytest.raises(UserError, match=rf"has figures/{name}, which is not as a report wrote it"):
-        put(tmp_path, output, name)
+        publish(tmp_path, output, name)
     assert contents(output) == before
 
 
@@ -85,7 +85,7 @@ def test_a_wrong_place_ends_the_command_with_2(tmp_path, monkeypatch, capsys):
     assert "move it elsewhere" in line
 
 
-def test_records_are_never_taken_from_elsewhere_than_where_they_were_said_to_be(tmp_path, monkeypatch, capsys):
+def test_records_are_read_only_from_the_given_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(REPOSITORY / "reports" / "laptop", tmp_path / "reports" / "laptop")
     before = contents(tmp_path)
@@ -94,9 +94,9 @@ def test_records_are_never_taken_from_elsewhere_than_where_they_were_said_to_be(
     assert contents(tmp_path) == before
 
 
-def test_a_report_that_holds_the_only_records_of_runs_is_not_replaced_unless_asked(tmp_path, monkeypatch, capsys):
+def test_a_report_with_the_only_records_of_runs_is_replaced_only_on_request(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    # What is drawn is not asked here.
+    # This test does not draw figures.
     monkeypatch.setattr("study.report.site.build._run_notebooks", lambda *_: {})
     monkeypatch.setattr("study.report.site.build._write_pages", lambda *_: None)
     first, second = (write_run(tmp_path / "runs" / "mine", "ddp", seed=seed) for seed in (1, 2))
@@ -124,7 +124,7 @@ def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
     document["files"] |= dict.fromkeys(names, digest)
     (output / "files.json").write_text(json.dumps(document))
     figures = contents(tmp_path / "figures")
-    put(tmp_path, output)
+    publish(tmp_path, output)
     assert victim.read_text() == "mine"
     assert contents(tmp_path / "figures") == figures
     assert sorted(file.name for file in output.iterdir()) == ["figures", "files.json", "index.html", "link.html"]
@@ -140,7 +140,7 @@ def test_the_reports_in_git_have_their_list(name):
 
 @pytest.mark.parametrize("how", ["none", "another's", "a link", "damaged"])
 def test_a_folder_without_a_list_of_ours_is_refused(how, tmp_path):
-    """Also a report that an earlier version made: nothing tells its files from others."""
+    """Reports of earlier versions, too: their files cannot be distinguished from others."""
     output = committed(tmp_path)
     list_ = output / "files.json"
     if how == "a link":
@@ -159,7 +159,7 @@ def test_a_folder_without_a_list_of_ours_is_refused(how, tmp_path):
 
 
 def test_tables_without_a_list_are_replaced(tmp_path):
-    """In a report, and where there is nothing else."""
+    """They are in a report, or in a folder without other files."""
     output = committed(tmp_path)
     write_parquet(dataclasses.replace(laptop(), refused=("another",)), output)
     place.check_place(output, ["runs.parquet", "steps.parquet"])
@@ -167,7 +167,7 @@ def test_tables_without_a_list_are_replaced(tmp_path):
     with pytest.raises(UserError, match=r"has runs\.parquet, which is not as a report wrote it"):
         place.check_place(output, ["runs.parquet", "steps.parquet"])
     write_parquet(laptop(), tmp_path / "tables")
-    put(tmp_path, tmp_path / "tables")
+    publish(tmp_path, tmp_path / "tables")
     assert set(contents(tmp_path / "tables")) == {"index.html", "files.json"}
 
 
@@ -175,13 +175,13 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
     output = committed(tmp_path)
     link = tmp_path / "link"
     link.symlink_to(output)
-    put(tmp_path, link)
+    publish(tmp_path, link)
     assert link.is_symlink()
     assert set(contents(output)) == {"index.html", "files.json"}
 
 
 def killed_before_change(number: int, new: Path, output: Path) -> bool:
-    """Puts a report in place in a process that is killed before it changes its files for the (n + 1)th time."""
+    """Put a report in place in a process that is killed before its (n + 1)th change of a file."""
     child = os.fork()
     if child:
         return os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -203,7 +203,7 @@ def killed_before_change(number: int, new: Path, output: Path) -> bool:
 
 
 def old_report(output: Path) -> Path:
-    """With files that the next one replaces, removes and leaves alone."""
+    """Write a report with files that the next one replaces, removes or does not touch."""
     new = rendered(output.with_name("old"), "loss_1.png", "gone.png")
     (new / "index.html").write_text("old")
     place.put_in_place(new, output)
@@ -213,22 +213,22 @@ def old_report(output: Path) -> Path:
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_report_that_is_killed_anywhere_is_whole_after_the_next_one(earlier, tmp_path):
+def test_a_report_that_is_killed_anywhere_is_complete_after_the_next_one(earlier, tmp_path):
     for number in itertools.count():
         folder = tmp_path / str(number)
         folder.mkdir()
         output = old_report(folder / "report") if earlier else folder / "report"
         killed = killed_before_change(number, rendered(folder / "new", "loss_1.png", "loss_2.png"), output)
-        # Other figures than those that the killed one had.
-        put(folder / "next", output, "loss_1.png", "loss_3.png")
+        # The next report has other figures than the killed one.
+        publish(folder / "next", output, "loss_1.png", "loss_3.png")
         after = contents(output)
-        mine = {name: after.pop(name) for name in ("notes.txt", "figures/mine.png") if earlier}
-        assert set(mine.values()) <= {b"mine"}
+        user_files = {name: after.pop(name) for name in ("notes.txt", "figures/mine.png") if earlier}
+        assert set(user_files.values()) <= {b"mine"}
         assert set(after) == {"index.html", "files.json", "figures/loss_1.png", "figures/loss_3.png"}
         assert set(listed(output)) == set(after) - {"files.json"}
         if not killed:
             break
-    # Two lists, two folders, three files, and what goes.
+    # Two lists, two folders, three files, and the removed one.
     assert number >= 7
 
 

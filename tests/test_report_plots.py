@@ -1,4 +1,4 @@
-"""Figures say what the records say, in colours that all readers can tell apart."""
+"""Figures match the records, in colors that all readers can distinguish."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TO_OKLAB = ((0.2104542553, 0.793617785, -0.0040720468), (1.9779984951, -2.42859
 
 
 def changed(**columns: object) -> Records:
-    """The laptop's records of GPT, with the columns of its zero3 run set to these values."""
+    """Return the laptop's GPT records with these values in the columns of the zero3 run."""
     records = laptop()
     runs = records.runs[records.runs["task"] == "gpt-wikitext"].copy()
     for column, value in columns.items():
@@ -50,8 +50,8 @@ def changed(**columns: object) -> Records:
 
 
 def texts(figure: Figure) -> str:
-    found = [text.get_text() for text in figure.findobj(Text) if isinstance(text, Text)]
-    return " ".join(" ".join(found).split())
+    parts = [text.get_text() for text in figure.findobj(Text) if isinstance(text, Text)]
+    return " ".join(" ".join(parts).split())
 
 
 @functools.cache
@@ -65,20 +65,20 @@ def linear(colour: str) -> npt.NDArray[np.float64]:
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 
-def seen(colour: str, sight: str) -> npt.NDArray[np.float64]:
+def to_oklab(colour: str, sight: str) -> npt.NDArray[np.float64]:
     light = np.clip(np.array(SIGHT[sight]) @ linear(colour), 0, 1)
     return np.array(_TO_OKLAB) @ np.cbrt(np.array(_TO_CONES) @ light)
 
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_no_two_strategies_look_alike(sight):
-    for (one_name, one_style), (other_name, other) in itertools.combinations(STRATEGIES.items(), 2):
-        if one_style.colour == other.colour:
-            assert {one_name, other_name} & set(WITH_GROUPS)
-            assert one_style.dash != other.dash
+    for (first_name, first), (second_name, second) in itertools.combinations(STRATEGIES.items(), 2):
+        if first.colour == second.colour:
+            assert {first_name, second_name} & set(WITH_GROUPS)
+            assert first.dash != second.dash
             continue
-        distance = np.linalg.norm(seen(one_style.colour, sight) - seen(other.colour, sight))
-        assert distance > 0.08, f"{one_name} and {other_name}: {distance:.3f}"
+        distance = np.linalg.norm(to_oklab(first.colour, sight) - to_oklab(second.colour, sight))
+        assert distance > 0.08, f"{first_name} and {second_name}: {distance:.3f}"
 
 
 def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own():
@@ -89,7 +89,7 @@ def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own
         assert contrast >= 2.9, f"{name}: {contrast:.2f}"
 
 
-# What the other figures show is in no record of this suite.
+# The records of this suite have no data for the other figures.
 OF_THE_LAPTOP = (
     loss_curves, loss_differences, model_state, peak_memory, step_time, frontier, traffic, offload, scaling,
 )  # fmt: skip
@@ -98,7 +98,7 @@ ODD = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"
 
 @pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
 def test_every_axis_has_its_unit_and_every_figure_its_words(draw):
-    """Whatever the text of a record; and without records there is no drawing."""
+    """Any text in a record is drawn; no records give no drawing."""
     empty = dataclasses.replace(laptop(), runs=laptop().runs.iloc[:0], steps=laptop().steps.iloc[:0])
     assert draw(empty) == []
     drawings, odd = draw(laptop()), draw(changed(arm=ODD, workload=f"${ODD}", confounded=ODD, confounded_loss=ODD))
@@ -128,17 +128,17 @@ def test_memory_and_communication_of_a_virtual_rank_are_shown(draw):
 @pytest.mark.parametrize("draw", OF_THE_LAPTOP)
 def test_a_confounded_strategy_is_marked_and_its_reason_is_in_the_figure(draw):
     column = "confounded_loss" if draw in (loss_curves, loss_differences) else "confounded"
-    shown = texts(only(draw(changed(**{column: "clipping: 0.5, baseline 1"}))).figure)
-    assert "†" in shown
-    assert "clipping: 0.5, baseline 1" in shown
+    text = texts(only(draw(changed(**{column: "clipping: 0.5, baseline 1"}))).figure)
+    assert "†" in text
+    assert "clipping: 0.5, baseline 1" in text
 
 
 def test_curves_that_agree_are_one_line_of_the_common_seeds_and_one_that_does_not_is_named():
     records = changed()
     assert records.runs.groupby("strategy")["seed"].nunique().nunique() > 1
-    shown = texts(only(loss_curves(records)).figure)
-    assert "All 13 strategies lie on one line" in shown
-    assert "Faint: other seeds" in shown
+    text = texts(only(loss_curves(records)).figure)
+    assert "All 13 strategies lie on one line" in text
+    assert "Faint: other seeds" in text
     run = records.runs.loc[records.runs["strategy"] == "zero3", "run"].iloc[0]
     steps = records.steps.copy()
     steps.loc[steps["run"] == run, "loss"] += 0.5
@@ -177,7 +177,7 @@ def test_speed_against_batch_and_model_size_needs_two_of_them(draw, change, alt)
 
 
 def test_the_figure_of_traffic_has_ring_bytes_and_lines_at_multiples_of_the_parameters():
-    """On two ranks stage 3 sends as much as plain data parallelism, of twice the payload."""
+    """Stage 3 on two ranks sends as much as plain data parallelism, with twice the payload."""
     drawing = only(traffic(changed()))
     figures = dict(part.split(" ")[:2] for part in drawing.alt.partition(": ")[2].split(", "))
     assert figures["zero3"] == figures["ddp"]

@@ -1,4 +1,4 @@
-"""The answers of a report: every figure is the records', nothing unknown is asserted, and one file makes a question."""
+"""Answers of a report: every figure is in the records, no unknown value is stated, and one file makes a question."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from synthetic_records import REPOSITORY, with_steps, write_run
 STAGES = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu")
 
 
-def answers_of(records: Path | Records) -> dict[str, Answer]:
+def read_answers(records: Path | Records) -> dict[str, Answer]:
     read = read_records(records) if isinstance(records, Path) else records
     return {question.name: answer for question, answer in answers(read).items()}
 
 
 def write(root: Path, factors: dict[str, float], seeds: tuple[int, ...] = (1,), **more: Any) -> None:
-    """Write each strategy with its time factor over some seeds."""
+    """Write one run for each strategy and seed, with the strategy's time factor."""
     for seed, (strategy, factor) in itertools.product(seeds, factors.items()):
         write_run(root, strategy, seed=seed, time_factor=factor, **more)
 
 
 def row(table: pd.DataFrame, name: str) -> pd.Series:
-    (found,) = [line for _, line in table.iterrows() if line["Strategy"] == name]
-    return found
+    (match,) = [item for _, item in table.iterrows() if item["Strategy"] == name]
+    return match
 
 
 def notes(answer: Answer) -> str:
@@ -62,7 +62,7 @@ def test_questions_have_unique_names_and_notebooks() -> None:
 
 
 def test_a_new_question_is_one_file_and_its_place_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a notebook its tables are on the first page, whose head has the noise of like runs."""
+    """Its tables are on the first page without a notebook, and the page's head has the noise of repeated runs."""
     steps = Question(
         name="steps",
         title="How many steps ran?",
@@ -87,7 +87,7 @@ def test_a_new_question_is_one_file_and_its_place_in_the_list(tmp_path: Path, mo
 def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     root = tmp_path_factory.mktemp("stages")
     write(root, dict.fromkeys(STAGES, 1.0), (42,))
-    return answers_of(root)
+    return read_answers(root)
 
 
 def test_losses_that_agree_are_the_same(stages: dict[str, Answer]) -> None:
@@ -97,7 +97,7 @@ def test_losses_that_agree_are_the_same(stages: dict[str, Answer]) -> None:
 
 
 def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]) -> None:
-    # 4 + 4 + 8 bytes per parameter under DDP; stage 1 halves 12 of optimizer, stage 2 the gradients, stage 3 all.
+    # Bytes per parameter: 4 + 4 + 8 with DDP; stage 1 halves 12 of optimizer, 2 also gradients, 3 also parameters.
     memory, traffic, time, offload = (stages[name] for name in ("memory", "traffic", "time", "offload"))
     assert memory.sentence == "Sharding reduces the model state of a rank to 62 % of `ddp`'s (`zero3`)."
     shares = {arm: row(memory.table, arm)["State, % of ddp"] for arm in ("ddp", "zero1", "zero2", "zero3")}
@@ -111,20 +111,20 @@ def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]
     assert float(row(time.table, "zero3")["x ddp"].removeprefix("~ ")) == pytest.approx(1.5, abs=0.1)
     assert float(row(time.table, "zero1")["x ddp"].removeprefix("~ ")) == pytest.approx(1.1, abs=0.06)
     assert "~: not significant.\nOne run of each strategy: the noise is not known" in notes(time)
-    # Offload has a question of its own.
+    # Offload is a separate question.
     assert "zero3_cpu" not in {*memory.table["Strategy"], *traffic.table["Strategy"], *time.table["Strategy"]}
     assert row(offload.table, "zero3_cpu")["Freed"] == "80 %"
     assert offload.sentence.startswith("Offload frees 80 % of the model state on the device")
 
 
-# The loss ends at 1.7 + 4 exp(-8/12), and a little noise: 0.1 is most where the baseline's loss is least.
+# The loss ends at 1.7 + 4 exp(-8/12) plus a little noise: a shift of 0.1 is largest relative to the smallest loss.
 @pytest.mark.parametrize(
     ("shift", "config", "sentence", "same"),
     [
         (0.1, {}, "Yes, under 1 of 6 strategies: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
         (0.001 * 3.75, {}, "No: under all 6", "6 of 6"),
         (0.003 * 3.75, {}, "Yes, under 1 of 6", "5 of 6"),
-        # Less than the spacing of bf16 numbers is the same in bf16.
+        # A difference below the spacing of bf16 numbers is none in bf16.
         (0.003 * 3.75, {"precision": "bf16"}, "No: under all 6", "6 of 6"),
         (0.006 * 3.75, {"precision": "bf16"}, "Yes, under 1 of 6", "5 of 6"),
     ],
@@ -134,14 +134,14 @@ def test_a_loss_is_the_same_within_the_margin_of_its_precision(
 ) -> None:
     for strategy in STAGES:
         write_run(tmp_path, strategy, loss_shift=shift if strategy == "zero2" else 0.0, config=config)
-    loss = answers_of(tmp_path)["loss"]
+    loss = read_answers(tmp_path)["loss"]
     assert loss.sentence.startswith(sentence)
     assert (loss.table["Same loss"].item(), loss.table["Worst strategy"].item()) == (same, "zero2")
     assert ("was widened after that" in notes(loss)) is bool(config)
 
 
 def test_a_step_is_compared_with_the_loss_of_that_step(tmp_path: Path) -> None:
-    """0.1 % where the loss is large would be 2 % of the loss that training ends at, and the other way round."""
+    """0.1 % of a large early loss would be 2 % of the final loss, and the reverse."""
 
     def change(step: dict[str, Any], first: float, later: float) -> dict[str, Any]:
         return step | {"loss": first if step["step"] == 1 else later}
@@ -149,13 +149,13 @@ def test_a_step_is_compared_with_the_loss_of_that_step(tmp_path: Path) -> None:
     for strategy, first, later in (("ddp", 5.0, 0.01), ("zero2", 5.005, 0.01), ("zero3", 5.0, 0.0101)):
         path = write_run(tmp_path, strategy, name=strategy)
         with_steps(path, functools.partial(change, first=first, later=later))
-    loss = answers_of(tmp_path)["loss"]
+    loss = read_answers(tmp_path)["loss"]
     assert loss.sentence == "Yes, under 1 of 2 strategies: `zero3` differs from its baseline by 1.00 %."
     assert row(TABLES["loss"](read_records(tmp_path)), "zero2")["of the loss there"] == "0.10 %"
 
 
 def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path: Path) -> None:
-    """Of one seed another repeat is left; of the other none, and there the strategy is in no pair."""
+    """One seed has another repeat; the other has none, so the strategy is in no pair of that seed."""
     for seed, repeat in ((1, 1), (1, 2), (2, 1)):
         state = "failed" if repeat == 2 or seed == 2 else "ok"
         write_run(tmp_path, "ddp", seed=seed, repeat=repeat, state=state, reason="" if state == "ok" else "node lost")
@@ -164,7 +164,9 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     assert set(records.runs["confounded"]) == {""}
     (lacks,) = {note for note in records.runs["notes"] if note}
     assert lacks == "no ddp with seed 2 ended ok, so it is in no ratio and no difference"
-    assert "under 1 of 1 strategies: `zero2` differs from its baseline by 2.7 %" in answers_of(records)["loss"].sentence
+    assert (
+        "under 1 of 1 strategies: `zero2` differs from its baseline by 2.7 %" in read_answers(records)["loss"].sentence
+    )
     (drawing,) = loss_differences(records)
     assert drawing.alt.endswith("zero2 0.100.")
 
@@ -172,7 +174,7 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
 def test_strategies_without_a_common_seed_are_named(tmp_path: Path) -> None:
     for strategy, seed in (("ddp", 1), ("ddp", 2), ("zero2", 1), ("zero3", 3)):
         write_run(tmp_path, strategy, seed=seed)
-    loss = answers_of(tmp_path)["loss"]
+    loss = read_answers(tmp_path)["loss"]
     assert loss.table["Same loss"].tolist() == ["1 of 1"]
     assert "Not compared, because the baseline has no run with any of their seeds: `zero3`." in notes(loss)
 
@@ -184,7 +186,7 @@ def test_a_seed_that_diverges_under_one_strategy_only_is_another_loss(reason: st
     for strategy, seed in itertools.product(("ddp", "zero2", "zero3"), (1, 2)):
         has_failed = (strategy, seed) == ("zero3", 2)
         write_run(tmp_path, strategy, seed=seed, state="failed" if has_failed else "ok", reason=has_failed * reason)
-    loss = answers_of(tmp_path)["loss"]
+    loss = read_answers(tmp_path)["loss"]
     (line,) = loss.table.to_dict("records")
     if reason == "lost":
         assert line["Same loss"] == "2 of 2"
@@ -201,32 +203,34 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
             path = write_run(tmp_path, strategy, seed=seed, repeat=repeat, loss_shift=shift)
             with_steps(path, lambda row: row | {"loss": row["loss"] * math.exp(chance.gauss(0, 0.003))})
     records = read_records(tmp_path)
-    loss = answers_of(records)["loss"]
+    loss = read_answers(records)["loss"]
     assert loss.sentence.startswith("Yes, under 1 of 3 strategies: `zero3` differs"), loss.sentence
     assert loss.table["Same loss"].tolist() == ["0 of 3"]
     assert "Not known: above the margin, but below 2 times the difference of reruns." in notes(loss)
-    alike = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
-    assert answers_of(alike)["loss"].sentence.startswith("Not known under 2 of 2 strategies")
-    once = answers_of(dataclasses.replace(alike, runs=alike.runs[alike.runs["repeat"] == 1]))["loss"]
+    without_zero3 = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
+    assert read_answers(without_zero3)["loss"].sentence.startswith("Not known under 2 of 2 strategies")
+    runs = without_zero3.runs[without_zero3.runs["repeat"] == 1]
+    once = read_answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
     assert once.sentence.startswith("Yes, under 2 of 2 strategies")
     assert "There are no reruns, so how far chance alone changes a loss is not known." in notes(once)
 
 
 def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None:
-    """Masks differ between strategies, so steps differ where they train alike."""
+    """Dropout masks differ between strategies, so steps differ although the training is equivalent."""
     for seed, (strategy, shift) in itertools.product((1, 2, 3, 4), {"ddp": 0.0, "zero2": 0.002, "zero3": 0.3}.items()):
         shift *= 1 if seed % 2 else 0.9
         write_run(tmp_path, strategy, seed=seed, config={"dropout": -1.0}, loss_shift=shift)
     records = read_records(tmp_path)
-    loss = answers_of(records)["loss"]
+    loss = read_answers(records)["loss"]
     assert loss.sentence.startswith("Yes, under 1 of 2 strategies: `zero3` differs from its baseline by 7.")
     assert loss.table["Same loss"].tolist() == ["1 of 2"]
     assert "masks differ between strategies" in notes(loss)
     line = row(TABLES["loss"](records), "zero2")
     assert line["Equivalent"].startswith("equivalent (")
     assert line["of the loss there"] == "-"
-    one = dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 1])
-    assert answers_of(one)["loss"].sentence.startswith("Not known under 2 of 2 strategies: their differences are not")
+    seed_1 = dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 1])
+    loss = read_answers(seed_1)["loss"]
+    assert loss.sentence.startswith("Not known under 2 of 2 strategies: their differences are not")
 
 
 def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
@@ -239,9 +243,9 @@ def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
 def test_nothing_is_compared_with_a_ddp_that_breaks_an_invariant(tmp_path: Path) -> None:
     write(tmp_path, {"single": 1.0, "zero3": 1.0}, (1, 2, 3))
     write(tmp_path, {"ddp": 1.0}, (1, 2, 3), environment={"threads_per_rank": 8})
-    found = answers_of(tmp_path)
-    assert found["memory"].sentence.endswith("of `single`'s (`zero3`).")
-    assert "~" not in row(found["time"].table, "ddp")["x single"]
+    by_name = read_answers(tmp_path)
+    assert by_name["memory"].sentence.endswith("of `single`'s (`zero3`).")
+    assert "~" not in row(by_name["time"].table, "ddp")["x single"]
     assert row(TABLES["runtime"](read_records(tmp_path)), "ddp")["In words"] == "not judged"
 
 
@@ -249,17 +253,17 @@ def test_confounded_and_failed_strategies_are_named_and_in_no_answer(tmp_path: P
     write(tmp_path, {"single": 1.0, "ddp": 1.0, "zero2": 1.0}, (42,))
     write_run(tmp_path, "zero3", time_factor=0.01, environment={"threads_per_rank": 8})
     write_run(tmp_path, "zero3_cpu", state="oom", reason="CUDA out of memory")
-    found = answers_of(tmp_path)
-    assert found["loss"].table["Same loss"].tolist() == ["2 of 2"]
+    by_name = read_answers(tmp_path)
+    assert by_name["loss"].table["Same loss"].tolist() == ["2 of 2"]
     for name, column in (("memory", "State, % of ddp"), ("time", "Step, ms"), ("traffic", "Ring bytes (NCCL), MiB")):
-        answer = found[name]
+        answer = by_name[name]
         assert "zero3" not in answer.sentence
         assert row(answer.table, "zero3")[column].endswith(" †")
         assert row(answer.table, "zero3_cpu").tolist()[1:] == ["oom", "-"]
         assert "`zero3`: not a fair comparison †, threads per rank: 8, baseline 1." in notes(answer)
         assert "`zero3_cpu`: ended oom, CUDA out of memory." in notes(answer)
-    assert "zero3" not in found["advice"].sentence
-    assert "`zero3_cpu`: ended oom" in notes(found["advice"])
+    assert "zero3" not in by_name["advice"].sentence
+    assert "`zero3_cpu`: ended oom" in notes(by_name["advice"])
     failed = row(TABLES["summary"](read_records(tmp_path)), "zero3_cpu")
     assert failed["Outcome"] == "oom: CUDA out of memory"
     assert cell_text(failed["Comparable"]) == "-"
@@ -267,11 +271,11 @@ def test_confounded_and_failed_strategies_are_named_and_in_no_answer(tmp_path: P
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """Four seeds; stage 0 is as fast as DDP, stage 3 takes 1.5 times as long."""
+    """Return answers for four seeds: stage 0 is as fast as DDP, stage 3 takes 1.5 times as long."""
     root = tmp_path_factory.mktemp("seeds")
     write(root, dict.fromkeys(("single", "ddp", "zero0", "zero3"), 1.0), (42, 43, 44, 45))
     write_run(root, "ddp", seed=42, repeat=2)
-    return answers_of(root)
+    return read_answers(root)
 
 
 def test_seeds_are_tested_for_equivalence_and_reruns_measure_chance(seeds: dict[str, Answer]) -> None:
@@ -279,11 +283,11 @@ def test_seeds_are_tested_for_equivalence_and_reruns_measure_chance(seeds: dict[
     assert line["Equivalent"] == "3 of 3"
     assert "seed by seed (n = 4)." in notes(seeds["loss"])
     assert notes(seeds["runs"]) == "4 to 5 runs of each strategy."
-    # Two reruns differ by what a synthetic record draws: 1e-7 of a loss of about 4.
+    # Two reruns differ by the noise of a synthetic record: 1e-7 of a loss of about 4.
     assert 0 < float(line["Rerun of the same strategy"].removesuffix(" %")) < 1e-4
-    # The margin is 0.12 % of a loss of which 1.7 is the floor.
-    (share,) = re.findall(r"The margin is at most ([\d.]+) %", notes(seeds["loss"]))
-    assert 0.12 < float(share) < 0.25
+    # The margin is 0.12 % of the loss, whose floor is 1.7.
+    (margin_percent,) = re.findall(r"The margin is at most ([\d.]+) %", notes(seeds["loss"]))
+    assert 0.12 < float(margin_percent) < 0.25
 
 
 def test_a_significant_difference_in_time_is_named_with_its_interval(seeds: dict[str, Answer]) -> None:
@@ -299,26 +303,26 @@ def test_a_significant_difference_in_time_is_named_with_its_interval(seeds: dict
 def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test_s_power(tmp_path: Path) -> None:
     for seed, factor in ((1, 0.94), (2, 1.0), (3, 1.06), (4, 1.0)):
         write(tmp_path, {"ddp": factor, "zero2": 2 - factor, "zero0": 1.0}, (seed,))
-    found, spread = answers_of(tmp_path), noise(read_records(tmp_path).runs, "step_time_s_median")
+    by_name, spread = read_answers(tmp_path), noise(read_records(tmp_path).runs, "step_time_s_median")
     assert spread is not None
 
     def power(seeds: int) -> float:
-        """Return that of a paired test at the level of 5 %: two strategies differ by sqrt(2) times the noise of one."""
+        """Return the power of a paired test at 5 %: a difference has sqrt(2) times the noise of one strategy."""
         beyond = stats.t.ppf(0.975, seeds - 1)
         shift = math.log(1.05) / (spread.share * math.sqrt(2)) * math.sqrt(seeds)
         return float(1 - stats.nct.cdf(beyond, seeds - 1, shift) + stats.nct.cdf(-beyond, seeds - 1, shift))
 
     needed = next(seeds for seeds in range(2, 1000) if power(seeds) >= 0.8)
-    assert found["advice"].table["Seeds to find a 5 % difference of two"].tolist() == [str(needed)]
+    assert by_name["advice"].table["Seeds to find a 5 % difference of two"].tolist() == [str(needed)]
     # Bonferroni's level for the two tests against the baseline.
     beyond = stats.t.ppf(1 - 0.05 / 2 / 2, 4 / (1 / 3 + 1 / spread.df))
-    told = r"the least significant difference is ([\d.]+) %, which is found half of the time"
-    (least,) = re.findall(told, notes(found["time"]))
+    sentence = r"the least significant difference is ([\d.]+) %, which is found half of the time"
+    (least,) = re.findall(sentence, notes(by_name["time"]))
     assert float(least) == pytest.approx(100 * math.expm1(beyond * spread.share * math.sqrt(2 / 4)), rel=0.02)
 
 
 def test_strategies_with_three_seeds_are_judged_where_others_have_one(tmp_path: Path) -> None:
-    """The laptop suite is like this: `single` would leave the other seeds without a partner."""
+    """The laptop suite is such a case: with `single` as baseline, the other seeds would have no partner."""
     several = ("ddp", "zero0", "zero1", "zero2", "zero3")
     write(tmp_path, dict.fromkeys((*several, "single", "zero3_cpu", "fsdp2"), 1.0), (42,))
     write(tmp_path, dict.fromkeys(several, 1.0), (43, 44))
@@ -327,14 +331,14 @@ def test_strategies_with_three_seeds_are_judged_where_others_have_one(tmp_path: 
     records = read_records(tmp_path)
     assert set(records.runs["confounded"]) == {""}
     assert set(records.runs["baseline"].str.split("-2x-").str[0]) == {"gpt-wikitext-gpt-tiny-ddp"}
-    found = answers_of(records)
+    by_name = read_answers(records)
     assert re.fullmatch(
         r"A step with sharded state takes 1\.[01]\d to 1\.[45]\d times as long as one of `ddp`; 1 of 4 strategies are"
-        r" not significant\.", found["time"].sentence,
-    ), found["time"].sentence  # fmt: skip
-    assert row(found["time"].table, "fsdp2")["x ddp"].startswith("~ ")
-    assert "Fewer than three seeds, so not judged: `single`, `zero3_cpu` and `fsdp2`." in notes(found["advice"])
-    (line,) = found["loss"].table.to_dict("records")
+        r" not significant\.", by_name["time"].sentence,
+    ), by_name["time"].sentence  # fmt: skip
+    assert row(by_name["time"].table, "fsdp2")["x ddp"].startswith("~ ")
+    assert "Fewer than three seeds, so not judged: `single`, `zero3_cpu` and `fsdp2`." in notes(by_name["advice"])
+    (line,) = by_name["loss"].table.to_dict("records")
     assert (line["Same loss"], line["Equivalent"]) == ("7 of 7", "4 of 4")
 
 
@@ -353,13 +357,13 @@ ADVICE: dict[str, tuple[list[tuple[dict[str, float], tuple[int, ...]]], str, str
 
 
 @pytest.mark.parametrize("case", ADVICE)
-def test_advice_is_what_nothing_is_significantly_faster_than(case: str, tmp_path: Path) -> None:
+def test_advice_names_the_strategies_that_none_is_significantly_faster_than(case: str, tmp_path: Path) -> None:
     written, sentence, fastest, note = ADVICE[case]
-    for factors, of_seeds in written:
-        write(tmp_path, factors, of_seeds, gpu="no GPU" not in note)
-    # Nobody trains under the profiler.
+    for factors, seed_group in written:
+        write(tmp_path, factors, seed_group, gpu="no GPU" not in note)
+    # A profiled run is too slow to count.
     write_run(tmp_path, "ddp", config={"profile_steps": 3, "max_steps": 8}, name="profiled", time_factor=0.01)
-    advice = answers_of(tmp_path)["advice"]
+    advice = read_answers(tmp_path)["advice"]
     (line,) = advice.table.to_dict("records")
     assert (advice.sentence, line["Fastest, or not significantly slower"]) == (sentence, fastest)
     assert ("Step, ms" in line) is (fastest != "not judged")
@@ -369,9 +373,9 @@ def test_advice_is_what_nothing_is_significantly_faster_than(case: str, tmp_path
 
 
 def test_without_a_gpu_cpu_offload_frees_nothing(tmp_path: Path) -> None:
-    """Host memory stands in for the device's. NVMe offload frees the optimizer's 12 of 20 bytes per parameter."""
+    """Host memory replaces the device's. NVMe offload frees the optimizer's 12 of 20 bytes per parameter."""
     write(tmp_path, dict.fromkeys(("zero3", "zero3_cpu", "zero3_nvme_optimizer"), 1.0), gpu=False)
-    offload = answers_of(tmp_path)["offload"]
+    offload = read_answers(tmp_path)["offload"]
     assert row(offload.table, "zero3_cpu")["Freed"] == "0.00 %"
     assert row(offload.table, "zero3_nvme_optimizer")["Freed"] == "60 %"
     assert offload.sentence.startswith(
@@ -385,12 +389,12 @@ def test_speed_by_batch_is_relative_to_the_baseline_of_the_same_batch(tmp_path: 
             write(tmp_path, {"ddp": 1.0, "zero3": factor}, (seed,), config={"global_batch_size": batch})
 
     write_seed(42)
-    sentence = answers_of(tmp_path)["batch_size"].sentence
+    sentence = read_answers(tmp_path)["batch_size"].sentence
     assert sentence == "The speed of `zero3` differs from `ddp`, but at both ends it is not significant."
     write_seed(43)
     write_seed(44)
     records = read_records(tmp_path)
-    answer = answers_of(records)["batch_size"]
+    answer = read_answers(records)["batch_size"]
     small, large = (int(cell.removesuffix(" %")) for cell in row(answer.table, "zero3").tolist()[1:])
     assert (small, large) == (pytest.approx(100 / 1.5, abs=3), pytest.approx(100 / 1.2, abs=4))
     assert row(answer.table, "ddp").tolist() == ["ddp", "100 %", "100 %"]
@@ -399,7 +403,7 @@ def test_speed_by_batch_is_relative_to_the_baseline_of_the_same_batch(tmp_path: 
     )
     runs = records.runs
     runs.loc[(runs["strategy"] == "zero3") & (runs["global_batch_size"] == 64), "confounded"] = "clipping"
-    answer = answers_of(records)["batch_size"]
+    answer = read_answers(records)["batch_size"]
     assert row(answer.table, "zero3").tolist()[2].endswith(" †")
     assert answer.sentence == "No strategy is comparable with `ddp` at more than one place."
 
@@ -412,7 +416,7 @@ def test_claims_that_depend_on_the_records_have_links(tmp_path: Path) -> None:
         Resting("S9-02", "", "partly", "It may be so.", "It was."),
     ]
     records = read_records(tmp_path / "runs")
-    assert "claims" not in answers_of(records)
+    assert "claims" not in read_answers(records)
     build(records, "mine", tmp_path / "report", resting=resting)
     summary, page = ((tmp_path / "report" / name).read_text() for name in ("summary.md", "index.html"))
     assert "| [S9-01](../docs/claims.md#s9-01) | supported | It is so. |" in summary
@@ -424,9 +428,9 @@ def test_claims_that_depend_on_the_records_have_links(tmp_path: Path) -> None:
 
 
 def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
-    assert answers_of(tmp_path) == {}
+    assert read_answers(tmp_path) == {}
     write_run(tmp_path, "zero3", state="failed", reason="x")
-    assert list(answers_of(tmp_path)) == ["runs"]
+    assert list(read_answers(tmp_path)) == ["runs"]
     virtual: dict[str, Any] = {
         "virtual": True,
         "ranks": 64,
@@ -436,18 +440,19 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "v", "zero3", **virtual)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "status.json").write_text("{")
-    found = answers_of(tmp_path)
-    assert list(found) == ["layers", "runs"]
-    assert found["runs"].sentence == "1 runs ended well and 1 did not; 1 records were refused."
-    assert dict(zip(found["runs"].table["Outcome"], found["runs"].table["Runs"], strict=True)) == {"failed": 1, "ok": 1}
-    assert "2 different boxes" in notes(found["runs"])
-    assert "there is no loss, no accuracy, and no throughput" in notes(found["layers"])
+    by_name = read_answers(tmp_path)
+    assert list(by_name) == ["layers", "runs"]
+    assert by_name["runs"].sentence == "1 runs ended well and 1 did not; 1 records were refused."
+    outcomes = by_name["runs"].table
+    assert dict(zip(outcomes["Outcome"], outcomes["Runs"], strict=True)) == {"failed": 1, "ok": 1}
+    assert "2 different boxes" in notes(by_name["runs"])
+    assert "there is no loss, no accuracy, and no throughput" in notes(by_name["layers"])
 
 
 def test_the_committed_records_have_short_answers() -> None:
-    found = answers_of(read_parquet(REPOSITORY / "reports" / "laptop"))
-    assert set(found) == {"loss", "memory", "time", "traffic", "offload", "advice", "ranks", "runs"}
-    for name, answer in found.items():
+    by_name = read_answers(read_parquet(REPOSITORY / "reports" / "laptop"))
+    assert set(by_name) == {"loss", "memory", "time", "traffic", "offload", "advice", "ranks", "runs"}
+    for name, answer in by_name.items():
         text = "\n".join([answer.sentence, answer.table.to_csv(), *answer.notes])
         assert "nan" not in text, name
         assert "<NA>" not in text, name

@@ -1,4 +1,4 @@
-"""A report of releases: which of them diverge from one process, by which cause, and where they do not."""
+"""A report of releases: which of them diverge from one process, by which cause, and in which cases."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ SHIFT: dict[str, Any] = {"loss_shift": 0.1, "norm": 0.25}
 def write(
     root: Path, stack: str, strategy: str, micro_steps: int = 1, *, repeat: int = 1, norm: float = 1.0, **more: Any
 ) -> None:
-    """A run under a stack whose norms are this one; `loss_shift` shows from the second step on."""
+    """Write a run with a stack and these gradient norms; `loss_shift` applies from the second step on."""
     versions = {
         "torch": "2.8.0" if stack.endswith("-then") else "2.13.0",
         "accelerate": "1.15.0",
         "transformers": "5.23.0",
     }
-    own = {"gradient_accumulation_steps": micro_steps, "deepspeed": stack.removesuffix("-then")}
+    engine_values = {"gradient_accumulation_steps": micro_steps, "deepspeed": stack.removesuffix("-then")}
     path = write_run(
         root, strategy, name=f"{strategy}-{stack}-{micro_steps}-r{repeat}", repeat=repeat, steps=4,
         config={"warmup_ratio": 0.0, "learning_rate": 1e-3, "lr_scheduler_type": "constant"},
-        engine=own | more.pop("engine", {}), environment={"packages": versions}, **more,
+        engine=engine_values | more.pop("engine", {}), environment={"packages": versions}, **more,
     )  # fmt: skip
     with_steps(path, lambda row: row | {"grad_norm": norm})
     (path / "sweep.json").write_text(json.dumps({"stack": stack, "strategy": strategy, "attempts": []}))
@@ -78,7 +78,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     write(root, "0.18.6", "zero2_cpu", 4, state="unsupported", reason="deepspeed-0.18.6 is not installable: no wheel")
     write(root, "0.19.8", "zero1", 4)
     write(root, "0.18.6", "zero3")
-    # No `single` of its own: another stack of the same torch and Accelerate has one.
+    # It has no `single` run: another stack with the same torch and Accelerate has one.
     write(root, "0.19.2", "zero1", 4)
     write_parquet(read_runs(root), root / "kept")
     return read_parquet(root / "kept")
@@ -89,11 +89,11 @@ def causes(write_causes: Any) -> None:
     write_causes(CAUSES)
 
 
-def cell_of(records: Records, stack: str, strategy: str, micro_steps: int = 4) -> ReleaseCell:
-    found = [cell for cell in release_cells(records)
+def find_cell(records: Records, stack: str, strategy: str, micro_steps: int = 4) -> ReleaseCell:
+    matches = [cell for cell in release_cells(records)
              if (cell.stack, cell.strategy, cell.micro_steps) == (stack, strategy, micro_steps)]  # fmt: skip
-    assert len(found) == 1
-    return found[0]
+    assert len(matches) == 1
+    return matches[0]
 
 
 def test_each_case_is_compared_with_one_process_of_its_own_releases(records: Records) -> None:
@@ -105,12 +105,12 @@ def test_each_case_is_compared_with_one_process_of_its_own_releases(records: Rec
         ("0.18.6", "zero3", 1): "equal", ("0.18.6", "zero3", 4): "different", ("0.18.6", "zero3_cpu", 4): "crashes",
         ("0.18.6", "zero2_cpu", 4): "not installable", ("0.19.8", "zero1", 4): "equal", ("0.19.2", "zero1", 4): "equal",
     }  # fmt: skip
-    assert cell_of(records, "0.18.6", "zero1").single.startswith("single-0.18.6-1")
-    assert cell_of(records, "0.18.6-then", "zero1").single.startswith("single-0.18.6-then")
+    assert find_cell(records, "0.18.6", "zero1").single.startswith("single-0.18.6-1")
+    assert find_cell(records, "0.18.6-then", "zero1").single.startswith("single-0.18.6-then")
 
 
 def test_a_fault_that_is_absent_with_contemporary_releases_is_a_mismatch(records: Records) -> None:
-    engines, pairings = cell_of(records, "0.18.6", "zero1"), cell_of(records, "0.18.6", "zero2")
+    engines, pairings = find_cell(records, "0.18.6", "zero1"), find_cell(records, "0.18.6", "zero2")
     assert (engines.of_its_time, engines.is_mismatch) == ("different", False)
     assert (pairings.of_its_time, pairings.is_mismatch) == ("equal", True)
     assert [cause.id for cause in engines.causes] == ["divided-twice"]
@@ -118,13 +118,13 @@ def test_a_fault_that_is_absent_with_contemporary_releases_is_a_mismatch(records
 
 
 def test_a_case_with_one_wrong_run_is_wrong_sometimes(records: Records) -> None:
-    lucky = cell_of(records, "0.18.6", "zero3")
+    lucky = find_cell(records, "0.18.6", "zero3")
     assert (lucky.verdict.kind, lucky.differs_sometimes, len(lucky.runs)) == ("different", True, 2)
     assert lucky.worst_run.endswith("r2")
-    assert not cell_of(records, "0.18.6", "zero1").differs_sometimes
-    # Right once, in a release whose fault strikes by chance, is no proof.
-    assert cell_of(records, "0.18.6", "zero3", 1).is_lucky
-    assert not cell_of(records, "0.19.8", "zero1").is_lucky
+    assert not find_cell(records, "0.18.6", "zero1").differs_sometimes
+    # One correct run proves nothing in a release with a race condition.
+    assert find_cell(records, "0.18.6", "zero3", 1).is_lucky
+    assert not find_cell(records, "0.19.8", "zero1").is_lucky
 
 
 def test_the_answer_names_the_good_releases_and_such_a_report_has_no_speeds(records: Records) -> None:
@@ -178,12 +178,12 @@ def test_the_page_has_the_losses_of_each_wrong_case_below_those_of_one_process(r
 
 
 def test_the_page_has_each_cause_with_its_source_and_escapes_records(records: Records) -> None:
-    asked = {"stack": "0.18.6", "strategy": "zero1", "accumulation": 4, "precision": "fp32", "loss": "inside",
+    base = {"stack": "0.18.6", "strategy": "zero1", "accumulation": 4, "precision": "fp32", "loss": "inside",
              "clipping": 1.0, "norm": 1.0, "right_norm": 1.0, "losses_off": 1e-7}  # fmt: skip
-    bare = [asked | {"caller": "bare", "losses_off": 0.1}, asked | {"caller": "boundary"},
-            asked | {"caller": "accelerate", "error": "it hung"},
-            asked | {"caller": "bare-losses", "loss": "outside", "accumulation": 1, "norm": 0.5},
-            asked | {"caller": "boundary-forwards", "loss": "outside", "accumulation": 1}]  # fmt: skip
+    bare = [base | {"caller": "bare", "losses_off": 0.1}, base | {"caller": "boundary"},
+            base | {"caller": "accelerate", "error": "it hung"},
+            base | {"caller": "bare-losses", "loss": "outside", "accumulation": 1, "norm": 0.5},
+            base | {"caller": "boundary-forwards", "loss": "outside", "accumulation": 1}]  # fmt: skip
     text = details(records, bare)
     assert "| 0.18.6 | none | `zero1`: a; `zero2`: ?; `zero3_cpu`: crashes | `zero3`: b |" in page(records)
     assert "| 0.18.6 | ! / \N{MIDDLE DOT} / \N{MIDDLE DOT} / = / \N{MIDDLE DOT} |" in text

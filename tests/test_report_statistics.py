@@ -1,4 +1,4 @@
-"""What may be said of a few runs: against known distributions, and never more than the runs allow."""
+"""Statistics of a few runs, tested against known distributions."""
 
 from __future__ import annotations
 
@@ -36,26 +36,28 @@ AGAINST_THE_FIRST = [(arm, ARMS[0]) for arm in ARMS[1:]]
 def frame(rows: Sequence[tuple[str, int, int, float]], **more: object) -> pd.DataFrame:
     runs = pd.DataFrame(rows, columns=["arm", "seed", "repeat", TIME])
     strategies = runs["arm"].str.split(" ").str[0]
-    told = {"status_state": "ok", "confounded": "", "run": [f"run-{n}" for n in range(len(runs))]}
-    return runs.assign(strategy=strategies, world_size=2, **{LOSS: runs[TIME]}, **(told | more))
+    columns = {"status_state": "ok", "confounded": "", "run": [f"run-{n}" for n in range(len(runs))]}
+    return runs.assign(strategy=strategies, world_size=2, **{LOSS: runs[TIME]}, **(columns | more))
 
 
 @pytest.mark.parametrize("n", [3, 5, 8])
 def test_intervals_of_log_normal_noise_cover_the_truth_as_often_as_they_say(n: int) -> None:
-    """The standard deviation of 5000 draws is 0.3 %. Measured: 94.6, 95.4 and 95.1 %; with tails as heavy as those of
-    Student's t of 4 degrees of freedom 96.0, 95.9 and 95.7 %."""
+    """The coverage of 5000 draws has a standard deviation of 0.3 %. Measured: 94.6, 95.4 and 95.1 %; with the heavy
+    tails of Student's t with 4 degrees of freedom 96.0, 95.9 and 95.7 %.
+    """
     logs = np.random.default_rng(n).normal(math.log(1.5), 0.05, size=(5000, n))
-    found = [interval(np.exp(sample)) for sample in logs]
-    covered = np.mean([one.low is not None and one.high is not None and one.low <= 1.5 <= one.high for one in found])
+    intervals = [interval(np.exp(sample)) for sample in logs]
+    bounds = [(item.low, item.high) for item in intervals]
+    covered = np.mean([low is not None and high is not None and low <= 1.5 <= high for low, high in bounds])
     assert 0.93 < covered < 0.97
 
 
 def test_an_interval_is_that_of_t_on_logs_around_the_geometric_mean() -> None:
     values = [1.0, 2.0, 2.5, 7.0, 3.0]
-    found = interval(values)
-    known = stats.ttest_1samp(np.log(values), 0).confidence_interval(0.95)
-    assert (found.center, found.low, found.high) == pytest.approx((stats.gmean(values), *np.exp(known)))
-    assert found.text(1) == f"2.5 [{found.low:.1f}, {found.high:.1f}] (n = 5: 1.0, 2.0, 2.5, 7.0, 3.0)"
+    result = interval(values)
+    expected = stats.ttest_1samp(np.log(values), 0).confidence_interval(0.95)
+    assert (result.center, result.low, result.high) == pytest.approx((stats.gmean(values), *np.exp(expected)))
+    assert result.text(1) == f"2.5 [{result.low:.1f}, {result.high:.1f}] (n = 5: 1.0, 2.0, 2.5, 7.0, 3.0)"
 
 
 @pytest.mark.parametrize(
@@ -78,24 +80,24 @@ def test_ratios_are_paired_by_seed() -> None:
     ratio = paired_ratio(runs, TIME, "zero3", "ddp")
     assert (ratio.center, ratio.low, ratio.high, ratio.n) == pytest.approx((2.0, 2.0, 2.0, 3))
     assert paired_ratio(runs, TIME, "zero2", "ddp").n == 0
-    # A run that failed is in no pair.
+    # A failed run is in no pair.
     runs.loc[runs["arm"] == "ddp", "status_state"] = "failed"
     assert paired_ratio(runs, TIME, "zero3", "ddp").n == 0
 
 
 def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
-    """Two seeds with two repeats each gave p = 0.022 where they are two pairs, with p = 0.15."""
+    """Two seeds with two repeats gave p = 0.022 as four pairs; as two pairs they give p = 0.15."""
     baselines = [("ddp", seed, repeat, 1.0) for seed in (1, 2) for repeat in (1, 2)]
     shifts = {1: (1.0011, 1.0012), 2: (1.0002, 1.0003)}
     arm = [("zero3", seed, repeat, shifts[seed][repeat - 1]) for seed in (1, 2) for repeat in (1, 2)]
     runs = frame([*baselines, *arm])
     pairs = paired(runs, LOSS, "zero3", "ddp", form=np.asarray)
     assert pairs["value"].tolist() == pytest.approx([1.00115, 1.00025])
-    found = equivalence(pairs["value"].tolist(), pairs["baseline"].tolist(), margin=0.002)
-    four = equivalence([row[3] for row in arm], [1.0] * 4, margin=0.002)
-    assert (found.n, four.n) == (2, 4)
-    assert four.verdict == "equivalent"
-    assert found.verdict == "not shown"
+    averaged = equivalence(pairs["value"].tolist(), pairs["baseline"].tolist(), margin=0.002)
+    by_run = equivalence([row[3] for row in arm], [1.0] * 4, margin=0.002)
+    assert (averaged.n, by_run.n) == (2, 4)
+    assert by_run.verdict == "equivalent"
+    assert averaged.verdict == "not shown"
     assert paired_ratio(runs, TIME, "zero3", "ddp").n == 2
 
 
@@ -105,7 +107,7 @@ def test_repeats_of_the_only_seed_are_samples_of_a_time_and_not_of_a_loss() -> N
 
 
 def drawn(rng: np.random.Generator, seeds: int, sd: Any = 0.02, effect: Any = 0.0, arms: int = 13) -> pd.DataFrame:
-    """Logs of a study in randomized blocks: every arm once with each seed, and a seed moves all arms."""
+    """Return logs of a study in randomized blocks: each strategy once per seed, with a seed effect common to all."""
     blocks = rng.normal(scale=0.03, size=(seeds, 1))
     return pd.DataFrame(rng.normal(effect, sd, size=(seeds, arms)) + blocks, columns=ARMS[:arms])
 
@@ -115,35 +117,35 @@ def as_runs(logs: pd.DataFrame) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("seeds", [3, 8, 100])
-def test_noise_is_that_of_one_run_and_more_data_makes_it_surer_and_not_larger(seeds: int) -> None:
-    found = noise(as_runs(drawn(np.random.default_rng(7), seeds)), TIME)
-    assert found is not None
-    assert found.df == 12 * (seeds - 1)
-    low, high = np.sqrt(stats.chi2.ppf([0.0005, 0.9995], found.df) / found.df)
-    assert low < found.share / 0.02 < high
+def test_noise_is_that_of_one_run_and_more_data_makes_it_more_certain_and_not_larger(seeds: int) -> None:
+    spread = noise(as_runs(drawn(np.random.default_rng(7), seeds)), TIME)
+    assert spread is not None
+    assert spread.df == 12 * (seeds - 1)
+    low, high = np.sqrt(stats.chi2.ppf([0.0005, 0.9995], spread.df) / spread.df)
+    assert low < spread.share / 0.02 < high
 
 
 def test_noise_needs_something_that_ran_again() -> None:
     one_each = frame([("ddp", 1, 1, 1.0), ("zero3", 1, 1, 2.0)])
     assert noise(one_each, TIME) is None
     assert repeat_noise(one_each, TIME) is None
-    again = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, math.e), ("zero3", 1, 1, 2.0)])
-    for found in (noise(again, TIME), repeat_noise(again, TIME)):
-        assert found is not None
-        assert (found.share, found.df) == (pytest.approx(math.sqrt(0.5)), 1)
-        assert found.least_significant_difference(2) is None
-    other = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, 5.0)], confounded=["", "threads per rank: 2, baseline 1"])
-    assert noise(other, TIME) is None
+    with_repeat = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, math.e), ("zero3", 1, 1, 2.0)])
+    for spread in (noise(with_repeat, TIME), repeat_noise(with_repeat, TIME)):
+        assert spread is not None
+        assert (spread.share, spread.df) == (pytest.approx(math.sqrt(0.5)), 1)
+        assert spread.least_significant_difference(2) is None
+    confounded = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, 5.0)], confounded=["", "threads per rank: 2, baseline 1"])
+    assert noise(confounded, TIME) is None
 
 
 def test_noise_is_found_where_seeds_are_missing() -> None:
-    """Arms that lack some seeds cannot be averaged cell by cell: their effects are fitted."""
+    """Effects are fitted if seeds are missing, because cells cannot be averaged."""
     logs = drawn(np.random.default_rng(2), 200, arms=5)
     logs = logs.mask(np.random.default_rng(3).random(logs.shape) < 0.3).dropna(how="all")
-    found = noise(as_runs(logs).dropna(subset=[TIME]), TIME)
-    assert found is not None
-    assert found.df == int(logs.count().sum()) - len(logs) - 4
-    assert found.share == pytest.approx(0.02, rel=0.1)
+    spread = noise(as_runs(logs).dropna(subset=[TIME]), TIME)
+    assert spread is not None
+    assert spread.df == int(logs.count().sum()) - len(logs) - 4
+    assert spread.share == pytest.approx(0.02, rel=0.1)
 
 
 def test_holm_multiplies_the_smallest_by_all_and_keeps_the_order() -> None:
@@ -151,26 +153,26 @@ def test_holm_multiplies_the_smallest_by_all_and_keeps_the_order() -> None:
     assert holm([0.6, 0.7]) == [1, 1]
 
 
-# Twelve arms against one, all of one noise, one of them three times noisier, and the baseline itself.
-NOISES = {"alike": 0.02, "noisy arm": [0.02] * 12 + [0.06], "noisy baseline": [0.06] + [0.02] * 12}
+# Twelve strategies against one: equal noise, three times the noise in one, and in the baseline.
+NOISES = {"equal": 0.02, "noisy arm": [0.02] * 12 + [0.06], "noisy baseline": [0.06] + [0.02] * 12}
 FAMILIES = 800
-# Where 5 % of families have a false finding, more than this happens once in ten thousand times.
-MOST_FALSE = stats.binom.ppf(1 - 1e-4, FAMILIES, 0.05)
+# With a true false-finding rate of 5 %, this count is exceeded once in ten thousand times.
+MAX_FALSE = stats.binom.ppf(1 - 1e-4, FAMILIES, 0.05)
 
 
 @pytest.mark.parametrize("seeds", [3, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("scatter", NOISES)
 def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(seeds: int, scatter: str) -> None:
-    """One noise of all arms finds something in 11 % of families with a noisy arm, in 23 % with a noisy baseline."""
+    """A pooled noise has false findings in 11 % of families with a noisy arm, and in 23 % with a noisy baseline."""
     rng = np.random.default_rng(seeds)
     families = (drawn(rng, seeds, NOISES[scatter]) for _ in range(FAMILIES))
     false = sum(min(corrected_p(logs, AGAINST_THE_FIRST).values()) < 0.05 for logs in families)
-    assert false <= MOST_FALSE
-    assert MOST_FALSE < 0.085 * FAMILIES
+    assert false <= MAX_FALSE
+    assert MAX_FALSE < 0.085 * FAMILIES
 
 
 def test_no_arm_is_called_slower_than_the_best_by_chance() -> None:
-    """The best of thirteen alike arms looks good: every two of them are one family."""
+    """The best of thirteen equal strategies looks fast, so all pairs form one family."""
     rng = np.random.default_rng(1)
     families = (drawn(rng, 3) for _ in range(150))
     pairs = list(itertools.combinations(ARMS, 2))
@@ -179,33 +181,33 @@ def test_no_arm_is_called_slower_than_the_best_by_chance() -> None:
 
 
 def test_differences_that_are_there_are_seen() -> None:
-    """10 % with 2 % noise: in 70 % of arms with three seeds, where Holm over each pair's own test sees 16 %."""
+    """10 % with 2 % noise: detected in 70 % of strategies with three seeds; 16 % by Holm over pairwise tests."""
     effect = np.array([0.0] * 7 + [0.1] * 6)
     for seeds, least in ((3, 0.6), (5, 0.97)):
         rng = np.random.default_rng(seeds)
-        seen = [
+        detected = [
             corrected_p(drawn(rng, seeds, effect=effect), AGAINST_THE_FIRST)[pair] < 0.05
             for _ in range(60)
             for pair in AGAINST_THE_FIRST[6:]
         ]
-        assert np.mean(seen) > least
+        assert np.mean(detected) > least
 
 
 def test_two_arms_alone_are_tested_by_their_own_pairs() -> None:
     logs = drawn(np.random.default_rng(4), 5, arms=2)
-    found = corrected_p(logs, [(ARMS[1], ARMS[0])])
-    assert found[ARMS[1], ARMS[0]] == pytest.approx(stats.ttest_1samp(logs[ARMS[1]] - logs[ARMS[0]], 0).pvalue)
+    p_values = corrected_p(logs, [(ARMS[1], ARMS[0])])
+    assert p_values[ARMS[1], ARMS[0]] == pytest.approx(stats.ttest_1samp(logs[ARMS[1]] - logs[ARMS[0]], 0).pvalue)
 
 
 def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confounded() -> None:
     runs = as_runs(drawn(np.random.default_rng(6), 5, effect=np.array([0.0] * 12 + [0.4])))
     runs["confounded"] = np.where(runs["arm"] == ARMS[3], "clipping", "")
-    found = differences(runs, TIME, AGAINST_THE_FIRST)
-    far, near, confounded = (found[ARMS[place], ARMS[0]] for place in (12, 5, 3))
-    assert far.is_significant
-    assert far.words.startswith(("+4", "+5"))
-    assert far.words.endswith(f"(n = 5, p = {far.p:.2g})")
-    assert near.words == "not significant (n = 5)"
+    comparisons = differences(runs, TIME, AGAINST_THE_FIRST)
+    large, small, confounded = (comparisons[ARMS[place], ARMS[0]] for place in (12, 5, 3))
+    assert large.is_significant
+    assert large.words.startswith(("+4", "+5"))
+    assert large.words.endswith(f"(n = 5, p = {large.p:.2g})")
+    assert small.words == "not significant (n = 5)"
     assert (confounded.p, confounded.ratio.n, confounded.words) == (None, 5, "not judged")
     for seeds, words in ((2, "n = 2"), (1, "one run each")):
         few = differences(runs[runs["seed"] < seeds], TIME, AGAINST_THE_FIRST)[ARMS[12], ARMS[0]]
@@ -214,39 +216,39 @@ def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confo
 
 def test_half_the_least_significant_difference_is_seldom_significant_and_twice_that_often_is() -> None:
     rng, seeds = np.random.default_rng(9), 4
-    found = noise(as_runs(drawn(rng, 400)), TIME)
-    assert found is not None
-    smallest = found.least_significant_difference(seeds, len(AGAINST_THE_FIRST))
+    spread = noise(as_runs(drawn(rng, 400)), TIME)
+    assert spread is not None
+    smallest = spread.least_significant_difference(seeds, len(AGAINST_THE_FIRST))
     assert smallest is not None
     for times, (least, most) in ((0.5, (0.0, 0.2)), (1, (0.3, 0.7)), (2, (0.9, 1.0))):
         effect = np.array([0.0] * 12 + [math.log1p(times * smallest)])
         families = (drawn(rng, seeds, effect=effect) for _ in range(150))
-        seen = np.mean([corrected_p(logs, AGAINST_THE_FIRST)[ARMS[12], ARMS[0]] < 0.05 for logs in families])
-        assert least <= seen <= most, times
+        detected = np.mean([corrected_p(logs, AGAINST_THE_FIRST)[ARMS[12], ARMS[0]] < 0.05 for logs in families])
+        assert least <= detected <= most, times
 
 
 def test_equivalence_is_shown_inside_the_margin_only() -> None:
     rng = np.random.default_rng(5)
     baselines: Any = rng.normal(2.0, 0.1, size=8)
     margin = LOSS_MARGIN * baselines.mean()
-    near = equivalence(baselines + rng.normal(0, margin / 20, size=8), baselines)
-    assert near.verdict == "equivalent"
-    assert (near.p or 1) < 0.05
-    assert f"n = 8, p = {near.p:.2g}" in near.text()
+    equivalent = equivalence(baselines + rng.normal(0, margin / 20, size=8), baselines)
+    assert equivalent.verdict == "equivalent"
+    assert (equivalent.p or 1) < 0.05
+    assert f"n = 8, p = {equivalent.p:.2g}" in equivalent.text()
     for shift, scatter in ((3 * margin, margin / 20), (0, 20 * margin)):
         values = baselines + shift + rng.normal(0, scatter, size=8)
         assert equivalence(values, baselines).verdict == "not shown"
-    # The larger of two one-sided t tests.
+    # p is that of the larger of two one-sided t tests.
     differences = np.array([0, 0.002, 0.001, 0.0005])
     t = (differences.mean() - 0.005) / (differences.std(ddof=1) / 2)
-    found = equivalence((1 + differences).tolist(), [1.0] * 4, margin=0.005)
-    assert found.p == pytest.approx(stats.t.cdf(t, 3))
+    tested = equivalence((1 + differences).tolist(), [1.0] * 4, margin=0.005)
+    assert tested.p == pytest.approx(stats.t.cdf(t, 3))
 
 
 def test_one_run_each_is_no_test() -> None:
-    found = equivalence([1.0], [1.0])
-    assert (found.verdict, found.p, found.n) == ("no test", None, 1)
-    assert found.text().startswith("one seed: no test")
+    untested = equivalence([1.0], [1.0])
+    assert (untested.verdict, untested.p, untested.n) == ("no test", None, 1)
+    assert untested.text().startswith("one seed: no test")
     assert equivalence([], []).text() == "no run to pair with"
     same = equivalence([1.0, 2.0], [1.0, 2.0])
     assert (same.verdict, same.p) == ("equivalent", None)
@@ -267,7 +269,7 @@ def test_seeds_needed_give_the_power_they_promise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "text"),
+    ("fraction", "text"),
     [
         (0.5, "+50 %"),
         (0.025, "+2.5 %"),
@@ -277,5 +279,5 @@ def test_seeds_needed_give_the_power_they_promise() -> None:
         (0, "+0.00 %"),
     ],
 )
-def test_the_smaller_a_share_the_more_decimals_it_has(share: float, text: str) -> None:
-    assert percent(share, signed=True) == text
+def test_the_smaller_a_share_the_more_decimals_it_has(fraction: float, text: str) -> None:
+    assert percent(fraction, signed=True) == text

@@ -1,4 +1,4 @@
-"""The tables: every strategy is a row, every figure is the record's, and nothing that was not measured is a number."""
+"""The tables: every strategy is a row, every figure is in the records, and a missing measurement is never a number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = ("summary", "loss", "memory", "runtime", "single_vs_multi", "batch_size", 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """Two seeds of plain training, stages and offload on two ranks; and runs that did not end well."""
+    """Return two seeds of plain training, stages and offload on two ranks; plus failed runs."""
     root = tmp_path_factory.mktemp("runs")
     for seed in (42, 43):
         for strategy in ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu"):
@@ -38,13 +38,13 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 def row(table: pd.DataFrame, arm: str) -> pd.Series:
-    (found,) = [line for _, line in table.iterrows() if line["Strategy"] == arm]
-    return found
+    (match,) = [line for _, line in table.iterrows() if line["Strategy"] == arm]
+    return match
 
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """Every strategy with two batches of two models."""
+    """Return records of every strategy with two batches of two models."""
     root = tmp_path_factory.mktemp("several")
     for batch in (16, 64):
         for model in ("gpt2", "gpt-tiny"):
@@ -79,7 +79,7 @@ def test_models_are_in_the_order_of_parameters_and_larger_batches_send_less_per_
 
 
 @pytest.mark.parametrize("name", ["summary", "loss", "memory", "runtime", "single_vs_multi"])
-def test_runs_that_did_not_end_well_are_rows_with_their_reasons(name: str, records: Records) -> None:
+def test_failed_runs_are_rows_with_their_reasons(name: str, records: Records) -> None:
     table = TABLES[name](records)
     outcomes = {
         "zero3": "ok",
@@ -95,13 +95,13 @@ def test_runs_that_did_not_end_well_are_rows_with_their_reasons(name: str, recor
 
 def test_the_memory_table_has_the_memory_of_the_rank_with_most(records: Records) -> None:
     table, state = TABLES["memory"](records), state_bytes("zero3_cpu", 2)
-    found = row(table, "zero3_cpu")
-    assert found["Parameters (host), MiB"] == pytest.approx(state["params"]["host"] / MIB)
-    assert found["Optimizer (host), MiB"] == pytest.approx(state["optimizer"]["host"] / MIB)
-    assert found["Gradients, MiB"] == pytest.approx(state["grads"]["device"] / MIB)
-    assert found["Optimizer, MiB"] == 0
+    offloaded = row(table, "zero3_cpu")
+    assert offloaded["Parameters (host), MiB"] == pytest.approx(state["params"]["host"] / MIB)
+    assert offloaded["Optimizer (host), MiB"] == pytest.approx(state["optimizer"]["host"] / MIB)
+    assert offloaded["Gradients, MiB"] == pytest.approx(state["grads"]["device"] / MIB)
+    assert offloaded["Optimizer, MiB"] == 0
     single = sum(places["device"] for places in state_bytes("single", 1).values())
-    assert found["State on the device, x baseline"] == pytest.approx(state["grads"]["device"] / single)
+    assert offloaded["State on the device, x baseline"] == pytest.approx(state["grads"]["device"] / single)
     assert row(table, "single")["State on the device, x baseline"] == 1
 
 
@@ -144,7 +144,7 @@ def test_one_run_of_each_strategy_has_no_test(tmp_path: Path) -> None:
     assert (traffic["Gloo bytes per step, MiB"] == 1.5 * traffic["Ring bytes (NCCL) per step, MiB"]).all()
 
 
-def test_speed_is_a_share_of_the_measured_matmul_rate(tmp_path: Path) -> None:
+def test_speed_is_a_fraction_of_the_measured_matmul_rate(tmp_path: Path) -> None:
     rates = {"tflops": {"fp32": 50.0, "bf16": 0.5}}
     for strategy, noted in (("ddp", rates), ("zero2", {"error": "not measured"}), ("zero3", {})):
         run = write_run(tmp_path, strategy, config={"precision": "bf16"})
@@ -155,9 +155,9 @@ def test_speed_is_a_share_of_the_measured_matmul_rate(tmp_path: Path) -> None:
     ddp = records.runs[records.runs["strategy"] == "ddp"].iloc[0]
     steps_per_s = ddp["tokens_per_s"] / (ddp["global_batch_size"] * ddp["seq_length"])
     assert row(table, "ddp")["Samples/s"] == pytest.approx(steps_per_s * ddp["global_batch_size"])
-    # On two devices.
-    share = ddp["model_flops_per_step"] * steps_per_s / 2 / 0.5e12
-    assert row(table, "ddp")["Of the measured matmul rate"] == pytest.approx(share)
+    # The run has two devices.
+    fraction = ddp["model_flops_per_step"] * steps_per_s / 2 / 0.5e12
+    assert row(table, "ddp")["Of the measured matmul rate"] == pytest.approx(fraction)
     assert all(pd.isna(row(table, arm)["Of the measured matmul rate"]) for arm in ("zero2", "zero3"))
 
 
@@ -209,7 +209,7 @@ def test_a_repeat_does_not_count_twice_in_a_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_the_records_do_not_have_is_no_row_and_no_answer(name: str, tmp_path: Path) -> None:
+def test_missing_records_have_no_row_and_no_answer(name: str, tmp_path: Path) -> None:
     (question,) = (question for question in QUESTIONS if name in question.tables)
     nothing = read_records(tmp_path)
     assert TABLES[name](nothing).empty
@@ -217,11 +217,11 @@ def test_what_the_records_do_not_have_is_no_row_and_no_answer(name: str, tmp_pat
     write_run(tmp_path / "virtual", "zero3", virtual=True, ranks=64, config={"global_batch_size": 64})
     assert len(TABLES[name](read_records(tmp_path / "virtual"))) == (name == "memory")
     write_run(tmp_path / "real", "ddp")
-    one = read_records(tmp_path / "real")
+    one_run = read_records(tmp_path / "real")
     has_rows = name in ("summary", "loss", "memory", "runtime")
-    assert TABLES[name](one).empty is not has_rows
+    assert TABLES[name](one_run).empty is not has_rows
     # One strategy alone has no comparable loss.
-    assert (question.answer(one) is not None) is (has_rows and name != "loss")
+    assert (question.answer(one_run) is not None) is (has_rows and name != "loss")
 
 
 def test_predictions_for_many_machines_are_next_to_what_virtual_ranks_measured() -> None:
@@ -232,7 +232,7 @@ def test_predictions_for_many_machines_are_next_to_what_virtual_ranks_measured()
         assert table[f"{what}, predicted"].tolist() == pytest.approx(table[f"{what} per rank, MiB"].tolist(), rel=1e-5)
     efficiencies = table.pivot(index="Strategy", columns="Ranks", values="Efficiency, predicted")
     assert (efficiencies[1024] < efficiencies[32]).all()
-    # Over many machines those that send little between them keep more of their speed.
+    # With many machines, strategies with less traffic between them keep more of their speed.
     fsdp2 = efficiencies.loc["fsdp2"]
     assert efficiencies.loc["hsdp", 1024] > fsdp2[1024] / fsdp2[16]
     assert "Tokens/s" not in table
@@ -251,7 +251,7 @@ def test_a_run_on_gpus_has_a_predicted_speed_and_peak(tmp_path: Path) -> None:
 
 def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Path) -> None:
     write_run(tmp_path, "zero3", ranks=8, config={"global_batch_size": 32})
-    # Strong: the same batch on twice the ranks, in two thirds of the time. Weak: twice the batch, in 1.25 times of it.
+    # Strong: the same batch on twice the ranks in 2/3 of the time. Weak: twice the batch in 1.25 times the time.
     write_run(tmp_path, "zero3", ranks=16, machines=2, config={"global_batch_size": 32}, time_factor=2 / 3)
     write_run(tmp_path, "zero3", ranks=16, machines=2, config={"global_batch_size": 64}, time_factor=1.25)
     batch = {"global_batch_size": 64, "task": "gpt-wikitext", "seq_length": 32}
@@ -260,15 +260,15 @@ def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Pa
         write_run(tmp_path, strategy, ranks=8 * machines, machines=machines, virtual=True, name=name, config=batch)
     records = read_records(tmp_path)
     table = TABLES["nodes"](records)
-    real = table[table["Scaling"] != "planned"].set_index(["Scaling", "Machines"])
-    efficiencies = [real.loc[place, "Efficiency"] for place in (("strong", 1), ("strong", 2), ("weak", 2))]
+    measured = table[table["Scaling"] != "planned"].set_index(["Scaling", "Machines"])
+    efficiencies = [measured.loc[place, "Efficiency"] for place in (("strong", 1), ("strong", 2), ("weak", 2))]
     assert efficiencies == pytest.approx([1, 0.75, 0.8], rel=0.06)
     sent = 8 * PARAMETERS / MIB
     columns = ["Ring bytes (NCCL) per rank, MiB", "Of it across machines, MiB"]
-    assert real.loc[("weak", 2), columns].tolist() == [sent, 0.9 * sent]
-    assert real.loc[("strong", 1), "Of it across machines, MiB"] == 0
+    assert measured.loc[("weak", 2), columns].tolist() == [sent, 0.9 * sent]
+    assert measured.loc[("strong", 1), "Of it across machines, MiB"] == 0
     planned = table[table["Scaling"] == "planned"]
-    # Two numbers of machines are not a plan.
+    # Two machine counts do not make a plan.
     assert planned[["Strategy", "Machines"]].to_numpy().tolist() == [["zero2", 1], ["zero2", 2], ["zero2", 8]]
     assert planned["Efficiency"].isna().all()
     assert answered(NODES.answer(records)).sentence.startswith("On up to 2 machines the speed per rank is 7")
@@ -277,16 +277,16 @@ def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Pa
 
 def test_neighbours_are_next_to_the_stages_with_their_memory_and_communication() -> None:
     records = read_parquet(REPOSITORY / "reports" / "neighbours")
-    found = neighbours_table(records)
-    mine = found[found["Workload"] == "gpt-wikitext, llama-tiny, fp32, clipping 1"].set_index("Strategy")
-    params, kept = mine.loc["single", ["Parameters, MiB", "Kept for backward, MiB"]]
-    # Embeddings too, and all but the norms.
-    assert mine.loc["tp", "Parameters, MiB"] == pytest.approx(params / 2, rel=0.01)
+    rows = neighbours_table(records)
+    llama = rows[rows["Workload"] == "gpt-wikitext, llama-tiny, fp32, clipping 1"].set_index("Strategy")
+    params, activations = llama.loc["single", ["Parameters, MiB", "Kept for backward, MiB"]]
+    # Embeddings are divided, too; only the norms are not.
+    assert llama.loc["tp", "Parameters, MiB"] == pytest.approx(params / 2, rel=0.01)
     # Half of the samples, or half of each.
     for arm in ("zero1 x2", "ulysses_zero1 x2", "fsdp2 x2", "cp x2"):
-        assert mine.loc[arm, "Kept for backward, MiB"] == pytest.approx(kept / 2, rel=0.08)
-    assert "all_to_all" in mine.loc["ulysses_zero3 x2", "Payload by collective, MiB"]
-    assert mine.loc["ulysses_zero3 x2", "Calls"] > mine.loc["zero3 x2", "Calls"]
+        assert llama.loc[arm, "Kept for backward, MiB"] == pytest.approx(activations / 2, rel=0.08)
+    assert "all_to_all" in llama.loc["ulysses_zero3 x2", "Payload by collective, MiB"]
+    assert llama.loc["ulysses_zero3 x2", "Calls"] > llama.loc["zero3 x2", "Calls"]
     # Counted wrong until 2026-11-23.
     planned = neighbours_table(read_parquet(REPOSITORY / "reports" / "virtual_neighbours"))
     assert planned.loc[planned["Strategy"].str.startswith("fsdp2"), "Kept for backward, MiB"].isna().all()
@@ -295,12 +295,12 @@ def test_neighbours_are_next_to_the_stages_with_their_memory_and_communication()
 
 
 @pytest.mark.parametrize("report", ["neighbours", "virtual_neighbours"])
-def test_context_parallelism_sends_all_that_it_passes_on(report: str) -> None:
-    """Records of before 2026-11-23 had (N-1)/N of it, and were corrected by arithmetic."""
+def test_context_parallelism_sends_the_whole_payload(report: str) -> None:
+    """Records before 2026-11-23 had (N-1)/N of it, and were corrected by arithmetic."""
     runs = read_parquet(REPOSITORY / "reports" / report).runs
     runs = runs[(runs["strategy"] == "cp") & (runs["status_state"] == "ok")]
     assert len(runs) >= 4
     for run in runs.itertuples():
         counted = json.loads(run.collectives)
         assert counted["all_to_all"]["wire_bytes_per_rank"] == counted["all_to_all"]["payload_bytes"] > 0
-        assert run.sent_bytes_per_step == sum(each["wire_bytes_per_rank"] for each in counted.values())
+        assert run.sent_bytes_per_step == sum(counts["wire_bytes_per_rank"] for counts in counted.values())

@@ -1,4 +1,4 @@
-"""A tampered runs directory: never a crash, never a wrong number; what is refused is named by file and reason."""
+"""A tampered runs directory: never a crash or a wrong number; each rejected file is named with the reason."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from damage import damaged_bytes, leaves, put
+from damage import damaged_bytes, leaves, set_leaf
 from study.records.directory import RunWriter
 from study.records.frames import Records, read_records
 from study.report.questions import TABLES, answers
-from synthetic_records import seal_anew, write_run
+from synthetic_records import reseal, write_run
 
 STRATEGIES = ("single", "ddp", "zero3")
 
@@ -32,7 +32,7 @@ def believed(records: Records) -> list[str]:
 
 
 def same_figures(records: Records, truth: Records) -> None:
-    """All that a report is made of; whether the seal was there is no figure."""
+    """Compare everything that a report is made of; the seal is no figure."""
     pd.testing.assert_frame_equal(records.runs.drop(columns="sealed"), truth.runs.drop(columns="sealed"))
     pd.testing.assert_frame_equal(records.steps, truth.steps)
 
@@ -44,7 +44,7 @@ def _get(tree: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _edited(value: Any, rng: random.Random) -> Any:
-    """A plausible other value first of all: that is what nobody notices."""
+    """Return another value, most often a plausible one, which is the hardest to detect."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
@@ -64,23 +64,23 @@ def _mutate_tree(tree: Any, rng: random.Random) -> Any:
         parent = _get(tree, path[:-1])
         parent.pop(path[-1])
     elif kind == 1:
-        other = rng.choice(paths)
-        one, two = _get(tree, path), _get(tree, other)
-        put(tree, path, two)
-        put(tree, other, one)
+        other_path = rng.choice(paths)
+        value, other_value = _get(tree, path), _get(tree, other_path)
+        set_leaf(tree, path, other_value)
+        set_leaf(tree, other_path, value)
     else:
-        put(tree, path, _edited(_get(tree, path), rng))
+        set_leaf(tree, path, _edited(_get(tree, path), rng))
     return tree
 
 
-def mutate(run: Path, other: Path, rng: random.Random) -> str:
-    """One change to one file of a run; returns the file's name."""
+def mutate(run: Path, donor: Path, rng: random.Random) -> str:
+    """Apply one change to one file of a run and return the file's name."""
     file = rng.choice(sorted(run.iterdir()))
     kind = rng.randrange(20)
     if kind == 0:
         file.unlink()
     elif kind == 1:
-        shutil.copy(other / file.name, file)
+        shutil.copy(donor / file.name, file)
     elif kind < 9 and file.suffix == ".json":
         file.write_text(json.dumps(_mutate_tree(json.loads(file.read_text()), rng), indent=2))
     elif kind < 9:
@@ -100,9 +100,9 @@ def mutate(run: Path, other: Path, rng: random.Random) -> str:
 
 
 def _survives(tmp_path: Path, count: int, seed: int) -> int:
-    """How many mutants were believed, each of them with the figures of the original."""
+    """Return how many mutants were read, after a check that each has the figures of the original."""
     originals = tmp_path / "originals"
-    run, other = (write_run(originals, strategy, name=strategy) for strategy in ("zero3", "ddp"))
+    run, donor = (write_run(originals, strategy, name=strategy) for strategy in ("zero3", "ddp"))
     runs = tmp_path / "runs"
     shutil.copytree(run, runs / "zero3")
     truth = read_records(runs)
@@ -110,7 +110,7 @@ def _survives(tmp_path: Path, count: int, seed: int) -> int:
     rng = random.Random(seed)
     unharmed = 0
     for number in range(count):
-        name = mutate(runs / "zero3", other, rng)
+        name = mutate(runs / "zero3", donor, rng)
         records = read_records(runs)
         if records.refused:
             assert len(records.refused) == 1, number
@@ -122,8 +122,8 @@ def _survives(tmp_path: Path, count: int, seed: int) -> int:
         else:
             same_figures(records, truth)
             unharmed += 1
-        for left in (runs / "zero3").iterdir():
-            left.unlink()
+        for leftover in (runs / "zero3").iterdir():
+            leftover.unlink()
         shutil.copytree(run, runs / "zero3", dirs_exist_ok=True)
     return unharmed
 
@@ -134,19 +134,19 @@ def test_mutations_of_a_sealed_record_never_change_a_number(count: int, tmp_path
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
-def test_mutations_that_were_sealed_anew_never_crash_a_report(count: int, tmp_path: Path) -> None:
-    """Nothing can notice another figure there; everything is still a number, a row and a sentence."""
+def test_mutations_with_a_new_seal_never_crash_a_report(count: int, tmp_path: Path) -> None:
+    """No check can detect such a change; tables, rows and sentences must still be valid."""
     originals = tmp_path / "originals"
-    made = [write_run(originals, strategy, name=strategy) for strategy in STRATEGIES]
+    donors = [write_run(originals, strategy, name=strategy) for strategy in STRATEGIES]
     rng = random.Random(7)
     believed_mutants = 0
     for number in range(count):
         runs = tmp_path / f"runs-{number}"
         shutil.copytree(originals, runs)
         changed = runs / rng.choice(STRATEGIES)
-        name = mutate(changed, rng.choice(made), rng)
+        name = mutate(changed, rng.choice(donors), rng)
         if name != "status.json":
-            seal_anew(changed)
+            reseal(changed)
         records = read_records(runs)
         assert len(records.runs) + len(records.refused) == len(STRATEGIES), (number, name)
         if not records.refused:
@@ -188,7 +188,7 @@ def test_a_copy_under_another_name_is_one_run(study: Path) -> None:
 def test_two_records_of_one_run_that_disagree_are_both_refused(study: Path) -> None:
     shutil.copytree(study / "ddp", study / "ddp-2")
     _replace(study / "ddp-2" / "summary.json", '"startup_s": 5.', '"startup_s": 4.')
-    seal_anew(study / "ddp-2")
+    reseal(study / "ddp-2")
     records = read_records(study)
     assert believed(records) == ["single", "zero3"]
     assert sorted(refused.split(":")[0] for refused in records.refused) == ["ddp", "ddp-2"]
@@ -203,7 +203,7 @@ def test_two_runs_of_one_name_are_two_repeats(study: Path) -> None:
     assert set(records.steps["run"]) == {"ddp", "other/ddp", "single", "zero3"}
 
 
-def test_runs_that_failed_alike_are_no_copies_of_each_other(tmp_path: Path) -> None:
+def test_runs_with_the_same_failure_are_no_copies_of_each_other(tmp_path: Path) -> None:
     for strategy in ("zero2_cpu", "zero3_cpu"):
         write_run(tmp_path, strategy, state="oom", reason="CUDA out of memory", started="2026-03-01T10:00:00+00:00")
     records = read_records(tmp_path)
@@ -212,13 +212,13 @@ def test_runs_that_failed_alike_are_no_copies_of_each_other(tmp_path: Path) -> N
 
 
 def test_flags_that_no_run_can_have_are_refused_and_cost_no_other_run(study: Path) -> None:
-    """They are checked where a row is made of them, which is after the seal."""
+    """Flags are checked when a row is made, which is after the seal."""
     flags = {"max_steps": 10**25, "train_samples": 2**60, "weight_decay": -1.0, "sead": 1}
     for key, value in flags.items():
         run = write_run(study, "ddp", name=key)
         file = run / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-        seal_anew(run)
+        reseal(run)
     records = read_records(study)
     assert believed(records) == ["ddp", "single", "zero3"]
     assert sorted(refused.split(": ")[0] for refused in records.refused) == sorted(

@@ -1,4 +1,4 @@
-"""Reports of virtual ranks: beside the paper's Table 1, over layers where a model was cut, and setting by setting."""
+"""Reports of virtual ranks: compared with the paper's Table 1, extrapolated over layers, and setting by setting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from study.virtual.records import AS_SHIPPED, changes, relative_ring_bytes, summ
 from synthetic_records import answered, as_never_started, only, write_run
 
 GB = 10**9
-# A model called 7.5 B, of 36 layers and, for round figures, exactly that many parameters.
+# A model of 36 layers named 7.5 B, with exactly that many parameters for round figures.
 AROUND, PER_LAYER, DEPTH = 300_000_000, 200_000_000, 36
 PARTS = {"params": 2, "grads": 2, "optimizer": 12}
 SHARDED_FROM = {"optimizer": 1, "grads": 2, "params": 3}
@@ -29,7 +29,7 @@ SHARDED_FROM = {"optimizer": 1, "grads": 2, "params": 3}
 
 @pytest.fixture(scope="module")
 def blank(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """One virtual record, whose row the tests fill in."""
+    """Return one virtual record, whose row the tests fill in."""
     root = tmp_path_factory.mktemp("virtual")
     write_run(root, "zero3", virtual=True, ranks=64, gpu=False, config={"global_batch_size": 64})
     return read_runs(root)
@@ -41,7 +41,7 @@ def row(
 ) -> pd.DataFrame:  # fmt: skip
     parameters = AROUND + PER_LAYER * layers
     stage = int(strategy[-1])
-    held = {
+    state = {
         f"{kind}_bytes_device": size * parameters / (ranks if stage >= SHARDED_FROM[kind] else 1)
         for kind, size in PARTS.items()
     }
@@ -54,7 +54,7 @@ def row(
         "engine_override": json.dumps([setting] if setting else []), "comm_calls_per_step": 10.0 * layers,
         "collectives": json.dumps({"all_gather": {
             "calls": 10 * layers, "payload_bytes": wire, "wire_bytes_per_rank": wire,
-        }}), **held,
+        }}), **state,
     }  # fmt: skip
     return blank.runs.assign(**(figures | more)).astype(blank.runs.dtypes)
 
@@ -64,7 +64,7 @@ def together(*rows: pd.DataFrame) -> Records:
     return Records(runs, pd.DataFrame({"run": []}))
 
 
-def test_a_model_at_three_depths_is_compared_with_the_paper_by_its_line(blank: Records) -> None:
+def test_a_model_at_three_depths_is_compared_with_the_paper_by_extrapolation(blank: Records) -> None:
     records = together(*(row(blank, "zero2", 16, layers) for layers in (2, 3, 4)), row(blank, "zero3", 64))
     table = TABLES["table1"](records)
     assert table["Strategy"].tolist() == ["zero2", "zero3"]
@@ -73,7 +73,7 @@ def test_a_model_at_three_depths_is_compared_with_the_paper_by_its_line(blank: R
         assert line["Paper, GB"] == pytest.approx(paper / GB)
         assert line["Here, GB"] == pytest.approx(paper / GB, rel=1e-9)
         assert line["Difference"] == "+0.00%"
-    # Of 16: 2 of weights stay, 2 of gradients and 12 of the optimizer are split (the paper's section 5).
+    # Of 16 bytes, 2 of weights stay; 2 of gradients and 12 of the optimizer are divided (the paper's section 5).
     assert table["Bytes per parameter, paper"].tolist() == [2 + 14 / 16, 16 / 64]
     assert table["Made by"].tolist() == ["layers 2, 3 of 36", "measured"]
     assert table["Line off by"].tolist() == ["0.00 % at 4", ""]
@@ -83,17 +83,17 @@ def test_a_model_at_three_depths_is_compared_with_the_paper_by_its_line(blank: R
 
 
 def lines(records: Records) -> int:
-    return sum(one["extrapolated"] is not None for one in summaries(records))
+    return sum(summary["extrapolated"] is not None for summary in summaries(records))
 
 
-def test_two_depths_make_no_line_and_stand_for_themselves(blank: Records) -> None:
+def test_two_depths_are_not_extrapolated(blank: Records) -> None:
     records = together(*(row(blank, "zero2", 16, layers) for layers in (2, 3)))
     assert lines(records) == 0
-    assert [one["model"] for one in summaries(records)] == ["gpt-7.5b-2layers", "gpt-7.5b-3layers"]
+    assert [summary["model"] for summary in summaries(records)] == ["gpt-7.5b-2layers", "gpt-7.5b-3layers"]
     assert TABLES["table1"](records).empty
 
 
-def test_depths_of_different_settings_are_never_one_line(blank: Records) -> None:
+def test_depths_of_different_settings_are_never_extrapolated_together(blank: Records) -> None:
     rows = [row(blank, "zero2", 16, layers) for layers in (2, 3)]
     assert lines(together(*rows, row(blank, "zero2", 16, 4, "zero_optimization.reduce_bucket_size=5"))) == 0
     assert lines(together(*rows, row(blank, "zero2", 16, 4, seq_length=32))) == 0
@@ -114,9 +114,9 @@ def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(blank: Record
     assert "as shipped" not in drawing.alt
 
 
-def test_an_extrapolation_is_compared_with_the_complete_model_where_both_ran(blank: Records) -> None:
-    whole = row(blank, "zero3", 64)
-    records = together(whole, *(row(blank, "zero3", 64, layers, traffic=2.02) for layers in (2, 3, 4)))
+def test_an_extrapolation_is_compared_with_the_complete_model_if_both_ran(blank: Records) -> None:
+    full = row(blank, "zero3", 64)
+    records = together(full, *(row(blank, "zero3", 64, layers, traffic=2.02) for layers in (2, 3, 4)))
     (summary,) = summaries(records)
     assert summary["extrapolated"] is None
     (line,) = TABLES["lines_beside_whole_models"](records).to_dict("records")
@@ -150,14 +150,14 @@ def test_a_setting_has_the_figures_that_it_changes_and_no_others(blank: Records)
 
 
 def test_persistent_parameters_explain_state_above_the_formula(blank: Records) -> None:
-    kept = 4_000_000
-    records = together(row(blank, "zero3", 1024, kept_whole_bytes=kept, params_bytes_host=float(kept)))
+    size = 4_000_000
+    records = together(row(blank, "zero3", 1024, kept_whole_bytes=size, params_bytes_host=float(size)))
     answer = answered(TABLE1.answer(records))
     assert answer.sentence.startswith("The paper's formula holds within 1 % for 0 of 1 cases")
     assert "4.00 MB more than by the formula, with 4.00 MB of persistent parameters" in answer.notes[-1]
 
 
-def test_a_cell_that_could_not_be_held_is_a_virtual_row_of_its_world(tmp_path: Path) -> None:
+def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Path) -> None:
     cell = write_run(tmp_path, "zero1", state="unsupported", reason="takes about 55 GiB", virtual=True)
     as_never_started(cell)
     command = ["accelerate", "launch", "study/train.py", "--task", "gpt-wikitext", "--scale", "laptop",
@@ -191,35 +191,36 @@ def test_a_report_of_virtual_runs_has_one_page_and_no_losses(blank: Records, tmp
 
 def test_tables_of_virtual_runs_have_no_real_runs(blank: Records, tmp_path: Path) -> None:
     write_run(tmp_path, "zero2")
-    real = read_records(tmp_path)
+    real_records = read_records(tmp_path)
     for name in ("virtual_runs", "table1", "settings", "setting_effects"):
-        assert TABLES[name](real).empty
+        assert TABLES[name](real_records).empty
     for question in (TABLE1, SETTINGS, LAYERS):
-        assert question.answer(real) is None
-    other = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
-    assert TABLES["table1"](other).empty
-    assert table1(other) == []
-    assert TABLES["setting_effects"](other).empty
-    # Of another model the paper's formula for its number of parameters.
-    assert answered(TABLE1.answer(other)).table.to_numpy().tolist() == [
+        assert question.answer(real_records) is None
+    bert = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
+    assert TABLES["table1"](bert).empty
+    assert table1(bert) == []
+    assert TABLES["setting_effects"](bert).empty
+    # Another model is compared by the paper's formula for its number of parameters.
+    assert answered(TABLE1.answer(bert)).table.to_numpy().tolist() == [
         ["zero2", "1 of 1", "+0.00 %", "bert-large-uncased at 8"]
     ]
-    # A setting that moves no state would be one more case that agrees.
+    # A setting that moves no state would only be a second case that agrees.
     changed = row(blank, "zero2", 8, setting="overlap_comm=true", model_name_or_path="bert-large-uncased")
-    two = answered(TABLE1.answer(together(other.runs, changed)))
+    two = answered(TABLE1.answer(together(bert.runs, changed)))
     assert two.sentence.startswith("The paper's formula holds within 1 % for 1 of 1 cases")
 
 
-def test_what_the_readme_says_of_the_engine_is_what_the_committed_records_say() -> None:
-    """Its sentences round; a record that says something else must not pass."""
+def test_the_committed_records_support_the_sentences_of_the_readme_on_the_engine() -> None:
+    """The README rounds, but contradicting records must fail."""
     records = read_records(REPOSITORY / "reports" / "virtual_settings")
-    beside: dict[Any, list[Any]] = {one["strategy"]: [] for one in summaries(records)}
-    for one in summaries(records):
-        if one["setting"] == AS_SHIPPED:
-            beside[one["strategy"]].append(relative_ring_bytes(one) / papers_traffic(one["stage"], one["world_size"]))
-    assert beside["zero1"] == pytest.approx([1.5] * 6, abs=0.005)
-    assert beside["zero2"] == pytest.approx([1.5] * 6, abs=0.005)
-    assert max(beside["zero3"]) < 1
+    ratios: dict[Any, list[Any]] = {summary["strategy"]: [] for summary in summaries(records)}
+    for summary in summaries(records):
+        if summary["setting"] == AS_SHIPPED:
+            papers = papers_traffic(summary["stage"], summary["world_size"])
+            ratios[summary["strategy"]].append(relative_ring_bytes(summary) / papers)
+    assert ratios["zero1"] == pytest.approx([1.5] * 6, abs=0.005)
+    assert ratios["zero2"] == pytest.approx([1.5] * 6, abs=0.005)
+    assert max(ratios["zero3"]) < 1
     reduced = [relative_ring_bytes(after) / papers_traffic(after["stage"], after["world_size"])
                for _, after in changes(records)
                if "use_multi_rank_bucket_allreduce=false" in after["setting"]]  # fmt: skip

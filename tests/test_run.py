@@ -1,4 +1,4 @@
-"""What a run does when something goes wrong, and what it prints when nothing does."""
+"""Errors of a run, and its output without errors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from study.workloads.initial import materialize_initial_weights
 GPT = ("--task", "gpt-wikitext")
 
 
-def test_initial_weights_with_a_flipped_bit_are_made_anew_by_one_rank_which_reports_it(
-    run_of: RunFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_initial_weights_with_a_flipped_bit_are_rewritten_by_one_rank_with_a_notice(
+    get_run: RunFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run_of("ddp", *GPT)
-    initial = materialize_initial_weights(RunConfig.from_dict(whole.config, "this test"), tmp_path / "cache")
+    first = get_run("ddp", *GPT)
+    initial = materialize_initial_weights(RunConfig.from_dict(first.config, "this test"), tmp_path / "cache")
     flip_a_bit(initial.path / "model.safetensors")
     monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
     result = train("ddp", tmp_path / "run", *GPT)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stderr.count("model.safetensors was changed) and have been written again") == 1
-    again = read_run(tmp_path / "run")
-    assert again.engine["initial_weights_sha256"] == whole.engine["initial_weights_sha256"]
-    assert losses(again) == losses(whole)
+    second = read_run(tmp_path / "run")
+    assert second.engine["initial_weights_sha256"] == first.engine["initial_weights_sha256"]
+    assert losses(second) == losses(first)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: 
             "single", ("--learning_rate", "1e38", "--warmup_ratio", "0", "--max_steps", "1"),
             "the evaluation loss is not a number", 1, 0, [], id="last step ruins the weights",
         ),
-        # The losses stay finite and the gradient norm does not: only the first step changes weights. A loss of 1e8 has
+        # The losses stay finite, but the gradient norm does not: only the first step changes weights. A loss of 1e8 has
         # a perplexity that overflows.
         pytest.param(
             "zero1", ("--learning_rate", "3e3", "--warmup_ratio", "0", "--eval_steps", "0"),
@@ -60,14 +60,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: 
             "the engine differs from what zero2 asks: gradient_clipping is 0.25, asked was 0.5", 0, 0, [],
             id="engine differs",
         ),
-        # DeepSpeed swaps no tensor smaller than an I/O block, without an error: here none is as large as 16 MiB.
+        # DeepSpeed silently does not swap tensors smaller than an I/O block: no tensor here is as large as 16 MiB.
         pytest.param(
             "zero3_nvme", ("--engine_override", "aio.block_size=16777216"),
             "zero3_nvme swapped no optimizer", 0, 0, [], id="offload leaves no file",
         ),
     ],
 )  # fmt: skip
-def test_a_run_that_does_not_do_what_was_asked_fails(
+def test_a_run_that_differs_from_its_flags_fails(
     strategy: str, flags: tuple[str, ...], reason: str, steps: int, skipped: int, evals: list[None], tmp_path: Path
 ) -> None:
     ranks = 2 if skipped else 1
@@ -80,8 +80,8 @@ def test_a_run_that_does_not_do_what_was_asked_fails(
     assert [row["perplexity"] for row in run.evals] == evals
 
 
-def test_recomputed_activations_change_no_loss(run_of: RunFactory) -> None:
-    plain, recomputed = run_of("ddp", *GPT), run_of("ddp", *GPT, "--gradient_checkpointing")
+def test_recomputed_activations_change_no_loss(get_run: RunFactory) -> None:
+    plain, recomputed = get_run("ddp", *GPT), get_run("ddp", *GPT, "--gradient_checkpointing")
     assert recomputed.config["gradient_checkpointing"]
     assert losses(recomputed) == pytest.approx(losses(plain), rel=1e-6)
 
@@ -92,7 +92,7 @@ def test_the_tracker_asked_for_gets_the_losses(tmp_path: Path) -> None:
     run = trained("single", tmp_path / "run", *GPT, "--report_to", "tensorboard")
     tracked = EventAccumulator(str(run.path / "zero-study")).Reload()
     rows = {row["step"]: row["loss"] for row in run.steps}
-    # Every third step, before the evaluation behind the fourth, and the last.
+    # Every third step, before the evaluation after the fourth, and the last.
     assert {event.step: event.value for event in tracked.Scalars("loss")} == {
         step: pytest.approx(rows[step], rel=1e-6) for step in (3, 4, 6, 8)
     }
@@ -105,11 +105,11 @@ def test_the_readme_command_trains_under_stage_3_and_prints_progress_alone(tmp_p
     engine = json.loads((folder / "engine.json").read_text())
     assert (engine["zero_stage"], engine["world_size"]) == (3, 2)
     assert read_status(folder)["state"] == "ok"
-    own = [line for line in result.stderr.splitlines() if not line.startswith(("W1", "[20"))]
-    assert own[0].startswith("zero3 on 2 ranks: bert-imdb at laptop scale")
-    assert own[-1].startswith("done: loss ")
-    assert len(own) > 2
-    assert all(line.startswith("step ") for line in own[1:-1])
+    printed = [line for line in result.stderr.splitlines() if not line.startswith(("W1", "[20"))]
+    assert printed[0].startswith("zero3 on 2 ranks: bert-imdb at laptop scale")
+    assert printed[-1].startswith("done: loss ")
+    assert len(printed) > 2
+    assert all(line.startswith("step ") for line in printed[1:-1])
     assert "DeepSpeed" in (folder / "log.txt").read_text()
 
 

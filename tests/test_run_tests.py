@@ -1,4 +1,4 @@
-"""tools/run_tests.py: a test that fails once and passes alone costs no run, and a test that fails twice does."""
+"""tools/run_tests.py: a test that fails once and passes alone does not fail the run; a test that fails twice does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PASSING = "import pytest\n@pytest.mark.alone\ndef test_alone():\n    pass\n"
 
 
 def run_tests(folder: Path, *flags: str, **files: str) -> tuple[int, list[str]]:
-    """Run the tool over test files of a folder of its own; return its exit status and the lines of its output."""
+    """Run the tool over test files in a separate folder; return its exit status and the lines of its output."""
     (folder / "tests").mkdir()
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  alone\n  long\n  gpu\n")
     for name, text in files.items():

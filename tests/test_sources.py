@@ -1,4 +1,4 @@
-"""Raw text from the hub and from local copies in every format, and what is refused."""
+"""Raw text from the hub and from local copies in every format, and rejected data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAIN_LINES = ["\n", " = Title = \n", " \n", " some words here \u2028 and there 
 VALID_LINES = [" = Other = \n", " more words \n"] * 5
 
 
-def asked(task: str, data: Path | str, **options: object) -> RunConfig:
+def make_config(task: str, data: Path | str, **options: object) -> RunConfig:
     values = {"train_samples": 10, "eval_samples": 4, "data": str(data), "scale": "laptop", "task": task, **options}
     return resolved(RunConfig.from_dict(values, "this test"), False)
 
@@ -44,7 +44,7 @@ def review_table(count: int = 30) -> pa.Table:
 
 
 def other_table() -> pa.Table:
-    """Rows that must not be read as training data."""
+    """Return rows that must not be read as training data."""
     return pa.table({"text": ["never read this"] * 7, "label": [0] * 7})
 
 
@@ -77,7 +77,7 @@ def sharded(folder: Path) -> Path:
 
 
 def named_twice(folder: Path) -> Path:
-    """load_dataset(folder) would read this file twice, and fetch what the README names."""
+    """Write a copy that load_dataset(folder) would read twice, with a README that names a URL to fetch."""
     write(review_table(), folder / "my-train" / "train" / "rows.parquet")
     card = "configs:\n- config_name: default\n  data_files:\n  - {split: train, path: 'http://127.0.0.1:9/x.parquet'}\n"
     (folder / "README.md").write_text(f"---\n{card}---\n")
@@ -116,7 +116,7 @@ def test_every_local_copy_of_the_reviews_gives_the_documents_own_selection(kind:
     (tmp_path / "data").mkdir()
     copy = REVIEW_COPIES[kind](tmp_path / "data")
     before = sorted(tmp_path.rglob("*"))
-    raw = sources.load_reviews(asked("bert-imdb", copy), tmp_path / "cache")
+    raw = sources.load_reviews(make_config("bert-imdb", copy), tmp_path / "cache")
 
     # The listing of the studied document, on the same rows.
     parts = datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS}).train_test_split(test_size=0.2, seed=42)
@@ -125,8 +125,8 @@ def test_every_local_copy_of_the_reviews_gives_the_documents_own_selection(kind:
     assert (raw.train.texts, raw.train.labels) == (list(train["text"]), list(train["label"]))
     assert (raw.eval.texts, raw.eval.labels) == (list(evaluation["text"]), list(evaluation["label"]))
     assert raw.provenance["rows"] == 30
-    left = [path for path in tmp_path.rglob("*") if tmp_path / "cache" not in (path, *path.parents)]
-    assert sorted(left) == before, "the user's folder was written to"
+    after = [path for path in tmp_path.rglob("*") if tmp_path / "cache" not in (path, *path.parents)]
+    assert sorted(after) == before, "the user's folder was written to"
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -137,20 +137,20 @@ def test_the_stanford_archive_is_read_folder_by_folder(nested: bool, tmp_path: P
             (root / part / name).mkdir(parents=True)
             for number in range(10):
                 (root / part / name / f"{number}_7.txt").write_text(f"{part} {name} {number} ü", encoding="utf-8")
-    raw = sources.load_reviews(asked("bert-imdb", tmp_path, train_samples=0, eval_samples=0), tmp_path / "cache")
+    raw = sources.load_reviews(make_config("bert-imdb", tmp_path, train_samples=0, eval_samples=0), tmp_path / "cache")
     pairs = {*zip(raw.train.texts + raw.eval.texts, raw.train.labels + raw.eval.labels, strict=True)}
     assert pairs == {(f"train {name} {n} ü", label) for label, name in enumerate(("neg", "pos")) for n in range(10)}
     assert (len(raw.train.texts), len(raw.eval.texts)) == (16, 4)
 
 
-def test_zero_samples_takes_all_and_too_many_says_how_many(tmp_path: Path) -> None:
+def test_zero_samples_uses_all_and_too_many_are_refused_with_the_count(tmp_path: Path) -> None:
     copy = write(review_table(), tmp_path / "a.parquet")
-    raw = sources.load_reviews(asked("bert-imdb", copy, train_samples=0, eval_samples=0), tmp_path)
+    raw = sources.load_reviews(make_config("bert-imdb", copy, train_samples=0, eval_samples=0), tmp_path)
     assert (len(raw.train.texts), len(raw.eval.texts)) == (24, 6)
     with pytest.raises(UserError, match="--train_samples 25: the data has 24"):
-        sources.load_reviews(asked("bert-imdb", copy, train_samples=25), tmp_path)
+        sources.load_reviews(make_config("bert-imdb", copy, train_samples=25), tmp_path)
     with pytest.raises(UserError, match="--eval_samples 7: the data has 6"):
-        sources.load_reviews(asked("bert-imdb", copy, eval_samples=7), tmp_path)
+        sources.load_reviews(make_config("bert-imdb", copy, eval_samples=7), tmp_path)
 
 
 # Wikitext
@@ -192,14 +192,14 @@ ROW_COPIES: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("kind", ROW_COPIES)
 def test_every_local_copy_of_wikitext_gives_the_published_rows(kind: str, tmp_path: Path) -> None:
-    raw = sources.load_rows(asked("gpt-wikitext", ROW_COPIES[kind](tmp_path / "data")), tmp_path / "cache")
+    raw = sources.load_rows(make_config("gpt-wikitext", ROW_COPIES[kind](tmp_path / "data")), tmp_path / "cache")
     assert list(raw.train) == as_published(TRAIN_LINES)
     assert list(raw.eval) == as_published(VALID_LINES)
 
 
-def test_a_lone_file_holds_out_its_first_rows_and_says_so(tmp_path: Path) -> None:
+def test_a_single_file_holds_out_its_first_rows_with_a_notice(tmp_path: Path) -> None:
     file = raw_files(tmp_path, "raw") / "wiki.train.raw"
-    raw = sources.load_rows(asked("gpt-wikitext", file), tmp_path / "cache")
+    raw = sources.load_rows(make_config("gpt-wikitext", file), tmp_path / "cache")
     assert raw.provenance["held_out_rows"] == 6
     assert list(raw.eval) + list(raw.train) == as_published(TRAIN_LINES)
 
@@ -215,7 +215,7 @@ def test_packing_joins_rows_cuts_blocks_and_reads_no_further_than_needed() -> No
             yield ""
 
     def pack(texts: Iterable[str], split: str, seq_length: int, samples: int) -> torch.Tensor:
-        config = asked("gpt-wikitext", "builtin", **{"seq_length": seq_length, f"{split}_samples": samples})
+        config = make_config("gpt-wikitext", "builtin", **{"seq_length": seq_length, f"{split}_samples": samples})
         return pack_rows(texts, builtin_tokenizer(frame=False), config, split).tensors["input_ids"]
 
     stream = [token for number in range(10) for token in (5 + number % 7, 5 + (number + 1) % 7)]
@@ -233,16 +233,16 @@ def test_local_data_become_tokens_of_the_tokenizer_asked_for(task: str, tmp_path
     builtin_tokenizer(frame=task == "bert-imdb").save_pretrained(tmp_path / "tokenizer")
     copies = {"bert-imdb": lambda: hub_clone(tmp_path / "data"), "gpt-wikitext": lambda: row_tables(tmp_path / "data")}
     options = {"tokenizer_name": str(tmp_path / "tokenizer"), "seq_length": 4}
-    data = load_data(asked(task, copies[task](), **options), tmp_path / "cache")
+    data = load_data(make_config(task, copies[task](), **options), tmp_path / "cache")
     assert data.floor is None
     assert data.train.tensors["input_ids"].shape == (10, 4)
     assert data.source["samples"] == {"train": 10, "eval": 4}
     assert data.source["data"] == "local"
 
 
-def test_a_file_replaced_by_one_of_its_size_and_time_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_replaced_by_one_of_its_size_and_time_is_read_again(tmp_path: Path) -> None:
     file = write(review_table(), tmp_path / "a.jsonl")
-    config, cache = asked("bert-imdb", file), tmp_path / "cache"
+    config, cache = make_config("bert-imdb", file), tmp_path / "cache"
     first, before = sources.load_reviews(config, cache), file.stat()
     file.write_bytes(file.read_bytes().replace(b"review", b"verdic"))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -250,41 +250,41 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_read_anew(tmp_path: Path
     assert sources.load_reviews(config, cache).train.texts == [
         text.replace("review", "verdic") for text in first.train.texts
     ]
-    # And what is read again is converted once, wherever it lies.
-    kept = sorted(cache.rglob("*.arrow"))
-    assert len(kept) == 2
+    # A file that is read twice is converted once, in any place.
+    converted = sorted(cache.rglob("*.arrow"))
+    assert len(converted) == 2
     moved = file.rename(tmp_path / "b.jsonl")
     moved.touch()
-    sources.load_reviews(asked("bert-imdb", moved), cache)
-    assert sorted(cache.rglob("*.arrow")) == kept
+    sources.load_reviews(make_config("bert-imdb", moved), cache)
+    assert sorted(cache.rglob("*.arrow")) == converted
 
 
 @pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl", "hf:a.jsonl"])
 def test_a_file_s_name_is_not_read_as_a_pattern_or_an_address(name: str, tmp_path: Path) -> None:
     write(other_table(), tmp_path / "data" / "abc.jsonl")
     file = write(review_table(), tmp_path / "data" / name)
-    raw = sources.load_reviews(asked("bert-imdb", file, train_samples=0), tmp_path / "cache")
+    raw = sources.load_reviews(make_config("bert-imdb", file, train_samples=0), tmp_path / "cache")
     assert len(raw.train.texts) == 24
 
 
-def test_a_file_of_one_s_own_is_read_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`datasets` counts uses at a server of its makers unless it is told that there is no network."""
-    asked_for: list[object] = []
+def test_a_local_file_is_read_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` reports its use to a server unless the hub is set offline."""
+    requests: list[object] = []
 
-    def refuse(*address: object, **options: object) -> None:
-        asked_for.append(address)
+    def fail(*address: object, **options: object) -> None:
+        requests.append(address)
         raise OSError("no network")
 
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    sources.load_reviews(asked("bert-imdb", write(review_table(), tmp_path / "a.jsonl")), tmp_path / "cache")
-    assert asked_for == []
+    sources.load_reviews(make_config("bert-imdb", write(review_table(), tmp_path / "a.jsonl")), tmp_path / "cache")
+    assert requests == []
 
 
 def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     file = write(review_table(), tmp_path / "a.jsonl")
-    config, cache = asked("bert-imdb", file), tmp_path / "cache"
+    config, cache = make_config("bert-imdb", file), tmp_path / "cache"
     with no_file_larger_than(500), pytest.raises(UserError, match="ZERO_STUDY_CACHE"):
         sources.load_reviews(config, cache)
     assert [path.suffix for path in (cache / "datasets").iterdir()] == [".lock"]
@@ -294,7 +294,7 @@ def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: 
     assert not killed.exists()
 
 
-# What is refused
+# Rejected data.
 
 
 def text_file(name: str, content: bytes) -> Callable[[Path], Path]:
@@ -310,7 +310,7 @@ def table_file(columns: Mapping[str, Sequence[object]]) -> Callable[[Path], Path
 
 
 def files(**tables: pa.Table) -> Callable[[Path], Path]:
-    """Write one file per table; `a_parquet` is a.parquet."""
+    """Return a writer of one file per table; `a_parquet` is a.parquet."""
 
     def write_all(folder: Path) -> Path:
         for name, table in tables.items():
@@ -359,17 +359,17 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_data_that_cannot_serve_are_refused_by_name_with_a_fix(case: str, tmp_path: Path) -> None:
+def test_invalid_data_are_refused_by_name_with_a_fix(case: str, tmp_path: Path) -> None:
     task, make, message = REFUSED[case]
     (tmp_path / "data").mkdir()
-    config = asked(task, make(tmp_path / "data"))
+    config = make_config(task, make(tmp_path / "data"))
     with pytest.raises(UserError, match=message) as refusal:
         {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}[task](config, tmp_path / "cache")
     assert refusal.value.fix
     assert "data" in refusal.value.problem
 
 
-# The hub. Its libraries read the environment when imported, so these run in their own process.
+# The hub. Its libraries read the environment when imported, so these run in a separate process.
 
 LOAD = """
 import sys, time
@@ -427,7 +427,7 @@ def test_the_pinned_revision_in_the_cache_needs_no_network(task: str, revision: 
     assert revision in outcome
 
 
-def test_another_revision_in_the_cache_is_not_taken_for_the_pinned_one(tmp_path: Path) -> None:
+def test_another_revision_in_the_cache_does_not_replace_the_pinned_one(tmp_path: Path) -> None:
     fill_hub_cache(tmp_path, "0" * 40)
     outcome, _ = load_from_hub("bert-imdb", tmp_path, HF_HUB_OFFLINE="1")
     assert outcome.startswith("refused --data hub:")

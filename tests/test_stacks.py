@@ -1,4 +1,4 @@
-"""Stacks: other releases in folders of their own, made once from pinned archives, and cells that run under them."""
+"""Stacks: other releases in separate folders, made once from pinned archives, and cells that run with them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def index(tmp_path, monkeypatch) -> Path:
-    """All that pip knows then: a folder with one release, which holds a single file."""
+    """Make pip's only index: a folder with one release, which has a single file."""
     folder = tmp_path / "index"
     folder.mkdir()
     write_release(folder, "0.17.6")
@@ -102,8 +102,8 @@ def test_a_stack_is_an_axis_of_a_suite_and_part_of_a_cell_s_name(tmp_path):
     )
     assert len({cell.id for cell in cells}) == len(cells)
     assert all(f"-{cell.strategy}-ds{cell.stack}-" in cell.id for cell in cells)
-    # The cells of a stack follow one another: what has its libraries serves them all.
-    changes = sum(one.stack != other.stack for one, other in itertools.pairwise(cells))
+    # The cells of a stack are consecutive, so a process with its libraries serves all of them.
+    changes = sum(first_cell.stack != next_cell.stack for first_cell, next_cell in itertools.pairwise(cells))
     assert changes == len(today) - 1
     with pytest.raises(UserError, match=r"tiny\.yaml:\d+: stack is '0\.1\.0'"):
         read_suite(write_suite(tmp_path, {"strategy": "zero1", "stack": "0.1.0"}))
@@ -117,7 +117,7 @@ def test_a_layer_is_made_once_and_from_then_on_from_the_pinned_archive_alone(ind
     marked = folder / "marked"
     marked.touch()
     prepare.install(["deepspeed-0.17.6"])
-    assert marked.exists(), "what is there is left alone"
+    assert marked.exists(), "an existing layer is not changed"
     shutil.rmtree(folder)
     prepare.install(["deepspeed-0.17.6"])
     assert layer_state(cache, "deepspeed-0.17.6").sha256 == digest
@@ -135,13 +135,13 @@ def test_without_a_network_prepare_ends_in_one_line(tmp_path, cache, monkeypatch
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     file = write_suite(tmp_path, {"strategy": "single", "stack": "0.17.6"})
     assert cli.main(["prepare", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: deepspeed-0.17.6 cannot be installed: pip does not reach its index. To fix it: ")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: deepspeed-0.17.6 cannot be installed: pip does not reach its index. To fix it: ")
+    assert printed.count("\n") == 1
     assert layer_state(cache, "deepspeed-0.17.6").problem is None
 
 
-def test_a_release_that_pip_cannot_install_is_an_unsupported_cell_that_says_why(tmp_path, index, cache):
+def test_a_release_that_pip_cannot_install_is_an_unsupported_cell_with_the_reason(tmp_path, index, cache):
     assert prepare.install(["deepspeed-0.18.0"]) == {"deepspeed-0.18.0"}
     (cell,) = planned(tmp_path, {"strategy": "zero1", "stack": "0.18.0"})
     run_cells([cell], tmp_path / "runs", NO_GPU)
@@ -150,7 +150,7 @@ def test_a_release_that_pip_cannot_install_is_an_unsupported_cell_that_says_why(
     assert status["reason"].startswith("deepspeed-0.18.0 is not installable: No matching distribution")
 
 
-def test_a_stack_that_nobody_made_is_refused_with_the_command_that_makes_it(tmp_path, cache):
+def test_a_missing_stack_is_refused_with_the_command_that_makes_it(tmp_path, cache):
     cells = planned(tmp_path, {"strategy": "zero1", "stack": "0.18.0"})
     sweep = run_cells(cells, tmp_path / "runs", NO_GPU)
     assert sweep.refused == 1
@@ -164,8 +164,8 @@ def test_a_process_under_a_stack_describes_it_for_its_record(index, cache, monke
     prepare.install(["deepspeed-0.17.6"])
     for name, value in stacks()["0.17.6"].environment({}).items():
         monkeypatch.setenv(name, value)
-    told = describe_stack()
-    assert told == {"name": "0.17.6", "sha256": {"deepspeed-0.17.6": layer_state(cache, "deepspeed-0.17.6").sha256}}
+    digest = layer_state(cache, "deepspeed-0.17.6").sha256
+    assert describe_stack() == {"name": "0.17.6", "sha256": {"deepspeed-0.17.6": digest}}
     printed = subprocess.run(
         [sys.executable, "-c", "import deepspeed; print(deepspeed.__version__, deepspeed.__file__)"],
         capture_output=True, text=True, check=True,
@@ -175,20 +175,20 @@ def test_a_process_under_a_stack_describes_it_for_its_record(index, cache, monke
     assert STACK_VARIABLE in stacks()["0.17.6"].environment({})
 
 
-def make(stack: str) -> None:
-    """In this box's own cache: the network is asked once."""
+def prepare_stack(stack: str) -> None:
+    """Prepare a stack in this machine's cache, with one request to the network."""
     assert cli.main(["prepare", "releases", "--only", f"stack={stack}"]) == 0
 
 
 @pytest.fixture(scope="module")
-def made() -> None:
-    make(VERIFIED[-1][1])
+def prepared() -> None:
+    prepare_stack(VERIFIED[-1][1])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stack", ["0.14.5", "0.16.9"])
-def test_under_an_older_release_the_trainer_runs_and_what_cannot_be_told_is_null(tmp_path, stack):
-    make(stack)
+def test_under_an_older_release_the_trainer_runs_and_unavailable_figures_are_null(tmp_path, stack):
+    prepare_stack(stack)
     for precision in ("fp32", "bf16"):
         axes = {"strategy": ["single", "zero2"], "stack": stack}
         cells = planned(tmp_path, axes, {**TINY, "precision": precision})
@@ -210,12 +210,12 @@ def test_under_an_older_release_the_trainer_runs_and_what_cannot_be_told_is_null
 
 
 @pytest.mark.long
-def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path, made):
+def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path, prepared):
     (cell,) = planned(tmp_path, {"strategy": "zero1", "stack": VERIFIED[-1][1]})
     launched = run_cell(cell, tmp_path / "launched")
     launched.write_end(tmp_path / "launched" / cell.id)
     run_cells([cell], tmp_path / "forked", this_box())
-    runs = [read_run(tmp_path / how / cell.id) for how in ("launched", "forked")]
+    runs = [read_run(tmp_path / launcher / cell.id) for launcher in ("launched", "forked")]
     assert [run.state for run in runs] == ["ok", "ok"]
     assert [row["loss"] for row in runs[0].steps] == [row["loss"] for row in runs[1].steps]
     assert runs[0].environment["stack"] == runs[1].environment["stack"]
@@ -228,7 +228,7 @@ def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path,
 
 
 @pytest.mark.long
-def test_under_the_pinned_release_every_strategy_has_the_losses_of_single(tmp_path, made):
+def test_under_the_pinned_release_every_strategy_has_the_losses_of_single(tmp_path, prepared):
     suite = read_suite(find_suite("releases"))
     box = this_box()
     cells = [cell for cell in plan_cells(suite, box) if isinstance(cell, Cell) and cell.stack == VERIFIED[-1][1]]
@@ -240,7 +240,7 @@ def test_under_the_pinned_release_every_strategy_has_the_losses_of_single(tmp_pa
         rules = cell.config.precision.removesuffix("-engine"), cell.config.max_grad_norm
         losses.setdefault(rules, {})[cell.id] = [row["loss"] for row in run.steps]
     for (precision, _), arms in losses.items():
-        (single,) = (each for name, each in arms.items() if "-single-" in name)
+        (single,) = (values for name, values in arms.items() if "-single-" in name)
         assert len(arms) > 3
-        for name, each in arms.items():
-            assert each == pytest.approx(single, rel=1e-5 if precision == "fp32" else 2**-9), name
+        for name, values in arms.items():
+            assert values == pytest.approx(single, rel=1e-5 if precision == "fp32" else 2**-9), name

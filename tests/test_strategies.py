@@ -18,7 +18,7 @@ import yaml
 from engines import ROOT, launch, printed_json
 from forked import fork_ranks
 from runs import train, trained
-from strategy_files import STRATEGIES, WITH_DEEPSPEED, wanted_json, wanted_yaml
+from strategy_files import STRATEGIES, WITH_DEEPSPEED, expected_json, expected_yaml
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig, resolved
 from study.config.launched import Launch, this_launch
@@ -53,17 +53,17 @@ def test_all_of_a_suite_stays_the_thirteen() -> None:
     assert len(STUDIED_STRATEGIES) == 13
 
 
-def test_the_readme_of_the_directory_says_what_each_file_does() -> None:
+def test_the_readme_of_the_directory_describes_each_file() -> None:
     rows = [line.split("`")[1] for line in (DIRECTORY / "README.md").read_text().splitlines() if line.startswith("| `")]
     assert rows == [f"{name}.yaml" for name in STRATEGY_NAMES]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_does_what_its_name_says(name: str) -> None:
+def test_a_strategy_has_the_stage_and_offload_of_its_name(name: str) -> None:
     strategy = read_strategy(name)
     assert strategy.name == name
-    found = (strategy.zero_stage, strategy.offload_device("optimizer"), strategy.offload_device("param"))
-    assert found == STRATEGIES[name]
+    properties = (strategy.zero_stage, strategy.offload_device("optimizer"), strategy.offload_device("param"))
+    assert properties == STRATEGIES[name]
     assert strategy.uses_nvme is ("nvme" in name)
 
 
@@ -74,14 +74,14 @@ def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_file_says_what_all_share_and_what_its_name_means(name: str) -> None:
-    assert as_text(read_yaml(DIRECTORY / f"{name}.yaml")) == as_text(wanted_yaml(name))
+def test_a_file_has_the_shared_values_and_those_of_its_name(name: str) -> None:
+    assert as_text(read_yaml(DIRECTORY / f"{name}.yaml")) == as_text(expected_yaml(name))
     if name in WITH_DEEPSPEED:
-        assert as_text(read_deepspeed_json(DIRECTORY / "deepspeed" / f"{name}.json")) == as_text(wanted_json(name))
+        assert as_text(read_deepspeed_json(DIRECTORY / "deepspeed" / f"{name}.json")) == as_text(expected_json(name))
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """By JSON: True is not 1, and 5e8 no whole number."""
+    """Return the document as JSON, in which True is not 1 and 5e8 not an integer."""
     return json.dumps(document, sort_keys=True)
 
 
@@ -100,16 +100,16 @@ def test_deepspeed_takes_each_section_and_changes_no_value(name: str) -> None:
 
     settings = read_strategy(name).deepspeed
     assert settings is not None
-    asked = settings["zero_optimization"]
-    understood = DeepSpeedZeroConfig(**asked).model_dump(mode="json", by_alias=True)
-    assert {key: _among(understood[key], value) for key, value in asked.items()} == asked
+    section = settings["zero_optimization"]
+    understood = DeepSpeedZeroConfig(**section).model_dump(mode="json", by_alias=True)
+    assert {key: _among(understood[key], value) for key, value in section.items()} == section
     with pytest.raises(ValueError, match="not_a_key"):
-        DeepSpeedZeroConfig(**asked, not_a_key=1)
+        DeepSpeedZeroConfig(**section, not_a_key=1)
 
 
-def _among(understood: Any, asked: Any) -> Any:
-    """DeepSpeed fills a section up with more keys; those that were asked for are compared."""
-    return {key: understood[key] for key in asked} if isinstance(asked, dict) else understood
+def _among(understood: Any, requested: Any) -> Any:
+    """Return the requested keys of a section, which DeepSpeed fills up with more keys."""
+    return {key: understood[key] for key in requested} if isinstance(requested, dict) else understood
 
 
 def change_yaml(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -134,7 +134,7 @@ def change_json(name: str, change: Callable[[dict[str, Any], dict[str, Any]], ob
 
 LAUNCHES = [
     ("single", 1), ("ddp", 2), ("zero3_nvme", 1),
-    *(pytest.param(*each, marks=pytest.mark.long) for each in (("ddp", 1), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2))),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("ddp", 1), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2))),
 ]  # fmt: skip
 
 
@@ -145,9 +145,9 @@ def launched(strategy: str, ranks: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("strategy", "ranks"), LAUNCHES)
 def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, ranks: int) -> None:
-    seen = launched(strategy, ranks)
+    documents = launched(strategy, ranks)
     expected = read_strategy(strategy)
-    for rank, document in enumerate(seen):
+    for rank, document in enumerate(documents):
         assert {key: value for key, value in document.items() if key != "environment"} == {
             "strategy": {
                 "name": strategy,
@@ -160,25 +160,25 @@ def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, rank
             "world_size": ranks, "rank": rank, "local_rank": rank, "local_world_size": ranks,
             "virtual": False,
         }  # fmt: skip
-    assert len(seen) == ranks
+    assert len(documents) == ranks
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), LAUNCHES)
 def test_a_forked_rank_of_the_tests_has_the_environment_of_a_launched_one(strategy: str, ranks: int) -> None:
     forked = printed_json(fork_ranks(strategy, "tests/probes/this_launch.py", ranks=ranks))
-    for each, expected in zip(forked, launched(strategy, ranks), strict=True):
+    for document, expected in zip(forked, launched(strategy, ranks), strict=True):
         differing = {
             name
-            for name in each["environment"].keys() | expected["environment"].keys()
-            if each["environment"].get(name) != expected["environment"].get(name)
+            for name in document["environment"].keys() | expected["environment"].keys()
+            if document["environment"].get(name) != expected["environment"].get(name)
         }
-        # DeepSpeed sets the last one wherever it is imported: in the server always, in a launcher not for every file.
+        # DeepSpeed sets the last one at its import: always in the fork server, and with some files in a launcher.
         assert differing <= {
             "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK",
         }  # fmt: skip
 
 
-def test_a_process_that_nobody_launched_is_single() -> None:
+def test_a_process_without_a_launcher_is_single() -> None:
     assert this_launch({}) == Launch(Strategy("single", "NO"), 1, 0, 0, 1)
 
 
@@ -192,8 +192,8 @@ def launched_with(file: Path) -> Strategy:
     return this_launch({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}).strategy
 
 
-def own_file(folder: Path, name: str, shipped: str, **zero: Any) -> Path:
-    """A shipped DeepSpeed JSON under another name, with changed keys of its zero_optimization."""
+def write_variant(folder: Path, name: str, shipped: str, **zero: Any) -> Path:
+    """Write a shipped DeepSpeed JSON under another name, with changed keys of its zero_optimization."""
     settings = json.loads((DIRECTORY / "deepspeed" / f"{shipped}.json").read_text())
     settings["zero_optimization"] |= zero
     file = folder / f"{name}.json"
@@ -214,10 +214,10 @@ def own_file(folder: Path, name: str, shipped: str, **zero: Any) -> Path:
         ("mine", "zero3_nvme", {"offload_param": {"device": "cpu"}}, r"mine-[0-9a-f]{8}"),
     ],
 )
-def test_a_run_is_named_after_what_its_file_asks_and_not_after_the_file(
+def test_a_run_is_named_after_the_settings_of_its_file_and_not_after_the_file(
     name: str, shipped: str, zero: dict[str, Any], run: str, tmp_path: Path
 ) -> None:
-    strategy = launched_with(own_file(tmp_path, name, shipped, **zero))
+    strategy = launched_with(write_variant(tmp_path, name, shipped, **zero))
     assert re.fullmatch(run, strategy.name)
     assert strategy.zero_stage == STRATEGIES[shipped][0]
     assert (strategy.own_settings is None) == (strategy.name in STRATEGY_NAMES)
@@ -225,8 +225,8 @@ def test_a_run_is_named_after_what_its_file_asks_and_not_after_the_file(
         assert strategy.own_settings["zero_optimization"].items() >= zero.items()
 
 
-def test_the_record_of_an_own_file_says_what_was_asked(tmp_path: Path) -> None:
-    file = own_file(tmp_path, "zero3", "zero1", reduce_bucket_size=100_000)
+def test_the_record_of_a_custom_file_has_its_settings(tmp_path: Path) -> None:
+    file = write_variant(tmp_path, "zero3", "zero1", reduce_bucket_size=100_000)
     document = read_yaml(DIRECTORY / "zero3.yaml")
     document["deepspeed_config"]["deepspeed_config_file"] = str(file)
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(document))
@@ -238,48 +238,48 @@ def test_the_record_of_an_own_file_says_what_was_asked(tmp_path: Path) -> None:
 
 
 def test_nvme_buffers_grow_to_hold_the_largest_parameter(tmp_path: Path) -> None:
-    """DeepSpeed asserts that they do, and the shipped 1e8 elements are fewer than GPT-J's embedding has."""
+    """DeepSpeed asserts it, and the shipped 1e8 elements are fewer than those of GPT-J's embedding."""
     shipped = read_strategy("zero3_nvme")
     assert shipped.with_swap_buffers(100_000_000) == shipped
     grown = shipped.with_swap_buffers(206_438_400).deepspeed
     assert grown is not None
     assert grown["zero_optimization"]["offload_param"]["buffer_size"] == 206_438_400
     small = json.loads((DIRECTORY / "deepspeed" / "zero3_nvme.json").read_text())["zero_optimization"]["offload_param"]
-    file = own_file(tmp_path, "mine", "zero3_nvme", offload_param=small | {"buffer_size": 100_000})
+    file = write_variant(tmp_path, "mine", "zero3_nvme", offload_param=small | {"buffer_size": 100_000})
     document = read_yaml(DIRECTORY / "zero3_nvme.yaml")
     document["deepspeed_config"]["deepspeed_config_file"] = str(file)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(document))
     run = trained(f"{tmp_path}/mine", tmp_path / "run", ranks=1)
-    # bert-tiny's table of positions.
+    # The position embedding of bert-tiny.
     assert run.engine["buckets"]["offload_param.buffer_size"] == 4096 * 256
 
 
 def test_a_prediction_has_the_buffers_of_the_run() -> None:
     config = resolved(RunConfig(task="gpt-wikitext", model_name_or_path="gpt-j-6b", weights="random"), True)
     requests = [request_for("zero3_nvme", config, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1) for ranks in (1, 4)]
-    # 50,400 tokens by 4096; the file's own hold a quarter of that.
+    # 50,400 x 4096 elements; a quarter of them fits the file's own buffers.
     assert [request.strategy.swap_buffers for request in requests] == [(5, 206_438_400), (5, 100_000_000)]
     assert locked_bytes(requests[0].strategy) == 5 * 206_438_400 * 4
-    # A file of one's own that leaves them to DeepSpeed.
-    mine = Strategy("mine", "DEEPSPEED", {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
-    assert locked_bytes(mine) == 5 * 100_000_000 * 4
+    # A custom config that leaves them to DeepSpeed.
+    custom = Strategy("mine", "DEEPSPEED", {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    assert locked_bytes(custom) == 5 * 100_000_000 * 4
 
 
 @pytest.mark.parametrize(
-    ("asked", "problem"),
+    ("size", "problem"),
     [
         ('"big"', "offload_param.buffer_size of zero3_nvme is 'big'"),
         ("0", "offload_param.buffer_size of zero3_nvme is 0"),
         ("1000", "sets buffer_size below the 1,048,576 elements of the largest parameter on a rank"),
     ],
 )
-def test_buffers_that_nothing_fits_in_are_refused(asked: str, problem: str) -> None:
-    asked_of = RunConfig(engine_override=(f"zero_optimization.offload_param.buffer_size={asked}",))
+def test_buffers_that_nothing_fits_in_are_refused(size: str, problem: str) -> None:
+    config = RunConfig(engine_override=(f"zero_optimization.offload_param.buffer_size={size}",))
     with pytest.raises(UserError, match=re.escape(problem)):
-        enlarge_swap_buffers(resolved(asked_of, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
+        enlarge_swap_buffers(resolved(config, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
 
 
-def test_what_no_rank_would_swap_is_refused_before_the_run() -> None:
+def test_an_offload_that_swaps_nothing_is_refused_before_the_run() -> None:
     config = resolved(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
     for name, what in (("zero3_cpu_nvme", "parameters"), ("zero3_nvme_optimizer", "optimizer")):
         strategy = read_strategy(name)
@@ -287,19 +287,21 @@ def test_what_no_rank_would_swap_is_refused_before_the_run() -> None:
         ranks = 8 if what == "parameters" else 64
         with pytest.raises(Unsupported, match=f"{name} would swap no {what} of gpt-tiny on {ranks} ranks"):
             check_swaps(config, Launch(strategy, ranks, 0, 0, ranks))
-    # Weights of 16 bits are half as large.
+    # 16-bit weights are half as large.
     half = dataclasses.replace(config, precision="bf16-engine")
     with pytest.raises(Unsupported, match="no parameters of gpt-tiny on 4 ranks: DeepSpeed keeps shards under 1 MiB"):
         check_swaps(half, Launch(read_strategy("zero3_nvme"), 4, 0, 0, 4))
 
 
 def test_two_versions_of_one_file_have_two_names(tmp_path: Path) -> None:
-    names = [launched_with(own_file(tmp_path, "mine", "zero3", reduce_bucket_size=size)).name for size in (7, 8, 7)]
+    names = [
+        launched_with(write_variant(tmp_path, "mine", "zero3", reduce_bucket_size=size)).name for size in (7, 8, 7)
+    ]
     assert names[0] == names[2] != names[1]
 
 
-def test_what_the_flags_of_a_run_decide_does_not_name_it(tmp_path: Path) -> None:
-    file = own_file(tmp_path, "mine", "zero3_nvme")
+def test_settings_that_the_run_s_flags_decide_do_not_change_its_name(tmp_path: Path) -> None:
+    file = write_variant(tmp_path, "mine", "zero3_nvme")
     settings = json.loads(file.read_text()) | {"train_batch_size": 3, "gradient_clipping": 9}
     settings["zero_optimization"]["offload_param"]["nvme_path"] = "/elsewhere"
     file.write_text(json.dumps(settings))
@@ -319,10 +321,10 @@ def test_what_the_flags_of_a_run_decide_does_not_name_it(tmp_path: Path) -> None
         ("parallelism_config", "parallelism_config_dp_replicate_size", 4),
     ],
 )
-def test_a_changed_accelerate_file_is_not_taken_for_the_shipped_one(
+def test_a_changed_accelerate_file_has_another_name_than_the_shipped_one(
     section: str | None, key: str | None, value: Any, tmp_path: Path
 ) -> None:
-    """As Accelerate's own launcher hands the file on."""
+    """Accelerate's launcher passes the file on."""
     shipped = {"deepspeed_config": "zero3", "parallelism_config": "hsdp"}.get(section or "", "fsdp2")
     document = yaml.safe_load((DIRECTORY / f"{shipped}.yaml").read_text())
     if section is not None:
@@ -335,7 +337,7 @@ def test_a_changed_accelerate_file_is_not_taken_for_the_shipped_one(
 
 
 def with_classes(folder: Path, classes: str) -> str:
-    """A copy of fsdp2.yaml with the classes to wrap."""
+    """Write a copy of fsdp2.yaml with these classes to wrap."""
     document = read_yaml(DIRECTORY / "fsdp2.yaml")
     document["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = classes
     (folder / "mine.yaml").write_text(yaml.safe_dump(document))
@@ -348,20 +350,20 @@ def test_the_classes_to_wrap_of_an_own_file_are_wrapped_and_in_the_record(tmp_pa
     assert re.fullmatch(r"fsdp2-custom-[0-9a-f]{8}", run.engine["strategy"])
     assert run.engine["own_settings"]["fsdp_transformer_layer_cls_to_wrap"] == ["GPT2Attention", "GPT2MLP"]
     plain = trained("fsdp2", tmp_path / "plain", *flags, ranks=2)
-    groups = [each.traffic["collectives"]["reduce_scatter"]["calls"] for each in (run, plain)]
+    groups = [source.traffic["collectives"]["reduce_scatter"]["calls"] for source in (run, plain)]
     layers = plain.engine["model_layers"]
-    # Two for each layer instead of one.
+    # Two per layer instead of one.
     assert groups[0] - groups[1] == layers
     for before, after in zip(plain.steps, run.steps, strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("named", ["GPT2MPL", "GPT2Model"])
-def test_classes_to_wrap_that_the_model_cannot_have_end_the_run(named: str, tmp_path: Path) -> None:
-    result = train(with_classes(tmp_path, named), tmp_path / "run", "--task", "gpt-wikitext")
+@pytest.mark.parametrize("class_name", ["GPT2MPL", "GPT2Model"])
+def test_classes_to_wrap_that_the_model_cannot_have_end_the_run(class_name: str, tmp_path: Path) -> None:
+    result = train(with_classes(tmp_path, class_name), tmp_path / "run", "--task", "gpt-wikitext")
     status = read_run(tmp_path / "run").status
     assert (result.returncode, status["state"]) == (1, "failed")
-    assert f"GPT2LMHeadModel has no module {named}" in status["reason"]
+    assert f"GPT2LMHeadModel has no module {class_name}" in status["reason"]
     assert status["hint"] == "use GPT2Block, or leave it out"
 
 
@@ -386,17 +388,17 @@ def test_a_strategy_whose_shipped_file_was_changed_is_refused_by_name(
 
 
 def test_the_table_of_shipped_settings_is_that_of_the_files() -> None:
-    found = {}
+    digests = {}
     for name in {*STRATEGY_NAMES} - {"single", "ddp"}:
         document = read_yaml(DIRECTORY / f"{name}.yaml")
         json_file = DIRECTORY / "deepspeed" / f"{name}.json"
         settings = read_deepspeed_json(json_file) if json_file.exists() else None
-        found[name] = digest_of(asked_of_files(document, settings))
-    assert found == SHIPPED
+        digests[name] = digest_of(asked_of_files(document, settings))
+    assert digests == SHIPPED
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "words"),
     [
         ("", "JSON"), ("[" * 100_000, "JSON"), ("[]", "no ZeRO stage"),
         ('{"zero_optimization": {"stage": "3"}}', "stage"),
@@ -405,16 +407,16 @@ def test_the_table_of_shipped_settings_is_that_of_the_files() -> None:
         ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": ["cpu"]}}}', "offload_optimizer"),
     ],
 )  # fmt: skip
-def test_a_deepspeed_json_that_asks_for_no_strategy_is_refused(text: str, named: str, tmp_path: Path) -> None:
+def test_a_deepspeed_json_that_asks_for_no_strategy_is_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(text)
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=words):
         launched_with(tmp_path / "mine.json")
 
 
 def test_a_file_that_can_name_no_run_is_refused(tmp_path: Path) -> None:
     for name in ("my file", "..", "x" * 41, "zürich"):
         with pytest.raises(UserError, match="would be named after"):
-            launched_with(own_file(tmp_path, name, "zero3", reduce_bucket_size=7))
+            launched_with(write_variant(tmp_path, name, "zero3", reduce_bucket_size=7))
 
 
 HSDP = {
@@ -424,7 +426,7 @@ HSDP = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "named"),
+    ("environment", "words"),
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file"),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "not/there.json"}, "not/there.json"),
@@ -434,7 +436,7 @@ HSDP = {
             "fsdp_reshard_after_forward",
         ),
         (
-            # As `accelerate launch` exports a file with SIZE_BASED_WRAP that leaves the size to it.
+            # As `accelerate launch` exports a SIZE_BASED_WRAP config without a size.
             {
                 "ACCELERATE_USE_FSDP": "true",
                 "FSDP_VERSION": "2",
@@ -452,8 +454,8 @@ HSDP = {
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
     ],
 )
-def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], named: str) -> None:
-    with pytest.raises(UserError, match=named):
+def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
         this_launch(environment)
 
 
@@ -469,7 +471,7 @@ def test_the_corrected_command_is_this_run_with_another_number_of_ranks(monkeypa
 @pytest.mark.parametrize("name", WITH_REPLICAS)
 @pytest.mark.parametrize(
     ("world_size", "per_machine", "per_replica"),
-    # Half of one machine; each machine; half of all, where machines hold one rank or do not fill the job alike.
+    # Half of one machine; each machine; half of all if machines have one rank or do not divide the job evenly.
     [(4, 4, 2), (8, 8, 4), (16, 8, 8), (32, 8, 8), (4, 1, 2), (12, 8, 6)],
 )
 def test_a_copy_stays_on_its_machine(name: str, world_size: int, per_machine: int, per_replica: int) -> None:
@@ -477,11 +479,11 @@ def test_a_copy_stays_on_its_machine(name: str, world_size: int, per_machine: in
     assert launch.ranks_per_replica(RunConfig()) == per_replica
 
 
-def test_what_was_asked_for_is_not_fitted_to_the_machines(tmp_path: Path) -> None:
+def test_explicit_groups_are_not_fitted_to_the_machines(tmp_path: Path) -> None:
     config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=2",))
     assert Launch(read_strategy("zero3_hpz"), 16, 0, 0, 8).ranks_per_replica(config) == 2
-    own = launched_with(own_file(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))
-    assert Launch(own, 16, 0, 0, 8).ranks_per_replica(RunConfig()) == 4
+    custom = launched_with(write_variant(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))
+    assert Launch(custom, 16, 0, 0, 8).ranks_per_replica(RunConfig()) == 4
     assert Launch(read_strategy("zero3"), 16, 0, 0, 8).ranks_per_replica(RunConfig()) is None
 
 
@@ -514,8 +516,8 @@ def test_a_strategy_is_added_by_its_files_and_one_row(tmp_path: Path) -> None:
     row = f'    "zero2_small": Registered("{digest}", "named", 16, "#123456", "o", SOLID),\n'
     registry.write_text(registry.read_text().replace("}  # fmt: skip", f"{row}}}  # fmt: skip"))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    said = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, check=True)
-    assert json.loads(said.stdout) == [2, False, "#123456", True]
+    done = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, check=True)
+    assert json.loads(done.stdout) == [2, False, "#123456", True]
     command = [
         "accelerate", "launch", "--config_file", "accelerate_configs/zero2_small.yaml", "study/train.py", "--task",
         "gpt-wikitext", "--scale", "laptop", "--max_steps", "2", "--train_samples", "64", "--eval_samples", "2",

@@ -1,4 +1,4 @@
-"""A sweep runs what is not done, leaves a complete record of each cell, and reports its state."""
+"""A sweep runs the cells that are not done, leaves a complete record of each, and reports its state."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from study.sweep.verdict import CellState, cell_state
 from sweeps import ROOT, TINY, contents, run, write_suite
 from synthetic_records import write_run
 
-# DeepSpeed's ranks on cores need this operator.
+# DeepSpeed's ranks on CPU cores need this operator.
 SHARED_MEMORY = "deepspeed_shm_comm"
 ONE_GPU = Box((80.0,), 64.0)
 
 
-def cells_of(file: Path, box: Box | None = None) -> list[Any]:
+def list_cells(file: Path, box: Box | None = None) -> list[Any]:
     return list(plan_cells(read_suite(file), box or Box((), 16.0)))
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """A suite of two cells, run once, by a user whose operators are compiled and not linked yet."""
+    """Run a suite of two cells once, as a user whose operators are compiled but not linked."""
     folder = tmp_path_factory.mktemp("swept")
     suite = write_suite(folder, {"strategy": ["single", "zero2"]})
     built = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / SHARED_MEMORY
@@ -56,7 +56,7 @@ def swept(tmp_path_factory):
     return suite, folder / "runs", result
 
 
-def cell_of(runs: Path, strategy: str) -> Path:
+def find_cell(runs: Path, strategy: str) -> Path:
     (cell,) = (runs / "tiny").glob(f"*-{strategy}-*")
     return cell
 
@@ -71,7 +71,7 @@ def test_compiling_before_a_run_is_reported_at_once(swept):
 
 def test_every_cell_leaves_a_complete_record_a_note_of_its_cost_and_a_row(swept):
     suite, runs, result = swept
-    cells = cells_of(suite)
+    cells = list_cells(suite)
     assert sorted(path.name for path in (runs / "tiny").iterdir() if path.is_dir()) == sorted(cell.id for cell in cells)
     verdict, _, *rows = result.stdout.splitlines()
     assert verdict.startswith("tiny: 2 of 2 cells done; next: study report ")
@@ -85,7 +85,7 @@ def test_every_cell_leaves_a_complete_record_a_note_of_its_cost_and_a_row(swept)
         assert {**record.config, "output_dir": None} == {**cell.config.to_dict(), "output_dir": None}
         assert row.split()[0] == cell.strategy
         assert f"{record.summary['eval_loss_final']:.4f}" in row
-        # A column in which no run has a figure is left out; so short a run has no time of a step.
+        # A column without any figure is left out; such a short run has no step time.
         assert ("step ms" in rows[0]) is (record.summary["step_time_s_median"] is not None)
         (attempt,) = read_json(record.path / "sweep.json")["attempts"]
         assert (attempt["state"], attempt["launcher_status"], attempt["matmul_rates"]) == ("ok", 0, {})
@@ -94,7 +94,7 @@ def test_every_cell_leaves_a_complete_record_a_note_of_its_cost_and_a_row(swept)
         assert record.summary["startup_s"] + record.summary["runtime_s"] < attempt["wall_s"]
         orders.add(attempt["order"])
     assert orders == {0, 1}
-    log = (cell_of(runs, "zero2") / "log.txt").read_text()
+    log = (find_cell(runs, "zero2") / "log.txt").read_text()
     assert all(words in log for words in ("real_accelerator", "done: loss", "zero2 on 2 ranks"))
 
 
@@ -102,9 +102,9 @@ def test_a_second_call_does_nothing_and_is_quick(swept):
     suite, runs, first = swept
     before = {file: file.stat().st_mtime_ns for file in runs.glob("tiny/*/*")}
     started = time.monotonic()
-    again = run(suite, runs)
+    second = run(suite, runs)
     assert time.monotonic() - started < 5
-    assert (again.returncode, again.stderr, again.stdout) == (0, "", first.stdout)
+    assert (second.returncode, second.stderr, second.stdout) == (0, "", first.stdout)
     assert {file: file.stat().st_mtime_ns for file in runs.glob("tiny/*/*")} == before
 
 
@@ -112,7 +112,7 @@ def test_a_second_call_does_nothing_and_is_quick(swept):
 def test_a_suite_can_have_another_trainer_s_loop_run_its_cells(swept, tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single", "trainer": "hf_trainer"})
     assert run(suite, tmp_path / "runs").returncode == 0
-    theirs, ours = read_run(cell_of(tmp_path / "runs", "single")), read_run(cell_of(swept[1], "single"))
+    theirs, ours = read_run(find_cell(tmp_path / "runs", "single")), read_run(find_cell(swept[1], "single"))
     assert (theirs.engine["trainer"], ours.engine["trainer"]) == ("hf_trainer", "study")
     assert read_json(theirs.path / "sweep.json")["trainer"] == "hf_trainer"
     assert [row["samples_hash"] for row in theirs.steps] == [row["samples_hash"] for row in ours.steps]
@@ -121,13 +121,13 @@ def test_a_suite_can_have_another_trainer_s_loop_run_its_cells(swept, tmp_path):
 def test_no_variable_of_another_launch_reaches_a_run(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
-    kept = {"CUDA_VISIBLE_DEVICES": "0", "RANKING": "kept"}
-    for name, value in {**kept, "PATH": "/usr/bin"}.items():
+    user_variables = {"CUDA_VISIBLE_DEVICES": "0", "RANKING": "kept"}
+    for name, value in {**user_variables, "PATH": "/usr/bin"}.items():
         monkeypatch.setenv(name, value)
     environment = clean_environment(tmp_path, tmp_path / "refusal")
     assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
     assert "7" not in environment.values()
-    assert kept.items() <= environment.items()
+    assert user_variables.items() <= environment.items()
 
 
 @pytest.mark.long
@@ -138,7 +138,7 @@ def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, cap
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(line, shell=True, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
     (pasted,) = (tmp_path / "tiny").iterdir()
-    swept_cell = cell_of(runs, "single")
+    swept_cell = find_cell(runs, "single")
     assert pasted.name == swept_cell.name
     assert [row["loss"] for row in read_run(pasted).steps] == [row["loss"] for row in read_run(swept_cell).steps]
     assert Path(shlex.split(line)[0]).name == "accelerate"
@@ -149,11 +149,11 @@ def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, cap
     [("summary.json", False), ("status.json", False), ("steps.jsonl", False),
      pytest.param("steps.jsonl", True, marks=pytest.mark.long)],
 )  # fmt: skip
-def test_a_damaged_record_does_not_count_as_finished_and_is_made_again_on_request_alone(swept, tmp_path, name, repairs):
+def test_a_damaged_record_does_not_count_as_finished_and_is_repeated_only_on_request(swept, tmp_path, name, repairs):
     shutil.copytree(swept[1], tmp_path / "runs")
-    cell = cell_of(tmp_path / "runs", "single")
+    cell = find_cell(tmp_path / "runs", "single")
     text = (cell / name).read_text()
-    # A row less, or half of a document.
+    # One row missing, or half of a document.
     (cell / name).write_text("\n".join(text.splitlines()[:-1]) + "\n" if name.endswith("l") else text[: len(text) // 2])
     assert cell_state(cell).state == "damaged"
     if repairs:
@@ -161,14 +161,14 @@ def test_a_damaged_record_does_not_count_as_finished_and_is_made_again_on_reques
         assert run(swept[0], tmp_path / "runs").returncode == 1
         assert contents(cell) == before
         assert run(swept[0], tmp_path / "runs", "--retry").returncode == 0
-        losses = [[row["loss"] for row in read_run(each).steps] for each in (cell_of(swept[1], "single"), cell)]
+        losses = [[row["loss"] for row in read_run(path).steps] for path in (find_cell(swept[1], "single"), cell)]
         assert losses[0] == losses[1]
 
 
 def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, capsys):
     suite = write_suite(tmp_path, {"strategy": ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]})
     states: tuple[State, ...] = ("interrupted", "failed", "oom", "timeout", "unsupported")
-    folders = [tmp_path / "runs" / "tiny" / cell.id for cell in cells_of(suite)]
+    folders = [tmp_path / "runs" / "tiny" / cell.id for cell in list_cells(suite)]
     for folder, state in zip(folders, states, strict=False):
         RunWriter(folder).close(state, f"why {state}", "do that")
     answered = [cell_state(folder).is_answered(retry=False) for folder in folders]
@@ -177,9 +177,9 @@ def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, c
     assert CellState("ok").is_answered(retry=True)
 
     assert cli.main(["status", str(suite), "--runs_dir", str(tmp_path / "runs")]) == 0
-    said = capsys.readouterr().out
-    assert all(f"why {state} (do that)" in said for state in states)
-    assert said.splitlines()[0] == (
+    printed = capsys.readouterr().out
+    assert all(f"why {state} (do that)" in printed for state in states)
+    assert printed.splitlines()[0] == (
         "tiny: 0 of 6 cells done, 1 interrupted, 1 failed, 1 oom, 1 timeout, 1 unsupported;"
         f" next: study run {suite} --runs_dir {tmp_path / 'runs'}"
     )
@@ -187,9 +187,9 @@ def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, c
 
 def test_the_verdict_of_a_suite_names_the_next_command(tmp_path, capsys):
     suite = write_suite(tmp_path, {"strategy": ["single", "ddp"]})
-    one, other = (tmp_path / "tiny" / cell.id for cell in cells_of(suite))
-    write_run(one.parent, "single", name=one.name)
-    RunWriter(other).close("oom", "why", "do that")
+    finished, too_large = (tmp_path / "tiny" / cell.id for cell in list_cells(suite))
+    write_run(finished.parent, "single", name=finished.name)
+    RunWriter(too_large).close("oom", "why", "do that")
     base = [str(suite), "--runs_dir", str(tmp_path)]
     for command in (["status"], ["run"]):
         assert cli.main([*command, *base]) == (1 if command == ["run"] else 0)
@@ -205,16 +205,16 @@ def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_non
         tmp_path, {"strategy": ["single", "zero3"], "seed": [1, 2, 3, 4], "dropout": [0.0, 0.1]},
         overrides=[{"where": {"strategy": "zero3"}, "fixed": {"expected_s": 90}}],
     )  # fmt: skip
-    cells = {(cell.strategy, cell.config.seed, cell.config.dropout): cell for cell in cells_of(suite)}
+    cells = {(cell.strategy, cell.config.seed, cell.config.dropout): cell for cell in list_cells(suite)}
 
-    def expected(*of: Any) -> float:
-        return expected_s(cells[of], earlier_durations(tmp_path))
+    def expected(*key: Any) -> float:
+        return expected_s(cells[key], earlier_durations(tmp_path))
 
-    def end(seconds: float, *of: Any) -> None:
-        directory = tmp_path / cells[of].id
+    def end(seconds: float, *key: Any) -> None:
+        directory = tmp_path / cells[key].id
         directory.mkdir()
-        write_json(directory / "config.json", cells[of].config.to_dict())
-        append_attempt(directory, cells[of], ["accelerate"], {"state": "ok", "wall_s": seconds})
+        write_json(directory / "config.json", cells[key].config.to_dict())
+        append_attempt(directory, cells[key], ["accelerate"], {"state": "ok", "wall_s": seconds})
 
     assert expected("single", 1, 0.0) == 0.0
     assert expected("zero3", 1, 0.0) == 90.0, "the suite's estimate is used until there is a record"
@@ -225,19 +225,19 @@ def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_non
     end(30.0, "zero3", 1, 0.1)
     assert expected("zero3", 2, 0.1) == 30.0
     assert expected("zero3", 2, 0.0) == 90.0
-    # A damaged note is begun anew.
+    # A damaged note starts from scratch.
     note = tmp_path / cells["single", 3, 0.0].id / "sweep.json"
     write_json(note, {"attempts": 3})
     append_attempt(note.parent, cells["single", 3, 0.0], ["accelerate"], {"state": "ok", "wall_s": 50.0})
     assert len(read_json(note)["attempts"]) == 1
     sweep = run_cells([cells["single", 4, 0.0]], tmp_path, Box((), 16.0), time_budget_s=11.0)
     assert (sweep.finished, sweep.left, sweep.stopped) == (0, 1, False)
-    said = capsys.readouterr().err
-    assert "the time budget ends here: the next cell takes about 12s\n1 of 1 cells are left" in said
+    printed = capsys.readouterr().err
+    assert "the time budget ends here: the next cell takes about 12s\n1 of 1 cells are left" in printed
 
 
 def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
-    cells = cells_of(write_suite(tmp_path, {"strategy": "ddp", "world_size": 4}), ONE_GPU)
+    cells = list_cells(write_suite(tmp_path, {"strategy": "ddp", "world_size": 4}), ONE_GPU)
     outcome = run_cells(cells, tmp_path / "runs", ONE_GPU)
     assert (outcome.finished, outcome.left) == (1, 0)
     status = read_status(tmp_path / "runs" / cells[0].id)
@@ -247,8 +247,8 @@ def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
 @pytest.mark.parametrize(
     ("state", "retry"), [("failed", False), ("interrupted", False), ("damaged", True), ("timeout", True)]
 )
-def test_what_was_tried_before_is_run_last(tmp_path, capsys, state, retry):
-    cells = cells_of(write_suite(tmp_path, {"strategy": "ddp", "world_size": 4, "seed": [1, 2, 3]}), ONE_GPU)
+def test_cells_that_were_tried_before_run_last(tmp_path, capsys, state, retry):
+    cells = list_cells(write_suite(tmp_path, {"strategy": "ddp", "world_size": 4, "seed": [1, 2, 3]}), ONE_GPU)
     written = "ok" if state == "damaged" else state
     tried = write_run(tmp_path / "runs", "ddp", name=cells[0].id, state=written, seed=1)
     if state == "damaged":
@@ -263,12 +263,12 @@ def test_a_gpu_s_matrix_products_are_timed_for_models_of_full_size_alone(tmp_pat
     assert matmul_rates(Box((), 16.0)) == {}, "without a GPU there is no MFU"
     for scale in ("laptop", "paper"):
         fixed = {**TINY, "scale": scale, "model_name_or_path": "gpt-tiny", "weights": "random", "time_limit_s": 0.1}
-        (cell,) = cells_of(write_suite(tmp_path, {"strategy": "single"}, fixed), ONE_GPU)
+        (cell,) = list_cells(write_suite(tmp_path, {"strategy": "single"}, fixed), ONE_GPU)
         run_cells([cell], tmp_path / scale, ONE_GPU)
         (attempt,) = read_json(tmp_path / scale / cell.id / "sweep.json")["attempts"]
         assert attempt["state"] == "timeout"
         rates = attempt["matmul_rates"]
-        # Really measured, on the device that torch finds here.
+        # Measured on the device that torch finds.
         assert rates["tflops"]["fp32"] > 0 if scale == "paper" else rates == {}
 
 
@@ -276,11 +276,11 @@ def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path, caps
     (tmp_path / "file").write_text("")
     arguments = ["run", str(write_suite(tmp_path, {"strategy": "single"})), "--runs_dir", str(tmp_path / "file")]
     assert cli.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert (said.count("\n"), "--runs_dir" in said) == (1, True)
+    printed = capsys.readouterr().err
+    assert (printed.count("\n"), "--runs_dir" in printed) == (1, True)
 
 
-# The clock of the box is set back during a sweep: the records are older than the sweep.
+# The system clock is set back during a sweep, so the records are older than the sweep.
 CLOCK_SET_BACK = """
 import runpy, time
 time_now = time.time
@@ -289,9 +289,9 @@ runpy.run_module("study.cli", run_name="__main__", alter_sys=True)
 """
 
 
-def output_of_terminal(command: Sequence[str]) -> str:
+def run_in_terminal(command: Sequence[str]) -> str:
     parent, child = pty.openpty()
-    shown = b""
+    output = b""
     with subprocess.Popen(
         command, cwd=ROOT, stdin=child, stdout=subprocess.DEVNULL, stderr=child, start_new_session=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},
@@ -299,17 +299,17 @@ def output_of_terminal(command: Sequence[str]) -> str:
         os.close(child)
         try:
             while part := os.read(parent, 65536):
-                shown += part
+                output += part
         except OSError:
             pass
     assert process.returncode == 0
-    return shown.decode()
+    return output.decode()
 
 
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "max_steps": 100, "logging_steps": 1})
     command = [sys.executable, "-c", CLOCK_SET_BACK, "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
-    text = output_of_terminal(command)
+    text = run_in_terminal(command)
     assert all(words in text for words in ("0 done, 0 failed, 1 left", "starting"))
     assert re.search(r"step \d+/100.*0:\d\d:\d\d.*0:\d\d:\d\d", text), "the time so far, and what remains"
 
@@ -326,12 +326,12 @@ def test_status_imports_nothing_heavy(tmp_path):
         f"assert cli.main(['status', {str(suite)!r}, '--runs_dir', {str(tmp_path)!r}]) == 0\n"
         "print(json.dumps([name for name in ('torch', 'numpy', 'transformers', 'pandas') if name in sys.modules]))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert json.loads(said.splitlines()[-1]) == []
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed.splitlines()[-1]) == []
 
 
 def test_a_sweep_whose_folder_was_renamed_stops_before_its_next_cell(tmp_path, monkeypatch, capsys):
-    cells = cells_of(write_suite(tmp_path, {"strategy": ["single"], "seed": [1, 2]}))
+    cells = list_cells(write_suite(tmp_path, {"strategy": ["single"], "seed": [1, 2]}))
     root, moved = tmp_path / "runs", tmp_path / "moved"
 
     def rename(sweep: Any, cell: Any, order: int) -> Ending:

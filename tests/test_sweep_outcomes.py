@@ -49,10 +49,10 @@ SIGTERM_BY_LAUNCHER = (
 )  # fmt: skip
 
 
-def evidence(said=None, ended=True, **changed):
+def evidence(ending=None, ended=True, **changed):
     status = None
-    if said:
-        status = {**dict(zip(("state", "reason", "hint"), said, strict=True)), "ended_at": "x" if ended else None}
+    if ending:
+        status = {**dict(zip(("state", "reason", "hint"), ending, strict=True)), "ended_at": "x" if ended else None}
     base = {
         "launcher_status": 1, "stopped_by": None, "time_limit_s": 5.0, "status": status, "refusal": None, "printed": "",
         "log": "", "ooms": NO_OOM,
@@ -66,41 +66,41 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
 
 
 @pytest.mark.parametrize(
-    ("given", "state", "says"),
+    ("exit_evidence", "state", "says"),
     [
-        # What the run itself says last is believed.
+        # The run's last status decides.
         (evidence(("ok", "", ""), launcher_status=0), "ok", ""),
         (evidence(("ok", "", ""), printed="terminate called without an active exception"), "ok", ""),
         (evidence(("failed", "ValueError: no", "look")), "failed", "ValueError: no"),
         (evidence(("oom", "CUDA out of memory. Tried", "x")), "oom", "CUDA out of memory"),
         (evidence(("failed", DISK_FULL, "x")), "failed", DISK_FULL),
-        # What was done to it.
+        # The sweep ended it.
         (evidence(OPEN, ended=False, stopped_by="time limit"), "timeout", "5 s"),
         (evidence(SIGTERM_BY_LAUNCHER, stopped_by="time limit"), "timeout", "5 s"),
         (evidence(SIGTERM_BY_LAUNCHER, stopped_by="user"), "interrupted", "the sweep was stopped"),
-        # SIGKILL: whose was it?
+        # The reason for a SIGKILL.
         (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
         (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "the host's memory ran out"),
         (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED), "interrupted", "SIGKILL, and not for its memory"),
         (evidence(OPEN, ended=False, printed=SINGLE_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
-        # A rank that dies takes the others along, and they find other words for it.
+        # If one rank dies, the others fail as a consequence, with other messages.
         (evidence(SIGTERM_BY_LAUNCHER, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "OOM killer"),
         (evidence(SIGTERM_BY_LAUNCHER, printed="exitcode  : -11 (pid: 7)"), "failed", "signal 11"),
-        # Memory that was refused rather than taken.
+        # A memory request that failed, without an OOM kill.
         (evidence(("failed", "RuntimeError: std::bad_alloc", "")), "oom", "a limit on the process"),
         (evidence(OPEN, ended=False, log="OSError: [Errno 12] Cannot allocate memory"), "oom", "a limit on the proc"),
         (evidence(printed="torch.OutOfMemoryError: CUDA out of memory. Tried to get"), "oom", "CUDA out of memory"),
-        # Refusals.
+        # Rejected requests.
         (evidence(refusal=Unsupported("no aio", "install")), "unsupported", "no aio"),
         (evidence(refusal=CannotBeHeld("20 B", "smaller", 3)), "unsupported", "20 B"),
         (evidence(refusal=UserError("odd batch", "even")), "failed", "odd batch"),
-        # Nothing but what was printed.
+        # Only its output is left.
         (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),
         (evidence(), "failed", "exit status 1: it printed nothing"),
     ],
 )  # fmt: skip
-def test_the_evidence_decides_how_a_run_ended(given, state, says):
-    ending = judge(given)
+def test_the_evidence_decides_how_a_run_ended(exit_evidence, state, says):
+    ending = judge(exit_evidence)
     assert ending.state == state
     assert says in ending.reason
     assert ending.hint or state in ("ok", "failed", "oom")
@@ -123,7 +123,7 @@ def test_the_evidence_decides_how_a_run_ended(given, state, says):
         (ImportError(f"no name 'log' in 'x' ({sys.prefix}/lib/x.py)"), "failed", "no name 'log' in 'x' (lib/"),
         (OSError(28, "No space left on device"), "failed", FULL),
         (Terminated(), *SIGTERM_BY_LAUNCHER[:2]),
-        # Libraries' words on a full tmpfs.
+        # Messages of libraries on a full tmpfs.
         (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "failed", FULL),
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), "failed", FULL),
         (CheckpointException("", {0: (RuntimeError("[enforce fail at inline_container.cc:1] . unexpected pos 7"),
@@ -138,7 +138,7 @@ def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, s
     assert says != FULL or ending.hint == "free some space, and run it again"
 
 
-# torch 2.13's words where `Tensor.pin_memory` finds no host memory to lock, and where CUDA finds none of its own.
+# Messages of torch 2.13 if `Tensor.pin_memory` cannot lock host memory, and if CUDA has no free device memory.
 CUDA_ERROR = """\
 CUDA error: out of memory
 Search for `cudaErrorMemoryAllocation' in the CUDA runtime's documentation for more information.
@@ -170,7 +170,7 @@ def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, say
     assert "(CUDA error: out of memory" in ending.reason
     assert hint in ending.hint
     log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {CUDA_ERROR}"
-    # A log does not say what was free.
+    # A log does not include the free memory.
     assert judge(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER)
 
 
@@ -208,7 +208,7 @@ def test_last_lines_leave_out_frames_and_the_launchers_chatter():
         ("0::/job\n", {"sys/fs/cgroup/job/memory.events": "low 0\noom 2\noom_kill 1\n"}),
         ("4:memory:/job\n0::/\n", {"sys/fs/cgroup/memory/job/memory.failcnt": "2\n",
                                    "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 1\n"}),
-        # The limit stands above the process's own cgroup.
+        # The limit is set on a parent of the process's cgroup.
         ("0::/pod/job\n", {"sys/fs/cgroup/pod/job/memory.events": "oom 0\noom_kill 1\n",
                            "sys/fs/cgroup/pod/memory.events": "oom 2\noom_kill 0\n"}),
     ],
@@ -246,17 +246,17 @@ def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp
     write_files(tmp_path, {"proc/self/cgroup": cgroup, **files})
     memory = host_memory(tmp_path)
     assert memory.total_gib == 1
-    # What is only cached there is free to take.
+    # Memory that is only a cache counts as available.
     assert memory.available_gib == 0.75
     box = this_box(tmp_path)
-    wants = Suite("x", "y", Requirements(host_memory_gib=2))
-    missing = missing_here(wants, box)
+    suite = Suite("x", "y", Requirements(host_memory_gib=2))
+    missing = missing_here(suite, box)
     assert missing is not None
     assert "needs 2 GiB of host memory, and here are 1" in missing.problem
-    assert missing_here(dataclasses.replace(wants, requires=Requirements(host_memory_gib=1)), box) is None
+    assert missing_here(dataclasses.replace(suite, requires=Requirements(host_memory_gib=1)), box) is None
 
 
-def test_without_a_cgroup_limit_a_box_has_what_it_shows_unless_the_user_states_more(tmp_path, monkeypatch):
+def test_without_a_cgroup_limit_a_machine_has_its_visible_memory_unless_the_user_states_more(tmp_path, monkeypatch):
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
     write_files(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
     memory = host_memory(tmp_path)

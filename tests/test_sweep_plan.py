@@ -133,7 +133,7 @@ def test_a_file_that_is_not_a_suite_is_refused(tmp_path, text, says):
 def test_rules_that_match_no_run_or_exclude_every_run_are_refused(tmp_path, rules, says):
     with pytest.raises(UserError, match=says):
         plan(write_suite(tmp_path, {"strategy": ["ddp", "zero3"], "dropout": [0.0, 0.1]}, **rules))
-    # The box decides the default number of ranks, so a rule about it may match none.
+    # The machine decides the default number of ranks, so a rule about it may match no run.
     file = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]}, exclude=[{"world_size": 8}])
     assert len(plan(file)) == 2
     assert plan(file, box_with(4))
@@ -179,7 +179,7 @@ def test_each_repeat_and_seed_is_a_block_with_every_strategy_once_in_random_orde
     assert (before == after, sorted(before) == sorted(after)) == (False, True)
 
 
-def test_only_keeps_the_order_and_takes_ids_and_a_flag_s_values(tmp_path):
+def test_only_keeps_the_order_and_accepts_ids_and_a_flag_s_values(tmp_path):
     file = write_suite(
         tmp_path, {"strategy": ["ddp", "zero3", "zero3_cpu"], "seed": [1, 2], "precision": ["fp32", "bf16"]}, repeats=2
     )
@@ -202,8 +202,8 @@ def test_only_keeps_the_order_and_takes_ids_and_a_flag_s_values(tmp_path):
 def test_an_accumulation_is_the_same_on_every_number_of_ranks(tmp_path, gpus):
     axes = {"strategy": ["single", "zero1"], "gradient_accumulation_steps": [2, 4], "global_batch_size": 32}
     cells = plan(write_suite(tmp_path, axes), box_with(gpus) if gpus else CPU_BOX)
-    found = [cell.config.batch_plan(cell.ranks).gradient_accumulation_steps for cell in cells]
-    assert sorted(found) == [2, 2, 4, 4]
+    accumulations = [cell.config.batch_plan(cell.ranks).gradient_accumulation_steps for cell in cells]
+    assert sorted(accumulations) == [2, 2, 4, 4]
 
 
 HUGE = {"global_batch_size": 1_000_000_000_039, "per_device_train_batch_size": 999_999_999_999, "world_size": 1}
@@ -215,7 +215,7 @@ HUGE = {"global_batch_size": 1_000_000_000_039, "per_device_train_batch_size": 9
         ({"gradient_accumulation_steps": 4, "global_batch_size": 6}, r"zero2 on 2 ranks: gradient_accumulation_steps"),
         ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}, "are both set"),
         ({"strategy": "ddp", "world_size": 3}, "ddp on 3 ranks.*does not divide"),
-        # Refused at once, although no divisor is near.
+        # Rejected at once, although no divisor is near.
         ({"strategy": "ddp", **HUGE}, "does not divide --global_batch_size"),
         ({"strategy": "ddp", "precision": "bf16-engine"}, "ddp runs without it"),
         ({"strategy": "fsdp2", "trainer": "hf_trainer"}, "hf_trainer does not run fsdp2"),
@@ -256,9 +256,9 @@ def test_each_trainer_has_its_own_script_and_the_flags_of_a_cell_ask_for_exactly
         "engine_override": ["zero_optimization.sub_group_size=7"],
     }  # fmt: skip
     (cell,) = plan(write_suite(tmp_path, {"strategy": "zero3"}, fixed))
-    asked = parse_command_line(cell.flags(tmp_path / "out dir"))
-    assert asked.output_dir == str(tmp_path / "out dir")
-    assert resolved(asked, False).run_id("zero3", 2) == cell.config.run_id("zero3", 2)
+    config = parse_command_line(cell.flags(tmp_path / "out dir"))
+    assert config.output_dir == str(tmp_path / "out dir")
+    assert resolved(config, False).run_id("zero3", 2) == cell.config.run_id("zero3", 2)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -278,39 +278,40 @@ def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
     cells = plan_cells(suite, CPU_BOX)
     full = plan_cells(read_suite(find_suite(name)), box_with(8))
     for cell in cells:
-        one = cell.first if isinstance(cell, Search) else cell
-        config = one.config
+        first_cell = cell.first if isinstance(cell, Search) else cell
+        config = first_cell.config
         assert config.scale == "laptop"
-        # One that hangs costs a rented box no more.
-        assert one.time_limit_s <= 180
+        # A hanging cell costs at most this much rented time.
+        assert first_cell.time_limit_s <= 180
         assert config.model_name_or_path.startswith(("bert-tiny", "gpt-tiny"))
         assert (config.data, config.weights, config.device_memory_cap_gib) == ("builtin", "random", None)
-        # A profile wants more steps, and is refused with fewer.
+        # A profile needs more steps, and is rejected with fewer.
         assert 0 < config.max_steps <= (12 if config.profile_steps else 6)
         check_profiled_steps(config, config.max_steps)
-    # What is launched is the same: every strategy by every trainer, and a search where there is one.
-    assert {kind_of(cell) for cell in cells} == {kind_of(cell) for cell in full}
+    # The rehearsal launches the same: every strategy with every trainer, and every search.
+    assert {launch_kind(cell) for cell in cells} == {launch_kind(cell) for cell in full}
 
 
-def kind_of(cell):
-    one = cell.first if isinstance(cell, Search) else cell
-    return one.arm, one.config.task, one.config.torch_compile, one.config.engine_override, getattr(cell, "axis", None)
+def launch_kind(cell):
+    first_cell = cell.first if isinstance(cell, Search) else cell
+    config, axis = first_cell.config, getattr(cell, "axis", None)
+    return first_cell.arm, config.task, config.torch_compile, config.engine_override, axis
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_arm_of_a_suite_that_trains_can_be_judged_by_its_loss(name):
-    """Without dropout step by step; with it, masks differ between arms, and only means over seeds can be compared."""
-    alike = defaultdict(list)
+    """Masks differ between strategies with dropout, so only means over seeds are comparable."""
+    groups = defaultdict(list)
     for cell in plan_cells(read_suite(find_suite(name)), box_with(8)):
         if not isinstance(cell, Search) and not cell.config.virtual_world_size:
             same = dataclasses.replace(cell.config, seed=0, dropout=0.0)
-            alike[same, cell.world_size].append(cell)
-    for cells in alike.values():
+            groups[same, cell.world_size].append(cell)
+    for cells in groups.values():
         seeds: dict[tuple[str, float], set[int]] = {(cell.strategy, cell.config.dropout): set() for cell in cells}
         for cell in cells:
             seeds[cell.strategy, cell.config.dropout].add(cell.config.seed)
         assert {strategy for strategy, _ in seeds} == {strategy for strategy, dropout in seeds if dropout == 0}
-        assert all(len(of_it) >= 3 for (_, dropout), of_it in seeds.items() if dropout), seeds
+        assert all(len(seeds_of_arm) >= 3 for (_, dropout), seeds_of_arm in seeds.items() if dropout), seeds
 
 
 def test_suites_have_the_cells_that_claims_rest_on():
@@ -320,25 +321,25 @@ def test_suites_have_the_cells_that_claims_rest_on():
     for cell in plan(find_suite("laptop")):
         seeds[cell.config.task, cell.strategy].add(cell.config.seed)
         assert cell.world_size == (1 if cell.strategy == "single" else 2)
-    every = {(task, strategy) for task in ("bert-imdb", "gpt-wikitext") for strategy in STUDIED_STRATEGIES}
-    assert accumulations == {key: {1, 2, 4} for key in every}
-    assert seeds.keys() == every
+    pairs = {(task, strategy) for task in ("bert-imdb", "gpt-wikitext") for strategy in STUDIED_STRATEGIES}
+    assert accumulations == {key: {1, 2, 4} for key in pairs}
+    assert seeds.keys() == pairs
     timed = ("ddp", "zero1", "zero2", "zero3")
-    assert all(found == {42, 43, 44} for (_, strategy), found in seeds.items() if strategy in timed)
+    assert all(values == {42, 43, 44} for (_, strategy), values in seeds.items() if strategy in timed)
     # S2-01: stage 3 on one GPU ends with a loss 1.2 % lower, with the dropout that the model has by default.
     for name in ("a100", "one_gpu_bert_epochs"):
         cells = [cell for cell in plan_cells(read_suite(find_suite(name)), box_with(1)) if not isinstance(cell, Search)]
-        own = {cell.strategy for cell in cells if cell.config.dropout == -1 and cell.config.num_train_epochs == 5}
-        assert own == {"single", "zero3_cpu_optimizer"}
+        names = {cell.strategy for cell in cells if cell.config.dropout == -1 and cell.config.num_train_epochs == 5}
+        assert names == {"single", "zero3_cpu_optimizer"}
 
 
-def test_the_docs_say_what_each_rented_suite_takes_as_it_estimates_it(tmp_path):
+def test_the_docs_state_the_estimated_minutes_of_each_rented_suite(tmp_path):
     page = (ROOT / "docs" / "gpus.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (\d+) min \|$", page, re.MULTILINE))
     assert set(rows) == {part.suite for part in read_suite(find_suite("one_gpu")).slices}
     for name, minutes in rows.items():
-        left = left_to_run(plan_cells(read_suite(find_suite(name)), box_with(1)), tmp_path)
-        assert int(minutes) == round(sum(seconds for _, seconds in left) / 60), name
+        remaining = left_to_run(plan_cells(read_suite(find_suite(name)), box_with(1)), tmp_path)
+        assert int(minutes) == round(sum(seconds for _, seconds in remaining) / 60), name
 
 
 def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys):
@@ -379,11 +380,11 @@ def test_runs_of_another_suite_in_the_folder_of_the_same_name_are_reported(tmp_p
 )  # fmt: skip
 def test_a_wrong_request_ends_in_one_line_and_status_2(capsys, arguments):
     assert cli.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    assert "To fix it: " in said
-    assert "no-such-suite" not in arguments or "a100, " in said
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
+    assert "To fix it: " in printed
+    assert "no-such-suite" not in arguments or "a100, " in printed
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("9m", 540), ("90s", 90), ("90", 90), ("1h30m", 5400), ("2h", 7200)])

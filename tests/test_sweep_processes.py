@@ -1,4 +1,4 @@
-"""Outcomes with real processes, none of which outlives its sweep, however often that is killed."""
+"""Outcomes with real processes: none of them outlives its sweep, even if the sweep is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 
 from study.records.directory import Run, read_json, read_run, read_status
 from study.sweep import supervise
-from sweeps import ENDLESS, ROOT, TINY, only_cell, processes_of, ranks_of, run, start, wait_until, write_suite
+from sweeps import ENDLESS, ROOT, TINY, list_processes, list_ranks, only_cell, run, start, wait_until, write_suite
 
 SUPERVISED = [sys.executable, "-ES", supervise.__file__, sys.executable, "-c"]
 ESCAPE = """
@@ -41,7 +41,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def test_daemons_in_their_own_sessions_that_ignore_sigterm_do_not_survive(tmp_path):
-    # At the same time, since each takes the seconds of grace: the sweep closes a pipe, and a launcher ends by itself.
+    # Both at once, since each takes the grace period: the sweep closes a pipe, and a launcher ends by itself.
     files = [tmp_path / "closed", tmp_path / "ended"]
     processes = [
         subprocess.Popen([*SUPERVISED, ESCAPE, str(file), seconds], stdin=subprocess.PIPE)
@@ -63,7 +63,7 @@ ENDED_FIRST = "import sys; sys.exit(open('/proc/self/oom_score_adj').read() != '
     [
         ("raise SystemExit(3)", 3),
         ("import os; os.kill(os.getpid(), 9)", 137),
-        # Linux's OOM killer ends the run first.
+        # Linux's OOM killer selects the run first.
         pytest.param(ENDED_FIRST, 0, marks=pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")),
     ],
 )
@@ -94,7 +94,7 @@ def endless(tmp_path: Path, strategy: str | list[str] = "ddp", **fixed: Any) -> 
 
 
 def test_a_run_out_of_host_memory_is_oom_and_one_that_raises_is_failed_with_its_last_lines(tmp_path):
-    # Attention over 1024 x 1024 scores for 128 samples: beyond what a process may have here.
+    # Attention over 1024 x 1024 scores for 128 samples exceeds the limit of the process.
     large = {"seq_length": 1024, "global_batch_size": 128, "train_samples": 128, "attn_implementation": "eager"}
     rules = [
         {"where": {"seed": 1}, "fixed": large},
@@ -104,22 +104,22 @@ def test_a_run_out_of_host_memory_is_oom_and_one_that_raises_is_failed_with_its_
     limit, runs = 4 * 2**30, tmp_path / "runs"
     result = run(suite, runs, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
     assert result.returncode == 1
-    found = {read_json(file.with_name("config.json"))["seed"]: file.parent for file in runs.glob("tiny/*/status.json")}
-    status = read_status(found[1])
+    cells = {read_json(file.with_name("config.json"))["seed"]: file.parent for file in runs.glob("tiny/*/status.json")}
+    status = read_status(cells[1])
     assert (status["state"], "host" in status["reason"]) == ("oom", True), status
-    assert read_status(found[2])["reason"].startswith("the loss is NaN")
-    assert any("the loss is NaN" in line for line in read_json(found[2] / "sweep.json")["attempts"][0]["last_lines"])
-    assert "failed: the loss is NaN" in (found[2] / "log.txt").read_text()
-    again = run(suite, runs, "--only", "seed=1")
-    assert (again.returncode, again.stderr) == (1, ""), "out of memory is an answer"
+    assert read_status(cells[2])["reason"].startswith("the loss is NaN")
+    assert any("the loss is NaN" in line for line in read_json(cells[2] / "sweep.json")["attempts"][0]["last_lines"])
+    assert "failed: the loss is NaN" in (cells[2] / "log.txt").read_text()
+    second = run(suite, runs, "--only", "seed=1")
+    assert (second.returncode, second.stderr) == (1, ""), "out of memory is an answer"
 
 
 @pytest.mark.long
 def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_processes(tmp_path):
     with endless(tmp_path, time_limit_s=40) as (process, runs):
-        wait_until(lambda: len(ranks_of(runs)) == 2)
-        ranks_of(runs)[1].suspend()
-        family = {each.pid for each in processes_of(runs)}
+        wait_until(lambda: len(list_ranks(runs)) == 2)
+        list_ranks(runs)[1].suspend()
+        family = {member.pid for member in list_processes(runs)}
         process.communicate(timeout=120)
     assert process.returncode == 1
     status = read_status(only_cell(runs))
@@ -131,11 +131,11 @@ def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_processes(tmp
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_leaves_an_interrupted_run_and_no_orphan(tmp_path, strategy):
     with endless(tmp_path, strategy) as (process, runs):
-        ranks_of(runs)[-1].kill()
+        list_ranks(runs)[-1].kill()
         process.communicate(timeout=120)
     status = read_status(only_cell(runs))
     assert (status["state"], "SIGKILL" in status["reason"]) == ("interrupted", True), status
-    assert processes_of(runs) == []
+    assert list_processes(runs) == []
     assert process.returncode == 1
     assert read_run(only_cell(runs)).steps
 
@@ -149,12 +149,12 @@ def test_a_second_sweep_names_the_first_one_which_ctrl_c_ends_in_order(tmp_path)
         assert holder["pid"] == process.pid
         assert platform.node() not in holder.values(), "a folder that is handed on names no host"
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert "stopped\n3 of 3 cells are left" in said
-    assert "Traceback" not in said
+        _, printed = process.communicate(timeout=60)
+    assert "stopped\n3 of 3 cells are left" in printed
+    assert "Traceback" not in printed
     status = read_status(only_cell(runs))
     assert (status["state"], status["reason"]) == ("interrupted", "the sweep was stopped while it ran")
-    assert processes_of(runs) == []
+    assert list_processes(runs) == []
 
 
 @pytest.mark.long
@@ -164,32 +164,32 @@ def test_a_sweep_or_supervisor_that_is_killed_leaves_no_orphan(tmp_path, victim)
         if victim == "sweep":
             process.kill()
         else:
-            (supervisor,) = [each for each in processes_of(runs) if each.ppid() == process.pid]
+            (supervisor,) = [child for child in list_processes(runs) if child.ppid() == process.pid]
             supervisor.kill()
         process.communicate(timeout=60)
-    wait_until(lambda: not processes_of(runs), 30 if victim == "sweep" else 1)
+    wait_until(lambda: not list_processes(runs), 30 if victim == "sweep" else 1)
     status = read_status(only_cell(runs))
     assert status["state"] == "interrupted"
-    # No rank has died by itself, and no rank can tell.
+    # No rank has died by itself, and no rank can detect the cause.
     assert victim != "sweep" or status["reason"].startswith("ended by SIGTERM: from outside, or by the launcher")
 
 
 @pytest.mark.long
-def test_the_next_sweep_ends_what_a_sweep_and_its_supervisor_leave_when_both_are_killed(tmp_path):
+def test_the_next_sweep_ends_the_orphans_of_a_killed_sweep_and_supervisor(tmp_path):
     with endless(tmp_path, "single", time_limit_s=20) as (process, runs):
-        (supervisor,) = [each for each in processes_of(runs) if each.ppid() == process.pid]
+        (supervisor,) = [child for child in list_processes(runs) if child.ppid() == process.pid]
         process.send_signal(signal.SIGSTOP)
         supervisor.kill()
-    (orphan,) = ranks_of(runs)
-    again = run(tmp_path / "tiny.yaml", runs)
-    assert "that an earlier sweep had left" in again.stderr
+    (orphan,) = list_ranks(runs)
+    next_sweep = run(tmp_path / "tiny.yaml", runs)
+    assert "that an earlier sweep had left" in next_sweep.stderr
     assert not orphan.is_running()
     assert read_status(only_cell(runs))["attempt"] == 2
 
 
 @pytest.mark.long
-def test_what_the_box_lacks_is_unsupported_with_the_command_that_mends_it(tmp_path, monkeypatch):
-    # Without a working compiler DeepSpeed finds no libaio, as on a box without it.
+def test_a_missing_requirement_is_unsupported_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    # Without a working compiler DeepSpeed finds no libaio, as on a machine without it.
     monkeypatch.setenv("CC", "false")
     suite = write_suite(tmp_path, {"strategy": "zero3_nvme_optimizer"})
     result = run(suite, tmp_path / "runs")
@@ -229,9 +229,9 @@ def test_a_full_disk_stops_the_sweep_and_nothing_finished_is_lost(tmp_path):
         capture_output=True, timeout=500,
     )  # fmt: skip
     if result.returncode == 77 or "unshare" in result.stderr:
-        pytest.skip("this kernel lets nobody mount a tmpfs in a user namespace")
-    said = result.stdout + result.stderr
-    assert all(words in result.stdout for words in ("first 0", "full 1", "freed 0")), said
+        pytest.skip("this kernel does not allow a tmpfs in a user namespace")
+    printed = result.stdout + result.stderr
+    assert all(words in result.stdout for words in ("first 0", "full 1", "freed 0")), printed
     assert "No space left on device): make room" in result.stderr
     assert "Traceback" not in result.stderr
     runs = {file.parent.name: read_run(file.parent) for file in copied.glob("tiny/*/status.json")}
@@ -241,8 +241,8 @@ def test_a_full_disk_stops_the_sweep_and_nothing_finished_is_lost(tmp_path):
 
 
 KILLS = 20
-# How long a sweep lives, in cells: mostly into one's start-up or its few steps, now and then until some have finished.
-# About half a cell is finished per kill, so the sixteen cells outlast the kills.
+# Lifetime of a sweep, in cells: mostly within the start-up or the few steps of a cell, sometimes until several have
+# finished. A kill leaves about half a cell finished, so the sixteen cells outlast the kills.
 LIVES = ((0.01, 0.4), (0.4, 1.3), (1.3, 2.2))
 
 
@@ -272,7 +272,7 @@ def test_twenty_kills_at_random_moments_change_no_record(tmp_path):
         time.sleep(cell_s * chance.uniform(*chance.choice(LIVES)))
         assert sweep.poll() is None, "the sweep was done before it had been killed often enough: make its cells longer"
         victim = chance.choice(["sweep", "sweep", "any of its processes", "both at once"])
-        family = processes_of(runs)
+        family = list_processes(runs)
         if victim != "sweep" and family:
             chance.choice(family).kill()
         if victim == "any of its processes":
@@ -287,14 +287,14 @@ def test_twenty_kills_at_random_moments_change_no_record(tmp_path):
             break
     assert last.returncode == 0, last.stderr
     assert done.items() <= finished(runs).items(), "a finished cell was run again"
-    found = records(runs)
-    assert list(found) == list(expected)
+    results = records(runs)
+    assert list(results) == list(expected)
     for name, record in expected.items():
-        assert found[name].state == record.state == "ok"
-        assert [row["loss"] for row in found[name].steps] == [row["loss"] for row in record.steps], name
-        assert found[name].evals == record.evals
+        assert results[name].state == record.state == "ok"
+        assert [row["loss"] for row in results[name].steps] == [row["loss"] for row in record.steps], name
+        assert results[name].evals == record.evals
         # A killed sweep may not have noted a run that had just finished.
-        notes = found[name].path / "sweep.json"
+        notes = results[name].path / "sweep.json"
         states = [attempt["state"] for attempt in read_json(notes)["attempts"]] if notes.exists() else []
         assert states.count("ok") <= 1
-    assert processes_of(tmp_path) == []
+    assert list_processes(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A search finds the largest that fits with few probes, from records alone, and reports what it did not find."""
+"""A search finds the largest size that fits with few probes, from records alone, and reports why it stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from study.sweep.execute import append_attempt, note_searches, run_cells
 from study.sweep.plan import plan_cells, plan_suite
 from study.sweep.search import Search, cell_states, examine
 from study.sweep.suite_file import read_suite, rehearsed
-from sweeps import ROOT, TINY, processes_of, run, shipped, start, wait_until, write_suite
+from sweeps import ROOT, TINY, list_processes, run, shipped, start, wait_until, write_suite
 from synthetic_records import write_run
 
 CPU_BOX = Box((), 16.0)
@@ -32,14 +32,14 @@ LADDER = {"search": {"largest_micro_batch": {"from": 1, "to": 512}}}
 UNSIZED = {key: value for key, value in TINY.items() if key not in ("global_batch_size", "max_steps", "train_samples")}
 
 
-def search_of(file: Path) -> Search:
+def plan_search(file: Path) -> Search:
     (search,) = plan_cells(read_suite(file), CPU_BOX)
     assert isinstance(search, Search)
     return search
 
 
 def end_probe(search: Search, root: Path, value: int, state: State, reason: str = "") -> None:
-    """A record as a run leaves one that ended before its first step."""
+    """Write the record of a run that ended before its first step."""
     place = list(search.rungs).index(value)
     RunWriter(root / search.probe_of(place).id).close(state, reason)
 
@@ -47,33 +47,33 @@ def end_probe(search: Search, root: Path, value: int, state: State, reason: str 
 @pytest.mark.parametrize("rungs", [2, 3, 7, 16, 100, 512])
 def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
     for fitting in {0, 1, rungs - 1, rungs, *random.Random(rungs).sample(range(rungs + 1), min(rungs, 20))}:
-        known: dict[int, str] = {}
-        while (place := examine(known, rungs - 1).next) is not None:
-            assert place not in known
-            # No probe asks for more than twice the largest size that fitted.
-            assert place + 1 <= 2 * max((each + 1 for each, state in known.items() if state == "ok"), default=1)
-            known[place] = "ok" if place < fitting else "oom"
-        bracket = examine(known, rungs - 1)
+        states: dict[int, str] = {}
+        while (place := examine(states, rungs - 1).next) is not None:
+            assert place not in states
+            # No probe exceeds twice the largest size that fitted.
+            assert place + 1 <= 2 * max((size + 1 for size, state in states.items() if state == "ok"), default=1)
+            states[place] = "ok" if place < fitting else "oom"
+        bracket = examine(states, rungs - 1)
         assert bracket.fits == (fitting - 1 if fitting else None)
         assert bracket.too_large == (fitting if fitting < rungs else None)
         assert bracket.stopped_by is None
-        assert len(known) <= 2 * max(fitting, 1).bit_length() + 1
+        assert len(states) <= 2 * max(fitting, 1).bit_length() + 1
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 8, 9])
 def test_a_search_begins_at_a_guess_and_a_right_one_needs_two_probes(start):
     for fitting in range(11):
-        known: dict[int, str] = {}
-        while (place := examine(known, 9, start).next) is not None:
-            assert place not in known
-            known[place] = "ok" if place < fitting else "oom"
-        off = abs(fitting - 1 - start)
-        assert (next(iter(known)), examine(known, 9).fits) == (start, fitting - 1 if fitting else None)
-        assert len(known) <= 2 + 2 * off.bit_length()
-        assert off or len(known) == 2 - (fitting == 10)
+        states: dict[int, str] = {}
+        while (place := examine(states, 9, start).next) is not None:
+            assert place not in states
+            states[place] = "ok" if place < fitting else "oom"
+        distance = abs(fitting - 1 - start)
+        assert (next(iter(states)), examine(states, 9).fits) == (start, fitting - 1 if fitting else None)
+        assert len(states) <= 2 + 2 * distance.bit_length()
+        assert distance or len(states) == 2 - (fitting == 10)
 
 
-def test_on_a_gpu_a_search_begins_at_what_is_predicted_to_fit(tmp_path):
+def test_on_a_gpu_a_search_begins_at_the_predicted_size(tmp_path):
     fixed = {**UNSIZED, "model_name_or_path": "gpt2", "seq_length": 1024, "device_memory_cap_gib": 16, "world_size": 1}
     file = write_suite(tmp_path, {"strategy": "single"}, fixed, search={"largest_micro_batch": [1, 4, 8, 64]})
     (search,) = plan_cells(read_suite(file), Box((80.0,), 64.0))
@@ -83,17 +83,17 @@ def test_on_a_gpu_a_search_begins_at_what_is_predicted_to_fit(tmp_path):
         tried.append(probe.config.per_device_train_batch_size)
         end_probe(search, tmp_path, tried[-1] or 0, "oom")
     assert tried == [8, 4, 1]
-    # The records say the same to who would have begun elsewhere.
-    other = dataclasses.replace(search, guess=lambda: 0)
-    assert other.what_fits(tmp_path).answer == "none, 1 is too large"
+    # Another starting point gives the same answer from these records.
+    from_zero = dataclasses.replace(search, guess=lambda: 0)
+    assert from_zero.what_fits(tmp_path).answer == "none, 1 is too large"
 
 
 def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tmp_path):
     file = write_suite(tmp_path, {"strategy": "single"}, {**UNSIZED, "world_size": 1}, search=LADDER["search"])
-    search = dataclasses.replace(search_of(file), guess=lambda: 5)
-    asked = {key: value for key, value in search.probe_of(5).asked.to_dict().items() if key != "scale"}
+    search = dataclasses.replace(plan_search(file), guess=lambda: 5)
+    flags = {key: value for key, value in search.probe_of(5).asked.to_dict().items() if key != "scale"}
     write_run(
-        tmp_path / "runs", "single", name=search.probe_of(5).id, ranks=1, state="failed", reason="no luck", config=asked
+        tmp_path / "runs", "single", name=search.probe_of(5).id, ranks=1, state="failed", reason="no luck", config=flags
     )
     append_attempt(tmp_path / "runs" / search.probe_of(5).id, search.probe_of(5), ["accelerate"], {"attempt": 1})
     note_searches([search], tmp_path / "runs")
@@ -106,23 +106,23 @@ def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tm
 def test_a_probe_that_neither_fits_nor_runs_out_of_memory_ends_the_search(state):
     bracket = examine({0: "ok", 1: "ok", 3: state}, 511)
     assert (bracket.next, bracket.stopped_by, bracket.fits, bracket.too_large) == (None, 3, 1, None)
-    # One that bisection does not ask for any more is no obstacle.
+    # A probe that bisection no longer needs does not stop it.
     assert examine({0: "ok", 1: "oom", 3: state}, 511).stopped_by is None
 
 
-def test_what_fits_above_something_that_does_not_is_named():
+def test_a_size_that_fits_above_one_that_does_not_is_named():
     bracket = examine({0: "ok", 1: "oom", 3: "ok", 7: "oom"}, 511)
     assert (bracket.fits, bracket.too_large, bracket.fits_against_the_order) == (0, 1, (3,))
 
 
 def test_a_probe_trains_without_accumulation_on_the_samples_of_a_step_or_with_the_batch_as_given(tmp_path):
-    cell = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)).probe_of(31)
+    cell = plan_search(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)).probe_of(31)
     assert cell.config.batch_plan(2).gradient_accumulation_steps == 1
     assert (cell.config.per_device_train_batch_size, cell.config.global_batch_size) == (32, 64)
     assert (cell.config.train_samples, cell.config.max_steps) == (64, 3)
     fixed = {**UNSIZED, "per_device_train_batch_size": 2}
     names = ["gpt-tiny-1layers", "gpt-tiny", "gpt-tiny-4layers"]
-    search = search_of(write_suite(tmp_path, {"strategy": "zero3"}, fixed, search={"largest_model": names}))
+    search = plan_search(write_suite(tmp_path, {"strategy": "zero3"}, fixed, search={"largest_model": names}))
     assert [search.probe_of(place).config.model_name_or_path for place in range(3)] == names
     assert search.probe_of(2).config.global_batch_size == 4
 
@@ -139,7 +139,7 @@ def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp
 
 def test_the_dry_run_and_the_status_show_the_next_probe_the_answer_and_why_it_is_not_more(tmp_path, capsys):
     file = write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)
-    search, root = search_of(file), tmp_path / "runs" / "tiny"
+    search, root = plan_search(file), tmp_path / "runs" / "tiny"
     where = [str(file), "--runs_dir", str(tmp_path / "runs")]
 
     def lines(*arguments: str) -> list[str]:
@@ -154,13 +154,15 @@ def test_the_dry_run_and_the_status_show_the_next_probe_the_answer_and_why_it_is
     end_probe(search, root, 1, "timeout", "ended after its 5 s")
     assert "stopped at 1: timeout, ended after its 5 s" in " ".join(lines("status")[-1].split())
     end_probe(search, root, 1, "oom", "the cgroup's memory limit was reached")
-    said = lines("status")[-1]
-    assert all(words in said for words in ("found", "none, 1 is too large", "1: the cgroup's memory limit was reached"))
+    status_line = lines("status")[-1]
+    assert all(
+        words in status_line for words in ("found", "none, 1 is too large", "1: the cgroup's memory limit was reached")
+    )
     assert lines("run", "--dry_run") == [f"# {search.id} is answered: none, 1 is too large"]
 
 
 def test_retry_repeats_the_record_that_sets_the_limit_and_every_call_a_failed_probe(tmp_path):
-    search = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER))
+    search = plan_search(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER))
     for _ in range(2):
         probes = search.probes(tmp_path, retry=False)
         assert next(probes).config.per_device_train_batch_size == 1
@@ -169,9 +171,9 @@ def test_retry_repeats_the_record_that_sets_the_limit_and_every_call_a_failed_pr
     assert search.what_fits(tmp_path).state == "stopped"
     end_probe(search, tmp_path, 1, "oom")
     assert next(search.probes(tmp_path, retry=False), None) is None
-    again = search.probes(tmp_path, retry=True)
-    assert next(again).config.per_device_train_batch_size == 1
-    assert next(again, None) is None, "once repeated, it is the answer"
+    repeated = search.probes(tmp_path, retry=True)
+    assert next(repeated).config.per_device_train_batch_size == 1
+    assert next(repeated, None) is None, "once repeated, it is the answer"
 
 
 @pytest.mark.parametrize("order_seed", range(2))
@@ -192,8 +194,8 @@ def test_a_probe_that_another_grid_names_too_is_run_once_and_ends_its_search_if_
     assert read_status(directory)["attempt"] == 1
 
 
-def test_a_probe_answers_every_search_that_comes_by_it(tmp_path):
-    """The second finds it answered and runs nothing; its answer is in the report all the same."""
+def test_a_probe_answers_every_search_that_includes_it(tmp_path):
+    """The second search finds the probe answered and runs nothing; its answer is still in the report."""
     tiny = {**UNSIZED, "strategy": "single", "world_size": 1, "max_steps": 3}
     grids = [
         {"fixed": {"model_name_or_path": "gpt-tiny-1layers"}, "search": {"largest_micro_batch": [1, 2]}},
@@ -209,16 +211,16 @@ def test_a_probe_answers_every_search_that_comes_by_it(tmp_path):
         for place, state in ((0, "ok"), (1, "oom")):
             probe = search.probe_of(place)
             if not (root / probe.id).exists():
-                asked = {key: value for key, value in probe.asked.to_dict().items() if key != "scale"}
-                write_run(root, "single", name=probe.id, ranks=1, steps=3, state=state, reason="full", config=asked)
+                flags = {key: value for key, value in probe.asked.to_dict().items() if key != "scale"}
+                write_run(root, "single", name=probe.id, ranks=1, steps=3, state=state, reason="full", config=flags)
                 append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
     note_searches(cells, root)
     answers = {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}
     assert answers == {search.axis: search.what_fits(root).answer for search in cells}
-    # What was noted with all of them stays when some are looked at again.
+    # The notes of all searches stay when only some are examined again.
     note_searches(cells[:1], root)
     assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == answers
-    # One that the suite names for itself is a run like others as well.
+    # A probe that is also a cell of the suite counts as a run.
     assert real(read_runs(root)).runs.empty
     note_searches([*cells, cells[0].probe_of(0)], root)
     assert real(read_runs(root)).runs["run"].tolist() == [cells[0].probe_of(0).id]
@@ -226,11 +228,11 @@ def test_a_probe_answers_every_search_that_comes_by_it(tmp_path):
 
 
 @pytest.mark.long
-def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_them(tmp_path):
-    """Attention over 1024 x 1024 scores: the host's memory gives out between 4 samples and 64."""
+def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_continues_from_them(tmp_path):
+    """Attention over 1024 x 1024 scores exhausts host memory between 4 and 64 samples."""
     fixed = {**UNSIZED, "seq_length": 1024, "attn_implementation": "eager", "max_steps": 2, "logging_steps": 1}
     suite = write_suite(tmp_path, {"strategy": "single"}, fixed, search={"largest_micro_batch": [1, 2, 4, 64]})
-    search, runs = search_of(suite), tmp_path / "runs"
+    search, runs = plan_search(suite), tmp_path / "runs"
     directories = [runs / "tiny" / search.probe_of(place).id for place in range(4)]
     limit = 4 * 2**30
 
@@ -241,7 +243,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
     wait_until(lambda: (directories[1] / "status.json").exists())
     sweep.kill()
     sweep.communicate()
-    wait_until(lambda: not processes_of(runs), 30)
+    wait_until(lambda: not list_processes(runs), 30)
     first = read_status(directories[0])
     assert first["state"] == "ok"
 
@@ -260,16 +262,16 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
     (fit,) = fits(read_runs(runs / "tiny"))
     assert (fit.what_fits.answer, fit.value(fit.bracket.too_large), len(fit.rungs)) == ("4", "64", 4)
 
-    again = run(suite, runs)
-    assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout == result.stdout
+    second = run(suite, runs)
+    assert (second.returncode, second.stderr) == (0, "")
+    assert second.stdout == result.stdout
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", sorted({part.suite for part in shipped()["one_gpu"].slices}))
 def test_a_rented_suite_runs_from_end_to_end_with_tiny_models(tmp_path, name):
-    """Suites of a box that is paid by the minute, with the commands that run there."""
+    """Suites for machines that are rented by the minute, with the commands that run there."""
     arguments = ["run", name, "--runs_dir", str(tmp_path), "--rehearse"]
     result = subprocess.run(
         [sys.executable, "-m", "study.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=3000
@@ -280,6 +282,6 @@ def test_a_rented_suite_runs_from_end_to_end_with_tiny_models(tmp_path, name):
     for cell, record in cell_states(cells, root):
         assert record.state == "ok", f"{cell.id}: {record}"
         assert read_run(root / cell.id).engine["trainer"] == cell.trainer
-    for search in (each for each in cells if isinstance(each, Search)):
+    for search in (planned for planned in cells if isinstance(planned, Search)):
         assert search.what_fits(root).bracket.fits == search.last
-    assert all((root / each.id).is_dir() for each in cells if not isinstance(each, Search))
+    assert all((root / planned.id).is_dir() for planned in cells if not isinstance(planned, Search))

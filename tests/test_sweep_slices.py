@@ -1,4 +1,4 @@
-"""A series of suites: slices in order of their value, each record where its own suite keeps it."""
+"""A series of suites: slices in order of their value, and each record in the folder of its suite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEED_FIRST: list[dict[str, object]] = [{"suite": "wide", "only": ["seed=2"]}, {"
 
 
 def write_series(folder: Path, slices: Sequence[Mapping[str, object]], **wide: Any) -> Path:
-    """A series `whole` over two suites beside it: `wide` of two seeds, and `narrow`, one cell of another model."""
+    """Write a series `whole` over two suites: `wide` with two seeds, and `narrow`, one cell of another model."""
     narrow = {"fixed": {**TINY, "model_name_or_path": "gpt-tiny-1layers", "strategy": "single"}}
     documents: dict[str, dict[str, Any]] = {
         "wide": {"fixed": {**TINY, "strategy": "single"}, "grids": [{"axes": {"seed": [1, 2]}}], **wide},
@@ -46,7 +46,7 @@ def write_series(folder: Path, slices: Sequence[Mapping[str, object]], **wide: A
 
 
 def planned(file: Path, runs: Path, *only: str, **how: bool) -> list[tuple[str, list[int]]]:
-    """Each slice by its suite and the seeds of its cells."""
+    """Return each slice as its suite and the seeds of its cells."""
     plan = plan_suite(str(file), CPU_BOX, runs, only, **how)
     slices: list[tuple[str, list[Any]]] = [(part.suite.name, part.cells) for part in plan.slices]
     return [(name, sorted(cell.config.seed for cell in cells)) for name, cells in slices]
@@ -85,71 +85,71 @@ def test_a_wrong_series_is_refused_with_its_place(tmp_path, slices, says):
     assert says in refusal.value.problem
 
 
-def test_what_this_box_cannot_run_is_left_out_and_refused_where_nothing_is_left(tmp_path, capsys):
+def test_slices_that_need_another_machine_are_left_out_and_refused_if_none_is_left(tmp_path, capsys):
     file = write_series(tmp_path, SEED_FIRST, requires={"gpus": 1, "gpu_memory_gib": 8})
     series = ["run", str(file), "--runs_dir", str(tmp_path / "runs")]
     assert cli.main([*series, "--only", "seed=2"]) == 2
     assert "wide needs 1 GPU, and this box shows 0" in capsys.readouterr().err
-    # No time for a cell: what is looked at is which slices there are.
+    # Without time for any cell, it prints only which slices there are.
     assert cli.main([*series, "--time_budget", "0"]) == 0
-    said = capsys.readouterr().err
-    assert "notice: wide needs 1 GPU, and this box shows 0: left out" in said
-    assert "narrow:" in said
+    notices = capsys.readouterr().err
+    assert "notice: wide needs 1 GPU, and this box shows 0: left out" in notices
+    assert "narrow:" in notices
 
 
-def test_a_slice_needs_what_its_own_cells_need_and_a_plan_is_made_for_the_box_that_a_suite_requires(tmp_path, capsys):
+def test_a_slice_requires_only_what_its_cells_require_and_a_plan_is_for_the_suite_s_hardware(tmp_path, capsys):
     slices: list[dict[str, object]] = [{"suite": "wide", "only": ["world_size=1"]}, {"suite": "wide"}]
     fixed, grids = {**TINY, "strategy": "zero2"}, [{"axes": {"world_size": [1, 2]}}]
     file, box = write_series(tmp_path, slices, requires={"gpus": 2}, fixed=fixed, grids=grids), Box((16.0,), 16.0)
     assert [part.only for part in _runnable(plan_suite(str(file), box, tmp_path), box)] == [("world_size=1",)]
     assert "notice: wide needs 2 GPUs, and this box shows 1: left out" in capsys.readouterr().err
-    # Elsewhere `--dry_run` and the list of what remains would otherwise name other runs than that box has.
+    # Without this, `--dry_run` and the list of remaining runs on another machine would name other runs.
     file = write_series(tmp_path, [{"suite": "wide"}], requires={"gpus": 4}, fixed={**TINY, "strategy": "zero3"})
     cells: list[Any] = [cell for part in plan_suite(str(file), CPU_BOX, tmp_path).slices for cell in part.cells]
     assert {cell.ranks for cell in cells} == {4}
 
 
-def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys):
+def test_a_series_runs_until_its_time_is_over_and_continues_there(tmp_path, capsys):
     file = write_series(tmp_path, SEED_FIRST)
     runs = tmp_path / "runs"
     base = [str(file), "--runs_dir", str(runs)]
     assert cli.main(["run", *base, "--only", "seed=2"]) == 0
     (first,) = runs.glob("*/*/status.json")
     assert first.parent.parent.name == "wide"
-    # Nothing of what is left fits into no time; what is done is not begun again, nor does it stop the others.
+    # No remaining cell fits into no time; finished cells are not started again and do not stop the others.
     capsys.readouterr()
     assert cli.main(["run", *base, "--time_budget", "0"]) == 0
-    said = capsys.readouterr().err
-    assert "narrow:" in said
-    assert "wide" not in said
+    printed = capsys.readouterr().err
+    assert "narrow:" in printed
+    assert "wide" not in printed
     assert cli.main(["status", *base]) == 0
     verdict, _, _, *rows = capsys.readouterr().out.splitlines()
     assert verdict == f"whole: 1 of 3 cells done; next: study run {file} --runs_dir {runs}"
     assert [row.split()[:6] for row in rows] == [
         ["wide", "seed=2", "1", "1", "0", "0"], ["narrow", "-", "1", "0", "0", "1"], ["wide", "-", "1", "0", "0", "1"]
     ]  # fmt: skip
-    # Where nothing is left to run, it says where all of it stands.
+    # If nothing is left to run, it prints the status of all slices.
     assert cli.main(["run", *base, "--only", "seed=2"]) == 0
     assert capsys.readouterr().out.splitlines()[3].split() == ["wide", "seed=2", "1", "1", "0", "0", "0s"]
-    # What remains is in the report's first answer, and stays with its parquet files.
+    # The remaining runs are in the report's first answer and in its parquet files.
     plan = plan_suite(str(file), CPU_BOX, runs)
     records = read_runs(runs, plan.roots(), remaining_of(plan))
     assert records.runs["status_state"].tolist() == ["ok"]
     write_parquet(records, tmp_path / "kept")
-    kept = read_parquet(tmp_path / "kept")
-    for each in (records, kept):
-        answer = REMAINING.answer(each)
+    reread = read_parquet(tmp_path / "kept")
+    for source in (records, reread):
+        answer = REMAINING.answer(source)
         assert answer is not None
         assert answer.sentence.startswith("1 of 3 runs and searches are measured; 2 remain, about")
         assert answer.table[["Suite", "Planned", "Left"]].to_numpy().tolist() == [["wide", 2, 1], ["narrow", 1, 1]]
-        left = TABLES["left"](each)
-        assert left[["Suite", "Left"]].to_numpy().tolist() == [["narrow", "single"], ["wide", "single, seed 1"]]
-    table = TABLES["slices"](kept)
+        remaining = TABLES["left"](source)
+        assert remaining[["Suite", "Left"]].to_numpy().tolist() == [["narrow", "single"], ["wide", "single, seed 1"]]
+    table = TABLES["slices"](reread)
     assert table["Part"].tolist() == ["seed=2", "all", "the rest"]
     assert table["Left"].tolist() == [0, 1, 1]
 
 
-def test_what_was_interrupted_comes_after_all_that_was_never_tried(tmp_path, capsys):
+def test_interrupted_cells_come_after_untried_ones(tmp_path, capsys):
     file = write_series(tmp_path, SEED_FIRST)
     (hung,) = plan_suite(str(file), CPU_BOX, tmp_path, ["seed=2"]).slices
     write_run(hung.root, name=hung.cells[0].id, state="interrupted", gpu=False)
@@ -158,7 +158,7 @@ def test_what_was_interrupted_comes_after_all_that_was_never_tried(tmp_path, cap
     assert "narrow:" in capsys.readouterr().err
     cli.main([*started, "--only", "seed=2"])
     assert "wide seed=2, tried before:" in capsys.readouterr().err, "it is still to do"
-    # `study weights` prepares what such a call begins with.
+    # `study weights` prepares the first cells of that call.
     begun = in_order(plan_suite(str(file), CPU_BOX, tmp_path).slices, None)
     assert [(cell.config.model_name, cell.config.seed) for cell, _ in begun if isinstance(cell, Cell)] == [
         ("gpt-tiny-1layers", 1), ("gpt-tiny", 1), ("gpt-tiny", 2)
@@ -166,7 +166,7 @@ def test_what_was_interrupted_comes_after_all_that_was_never_tried(tmp_path, cap
 
 
 def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeypatch):
-    """`runs`, below where the command is typed."""
+    """A relative `runs` is below the working directory."""
     file = write_series(tmp_path, SEED_FIRST)
     for seed, suite in enumerate(("wide", "narrow", "another")):
         write_run(tmp_path / "runs" / suite, "single", ranks=1, seed=seed)
@@ -175,7 +175,7 @@ def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     plan = plan_suite(str(file), CPU_BOX, Path("runs"))
     records = read_runs(Path("runs"), plan.roots(), remaining_of(plan))
-    # Without what is no suite of its own.
+    # A folder that belongs to no suite is left out.
     assert sorted(records.runs["seed"]) == [0, 1]
     assert records.refused[0].startswith("wide/broken/status.json: ")
 
@@ -190,12 +190,12 @@ def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_pa
         assert "single, seed 1" in text
         assert "single, seed 2" in text
     assert not list(output.glob("*.ipynb"))
-    # From its own parquet files it says the same again.
+    # The report from its parquet files has the same answer.
     assert cli.main(arguments) == 0
     assert "None of it is measured" in (output / "index.html").read_text()
 
 
-def test_weights_are_drawn_for_what_fits_the_time_and_not_for_what_is_done(tmp_path, monkeypatch, capfd):
+def test_weights_are_drawn_for_cells_that_fit_the_time_and_are_not_done(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
     fixed = {**TINY, "strategy": "single", "expected_s": 60}
     file = write_series(tmp_path, SEED_FIRST, fixed=fixed)
@@ -212,19 +212,19 @@ def test_weights_are_drawn_for_what_fits_the_time_and_not_for_what_is_done(tmp_p
 
 def test_one_gpu_has_every_cell_of_every_rented_suite_in_slices_of_nine_minutes_and_its_report_keeps_them(tmp_path):
     suites = [read_suite(file) for file in SUITE_DIRECTORY.glob("*.yaml")]
-    # Without the suites for another kind of box with one GPU, which are not rented.
+    # Suites for another machine with one GPU are not rented.
     names = {suite.name for suite in suites if suite.requires.gpus == 1} - {"a100", "a100_6b", "colab", "offload"}
     plan = plan_suite("one_gpu", CPU_BOX, tmp_path)
-    found = Counter((part.suite.name, cell.id) for part in plan.slices for cell in part.cells)
+    counts = Counter((part.suite.name, cell.id) for part in plan.slices for cell in part.cells)
     alone = (part for name in names for part in plan_suite(name, CPU_BOX, tmp_path).slices)
-    assert found == Counter((part.suite.name, cell.id) for part in alone for cell in part.cells)
-    assert set(found.values()) == {1}
+    assert counts == Counter((part.suite.name, cell.id) for part in alone for cell in part.cells)
+    assert set(counts.values()) == {1}
     for part in plan.slices:
         seconds = sum(seconds for _, seconds in left_to_run(part.cells, tmp_path))
-        # Nine minutes less the preparation of a new machine.
+        # Nine minutes minus the preparation of a new machine.
         assert 0 < seconds <= 8 * 60, part.title
     remaining = remaining_of(plan)
     write_parquet(read_runs(tmp_path, (), remaining), tmp_path / "kept")
-    kept = read_parquet(tmp_path / "kept")
-    assert [each[:3] for each in kept.remaining] == [each[:3] for each in remaining]
-    assert TABLES["slices"](kept)["Left"].sum() == sum(len(each.left) for each in remaining) > 200
+    reread = read_parquet(tmp_path / "kept")
+    assert [row[:3] for row in reread.remaining] == [row[:3] for row in remaining]
+    assert TABLES["slices"](reread)["Left"].sum() == sum(len(row.left) for row in remaining) > 200

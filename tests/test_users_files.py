@@ -1,4 +1,4 @@
-"""Nothing is deleted that this program did not make, and one run at a time works in a folder."""
+"""No file of the user is deleted, and one run at a time uses a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAGS = (
 PHOTO = b"not a swap file"
 
 
-def put_photo(folder: Path) -> Path:
+def write_photo(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "photo.jpg"
     file.write_bytes(PHOTO)
@@ -39,19 +39,19 @@ def put_photo(folder: Path) -> Path:
 
 
 def train_alone(*flags: str) -> subprocess.CompletedProcess[str]:
-    """As `single`, without a launcher, so that the exit status is the script's own."""
+    """Run `single` without a launcher, so that the exit status is the script's."""
     command = [sys.executable, "study/train.py", *FLAGS, *flags]
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """Four runs at once: what each printed, and where its record is."""
+    """Outputs of four simultaneous runs, and their record folders."""
 
     drive: Path
     results: dict[Path, subprocess.CompletedProcess[str]]
-    # Named alike, and one of them is on the drive that both swap to.
-    alike: tuple[Path, Path]
+    # They have the same name, and one of them is on the disk that both swap to.
+    same_name: tuple[Path, Path]
     alone: Path
     failing: Path
 
@@ -61,21 +61,21 @@ def nvme_launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     box = tmp_path_factory.mktemp("box")
     drive = box / "drive"
     for name in ("kept", "failing", "zero-study-swap-holiday"):
-        put_photo(drive / name)
-    alike, alone, failing = (drive / "run", box / "elsewhere" / "run"), box / "alone", box / "runs" / "failing"
+        write_photo(drive / name)
+    same_name, alone, failing = (drive / "run", box / "elsewhere" / "run"), box / "alone", box / "runs" / "failing"
 
     def train(output_dir: Path) -> subprocess.CompletedProcess[str]:
         if output_dir == alone:
             return train_alone("--output_dir", str(alone))
         flags = ["--output_dir", str(output_dir), "--nvme_path", str(drive)]
         if output_dir == failing:
-            # No tensor is as large as that, so nothing is swapped.
+            # No tensor is as large, so nothing is swapped.
             flags += ["--engine_override", "aio.block_size=16777216"]
         return fork_ranks("zero3_nvme", "study/train.py", *FLAGS, *flags, ranks=1)
 
-    folders = (*alike, alone, failing)
+    folders = (*same_name, alone, failing)
     with ThreadPoolExecutor() as pool:
-        return Launches(drive, dict(zip(folders, pool.map(train, folders), strict=True)), alike, alone, failing)
+        return Launches(drive, dict(zip(folders, pool.map(train, folders), strict=True)), same_name, alone, failing)
 
 
 def test_a_record_on_the_drive_that_its_run_swapped_to_is_there_when_the_run_has_ended(nvme_launches):
@@ -83,11 +83,11 @@ def test_a_record_on_the_drive_that_its_run_swapped_to_is_there_when_the_run_has
 
 
 def test_runs_with_folders_of_one_name_share_no_swap_files_and_train_as_if_alone(nvme_launches):
-    for folder in (*nvme_launches.alike, nvme_launches.alone):
+    for folder in (*nvme_launches.same_name, nvme_launches.alone):
         assert nvme_launches.results[folder].returncode == 0, nvme_launches.results[folder].stderr[-3000:]
     expected = [row["loss"] for row in read_run(nvme_launches.alone).steps]
     swapped_to = set()
-    for record in map(read_run, nvme_launches.alike):
+    for record in map(read_run, nvme_launches.same_name):
         assert [row["loss"] for row in record.steps] == pytest.approx(expected, rel=1e-5)
         swapped_to.add(Path(record.engine["nvme_path"]))
     assert len(swapped_to) == 2
@@ -101,13 +101,13 @@ def test_a_run_that_fails_leaves_the_folder_on_the_drive_that_is_named_as_its_ow
 
 
 def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(nvme_launches):
-    kept = {"kept", "failing", "zero-study-swap-holiday"}
-    assert {path.name for path in nvme_launches.drive.iterdir()} == {*kept, "run"}
-    for name in kept:
+    user_folders = {"kept", "failing", "zero-study-swap-holiday"}
+    assert {path.name for path in nvme_launches.drive.iterdir()} == {*user_folders, "run"}
+    for name in user_folders:
         assert contents(nvme_launches.drive / name) == {"photo.jpg": PHOTO}
 
 
-def test_a_folder_with_somebody_s_status_json_is_not_overwritten(tmp_path):
+def test_a_folder_with_another_program_s_status_json_is_not_overwritten(tmp_path):
     (tmp_path / "status.json").write_text('{"state": "deployed"}')
     (tmp_path / "config.json").write_text("mine")
     before = contents(tmp_path)
@@ -117,7 +117,7 @@ def test_a_folder_with_somebody_s_status_json_is_not_overwritten(tmp_path):
 
 
 def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(tmp_path):
-    photo = put_photo(tmp_path / "box" / "output")
+    photo = write_photo(tmp_path / "box" / "output")
     before = contents(tmp_path)
     result = launch(
         "zero3_nvme", "study/train.py", *FLAGS, "--output_dir", str(photo.parent / "new" / ".."),
@@ -131,7 +131,7 @@ def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(
 
 @pytest.mark.parametrize("name", ["log.txt", "checkpoints/step_0000001", "checkpoints/step_0000001/model"])
 def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name):
-    """A folder of runs is handed on, and a link in it would lead to the user's own files."""
+    """A copied folder of runs may contain a link to the user's files."""
     (tmp_path / "run" / name).parent.mkdir(parents=True)
     (tmp_path / "run" / "status.json").write_text("{}")
     (tmp_path / "run" / name).symlink_to(tmp_path / "own")
@@ -140,7 +140,7 @@ def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name):
     assert_is_one_line(result.stderr, (f"holds {name}, a link",), "remove the link")
 
 
-def test_a_link_of_one_s_own_beside_the_checkpoints_is_no_matter(tmp_path):
+def test_a_link_of_the_user_next_to_the_checkpoints_is_ignored(tmp_path):
     (tmp_path / "checkpoints" / "step_0000001").mkdir(parents=True)
     (tmp_path / "status.json").write_text("{}")
     (tmp_path / LOCK_NAME).touch()
@@ -148,14 +148,14 @@ def test_a_link_of_one_s_own_beside_the_checkpoints_is_no_matter(tmp_path):
     refuse_files_of_others(tmp_path, "the folder", "")
 
 
-def test_a_log_that_is_a_pipe_is_refused_and_nobody_waits_for_its_reader(tmp_path):
+def test_a_log_that_is_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path):
     (tmp_path / "status.json").write_text("{}")
     os.mkfifo(tmp_path / "log.txt")
     result = train_alone("--output_dir", str(tmp_path), "--overwrite_output_dir")
     assert_is_one_line(result.stderr, ("log.txt, which is neither a file nor a folder",), "name a new folder")
 
 
-def test_ctrl_c_says_how_to_go_on_from_the_last_checkpoint(tmp_path):
+def test_ctrl_c_prints_the_command_that_resumes_from_the_last_checkpoint(tmp_path):
     run = tmp_path / "run"
     flags = (*FLAGS, "--max_steps", "2000", "--checkpointing_steps", "3", "--output_dir", str(run))
     process = subprocess.Popen(
@@ -175,17 +175,17 @@ def test_ctrl_c_before_there_is_a_record_is_one_line_and_leaves_nothing(tmp_path
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    # While torch is imported, which takes seconds, and which an interruption may end in any error.
+    # During the import of torch, which takes seconds, an interruption may end in any error.
     wait_until(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text())
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (1, "interrupted: stopped from the keyboard. To go on: run it again.\n")
+    _, printed = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (1, "interrupted: stopped from the keyboard. To go on: run it again.\n")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture
 def orphans(tmp_path: Path) -> Iterator[list[psutil.Process]]:
-    """Two ranks that train on in tmp_path/run when their launcher has been killed."""
+    """Start two ranks that still train in tmp_path/run after their launcher was killed."""
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml",
         "--num_processes", "2", "--main_process_port", "0", "study/train.py", *FLAGS, "--max_steps", "1000000",
@@ -199,7 +199,7 @@ def orphans(tmp_path: Path) -> Iterator[list[psutil.Process]]:
     ranks: list[psutil.Process] = []
     try:
         wait_until(lambda: rows.exists() and rows.read_text())
-        ranks = [each for each in psutil.Process(launcher.pid).children(recursive=True) if _trains(each)]
+        ranks = [child for child in psutil.Process(launcher.pid).children(recursive=True) if _trains(child)]
         launcher.kill()
         launcher.wait()
         assert len(ranks) == 2
@@ -222,12 +222,12 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.long
-def test_a_folder_is_one_run_s_until_its_last_process_is_gone_and_the_next_leaves_what_is_the_user_s(tmp_path, orphans):
+def test_a_folder_is_locked_until_its_last_process_is_gone_and_the_users_files_stay(tmp_path, orphans):
     folder = tmp_path / "run"
-    # The launcher is gone, and they train on.
+    # The launcher is gone, but the ranks still train.
     rows = (folder / "steps.jsonl").read_text()
     wait_until(lambda: (folder / "steps.jsonl").read_text() != rows, 20)
-    # Asleep they hold the folder as well, and leave the cores to the others.
+    # Suspended ranks hold the lock as well, and free the cores.
     for rank in orphans:
         rank.suspend()
     unchanging = {"status.json", "config.json", "environment.json", "engine.json"}
@@ -238,7 +238,7 @@ def test_a_folder_is_one_run_s_until_its_last_process_is_gone_and_the_next_leave
     assert refused.returncode == 2, refused.stderr
     assert_is_one_line(refused.stderr, (f"another run is at work in --output_dir {folder}: pid",), "wait for it")
     assert any(f"kill {rank.pid}" in refused.stderr for rank in orphans)
-    # Two ranks: the one that is not refused leaves no word in the other launch's record.
+    # Two ranks: the other one writes nothing into the other launch's record.
     launched = launch("ddp", "study/train.py", *FLAGS, *command)
     assert launched.returncode != 0
     assert launched.stderr.count("another run is at work in") == 1
@@ -248,15 +248,15 @@ def test_a_folder_is_one_run_s_until_its_last_process_is_gone_and_the_next_leave
 
     _kill(orphans)
     (folder / "checkpoints" / "step_0000004").mkdir(parents=True)
-    mine = [folder / name for name in ("photo.jpg", ".settings.json.bak", "checkpoints/step_0000004/photo.jpg")]
-    for file in mine:
+    user_files = [folder / name for name in ("photo.jpg", ".settings.json.bak", "checkpoints/step_0000004/photo.jpg")]
+    for file in user_files:
         file.write_bytes(PHOTO)
     (folder / "checkpoints" / "step_0000004" / "random_states_7.pkl").write_bytes(b"an earlier checkpoint's")
-    again = train_alone(*command)
-    assert again.returncode == 0, again.stderr[-3000:]
+    next_run = train_alone(*command)
+    assert next_run.returncode == 0, next_run.stderr[-3000:]
     assert read_run(folder).state == "ok"
     assert read_status(folder)["attempt"] == 2
-    assert [file.read_bytes() for file in mine] == [PHOTO] * 3
+    assert [file.read_bytes() for file in user_files] == [PHOTO] * 3
     assert (folder / "checkpoints" / "step_0000004" / "checkpoint.json").exists()
     assert not (folder / "checkpoints" / "step_0000004" / "random_states_7.pkl").exists()
 
@@ -272,14 +272,14 @@ sys.stdin.read()
 """
 
 
-def test_a_sweep_leaves_alone_what_is_no_run_s_and_what_another_run_works_in_and_goes_on(tmp_path):
+def test_a_sweep_skips_folders_with_other_files_or_another_run_and_continues(tmp_path):
     suite, runs = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2, 3]}, TINY), tmp_path / "runs"
     commands = run(suite, runs, "--dry_run").stdout.splitlines()
     cells = [words for line in commands if "--output_dir" in (words := shlex.split(line))]
-    noted, held, free = [ROOT / words[words.index("--output_dir") + 1] for words in cells]
-    put_photo(noted)
+    noted, locked, free = [ROOT / words[words.index("--output_dir") + 1] for words in cells]
+    write_photo(noted)
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(held)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(locked)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert holder.stdout is not None
@@ -289,8 +289,8 @@ def test_a_sweep_leaves_alone_what_is_no_run_s_and_what_another_run_works_in_and
         holder.communicate()
     assert contents(noted) == {"photo.jpg": PHOTO}
     assert f"{noted} holds files, and none is a run's (move them away, or name another --runs_dir)" in result.stderr
-    assert [path.name for path in held.iterdir()] == [".zero-study-run.lock"]
-    assert f"another run is at work in {held}: pid {holder.pid} on" in result.stderr
+    assert [path.name for path in locked.iterdir()] == [".zero-study-run.lock"]
+    assert f"another run is at work in {locked}: pid {holder.pid} on" in result.stderr
     assert read_run(free).state == "ok"
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
@@ -323,20 +323,20 @@ def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_l
     assert living.stdout is not None
     theirs = Path(living.stdout.readline().strip())
     dead = process("dies")
-    left = Path(dead.communicate()[0].strip())
-    assert left.is_dir()
-    likeness, link = put_photo(tmp_path / f"{SWAP_PREFIX}mine"), tmp_path / f"{SWAP_PREFIX}link"
+    leftover = Path(dead.communicate()[0].strip())
+    assert leftover.is_dir()
+    likeness, link = write_photo(tmp_path / f"{SWAP_PREFIX}mine"), tmp_path / f"{SWAP_PREFIX}link"
     link.symlink_to(theirs)
     try:
-        with swap_folder(tmp_path) as mine:
-            assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link, mine}
+        with swap_folder(tmp_path) as swap:
+            assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link, swap}
             assert (theirs / "zero_stage_3" / "0.tensor.swp").read_bytes() == b"state"
-            # Another rank of the same run, which dies of a full drive, say.
+            # Another rank of the same run, which fails on a full disk, for example.
             assert Path(process("dies").communicate()[0].strip()).is_dir()
     finally:
         living.communicate()
     assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link}
-    # The one that lived is dead by now, and a link to a folder is not a folder.
+    # The living process has ended by now, and a link to a folder is not a folder.
     with swap_folder(tmp_path):
         pass
     assert set(tmp_path.iterdir()) == {likeness.parent, link}
@@ -346,8 +346,8 @@ def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_l
 def test_the_swap_folder_of_another_machine_is_left_to_it(tmp_path):
     from study.host.folders import swap_folder
 
-    with swap_folder(tmp_path) as mine:
-        theirs = shutil.copytree(mine, tmp_path / f"{mine.name}-theirs")
+    with swap_folder(tmp_path) as swap:
+        theirs = shutil.copytree(swap, tmp_path / f"{swap.name}-theirs")
         (marker,) = theirs.iterdir()
         marker.write_text('{"host": "another"}')
     assert list(tmp_path.iterdir()) == [theirs]
@@ -379,7 +379,7 @@ def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):
 
 
 def records_script(folder: Path, call: str, out: str = ".") -> subprocess.CompletedProcess[str]:
-    """The functions of tools/offline_gpu.sh that read and write archives, in a folder."""
+    """Run functions of tools/offline_gpu.sh that read and write archives, in a folder."""
     text = (ROOT / "tools" / "offline_gpu.sh").read_text()
     functions = text[text.index("unpack() {") : text.index("unpack records.tgz")]
     command = ["bash", "-c", f"out={out}\n{functions}\n{call}"]
@@ -391,20 +391,20 @@ def archived(folder: Path) -> list[str]:
         return sorted(member.name for member in archive if member.isfile())
 
 
-def test_an_archive_of_records_holds_what_a_link_leads_to_and_what_an_earlier_one_held(tmp_path):
+def test_an_archive_of_records_has_the_targets_of_links_and_the_records_of_an_earlier_one(tmp_path):
     (tmp_path / "drive" / "suite" / "new").mkdir(parents=True)
     (tmp_path / "drive" / "suite" / "new" / "status.json").write_text("{}")
-    here, out = tmp_path / "here", tmp_path / "out"
+    source, out = tmp_path / "here", tmp_path / "out"
     (out / "runs" / "suite" / "old").mkdir(parents=True)
     (out / "runs" / "suite" / "old" / "status.json").write_text("{}")
     assert records_script(out, "pack").returncode == 0
-    here.mkdir()
-    (here / "runs").symlink_to("../drive")
-    result = records_script(here, "unpack records.tgz && unpack $out/records.tgz && pack", out="../out")
+    source.mkdir()
+    (source / "runs").symlink_to("../drive")
+    result = records_script(source, "unpack records.tgz && unpack $out/records.tgz && pack", out="../out")
     assert (result.returncode, result.stderr) == (0, "")
     assert archived(out) == ["runs/suite/new/status.json", "runs/suite/old/status.json"]
-    assert (here / "runs").is_symlink()
-    # One that cannot be written leaves the one before.
+    assert (source / "runs").is_symlink()
+    # If a new archive cannot be written, the earlier one stays.
     (out / "records.new").mkdir()
-    assert records_script(here, "pack", out="../out").returncode == 1
+    assert records_script(source, "pack", out="../out").returncode == 1
     assert len(archived(out)) == 2

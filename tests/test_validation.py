@@ -38,7 +38,7 @@ ROWS = published_rows()
 COUNTED = [row for row in ROWS if not impossible(row)]
 
 
-def test_there_are_rows_enough_of_many_sources() -> None:
+def test_there_are_enough_rows_of_many_sources() -> None:
     assert len({row.url.split("/blob/")[0] for row in COUNTED}) >= 6
     measured = [row for row in COUNTED if row.peak_bytes is not None and row.use_memory == "score"]
     assert len(measured) >= 60
@@ -46,21 +46,21 @@ def test_there_are_rows_enough_of_many_sources() -> None:
     assert sum(row.step_s is not None for row in COUNTED) >= 25
     assert {row.source for row in ROWS} == {source.id for source in sources()}
     assert all(row.url.startswith("https://") for row in ROWS)
-    assert all(each["why"] and each["url"].startswith("https://") for each in refused_sources())
+    assert all(entry["why"] and entry["url"].startswith("https://") for entry in refused_sources())
 
 
 def test_no_row_both_fits_a_constant_and_scores_it() -> None:
     fitting, scoring = league.fit_rows(), [row for row in COUNTED if row.use == "score"]
-    # A name does not say the optimizer.
+    # The name of a row does not state its optimizer.
     assert not {(row.source, row.name, row.step_s) for row in fitting} & {
         (row.source, row.name, row.step_s) for row in scoring if row.step_s
     }
-    # No constant rests on one row.
+    # No constant is fitted on one row alone.
     assert len(fitting) >= 4 * len(dataclasses.fields(FITTED))
     assert len({row.url for row in fitting}) > 3
 
 
-def test_arithmetic_refuses_what_cannot_be() -> None:
+def test_arithmetic_rejects_impossible_rows() -> None:
     row = next(row for row in COUNTED if row.step_s and row.peak_bytes)
     assert row.step_s is not None
     assert "TFLOP/s, and the device has" in (impossible(dataclasses.replace(row, step_s=row.step_s / 1000)) or "")
@@ -68,13 +68,13 @@ def test_arithmetic_refuses_what_cannot_be() -> None:
     assert impossible(row) is None
 
 
-def test_the_page_whose_sequences_are_shorter_than_it_says_is_found_by_arithmetic() -> None:
+def test_the_page_whose_sequences_are_shorter_than_stated_is_found_by_arithmetic() -> None:
     row = next(row for row in ROWS if row.refused and row.request.precision == "fp32")
     assert "TFLOP/s" in (impossible(dataclasses.replace(row, refused=None)) or "")
 
 
-def test_the_committed_constants_are_what_the_fit_gives() -> None:
-    """From where they are no search finds better ones; from its usual start that takes minutes."""
+def test_the_committed_constants_are_those_of_the_fit() -> None:
+    """A search from the committed constants finds no better ones; a full search takes minutes."""
     rows = league.fit_rows()
     assert league.mean_error(rows, FITTED) == pytest.approx(
         league.mean_error(rows, league.searched(rows, FITTED)), abs=0.005
@@ -82,12 +82,12 @@ def test_the_committed_constants_are_what_the_fit_gives() -> None:
 
 
 @pytest.mark.long
-def test_a_fit_goes_on_while_it_gains() -> None:
+def test_a_fit_continues_while_it_improves() -> None:
     rows = [row for row in league.fit_rows() if row.request.box.ranks < 8]
-    once, whole = league.searched(rows, league._START), league.fitted(rows)
-    again = league.searched(rows, whole)
-    assert league.mean_error(rows, whole) <= league.mean_error(rows, once)
-    assert league.mean_error(rows, whole) - league.mean_error(rows, again) <= league._GAIN
+    once, fit = league.searched(rows, league._START), league.fitted(rows)
+    refit = league.searched(rows, fit)
+    assert league.mean_error(rows, fit) <= league.mean_error(rows, once)
+    assert league.mean_error(rows, fit) - league.mean_error(rows, refit) <= league._GAIN
 
 
 def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says() -> None:
@@ -95,11 +95,11 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says
     assert {row.source for row in rows} == {"a800-gist", "deepspeed-corebinding"}
     for row in rows:
         slow = dataclasses.replace(row.request.box, host_memory_gb_per_s=10.0)
-        there = dataclasses.replace(row, request=dataclasses.replace(row.request, box=slow))
-        near = predicted_step_s(there if row.source == "a800-gist" else row) / (row.step_s or 1.0)
-        assert near == pytest.approx(1, abs=0.15), row.name
+        on_its_host = dataclasses.replace(row, request=dataclasses.replace(row.request, box=slow))
+        ratio = predicted_step_s(on_its_host if row.source == "a800-gist" else row) / (row.step_s or 1.0)
+        assert ratio == pytest.approx(1, abs=0.15), row.name
     frame = report.scores_frame([row for row in COUNTED if row.step_s])
-    ends = [yaml.safe_load(report.intervals_text(some))["step_s"] for some in (frame, frame[~frame["offloads"]])]
+    ends = [yaml.safe_load(report.intervals_text(rows))["step_s"] for rows in (frame, frame[~frame["offloads"]])]
     assert ends[0] == ends[1]
 
 
@@ -109,38 +109,38 @@ def test_no_run_without_a_gpu_is_a_measured_time() -> None:
     assert all(row.step_s is None for row in processes)
 
 
-def test_states_of_16_and_8_bits_hold_what_was_published() -> None:
+def test_states_of_16_and_8_bits_have_the_published_sizes() -> None:
     rows = [row for row in COUNTED if row.source in ("fms-bf16", "torchao-optimizers", "deepspeed-bf16-states")]
     assert {row.request.optimizer for row in rows} == {"adamw", "adamw_8bit"}
     for row in rows:
         assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.04), row.name
 
 
-def test_stage_3_holds_its_gradients_in_the_forward_pass_as_well() -> None:
+def test_stage_3_has_its_gradients_in_the_forward_pass_as_well() -> None:
     rows = [row for row in COUNTED if row.source == "deepspeed-bf16-states"]
     assert {row.request.strategy.zero_stage for row in rows} == {3}
     for row in rows:
         assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.01), row.name
 
 
-def test_what_waited_for_a_bucket_or_was_gathered_together_is_let_go_of_once_it_is_copied() -> None:
+def test_bucketed_gradients_and_gathered_parameters_are_freed_once_they_are_copied() -> None:
     rows = [row for row in records.own_rows() if row.name.startswith(("virtual_models ", "virtual_tuning "))]
     assert {row.request.strategy.zero_stage for row in rows} == {1, 2, 3}
-    # A table of these models is 0.25 to 1.2 GiB, and once more of it is 7 to 22 % of a peak. Where a part of it goes to
-    # the host, its norm in fp64 is 4 %.
+    # The embedding table of these models is 0.25 to 1.2 GiB, which a second time would be 7 to 22 % of a peak. Partly
+    # offloaded, its fp64 norm is 4 %.
     for row in rows:
         assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.01), row.name
 
 
-def test_a_pool_with_room_is_larger_than_what_must_be_in_it() -> None:
+def test_a_pool_with_free_room_is_larger_than_its_minimum() -> None:
     row = next(row for row in COUNTED if row.source == "fms-mixed-nvidia-smi")
-    there, tight = predicted_peak(row), predicted_peak(row, "allocated")
-    assert there > 1.2 * tight
+    roomy, tight = predicted_peak(row), predicted_peak(row, "allocated")
+    assert roomy > 1.2 * tight
     segments = dataclasses.replace(row, request=dataclasses.replace(row.request, expandable_segments=True))
-    assert predicted_peak(segments) < there
+    assert predicted_peak(segments) < roomy
 
 
-def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
+def test_the_fractions_of_kept_memory_are_those_of_their_fit() -> None:
     document = yaml.safe_load(Path(validation.__file__).with_name("kept.yaml").read_text(encoding="utf-8"))
     device = dataclasses.replace(ANY_DEVICE, memory_gib=0.0)
     box = Hardware("processes", device, document["ranks"], gathers_into_copies=True)
@@ -151,14 +151,14 @@ def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
             row["accumulation"], "fp32", gradient_checkpointing=False, attention="sdpa",
         )  # fmt: skip
         parts.append(small_blocks(request, [point.parts for point in points_of(request)]))
-    kept = [(row["kept"] - row["returned"]) * 2**20 for row in document["rows"]]
-    assert numpy.linalg.lstsq(parts, kept, rcond=None)[0] == pytest.approx([GAPS, COPIES], rel=0.01)
+    kept_bytes = [(row["kept"] - row["returned"]) * 2**20 for row in document["rows"]]
+    assert numpy.linalg.lstsq(parts, kept_bytes, rcond=None)[0] == pytest.approx([GAPS, COPIES], rel=0.01)
 
 
-def test_saving_takes_the_host_memory_that_is_predicted() -> None:
-    found = records.saving_table()
-    assert {"ddp", "fsdp2", "zero2", "zero2_cpu", "zero3"} <= set(found["strategy"])
-    assert (found["predicted"] / found["while it saves, GiB"]).between(0.8, 1.1).all()
+def test_saving_takes_the_predicted_host_memory() -> None:
+    saving = records.saving_table()
+    assert {"ddp", "fsdp2", "zero2", "zero2_cpu", "zero3"} <= set(saving["strategy"])
+    assert (saving["predicted"] / saving["while it saves, GiB"]).between(0.8, 1.1).all()
 
 
 def test_half_checkpointed_is_between_all_and_nothing() -> None:
@@ -168,7 +168,7 @@ def test_half_checkpointed_is_between_all_and_nothing() -> None:
     assert predicted_step_s(nothing) < predicted_step_s(row) < predicted_step_s(everything)
 
 
-def test_a_missed_out_of_memory_is_counted_apart() -> None:
+def test_a_missed_out_of_memory_is_counted_separately() -> None:
     rows = pd.DataFrame(
         [(True, True), (True, False), (False, True), (False, True), (False, False)], columns=["fits", "predicted_fits"]
     )
@@ -177,7 +177,7 @@ def test_a_missed_out_of_memory_is_counted_apart() -> None:
     assert (table["said to fit, and did not"], table["said not to fit, and did"]) == (2, 1)
 
 
-def test_the_other_estimators_are_called_as_they_are() -> None:
+def test_the_other_estimators_are_called_unmodified() -> None:
     assert accelerate_bytes(1000, "fp32") == 16000
     assert accelerate_bytes(1000, "bf16") == 8000
     assert deepspeed_bytes(1000, 100, 8, 1, 2, False, False) == 2000 + 2250
@@ -187,47 +187,47 @@ def test_the_other_estimators_are_called_as_they_are() -> None:
 
 
 def test_the_formula_of_the_cookbook_gives_what_its_script_gives() -> None:
-    """GPT-NeoX 20B's figures with its defaults, ranks 8, stage 3, no checkpointing: worked out by hand."""
+    """GPT-NeoX 20B's figures with its defaults on 8 ranks, stage 3, no checkpointing, worked out by hand."""
     request = next(row.request for row in COUNTED if row.source == "llm-foundry-h100")
     shape = dataclasses.replace(
         request.shape, layers=2, hidden=8, heads=2, key_value_heads=2, inner=32, vocabulary=10, gated=False
     )
     box = dataclasses.replace(request.box, nodes=1, gpus_per_node=8)
-    asked = dataclasses.replace(
+    small = dataclasses.replace(
         request, shape=shape, box=box, sequence_length=4, micro_batch=1, gradient_checkpointing=False, precision="bf16"
     )
     parameters = 2 * 10 * 8 + 8 * 4 + 8 * 8 * 2 + 16 + 4 * 2 * 64 + 2 * 2 * 8 * 32
-    kept = 4 * 8 * 2 * (34 + 5 * 2 * 4 / 8)
-    assert league.eleuther_bytes(asked) == pytest.approx(parameters * 18 / 8 + 3e9 + kept)
+    activations = 4 * 8 * 2 * (34 + 5 * 2 * 4 / 8)
+    assert league.eleuther_bytes(small) == pytest.approx(parameters * 18 / 8 + 3e9 + activations)
 
 
 def test_the_committed_report_is_of_these_rows() -> None:
-    """What is predicted may have moved since; what was measured, and what counts, may not."""
+    """Predictions may have changed since; measurements and the choice of rows may not."""
     committed = tables.read(report.FOLDER)
     frame = report.scores_frame(report.all_rows())
     columns = ["source", "name", "refused", "use", "peak_gib", "step_s", "url"]
     pd.testing.assert_frame_equal(committed[columns], frame[columns], check_exact=False)
 
 
-def test_intervals_hold_what_they_say() -> None:
+def test_intervals_cover_the_stated_fraction() -> None:
     rows = tables.counted(report.scores_frame(report.all_rows()))
     rows = rows[(rows["source"] != tables.OWN) & (rows["use"] == "score")].dropna(subset=["step_s"])
     interval = yaml.safe_load(report.intervals_text(rows))["step_s"]
-    is_within = (rows["step_s"] / rows["predicted_step_s"]).between(interval["low"], interval["high"])
+    is_covered = (rows["step_s"] / rows["predicted_step_s"]).between(interval["low"], interval["high"])
     assert interval["pages"] == tables.page(rows).nunique() > 10
-    assert is_within.groupby(tables.page(rows)).mean().mean() == pytest.approx(report.WITHIN, abs=0.05)
+    assert is_covered.groupby(tables.page(rows)).mean().mean() == pytest.approx(report.WITHIN, abs=0.05)
 
 
 def test_a_page_with_many_rows_does_not_narrow_an_interval() -> None:
     rows = tables.counted(report.scores_frame([row for row in COUNTED if row.step_s and row.use == "score"]))
     rows = rows[~rows["offloads"]]
     largest = rows[tables.page(rows) == tables.page(rows).mode()[0]]
-    again = pd.concat([rows, largest, largest], ignore_index=True)
-    once, thrice = (yaml.safe_load(report.intervals_text(some))["step_s"] for some in (rows, again))
+    repeated = pd.concat([rows, largest, largest], ignore_index=True)
+    once, thrice = (yaml.safe_load(report.intervals_text(sample))["step_s"] for sample in (rows, repeated))
     assert (thrice["low"], thrice["high"]) == pytest.approx((once["low"], once["high"]), abs=0.01)
 
 
-def test_what_was_foretold_stands_beside_what_is_said_since() -> None:
+def test_early_predictions_are_listed_next_to_current_ones() -> None:
     table = tables.foretold(report.FOLDER, tables.read(report.FOLDER)).set_index("suite")
     assert table["rows"].to_dict() == {"virtual_models": 19, "virtual_tuning": 11}
     assert (table["worst"].str.rstrip("%").astype(float) > table["worst since"].str.rstrip("%").astype(float)).all()
@@ -258,12 +258,12 @@ def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
 
 
 def test_a_row_is_nearest_to_itself_and_a_differing_one_further_away() -> None:
-    row = next(each for each in ROWS if each.use == "score" and each.step_s and impossible(each) is None)
+    row = next(row for row in ROWS if row.use == "score" and row.step_s and impossible(row) is None)
     assert distance(row.request, row.request) == 0
     assert distance(row.request, nearest(row.request, ROWS)[0].request) == 0
     twice = dataclasses.replace(row.request, micro_batch=2 * row.request.micro_batch)
-    again = dataclasses.replace(twice, gradient_checkpointing=not twice.gradient_checkpointing)
-    assert 0 < distance(row.request, twice) < distance(row.request, again)
+    checkpointed = dataclasses.replace(twice, gradient_checkpointing=not twice.gradient_checkpointing)
+    assert 0 < distance(row.request, twice) < distance(row.request, checkpointed)
 
 
 def test_no_row_that_a_constant_was_fitted_on_or_that_cannot_be_true_is_quoted() -> None:

@@ -1,4 +1,4 @@
-"""`study verify` says which strategies compute what one process computes, and a verdict says what differs first."""
+"""`study verify` names the strategies that match one process, and a verdict names the first difference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 PLANTED = ROOT / "tests" / "probes" / "planted"
 FP32 = ROUNDING["fp32"]
-# Two ranks, gpt-wikitext, four micro-steps, of DeepSpeed 0.19.8, which trains as one process does.
+# DeepSpeed 0.19.8, which matches one process: two ranks, gpt-wikitext, four micro-batches per step.
 SINGLE = Trace([5.57902, 5.47629, 5.40563, 5.33389], [1.867, 1.742, 1.665, 1.531], [4e-3, 3.5e-3, 3e-3, 2.5e-3],
                weights="a", samples=("1", "2", "3", "4"), max_norm=1.0)  # fmt: skip
 
@@ -41,45 +41,45 @@ def differing(**changed: object) -> Verdict:
     return judge(dataclasses.replace(SINGLE, **changed), SINGLE, FP32)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_trains_wrongly_is_found_and_what_it_does_wrong_is_named() -> None:
-    """The installed DeepSpeed with a fault planted at stage 3."""
+def test_an_engine_that_computes_other_gradients_fails_and_its_fault_is_named() -> None:
+    """The installed DeepSpeed with a fault planted in stage 3."""
     result = verify("--only", "zero3", "--precision", "fp32", "--json", path=PLANTED)
     assert result.returncode == 1, result.stderr[-3000:]
-    said = json.loads(result.stdout)
-    assert said["not_trusted"] == ["zero3"]
-    assert {(row["micro_steps"], row["kind"], row["what"]) for row in said["rows"]} == {
+    document = json.loads(result.stdout)
+    assert document["not_trusted"] == ["zero3"]
+    assert {(row["micro_steps"], row["kind"], row["what"]) for row in document["rows"]} == {
         (1, "equal", None), (4, "different", "scale")
     }  # fmt: skip
 
 
 @pytest.mark.long
-def test_a_fault_planted_at_each_stage_is_named_and_the_same_stack_goes_on(tmp_path: Path) -> None:
-    kept = ("--precision", "fp32", "--runs_dir", str(tmp_path / "runs"))
-    result = verify("--only", "zero1", "zero2", "zero3", "--json", *kept, path=PLANTED)
+def test_a_fault_planted_at_each_stage_is_named_and_the_same_stack_continues(tmp_path: Path) -> None:
+    flags = ("--precision", "fp32", "--runs_dir", str(tmp_path / "runs"))
+    result = verify("--only", "zero1", "zero2", "zero3", "--json", *flags, path=PLANTED)
     assert result.returncode == 1, result.stderr[-3000:]
-    said = json.loads(result.stdout)
-    assert said["not_trusted"] == ["zero1", "zero2", "zero3"]
-    found = {(row["strategy"], row["micro_steps"]): (row["kind"], row["what"]) for row in said["rows"]}
+    document = json.loads(result.stdout)
+    assert document["not_trusted"] == ["zero1", "zero2", "zero3"]
+    verdicts = {(row["strategy"], row["micro_steps"]): (row["kind"], row["what"]) for row in document["rows"]}
     equal = ("equal", None)
-    assert found == {
+    assert verdicts == {
         ("zero1", 1): equal, ("zero1", 4): ("different", "gradient"),
         ("zero2", 1): ("different", "clipping"), ("zero2", 4): ("different", "clipping"),
         ("zero3", 1): equal, ("zero3", 4): ("different", "scale"),
     }  # fmt: skip
-    ratio = next(row["norm_ratio"] for row in said["rows"] if (row["strategy"], row["micro_steps"]) == ("zero3", 4))
+    ratio = next(row["norm_ratio"] for row in document["rows"] if (row["strategy"], row["micro_steps"]) == ("zero3", 4))
     assert ratio == pytest.approx(0.25, rel=1e-3)
-    # The same stack goes on from its records; another one is refused.
-    again = verify("--only", "ddp", *kept, path=PLANTED)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert "\nPASS: every strategy that runs here computes what one process computes" in again.stdout
+    # The same stack continues from its records; another stack is rejected.
+    second = verify("--only", "ddp", *flags, path=PLANTED)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert "\nPASS: every strategy that runs here computes what one process computes" in second.stdout
     for file in (tmp_path / "runs").glob("*/environment.json"):
         file.write_text(file.read_text().replace('"deepspeed": "', '"deepspeed": "9.'))
-    refused = verify("--only", "ddp", *kept)
+    refused = verify("--only", "ddp", *flags)
     assert refused.returncode == 2
     assert "has runs of another stack (deepspeed 9." in refused.stderr
 
 
-def test_an_equal_run_proves_nothing_where_a_race_is_known() -> None:
+def test_an_equal_run_proves_nothing_in_a_release_with_a_known_race() -> None:
     equal = Verdict("equal", size=0.0)
     old, now = ({"deepspeed": deepspeed, "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
                 for deepspeed in ("0.19.7", "0.19.8"))  # fmt: skip
@@ -93,13 +93,13 @@ def test_an_equal_run_proves_nothing_where_a_race_is_known() -> None:
     assert VerifyRow("zero3", "fp32", 4, equal).is_fine
 
 
-def test_where_no_engine_can_be_judged_none_is_said_to_agree() -> None:
+def test_without_a_judged_engine_verification_does_not_pass() -> None:
     refused = Verdict("refuses", reason="no compiler")
     rows = [VerifyRow("ddp", "fp32", 1, Verdict("equal")), VerifyRow("zero1", "fp32", 1, refused),
             VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="one process did not end well"))]  # fmt: skip
-    found = Verification(("ddp", "zero1", "zero2"), rows)
-    assert (found.unverified, found.agrees) == (["zero1", "zero2"], None)
-    assert found.answer == "NOT JUDGED: no engine of DeepSpeed could run here; not judged here: zero1, zero2"
+    verification = Verification(("ddp", "zero1", "zero2"), rows)
+    assert (verification.unverified, verification.agrees) == (["zero1", "zero2"], None)
+    assert verification.answer == "NOT JUDGED: no engine of DeepSpeed could run here; not judged here: zero1, zero2"
     alone = Verification(("ddp",), rows[:1])
     passed = "PASS: every strategy that runs here computes what one process computes"
     assert (alone.agrees, alone.answer) == (True, passed)
@@ -112,12 +112,12 @@ def test_a_failure_names_the_strategy_the_set_up_and_the_known_cause() -> None:
     wrong = Verdict("different", what="gradient", size=0.5)
     rows = [VerifyRow("zero2", "fp32", 1, Verdict("equal")), VerifyRow("zero2", "fp32", 4, wrong, causes),
             VerifyRow("zero3", "fp32", 1, wrong), VerifyRow("zero3", "fp32", 4, wrong)]  # fmt: skip
-    found = Verification(("zero2", "zero3"), rows)
-    named = ", ".join(f"cause {cause.id}: {cause.title}" for cause in causes)
-    assert found.answer == f"FAIL: zero2 with accumulation ({named}); zero3 (no known cause)"
+    verification = Verification(("zero2", "zero3"), rows)
+    cause_titles = ", ".join(f"cause {cause.id}: {cause.title}" for cause in causes)
+    assert verification.answer == f"FAIL: zero2 with accumulation ({cause_titles}); zero3 (no known cause)"
 
 
-def test_records_of_another_device_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_records_of_another_device_are_not_continued(tmp_path: Path) -> None:
     write_run(tmp_path, "ddp", gpu=True)
     packages = read_json(next(tmp_path.glob("*/environment.json")))["packages"]
     stack = {name: packages.get(name) for name in PACKAGES}
@@ -126,15 +126,15 @@ def test_records_of_another_device_are_not_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_every_strategy_of_the_pinned_releases_computes_what_one_process_computes() -> None:
+def test_every_strategy_of_the_pinned_releases_matches_one_process() -> None:
     four = verify("--world_size", "4", "--only", "zero2", "--precision", "fp32", "--json")
     assert four.returncode == 0, four.stderr
     assert "4 ranks on CPU cores" in four.stderr
     result = verify("--json")
-    said = json.loads(result.stdout)
-    assert result.returncode == 0, said["not_trusted"]
-    assert {row["kind"] for row in said["rows"]} <= {"equal", "refuses"}
-    assert sum(row["kind"] == "equal" for row in said["rows"]) >= 20
+    document = json.loads(result.stdout)
+    assert result.returncode == 0, document["not_trusted"]
+    assert {row["kind"] for row in document["rows"]} <= {"equal", "refuses"}
+    assert sum(row["kind"] == "equal" for row in document["rows"]) >= 20
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_wrong_request_is_refused_in_one_line(flags: tuple[str, ...], problem:
 @pytest.mark.parametrize(
     ("changed", "what", "first_step"),
     [
-        # DeepSpeed 0.17.6, zero3_cpu_optimizer; 0.18.6 zero2_cpu; 0.18.6 zero1; 0.17.6 zero1.
+        # DeepSpeed 0.17.6, zero3_cpu_optimizer; 0.18.6, zero2_cpu; 0.18.6, zero1; 0.17.6, zero1.
         ({"losses": [5.58576, 5.5, 5.4, 5.3]}, "weights", 1),
         ({"losses": [5.57902, 5.53338, 5.51719, 5.4], "norms": [0.313, 0.3, 0.3, 0.3]}, "gradient", 1),
         ({"losses": [5.57902, 5.47627, 5.44453, 5.4], "norms": [0.467, 0.4, 0.4, 0.4]}, "scale", 1),
@@ -168,13 +168,13 @@ def test_a_wrong_request_is_refused_in_one_line(flags: tuple[str, ...], problem:
         ({"norms": [0.467, 0.436, 0.416, 0.383]}, "norm", 1),
     ],
 )  # fmt: skip
-def test_the_first_figure_that_differs_shows_what_is_wrong(changed: dict, what: str, first_step: int) -> None:
+def test_the_first_figure_that_differs_shows_the_fault(changed: dict, what: str, first_step: int) -> None:
     verdict = differing(**changed)
     assert (verdict.kind, verdict.what, verdict.first_step) == ("different", what, first_step)
-    # While the rate is 0 no loss follows an update.
+    # At learning rate 0, no loss depends on an update.
     warm = dataclasses.replace(SINGLE, rates=[0.0, 4e-3, 3e-3, 2e-3])
-    for losses, of_warm in (([5.57902, 5.48, 5.4, 5.3], "weights"), ([5.57902, 5.47629, 5.5, 5.3], "update")):
-        assert judge(dataclasses.replace(warm, losses=losses), warm, FP32).what == of_warm
+    for losses, expected in (([5.57902, 5.48, 5.4, 5.3], "weights"), ([5.57902, 5.47629, 5.5, 5.3], "update")):
+        assert judge(dataclasses.replace(warm, losses=losses), warm, FP32).what == expected
     assert f"from step {first_step} on" in verdict.says
     rounded = differing(losses=[5.57902, 5.47629, 5.40563, 5.33390], norms=[None] * 4)
     assert (rounded.kind, rounded.says) == ("equal", "equal (to 2e-06)")
@@ -186,7 +186,7 @@ def test_the_first_figure_that_differs_shows_what_is_wrong(changed: dict, what: 
         ({"state": "unsupported", "reason": "no libaio"}, "refuses"),
         ({"state": "unsupported", "reason": "torch-2.1 is not installable: no wheel"}, "not installable"),
         ({"state": "failed", "reason": "AttributeError: x"}, "crashes"),
-        # The box was too small, or too slow.
+        # The machine had too little memory or time.
         ({"state": "oom", "reason": "out of memory"}, "not judged"),
         ({"state": "timeout", "reason": "ended after its 900 s"}, "not judged"),
         ({"state": "failed", "reason": "the loss is NaN at step 3", "losses": [5.57902, 5.47629]}, "different"),
@@ -194,14 +194,14 @@ def test_the_first_figure_that_differs_shows_what_is_wrong(changed: dict, what: 
         ({"samples": ("1", "2", "4", "3")}, "not judged"),
     ],
 )
-def test_a_run_that_cannot_be_compared_says_why(changed: dict, kind: str) -> None:
+def test_a_run_that_cannot_be_compared_has_a_reason(changed: dict, kind: str) -> None:
     verdict = differing(**changed)
     assert verdict.kind == kind
-    # A loss that is not finite differs from the step where it was seen.
+    # A loss that is not finite differs from its step on.
     assert verdict.first_step == (3 if kind == "different" else None)
 
 
-def test_a_box_that_sums_in_many_orders_accuses_nobody_and_a_wrong_ddp_is_no_noise() -> None:
+def test_varying_sums_of_a_machine_are_no_fault_and_a_wrong_ddp_is_no_noise() -> None:
     noisy = dataclasses.replace(SINGLE, losses=[loss * (1 + 5e-5) for loss in SINGLE.losses if loss])
     assert tolerance_of("fp32", SINGLE, [noisy]).loss == pytest.approx(2e-4)
     assert tolerance_of("fp32", SINGLE, [noisy]).norm == FP32.norm
@@ -229,15 +229,15 @@ causes:
 
 def test_a_cause_is_found_for_the_releases_and_cells_that_have_it(write_causes) -> None:
     write_causes(CAUSES)
-    here = {"deepspeed": "0.19.0", "accelerate": "1.15.0", "torch": "2.13.0+cu129", "transformers": None}
-    (found,) = causes_of(here, "zero2", 4, "fp32", "scale")
-    assert (found.id, found.where) == ("divided-twice", "zero1, zero2, with accumulation")
-    assert causes_of(here, "zero2", 1, "fp32", "scale") == ()
-    assert causes_of(here, "zero3", 4, "fp32", "scale") == ()
-    assert causes_of(here, "zero2", 4, "fp32", "weights") == ()
-    assert known_faults(here, on_gpu=True) == [found]
-    assert known_faults(here | {"accelerate": "1.10.1"}, on_gpu=False) == []
-    assert known_faults(here | {"deepspeed": None}, on_gpu=False) == []
+    versions = {"deepspeed": "0.19.0", "accelerate": "1.15.0", "torch": "2.13.0+cu129", "transformers": None}
+    (match,) = causes_of(versions, "zero2", 4, "fp32", "scale")
+    assert (match.id, match.where) == ("divided-twice", "zero1, zero2, with accumulation")
+    assert causes_of(versions, "zero2", 1, "fp32", "scale") == ()
+    assert causes_of(versions, "zero3", 4, "fp32", "scale") == ()
+    assert causes_of(versions, "zero2", 4, "fp32", "weights") == ()
+    assert known_faults(versions, on_gpu=True) == [match]
+    assert known_faults(versions | {"accelerate": "1.10.1"}, on_gpu=False) == []
+    assert known_faults(versions | {"deepspeed": None}, on_gpu=False) == []
 
 
 @pytest.mark.parametrize(
@@ -255,29 +255,29 @@ def test_a_file_of_causes_is_read_strictly(tmp_path: Path, wrong: str, problem: 
         read_causes(file)
 
 
-def test_a_race_that_no_gpu_shows_is_no_known_fault_there() -> None:
+def test_a_race_that_gpus_do_not_show_is_no_known_fault_on_a_gpu() -> None:
     old = {"deepspeed": "0.19.7", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
     assert [cause.id for cause in known_faults(old, on_gpu=False)] == ["gather-race"]
     assert known_faults(old, on_gpu=True) == []
     ends = old | {"deepspeed": "0.18.9"}
-    seen = {on_gpu: {cause.id for cause in known_faults(ends, on_gpu)} for on_gpu in (False, True)}
-    assert seen[False] - seen[True] == {"gather-race", "flat-buffer-view"}
+    ids = {on_gpu: {cause.id for cause in known_faults(ends, on_gpu)} for on_gpu in (False, True)}
+    assert ids[False] - ids[True] == {"gather-race", "flat-buffer-view"}
 
 
 def test_an_installation_without_engines_is_refused_at_once(tmp_path: Path) -> None:
-    """As of the bare wheel, whose packages train nothing."""
+    """The bare wheel installs no engine."""
     without = f"import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(ROOT)!r}]"
     code = f"import yaml, numpy, psutil, tqdm, rich.table, study.cli\n{without}\nsys.exit(study.cli.main(['verify']))"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2, ended.stderr
-    said = "not installed here: deepspeed, accelerate, torch, transformers"
-    assert ended.stderr.startswith(f"error: {said}, datasets, evaluate, filelock. To fix it: ")
-    assert "pip install -e '.[train]'" in ended.stderr
-    # Of a stack that is there in part, it names what is missing, and nothing that would replace the rest.
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2, process.stderr
+    problem = "not installed here: deepspeed, accelerate, torch, transformers"
+    assert process.stderr.startswith(f"error: {problem}, datasets, evaluate, filelock. To fix it: ")
+    assert "pip install -e '.[train]'" in process.stderr
+    # For a partial stack it names the missing packages, and nothing that would replace the others.
     (tmp_path / "deepspeed-0.18.0.dist-info").mkdir()
     (tmp_path / "deepspeed-0.18.0.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.18.0\n")
     code = code.replace("sys.exit(", f"sys.path.append({str(tmp_path)!r})\nsys.exit(")
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "not installed here: accelerate, torch" in ended.stderr
-    assert "next to the releases that are to be tested" in ended.stderr
-    assert "[train]" not in ended.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "not installed here: accelerate, torch" in process.stderr
+    assert "next to the releases that are to be tested" in process.stderr
+    assert "[train]" not in process.stderr

@@ -27,7 +27,7 @@ from study.virtual.lines import extrapolate
 from study.virtual.records import summaries
 
 GPT = ("--task", "gpt-wikitext")
-# Rank 0 of each kind of engine; the first and the last rank of every strategy are among the long tests.
+# Rank 0 with each kind of engine; the first and last rank with every strategy are among the long tests.
 QUICK = (("zero2", 2), ("zero3_cpu", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4), ("zero2_tp", 2))
 ALL = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
@@ -36,7 +36,7 @@ ALL = (
 
 
 def virtual(strategy: str, output_dir: Path, *flags: str, ranks: int = 2, rank: int = 0) -> Run:
-    """FLAGS as every real run of the tests has them, without evaluations, which no virtual run has."""
+    """Run a virtual rank with FLAGS, but without evaluations, which virtual runs do not have."""
     job = ("--virtual_world_size", str(ranks), "--virtual_rank", str(rank), "--eval_steps", "0")
     return trained(strategy, output_dir, *GPT, *job, *flags, ranks=1)
 
@@ -46,16 +46,16 @@ def study(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
-def assert_same_rank(imagined: Run, real: Run, rank: int) -> None:
-    (mine,), theirs = imagined.memory["ranks"], real.memory["ranks"][rank]
-    assert mine["rank"] == theirs["rank"] == rank
-    assert mine["state"]["state_bytes"] == theirs["state"]["state_bytes"]
-    assert mine["state"]["buffer_bytes"] == theirs["state"]["buffer_bytes"]
+def assert_same_rank(imagined: Run, real_run: Run, rank: int) -> None:
+    (rank_memory,), expected = imagined.memory["ranks"], real_run.memory["ranks"][rank]
+    assert rank_memory["rank"] == expected["rank"] == rank
+    assert rank_memory["state"]["state_bytes"] == expected["state"]["state_bytes"]
+    assert rank_memory["state"]["buffer_bytes"] == expected["state"]["buffer_bytes"]
     if rank == 0:
-        # The record's traffic is rank 0's. No gloo connects virtual ranks.
+        # The record has the traffic of rank 0. Virtual ranks are not connected by gloo.
         without = {kind: {key: count[key] for key in count if key != "gloo_bytes_per_rank"}
-                   for kind, count in real.traffic["collectives"].items()}  # fmt: skip
-        assert imagined.traffic == real.traffic | {"collectives": without}
+                   for kind, count in real_run.traffic["collectives"].items()}  # fmt: skip
+        assert imagined.traffic == real_run.traffic | {"collectives": without}
 
 
 @pytest.mark.timeout(1800)
@@ -71,11 +71,11 @@ def assert_same_rank(imagined: Run, real: Run, rank: int) -> None:
     ],
 )
 def test_state_and_communication_of_a_virtual_rank_are_a_real_one_s_to_the_byte(
-    run_of: RunFactory, strategy: str, ranks: int, chosen: list[int], tmp_path: Path
+    get_run: RunFactory, strategy: str, ranks: int, chosen: list[int], tmp_path: Path
 ) -> None:
-    real = run_of(strategy, *GPT, ranks=ranks)
+    real_run = get_run(strategy, *GPT, ranks=ranks)
     for rank in chosen:
-        assert_same_rank(virtual(strategy, tmp_path / str(rank), ranks=ranks, rank=rank), real, rank)
+        assert_same_rank(virtual(strategy, tmp_path / str(rank), ranks=ranks, rank=rank), real_run, rank)
 
 
 def exact_peaks(strategy: str, output_dir: Path, *flags: str, ranks: int) -> Run:
@@ -102,7 +102,7 @@ def predicted_gib(record: Any) -> float:
 def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(
     strategy: str, ranks: int, tmp_path: Path
 ) -> None:
-    """During the steps: before them a virtual rank draws weights that a real one reads from a file."""
+    """Only during the steps: before them a virtual rank draws weights that a real one reads from a file."""
     kinds = {"real": (ranks, ()), "virtual": (1, ("--virtual_world_size", str(ranks)))}
     peaks = {}
     for kind, (processes, job) in kinds.items():
@@ -110,8 +110,8 @@ def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(
         phases = run.memory["ranks"][0]["phases"]
         peaks[kind] = {phase: phases[phase]["host"] for phase in ("first_step", "steady")}
     assert peaks["virtual"] == pytest.approx(peaks["real"], rel=0.02)
-    real = next(run for run in read_records(tmp_path).runs.itertuples() if not run.virtual)
-    assert predicted_gib(real) == pytest.approx(peaks["real"]["steady"], rel=0.05)
+    record = next(run for run in read_records(tmp_path).runs.itertuples() if not run.virtual)
+    assert predicted_gib(record) == pytest.approx(peaks["real"]["steady"], rel=0.05)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the probe sets glibc to keep no freed memory")
@@ -126,12 +126,12 @@ def test_accumulating_fsdp_has_unpartitioned_gradients_and_reduces_once_a_step(
         batch = ("--per_device_train_batch_size", "1", "--global_batch_size", str(ranks * accumulation))
         run = exact_peaks(strategy, output_dir, *batch, "--virtual_world_size", str(ranks), ranks=1)
         record = next(read_records(output_dir).runs.assign(suite="").itertuples())
-        (sent,) = (one for one in compared_of(record) if one.figure == SENT)
+        (sent,) = (single for single in compared_of(record) if single.figure == SENT)
         assert sent.predicted == pytest.approx(sent.measured, rel=1e-4)
         peaks.append((run.memory["ranks"][0]["phases"]["steady"]["host"], predicted_gib(record)))
-    (one, one_predicted), (four, four_predicted) = peaks
-    assert four > 1.1 * one
-    assert (one_predicted, four_predicted) == pytest.approx((one, four), rel=0.05)
+    (single, single_predicted), (several, several_predicted) = peaks
+    assert several > 1.1 * single
+    assert (single_predicted, several_predicted) == pytest.approx((single, several), rel=0.05)
 
 
 def test_the_last_of_a_thousand_ranks_has_the_padding_and_no_loss_is_kept(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_the_last_of_a_thousand_ranks_has_the_padding_and_no_loss_is_kept(tmp_pa
 
 
 def test_no_step_of_four_ranks_is_skipped_for_the_content_of_an_unwritten_file(tmp_path: Path) -> None:
-    """A shard of one parameter is on NVMe there. A skipped first step would leave Adam's two moments unmade."""
+    """One parameter's shard is on NVMe there. A skipped first step would leave Adam without its two moments."""
     run = virtual("zero3_nvme", tmp_path / "run", ranks=4)
     state = run.memory["ranks"][0]["state"]
     assert state["pieces"]["params.nvme.swap_files"] == 4 * (4096 // 4) * 256
@@ -159,15 +159,15 @@ def test_no_step_of_four_ranks_is_skipped_for_the_content_of_an_unwritten_file(t
 
 
 @pytest.mark.long
-def test_parameters_on_nvme_give_their_buffers_back_before_these_run_out(tmp_path: Path) -> None:
-    """Ten parameters are swapped and there are five buffers: none may be kept for its next use."""
+def test_parameters_on_nvme_release_their_buffers_before_these_run_out(tmp_path: Path) -> None:
+    """Ten parameters share five buffers, so none may keep its buffer for the next use."""
     flags = ("--model_name_or_path", "gpt2-2layers", "--max_steps", "3", "--global_batch_size", "2")
     run = virtual("zero3_nvme", tmp_path / "run", *flags)
     assert run.state == "ok"
     assert run.engine["buckets"]["max_reuse_distance"] == 0
 
 
-def test_the_third_step_sends_what_every_later_one_does(tmp_path: Path) -> None:
+def test_the_third_step_communicates_as_every_later_one(tmp_path: Path) -> None:
     third = virtual("zero3", tmp_path / "third", "--max_steps", "3")
     sixth = virtual("zero3", tmp_path / "later", "--max_steps", "8")
     assert (third.traffic["step"], sixth.traffic["step"]) == (3, 4)
@@ -175,7 +175,7 @@ def test_the_third_step_sends_what_every_later_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_path: Path) -> None:
+def test_three_depths_are_extrapolated_and_the_json_is_one_document_with_the_fit(tmp_path: Path) -> None:
     result = study(
         "--strategy", "zero2", "--world_size", "8", *GPT, "--model_name_or_path", "gpt-tiny-12layers", "--layers_fit",
         "3,4,6", "--precision", "bf16", "--runs_dir", str(tmp_path), "--json", "--seq_length", "16",
@@ -189,12 +189,12 @@ def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_
     runs = [read_run(Path(path)) for path in summary["extrapolated"]["run_dirs"]]
     assert [run.engine["model_layers"] for run in runs] == [3, 4, 6]
     assert {run.config["seq_length"] for run in runs} == {16}
-    # The line goes through the third depth as well, where there is a measurement to hold it against.
+    # The extrapolation also matches the third depth, which was measured.
     depths = [RankSummary.of_run(run) for run in runs]
     line = extrapolate(depths, "gpt-tiny-6layers", 6)
     assert line.model_parameters == depths[2].model_parameters
     assert line.state_bytes_total == pytest.approx(depths[2].state_bytes_total, rel=1e-4)
-    # The report finds the three depths by itself, and makes the line for the preset's own two layers.
+    # The report finds the three depths itself, and extrapolates to the preset's two layers.
     records = read_records(tmp_path)
     (row,) = summaries(records)
     assert (row["model"], row["setting"], row["extrapolated"]["layers"]) == ("gpt-tiny", "as shipped", 2)
@@ -202,7 +202,7 @@ def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_
 
 
 @pytest.mark.long
-def test_a_refusal_halfway_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_a_refusal_halfway_keeps_the_measured_depths(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     result = study(
@@ -223,7 +223,7 @@ def test_ctrl_c_is_one_line_and_ends_the_rank(tmp_path: Path) -> None:
                "100000", "--runs_dir", str(tmp_path)]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # A suite that runs in the background has it ignored, and hands that on.
+        # A background shell ignores SIGINT, and child processes inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + 120
@@ -239,7 +239,7 @@ def test_ctrl_c_is_one_line_and_ends_the_rank(tmp_path: Path) -> None:
     assert "another rank" not in status["reason"]
 
 
-def test_a_model_that_cannot_be_held_is_one_line_that_names_the_extrapolation(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_one_line_that_names_the_extrapolation(tmp_path: Path) -> None:
     result = study(
         "--strategy", "ddp", "--world_size", "2", *GPT, "--model_name_or_path", "gpt-1t", "--runs_dir", str(tmp_path)
     )
@@ -251,7 +251,7 @@ def test_a_model_that_cannot_be_held_is_one_line_that_names_the_extrapolation(tm
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_depths_beyond_a_threshold_are_taken_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_depths_beyond_a_threshold_are_used_if_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """About 14 of 36 layers fit, and from the sixth on stage 3 gathers twice."""
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "1.52")
     settings = [f"zero_optimization.stage3_max_{name}=4170000" for name in ("live_parameters", "reuse_distance")]
@@ -265,12 +265,12 @@ def test_depths_beyond_a_threshold_are_taken_where_they_fit(tmp_path: Path, monk
     fit = summary["extrapolated"]
     assert (fit["depths"], fit["checked_at_depth"], fit["crossed"]) == ([6, 7], 8, [])
     assert fit["whole_model"]["state"] == "unsupported"
-    # The whole model, which gathers released parameters again.
+    # The full model, which gathers released parameters a second time.
     monkeypatch.delenv(HOST_MEMORY_VARIABLE)
-    whole = virtual("zero3", tmp_path / "whole", "--model_name_or_path", "gpt-tiny-36layers", "--precision",
+    full = virtual("zero3", tmp_path / "whole", "--model_name_or_path", "gpt-tiny-36layers", "--precision",
                     "bf16-engine", "--global_batch_size", "16", "--max_steps", "3",
                     *(f"--engine_override={setting}" for setting in settings), ranks=16)  # fmt: skip
-    assert summary["collectives"] == whole.traffic["collectives"]
+    assert summary["collectives"] == full.traffic["collectives"]
 
 
 def test_more_processes_than_the_one_are_refused(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_more_processes_than_the_one_are_refused(tmp_path: Path) -> None:
 def test_the_papers_7_5_b_on_64_ranks_has_the_papers_state(
     strategy: str, papers_gb: float, depths: str | None, tmp_path: Path
 ) -> None:
-    """Stage 3 measured, and stages 1 and 2 by extrapolation."""
+    """Stage 3 is measured, stages 1 and 2 are extrapolated."""
     result = study(
         "--strategy", strategy, "--world_size", "64", *GPT, "--model_name_or_path", "gpt-7.5b", "--precision", "bf16",
         "--seq_length", "16", *(["--layers_fit", depths] if depths else []), "--runs_dir", str(tmp_path), "--json",

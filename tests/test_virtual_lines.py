@@ -1,4 +1,4 @@
-"""A line over layers: what it gives, what it must not give, and how both are shown."""
+"""Extrapolation over layers: its results, the figures that it must leave out, and how both are shown."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from study.virtual.lines import STEP_TIMES, crossed, extrapolate
 from synthetic_records import write_run
 
 AROUND, PER_LAYER, RANKS = 100, 10, 4
-# Far from every model below, unless a test says otherwise.
+# Larger than every model below, unless a test sets another value.
 LARGE = {"reduce_bucket_size": 10**9, "max_live_parameters": 10**9, "max_reuse_distance": 10**9,
          "prefetch_bucket_size": 10**9, "sub_group_size": 10**9}  # fmt: skip
 
 
 def at_depth(layers: int, strategy: str = "zero3", **changed: Any) -> RankSummary:
-    """A summary whose every figure is a line over layers."""
+    """Return a summary in which every figure is linear in the layers."""
     elements = AROUND + PER_LAYER * layers
     collectives = {
         "all_gather": {"calls": 5 * layers, "payload_bytes": 2 * elements, "wire_bytes_per_rank": 1.5 * elements},
@@ -57,55 +57,55 @@ def line(*summaries: RankSummary, layers: int = 40) -> RankSummary:
     return extrapolate(summaries, f"gpt-tiny-{layers}layers", layers)
 
 
-def how(found: RankSummary) -> Extrapolation:
-    assert found.extrapolated is not None
-    return found.extrapolated
+def extrapolation(summary: RankSummary) -> Extrapolation:
+    assert summary.extrapolated is not None
+    return summary.extrapolated
 
 
-def lines_of(strategy: str = "zero3", layers: int = 40, **buckets: int) -> RankSummary:
+def line_at(strategy: str = "zero3", layers: int = 40, **buckets: int) -> RankSummary:
     return line(*(at_depth(depth, strategy, buckets=LARGE | buckets) for depth in (2, 3, 4)), layers=layers)
 
 
-def test_a_line_is_what_the_model_itself_would_have_shown() -> None:
-    whole, found = at_depth(40), lines_of()
-    assert (how(found).crossed, how(found).not_linear) == ([], [])
-    assert dataclasses.replace(found, run_dir=whole.run_dir, extrapolated=None) == whole
+def test_an_extrapolation_equals_the_figures_of_the_model_itself() -> None:
+    full, result = at_depth(40), line_at()
+    assert (extrapolation(result).crossed, extrapolation(result).not_linear) == ([], [])
+    assert dataclasses.replace(result, run_dir=full.run_dir, extrapolated=None) == full
 
 
 @pytest.mark.parametrize("name", ["max_live_parameters", "max_reuse_distance"])
-def test_where_stage_3_begins_to_release_between_depths_and_model_there_is_no_traffic(name: str) -> None:
-    found = lines_of("zero3", 40, **{name: 300})
-    assert how(found).crossed == [name]
-    assert set(how(found).residual.values()) == {0.0}
-    assert set(found.collectives["all_gather"].values()) == {None}
+def test_if_stage_3_begins_to_release_between_depths_and_model_there_is_no_traffic(name: str) -> None:
+    result = line_at("zero3", 40, **{name: 300})
+    assert extrapolation(result).crossed == [name]
+    assert set(extrapolation(result).residual.values()) == {0.0}
+    assert set(result.collectives["all_gather"].values()) == {None}
     for figure in ("comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "host_peak_rss_gib"):
-        assert found.document()[figure] is None
-        assert figure in how(found).not_linear
+        assert result.document()[figure] is None
+        assert figure in extrapolation(result).not_linear
     # Neither reduced gradients nor model state depends on it.
-    whole = at_depth(40)
-    assert found.collectives["reduce_scatter"] == whole.collectives["reduce_scatter"]
-    assert found.state_bytes_total == whole.state_bytes_total
+    full = at_depth(40)
+    assert result.collectives["reduce_scatter"] == full.collectives["reduce_scatter"]
+    assert result.state_bytes_total == full.state_bytes_total
 
 
-def test_depths_that_are_all_beyond_a_threshold_are_a_line_again() -> None:
-    beyond = how(lines_of(max_live_parameters=300)).depths_beyond["max_live_parameters"]
+def test_depths_that_are_all_beyond_a_threshold_are_extrapolated() -> None:
+    beyond = extrapolation(line_at(max_live_parameters=300)).depths_beyond["max_live_parameters"]
     assert AROUND + PER_LAYER * beyond > 1.25 * 300
-    # The smallest of those that fit are taken, since each costs memory.
+    # The smallest depths beyond the threshold are used, since each costs memory.
     assert AROUND + PER_LAYER * (beyond - 1) <= 1.25 * 300
     deeper = line(*(at_depth(beyond + more, buckets=LARGE | {"max_live_parameters": 300}) for more in range(3)))
-    assert how(deeper).crossed == []
+    assert extrapolation(deeper).crossed == []
     assert deeper.comm_bytes_per_step == at_depth(40).comm_bytes_per_step
 
 
 @pytest.mark.parametrize(
     ("strategy", "buckets", "crossed_names", "beyond"),
     [
-        # The model of 40 layers has 500 parameters, and is passed twice between two uses of a parameter.
+        # The model of 40 layers has 500 parameters, and two passes lie between two uses of a parameter.
         ("zero3", {"max_live_parameters": 700}, [], {}),
         ("zero3", {"max_reuse_distance": 700}, ["max_reuse_distance"], {"max_reuse_distance": 78}),
         ("zero3", {"max_reuse_distance": 1000}, [], {}),
         ("zero3", {"max_reuse_distance": 0}, [], {}),
-        # A sub-group is compared with one rank's shard.
+        # A sub-group is compared with the shard of one rank.
         ("zero3", {"sub_group_size": 120}, ["sub_group_size"], {"sub_group_size": 51}),
         ("zero3", {"sub_group_size": 130}, [], {}),
         ("zero2", {"reduce_bucket_size": 300}, ["reduce_bucket_size"], {"reduce_bucket_size": 28}),
@@ -116,63 +116,63 @@ def test_depths_that_are_all_beyond_a_threshold_are_a_line_again() -> None:
 def test_a_threshold_between_depths_and_model_is_crossed_under_the_strategies_that_have_it(
     strategy: str, buckets: dict[str, int], crossed_names: list[str], beyond: dict[str, int]
 ) -> None:
-    found = lines_of(strategy, **buckets)
-    assert (how(found).crossed, how(found).depths_beyond) == (crossed_names, beyond)
+    result = line_at(strategy, **buckets)
+    assert (extrapolation(result).crossed, extrapolation(result).depths_beyond) == (crossed_names, beyond)
     if strategy == "zero2":
-        assert found.run_figures["host_peak_rss_gib"] is None
+        assert result.run_figures["host_peak_rss_gib"] is None
     if "sub_group_size" in crossed_names:
-        assert found.sent_bytes_per_step == at_depth(40).sent_bytes_per_step
+        assert result.sent_bytes_per_step == at_depth(40).sent_bytes_per_step
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_full_buckets_are_counted_in_steps_and_their_bytes_are_a_line(strategy: str) -> None:
-    found, whole = lines_of(strategy, reduce_bucket_size=110), at_depth(40)
-    assert how(found).crossed == ["reduce_bucket_size"]
-    # Every depth is beyond it, and deeper ones would do no better.
-    assert how(found).depths_beyond == {}
-    assert found.collectives["reduce_scatter"] == whole.collectives["reduce_scatter"] | {"calls": None}
-    assert found.comm_calls_per_step is None
-    assert found.comm_bytes_per_step == whole.comm_bytes_per_step
-    assert found.run_figures["host_peak_rss_gib"] == whole.run_figures["host_peak_rss_gib"]
-    # A bucket that no layer fits into is full after every parameter.
-    assert how(lines_of(strategy, reduce_bucket_size=9)).crossed == []
+    result, full = line_at(strategy, reduce_bucket_size=110), at_depth(40)
+    assert extrapolation(result).crossed == ["reduce_bucket_size"]
+    # Every depth is beyond it, so deeper ones do not help.
+    assert extrapolation(result).depths_beyond == {}
+    assert result.collectives["reduce_scatter"] == full.collectives["reduce_scatter"] | {"calls": None}
+    assert result.comm_calls_per_step is None
+    assert result.comm_bytes_per_step == full.comm_bytes_per_step
+    assert result.run_figures["host_peak_rss_gib"] == full.run_figures["host_peak_rss_gib"]
+    # If no layer fits into the bucket, each parameter fills one.
+    assert extrapolation(line_at(strategy, reduce_bucket_size=9)).crossed == []
 
 
 def test_ddp_fills_its_buckets_with_fp32_and_without_an_engine_s_buckets_no_threshold_is_known() -> None:
     first = at_depth(2, "ddp", buckets={"ddp_bucket_bytes": 800})
-    found = crossed(first, 500, PER_LAYER)
-    assert {name: one.straight_from for name, one in found.items()} == {"ddp_bucket_bytes": None}
+    result = crossed(first, 500, PER_LAYER)
+    assert {name: threshold.straight_from for name, threshold in result.items()} == {"ddp_bucket_bytes": None}
     assert crossed(first, 200, PER_LAYER) == {}
-    assert how(line(*(at_depth(depth, buckets=None) for depth in (2, 3, 4)))).crossed == []
+    assert extrapolation(line(*(at_depth(depth, buckets=None) for depth in (2, 3, 4)))).crossed == []
 
 
-def test_a_state_of_which_a_part_is_no_line_has_no_sum_and_shows_none() -> None:
+def test_a_state_with_a_nonlinear_part_has_no_sum_and_shows_none() -> None:
     state = at_depth(4).state_bytes_per_rank
     bent = dict(state) | {"params": dict(state["params"]) | {"device": 2 * 2 * (AROUND + PER_LAYER * 4)}}
-    found = line(at_depth(2), at_depth(3), at_depth(4, state_bytes_per_rank=bent))
-    assert found.state_bytes_per_rank["params"]["device"] is None
-    assert found.state_bytes_total is None
-    # How far it is off its line is of nothing that is shown.
-    assert how(found).largest_residual_of_state < 1e-9
-    lines = list(describe(found))
+    result = line(at_depth(2), at_depth(3), at_depth(4, state_bytes_per_rank=bent))
+    assert result.state_bytes_per_rank["params"]["device"] is None
+    assert result.state_bytes_total is None
+    # The residual of a figure that is not shown does not count.
+    assert extrapolation(result).largest_residual_of_state < 1e-9
+    lines = list(describe(result))
     assert "  model state  ?" in lines
     assert "    params     ? on device" in lines
     assert "    grads      0" in lines
-    assert table([found]).rows[0][:5] == ["zero3", "bf16-engine", "?", "0 B", "500 B"]
+    assert table([result]).rows[0][:5] == ["zero3", "bf16-engine", "?", "0 B", "500 B"]
 
 
-def test_what_the_third_depth_is_off_grows_on_the_way_to_the_model() -> None:
-    """Half a percent at 4 layers, and 0.6 of 20 GiB at 40."""
-    off = at_depth(4, memory_gib_by_phase={"init": peaks(4.0), "steady": peaks(2.01)})
-    near, far = line(at_depth(2), at_depth(3), off, layers=5), line(at_depth(2), at_depth(3), off)
+def test_the_residual_of_the_third_depth_grows_on_the_way_to_the_model() -> None:
+    """A residual of 0.5 % at 4 layers becomes 0.6 of 20 GiB at 40."""
+    deviating = at_depth(4, memory_gib_by_phase={"init": peaks(4.0), "steady": peaks(2.01)})
+    shallow, deep = line(at_depth(2), at_depth(3), deviating, layers=5), line(at_depth(2), at_depth(3), deviating)
     key = "phase.steady.host"
-    assert how(near).residual[key] == how(far).residual[key] == pytest.approx(0.01 / 2.01)
-    assert how(far).residual_at_target[key] == pytest.approx(0.01 * 38 / 2 / 20)
-    assert how(near).largest_residual_at_target == pytest.approx(0.01 * 3 / 2 / 2.5)
-    assert how(near).furthest_figure == key
+    assert extrapolation(shallow).residual[key] == extrapolation(deep).residual[key] == pytest.approx(0.01 / 2.01)
+    assert extrapolation(deep).residual_at_target[key] == pytest.approx(0.01 * 38 / 2 / 20)
+    assert extrapolation(shallow).largest_residual_at_target == pytest.approx(0.01 * 3 / 2 / 2.5)
+    assert extrapolation(shallow).furthest_figure == key
     worse = at_depth(4, memory_gib_by_phase={"init": peaks(4.0), "steady": peaks(2.03)})
     bent = line(at_depth(2), at_depth(3), worse)
-    assert how(bent).residual[key] < 0.02 < how(bent).residual_at_target[key]
+    assert extrapolation(bent).residual[key] < 0.02 < extrapolation(bent).residual_at_target[key]
     assert bent.memory_gib_by_phase == {"init": peaks(40.0), "steady": peaks(None)}
     assert bent.run_figures["host_peak_rss_gib"] is None
     assert "  peak in steady      host ?" in list(describe(bent))
@@ -183,8 +183,8 @@ def test_the_peak_is_the_largest_phase_of_the_model_and_not_of_its_depths() -> N
         figures = at_depth(layers).run_figures | {"host_peak_rss_gib": 10.0}
         return {"memory_gib_by_phase": {"init": peaks(10.0), "steady": peaks(1.0 * layers)}, "run_figures": figures}
 
-    found = line(*(at_depth(depth, **phases(depth)) for depth in (2, 3, 4)))
-    assert found.run_figures["host_peak_rss_gib"] == 40.0
+    result = line(*(at_depth(depth, **phases(depth)) for depth in (2, 3, 4)))
+    assert result.run_figures["host_peak_rss_gib"] == 40.0
 
 
 def test_a_collective_that_the_first_depth_never_sent_is_not_lost() -> None:
@@ -196,12 +196,12 @@ def test_a_collective_that_the_first_depth_never_sent_is_not_lost() -> None:
     assert grows.collectives["broadcast"] == {"calls": 38, "payload_bytes": 304, "wire_bytes_per_rank": 304.0}
     jumps = line(sends(2, 0), sends(3, 1), sends(4, 1))
     assert set(jumps.collectives["broadcast"].values()) == {None}
-    assert "collective.broadcast.calls" in how(jumps).not_linear
+    assert "collective.broadcast.calls" in extrapolation(jumps).not_linear
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Record of one virtual rank."""
+    """Return the record of one virtual rank."""
     path = write_run(tmp_path, "zero3", virtual=True, ranks=64, gpu=False, config={"global_batch_size": 64},
                      engine={"virtual_rank": 0, "model_parameters": 2_500_000, "model_layers": 2, "preset_layers": 2,
                              "emulated_device_memory_gib": None, "per_device_train_batch_size": 1,
@@ -214,18 +214,18 @@ def run(tmp_path: Path) -> Run:
 def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> None:
     measured = RankSummary.of_run(run)
     assert set(SUMMARY_KEYS) <= set(measured.document())
-    found = line(*(dataclasses.replace(measured, model_layers=layers) for layers in (2, 3, 4)))
-    assert set(found.document()) == set(measured.document())
+    result = line(*(dataclasses.replace(measured, model_layers=layers) for layers in (2, 3, 4)))
+    assert set(result.document()) == set(measured.document())
     assert measured.sent_bytes_per_step == run.traffic["collectives"]["all_reduce"]["wire_bytes_per_rank"]
     assert (measured.seq_length, measured.per_device_train_batch_size) == (64, 1)
 
 
 def test_a_rank_is_the_same_in_its_record_and_in_the_table_of_records(run: Run) -> None:
-    of_run, of_row = RankSummary.of_run(run), RankSummary.of_row(run_row(run))
-    assert of_row.run_figures == {peak: of_run.run_figures[peak] for peak in PEAKS}
-    # Fields that no report uses, and snapshots that this record does not have.
-    others = {name: getattr(of_row, name) for name in ("run_dir", "memory_gib_by_phase", "run_figures")}
-    assert dataclasses.replace(of_run, **others, grads_by_moment={}) == of_row
+    from_run, from_row = RankSummary.of_run(run), RankSummary.of_row(run_row(run))
+    assert from_row.run_figures == {peak: from_run.run_figures[peak] for peak in PEAKS}
+    # Fields that no report uses, and snapshots that this record lacks.
+    ignored = {name: getattr(from_row, name) for name in ("run_dir", "memory_gib_by_phase", "run_figures")}
+    assert dataclasses.replace(from_run, **ignored, grads_by_moment={}) == from_row
 
 
 def test_a_rank_and_a_line_are_described_with_their_thresholds_and_without_unknown_state() -> None:
@@ -235,38 +235,39 @@ def test_a_rank_and_a_line_are_described_with_their_thresholds_and_without_unkno
     assert "    params     ? on device, ? on host, ? on nvme" in lines
     assert "  ring bytes per step  600 B in 60 calls, payload 800 B" in lines
     assert "    all_gather      300 B in 50 calls, payload 400 B" in lines
-    found = lines_of(max_live_parameters=300)
-    tried = dataclasses.replace(how(found), whole_model={"state": "oom", "reason": "CUDA out of memory"})
-    text = "\n".join(describe(dataclasses.replace(found, extrapolated=tried)))
-    for said in (
+    result = line_at(max_live_parameters=300)
+    tried = dataclasses.replace(extrapolation(result), whole_model={"state": "oom", "reason": "CUDA out of memory"})
+    text = "\n".join(describe(dataclasses.replace(result, extrapolated=tried)))
+    for phrase in (
         "crosses max_live_parameters: figures that depend on it are ?; --layers_fit 28,29,30 starts beyond max_live",
         "the whole model: oom: CUDA out of memory", f"    {STATE_KINDS[0]:<10} 1.000 kB on device",
     ):  # fmt: skip
-        assert said in text
+        assert phrase in text
 
 
 @pytest.mark.parametrize(
-    ("size", "shown"),
+    ("size", "text"),
     [
         (None, "?"), (0, "0 B"), (3508736, "3.509 MB"), (11_234_567, "11.23 MB"), (1.88e9, "1.880 GB"),
         (1234.4e9, "1234 GB"), (16.13e12, "16130 GB"),
     ],
 )  # fmt: skip
-def test_a_size_has_four_digits(size: float | None, shown: str) -> None:
-    assert format_bytes(size) == shown
+def test_a_size_has_four_digits(size: float | None, text: str) -> None:
+    assert format_bytes(size) == text
 
 
 @pytest.mark.parametrize(
     ("after_backward", "before_step", "expected"),
     [
-        # One unpartitioned gradient outweighs the shards of three shallow models, but not those of forty layers.
+        # One unpartitioned gradient is larger than the shards of three shallow models, but not than those of forty
+        # layers.
         ((100, 100, 100), (20, 30, 40), 400),
-        # The part that is reduced after backward varies, which matters only where it is the larger one.
+        # The part that is reduced after backward varies, which matters only if it is the larger one.
         ((0, 0, 17), (20, 30, 40), 400),
         ((0, 0, 45), (20, 30, 40), None),
     ],
 )
-def test_gradients_are_the_larger_of_two_readings_also_where_another_one_is_larger_in_the_whole_model(
+def test_gradients_are_the_larger_of_two_readings_even_if_the_other_is_larger_in_the_full_model(
     after_backward: tuple[int, ...], before_step: tuple[int, ...], expected: int | None
 ) -> None:
     nothing, depths = dict.fromkeys(STATE_PLACES, 0), []
@@ -275,6 +276,6 @@ def test_gradients_are_the_larger_of_two_readings_also_where_another_one_is_larg
         state = at_depth(layers).state_bytes_per_rank | {"grads": nothing | {"device": max(after, before)}}
         readings = {name: nothing | {"device": size} for name, size in sizes.items()}
         depths.append(at_depth(layers, state_bytes_per_rank=state, grads_by_moment=readings))
-    found = line(*depths)
-    assert found.state_bytes_per_rank["grads"]["device"] == expected
-    assert ("state.grads.device" in how(found).not_linear) == (expected is None)
+    result = line(*depths)
+    assert result.state_bytes_per_rank["grads"]["device"] == expected
+    assert ("state.grads.device" in extrapolation(result).not_linear) == (expected is None)

@@ -67,8 +67,8 @@ REFUSALS = {
 def test_a_misuse_is_one_line_before_anything_runs(
     arguments: tuple[tuple[str, ...], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked, says = arguments
-    assert main(["virtual", *asked, "--runs_dir", str(tmp_path / "runs")]) == 2
+    flags, says = arguments
+    assert main(["virtual", *flags, "--runs_dir", str(tmp_path / "runs")]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
@@ -87,16 +87,16 @@ def test_a_file_where_lines_are_kept_is_refused_before_the_depths_run(
 
 
 def test_each_strategy_is_run_once() -> None:
-    every = tuple(name for name in STUDIED_STRATEGIES if name != "single")
+    names = tuple(name for name in STUDIED_STRATEGIES if name != "single")
     assert _strategies("zero0,zero0") == ("zero0",)
-    assert set(_strategies("zero1,all")) == set(_strategies("all")) == set(every)
+    assert set(_strategies("zero1,all")) == set(_strategies("all")) == set(names)
 
 
 def test_a_gpus_step_time_is_of_steps_after_the_warm_up_and_the_watched_one() -> None:
-    asked = RunConfig(virtual_world_size=8, scale="laptop")
-    assert resolved(asked, accelerator_visible=True).max_steps > LEAST_WARMUP_STEPS + 1
-    # Without one no time is taken, and three steps are the fewest of which the last is like all later ones.
-    shortest = resolved(asked, accelerator_visible=False)
+    config = RunConfig(virtual_world_size=8, scale="laptop")
+    assert resolved(config, accelerator_visible=True).max_steps > LEAST_WARMUP_STEPS + 1
+    # Without a GPU no time is measured, and three steps are the fewest whose last one is like all later ones.
+    shortest = resolved(config, accelerator_visible=False)
     assert shortest.max_steps == 3
     refuse_what_no_virtual_run_has(shortest)
     epoch = RunConfig(virtual_world_size=4, max_steps=0, num_train_epochs=1, train_samples=12, global_batch_size=4)
@@ -120,18 +120,18 @@ def test_a_relative_path_starts_where_the_command_was_typed_and_a_preset_is_not_
     for name in ("mymodel", "reviews", "builtin", "gpt-tiny"):
         (tmp_path / name).mkdir()
     config = RunConfig(model_name_or_path="./mymodel", data="reviews", nvme_path="nvme", tokenizer_name="some/hub-id")
-    found = _with_absolute_paths(config)
-    assert (found.model_name_or_path, found.data) == (str(tmp_path / "mymodel"), str(tmp_path / "reviews"))
-    assert (found.nvme_path, found.tokenizer_name) == (str(tmp_path / "nvme"), "some/hub-id")
+    absolute = _with_absolute_paths(config)
+    assert (absolute.model_name_or_path, absolute.data) == (str(tmp_path / "mymodel"), str(tmp_path / "reviews"))
+    assert (absolute.nvme_path, absolute.tokenizer_name) == (str(tmp_path / "nvme"), "some/hub-id")
     for config in (RunConfig(data="builtin"), RunConfig(model_name_or_path="gpt-tiny")):
         assert _with_absolute_paths(config) == config
 
 
 def test_of_two_flags_for_one_key_each_setting_is_kept(tmp_path: Path) -> None:
     overrides = ("zero_optimization.reduce_bucket_size=5", "zero_optimization.stage3_max_live_parameters=7")
-    # As argparse gives it: `study virtual` has a name for bf16 that is none of study/train.py.
-    asked = RunConfig(engine_override=overrides, virtual_world_size=4, virtual_rank=1, precision="bf16")
-    cell = VirtualRequest(("zero3",), asked, None, tmp_path, NO_GPU).cell("zero3")
+    # As argparse returns it: `study virtual` has another name for bf16 than study/train.py.
+    config = RunConfig(engine_override=overrides, virtual_world_size=4, virtual_rank=1, precision="bf16")
+    cell = VirtualRequest(("zero3",), config, None, tmp_path, NO_GPU).cell("zero3")
     flags = cell.flags(tmp_path / "run")
     assert [flag for flag in flags if flag.startswith("--engine_override")] == [
         f"--engine_override={item}" for item in overrides
@@ -140,36 +140,36 @@ def test_of_two_flags_for_one_key_each_setting_is_kept(tmp_path: Path) -> None:
     assert cell.config.precision == "bf16-engine"
 
 
-def launch_of(strategy: str, ranks: int) -> Launch:
+def make_launch(strategy: str, ranks: int) -> Launch:
     return Launch(read_strategy(strategy), ranks, 0, 0, 1, virtual=True)
 
 
-def config_of(model: str, ranks: int) -> RunConfig:
-    asked = RunConfig(
+def make_config(model: str, ranks: int) -> RunConfig:
+    config = RunConfig(
         task="gpt-wikitext", scale="laptop", model_name_or_path=model, precision="bf16-engine", virtual_world_size=ranks
     )
-    return resolved(asked, accelerator_visible=False)
+    return resolved(config, accelerator_visible=False)
 
 
-def test_what_is_offloaded_is_host_memory_beside_a_gpu_too() -> None:
-    config = config_of("gpt-20b", 2)
+def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
+    config = make_config("gpt-20b", 2)
     shape = shape_of(config)
-    offloaded, kept, on_nvme = (
-        needed_host_bytes(config, launch_of(name, 2), shape, on_gpu=True)
+    offloaded, on_device, on_nvme = (
+        needed_host_bytes(config, make_launch(name, 2), shape, on_gpu=True)
         for name in ("zero3_cpu", "zero3", "zero3_nvme")
     )
-    # Half of the model in bf16, its gradients, and fp32 weights with two moments: 16 bytes of each parameter.
-    assert offloaded - kept > 16 * 19.9e9 / 2
-    assert kept < on_nvme < offloaded
+    # Half of the model in bf16, its gradients, and fp32 weights with two moments: 16 bytes per parameter.
+    assert offloaded - on_device > 16 * 19.9e9 / 2
+    assert on_device < on_nvme < offloaded
 
 
-def test_a_need_that_no_depth_lowers_leaves_no_layers() -> None:
-    config, launch = config_of("gpt-1t", 64), launch_of("zero3", 64)
+def test_memory_that_does_not_depend_on_depth_leaves_no_layers() -> None:
+    config, launch = make_config("gpt-1t", 64), make_launch("zero3", 64)
     assert layers_within(2**30, config, launch, on_gpu=True) == 0
     assert layers_within(2**40, config, launch, on_gpu=False) > 0
 
 
-def test_a_run_alone_that_is_ended_blames_no_other_rank() -> None:
+def test_an_interrupted_single_rank_does_not_report_another_rank() -> None:
     assert "another rank" in ending_of(Terminated()).reason
     assert ending_of(Terminated(), alone=True) == Ending(
         "interrupted", "ended by SIGTERM: from outside", "run it again"
