@@ -223,18 +223,18 @@ def _stage1(request: Request) -> Iterator[Snapshot]:
     staging = request.shape.largest_trained * weight if offloaded else 0
     for param in reversed(request.shape.trained_params):
         grads += param.elements * width
-        sharded = float(total * width) + param.elements * weight if request.accumulation > 1 else grads
-        yield Snapshot(param.place, sharded, bucket.bytes + staging, param=param, arrival=True)
-    local_params, moved, sharded, in_bucket = {param for param, _ in own_shards(request)}, 0, 0.0, 0
+        gradient_bytes = float(total * width) + param.elements * weight if request.accumulation > 1 else grads
+        yield Snapshot(param.place, gradient_bytes, bucket.bytes + staging, param=param, arrival=True)
+    local_params, moved, gradient_bytes, in_bucket = {param for param, _ in own_shards(request)}, 0, 0.0, 0
     # Elements of this rank's gradients larger than the bucket: freed after the copy. Those of other ranks stay.
     local_large = 0
 
     def reduced() -> Iterator[Snapshot]:
-        nonlocal sharded, in_bucket
+        nonlocal gradient_bytes, in_bucket
         unsharded = float((total - moved) * width)
-        yield Snapshot(BEFORE, unsharded + sharded, bucket.bytes + staging + bucket.reduced_bytes, step=True)
-        sharded, in_bucket = sharded + (0 if offloaded else in_bucket * width), 0
-        yield Snapshot(BEFORE, unsharded + sharded, bucket.bytes + staging, step=True)
+        yield Snapshot(BEFORE, unsharded + gradient_bytes, bucket.bytes + staging + bucket.reduced_bytes, step=True)
+        gradient_bytes, in_bucket = gradient_bytes + (0 if offloaded else in_bucket * width), 0
+        yield Snapshot(BEFORE, unsharded + gradient_bytes, bucket.bytes + staging, step=True)
 
     for param in request.shape.trained_params:
         if bucket.is_full_with(param):
@@ -248,7 +248,7 @@ def _stage1(request: Request) -> Iterator[Snapshot]:
             local_large += param.elements
         in_bucket += param.elements if param in local_params else 0
     yield from reduced()
-    yield from _flat_step(request, sharded, staging)
+    yield from _flat_step(request, gradient_bytes, staging)
 
 
 def _stage2(request: Request) -> Iterator[Snapshot]:
