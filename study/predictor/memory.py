@@ -18,8 +18,8 @@ from study.predictor.request import FP32_BYTES, Estimate, Memory, Request, same_
 from study.predictor.state import accumulated_bytes, persistent_params, shard_elements, state_of, sub_groups, unswapped
 from study.predictor.time import estimate
 
-# LIBRARIES_BYTES of a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1, measured
-# with torch 2.13, transformers 5.17 and deepspeed 0.19.8; with DeepSpeed it is 0.48 GiB.
+# LIBRARIES_BYTES of a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1,
+# measured with torch 2.13, transformers 5.17 and deepspeed 0.19.8; with DeepSpeed it is 0.48 GiB.
 CPU_LIBRARIES_BYTES, CPU_ENGINE_BYTES = 0.402 * GIB, 0.007 * GIB
 # Python objects per module that stage 3 hooks: fitted to the excess memory of virtual ranks of models with 31 to 1002
 # modules.
