@@ -201,14 +201,14 @@ class Request:
 
     @property
     def moments_bytes(self) -> float:
-        """Bytes per parameter of both AdamW moments. 8-bit moments have an fp32 scale per 256 elements (bitsandbytes)."""
+        """Bytes per parameter of both AdamW moments. 8-bit moments add 4 bytes per 256 elements (bitsandbytes)."""
         if self.optimizer == "adamw_8bit":
             return 2 * (1 + 4 / 256)
         return 4.0 if self.pure or (self.strategy.zero_stage and self.settings.bf16_moments) else 8.0
 
     @functools.cached_property
     def without_micro_batch(self) -> Request:
-        """This request with micro-batch 1 and accumulation at most 2, a key that requests share if only these differ."""
+        """This request with micro-batch 1 and accumulation at most 2, a cache key shared if only these differ."""
         return dataclasses.replace(self, micro_batch=1, accumulation=min(2, self.accumulation))
 
     @property
