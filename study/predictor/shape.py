@@ -378,7 +378,7 @@ def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _shape_of_words(text: str) -> ModelShape:
-    """Parse layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama if it has a size that only Llama has."""
+    """Parse layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama if it has one of Llama's sizes."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     words = dict(pairs)
     if len(words) < len(pairs):
