@@ -242,8 +242,8 @@ def aligned(size: float) -> int:
     return math.ceil(size / SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
 
 
-# Model state per parameter of a model so large that padding is negligible, and with enough tensors that a fraction of the
-# sub-groups is that fraction of the model. It is a lower bound: a model that exceeds the memory by it does not fit.
+# Model state per parameter of a model so large that padding is negligible, and with enough tensors that a fraction of
+# the sub-groups is that fraction of the model. It is a lower bound: a model that exceeds the memory by it does not fit.
 _LARGE, _LARGE_LAYERS = 2**50, 2**10
 
 

@@ -82,7 +82,7 @@ def model_of(request: Request) -> Any:
     try:
         model = kind(settings).train()
         if shape.lora_rank is not None:
-            # Adapters are created with the model's type and device. peft then moves them, which a fake tensor cannot do.
+            # Adapters are created with the model's type and device. peft then moves them, but fake tensors cannot move.
             torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
             task: Task = "gpt-wikitext" if shape.family == "causal-lm" else "bert-imdb"
             add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=shape.lora_rank))
