@@ -147,14 +147,14 @@ class Scored:
     @property
     def peak_error(self) -> float | None:
         """Relative error of the predicted peak; None if there is no prediction or measurement."""
-        known = self.predicted_peak_gib is not None and self.peak_gib
-        return self.predicted_peak_gib / self.peak_gib - 1 if known else None  # type: ignore[operator]
+        is_comparable = self.predicted_peak_gib is not None and self.peak_gib
+        return self.predicted_peak_gib / self.peak_gib - 1 if is_comparable else None  # type: ignore[operator]
 
     @property
     def step_error(self) -> float | None:
         """Relative error of the predicted step time; None if there is no prediction or measurement."""
-        known = self.predicted_step_s is not None and self.step_s
-        return self.predicted_step_s / self.step_s - 1 if known else None  # type: ignore[operator]
+        is_comparable = self.predicted_step_s is not None and self.step_s
+        return self.predicted_step_s / self.step_s - 1 if is_comparable else None  # type: ignore[operator]
 
 
 def score(row: Measured) -> Scored:

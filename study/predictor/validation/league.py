@@ -64,17 +64,17 @@ def searched(rows: list[Measured], start: Constants) -> Constants:
     """Minimize the mean error by Nelder-Mead, over factors of the starting constants."""
     first = dataclasses.asdict(start)
 
-    def constants_of(factors: numpy.ndarray) -> Constants:
+    def scale_constants(factors: numpy.ndarray) -> Constants:
         values = {
             name: float(value * abs(factor)) for (name, value), factor in zip(first.items(), factors, strict=True)
         }
         return Constants(**values | {name: min(1.0, values[name]) for name in ("sustained", "hidden_share")})
 
     result = minimize(
-        lambda factors: mean_error(rows, constants_of(factors)), numpy.ones(len(first)), method="Nelder-Mead",
+        lambda factors: mean_error(rows, scale_constants(factors)), numpy.ones(len(first)), method="Nelder-Mead",
         options={"maxiter": 4000, "xatol": 1e-3, "fatol": 1e-5, "adaptive": True},
     )  # fmt: skip
-    return constants_of(result.x)
+    return scale_constants(result.x)
 
 
 def write() -> str:
@@ -142,7 +142,7 @@ def standings(rows: Sequence[Measured]) -> list[Standing]:
 
 
 def _other_estimates(rows: Sequence[Measured]) -> list[dict[str, float | None]]:
-    """Return the other tools' estimates per row; those that import torch (Accelerate, DeepSpeed) run in a subprocess."""
+    """Return the other tools' estimates per row; those of libraries that import torch run in a subprocess."""
     figures = []
     for request in (row.request for row in rows):
         strategy = request.strategy
