@@ -239,7 +239,7 @@ def _unknown(name: str) -> UserError:
     device = _spelled(re.sub(rf"^(?:{_COUNT})*", "", name.strip(), flags=re.IGNORECASE))
     suggestion = did_you_mean(device, [advice for advice in BOX_NAMES if advice[0] == device[:1]], cutoff=0.5)
     advice = f"{suggestion}write it as" if suggestion else f"use one of {', '.join(BOX_NAMES)}, as in"
-    return UserError(f"unknown hardware {brief(name)}", f"{advice} 8xH100, or 4x8xH100 for four nodes")
+    return UserError(f"unknown hardware {brief(name)}", f"{advice} 8xH100, or 4x8xH100 (4 nodes)")
 
 
 def _this() -> Hardware:

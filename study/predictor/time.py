@@ -363,7 +363,7 @@ def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
         " recomputation; HFU includes recomputation"
     ]
     if device.peak_tflops.get(name) is None and name not in device.matmul_tflops:
-        notes.append(f"{device.name} has no {name} units: the rate is that of fp32 at best")
+        notes.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
     elif name not in device.matmul_tflops:
         notes.append(
             f"{device.name}'s best matrix product is not published: {_MEASURED_OVER_PEAK:.0%} of its peak is assumed"
