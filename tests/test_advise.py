@@ -528,7 +528,7 @@ def test_sizes_state_whether_the_output_layer_is_the_embedding() -> None:
     [
         ("gtp2", "H100", (), "did you mean gpt2"),
         ("gpt2", "8xH10O", (), "did you mean H100"),
-        ("layers=2,hidden=64", "H100", (), "does not say its heads, vocabulary"),
+        ("layers=2,hidden=64", "H100", (), "does not set its heads, vocabulary"),
         (f"{SIZES},tied=no", "H100", (), "neither true nor false"),
         (LLAMA_8B[:-1] + "5", "H100", (), "5 key heads do not divide 32 heads"),
         ("gpt2", "H100", ("--seq_length", "1025"), "gpt2 has 1024 positions"),

@@ -162,9 +162,9 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "gpt-tiny", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
         ({"model": "gpt2-3layers", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
         ({"model": "gpt-tiny", "attn_implementation": "paged"}, ["--attn_implementation paged", "sdpa_causal"]),
-        ({"model": "bert-tiny", "task": "bert-imdb", "attn_implementation": "sdpa_causal"}, ["in both directions"]),
-        ({"model": "gpt-neo-2.7b", "attn_implementation": "sdpa_causal"}, ["computes its attention itself"]),
-        ({"model": "gemma-2-9b", "attn_implementation": "sdpa_causal"}, ["caps the scores"]),
+        ({"model": "bert-tiny", "task": "bert-imdb", "attn_implementation": "sdpa_causal"}, ["bidirectional"]),
+        ({"model": "gpt-neo-2.7b", "attn_implementation": "sdpa_causal"}, ["has a custom attention"]),
+        ({"model": "gemma-2-9b", "attn_implementation": "sdpa_causal"}, ["caps its attention scores"]),
         ({"model": "gpt-tiny", "attn_implementation": "flash_attention_2"}, ["flash_attention_2", "use sdpa"]),
     ],
 )  # fmt: skip

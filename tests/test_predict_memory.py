@@ -429,7 +429,7 @@ def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp
     assert positions(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}) == 2048
     # Its config states the positions after stretching.
     assert positions(rope_scaling={"rope_type": "llama3", "factor": 8.0}) == 512
-    with pytest.raises(UserError, match="fewer bits"):
+    with pytest.raises(UserError, match="quantized weights are not supported"):
         positions(quantization_config={"load_in_4bit": True})
     with pytest.raises(UserError, match="twice"):
         model_shape("layers=2,layers=3,hidden=64,heads=2,vocabulary=100")

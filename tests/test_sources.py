@@ -337,7 +337,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no label": ("bert-imdb", table_file({"text": TEXT, "stars": TEXT}), "columns text, stars; needed: text, label"),
     "no text": ("gpt-wikitext", table_file({"content": TEXT}), "columns content; needed: text"),
     "text of numbers": ("gpt-wikitext", table_file({"text": [1, 2, 3]}), "`text` column of int64"),
-    "text with gaps": ("gpt-wikitext", table_file({"text": ["a", None]}), "with gaps"),
+    "text with gaps": ("gpt-wikitext", table_file({"text": ["a", None]}), "missing values"),
     "labels of words": ("bert-imdb", table_file({"text": TEXT, "label": ["pos"] * 6}), "`label` column of 'string'"),
     "labels of stars": ("bert-imdb", table_file({"text": TEXT, "label": [1, 2, 3, 4, 5, 0]}), "0, 1, 2, 3, 4"),
     "unlabelled": ("bert-imdb", table_file({"text": TEXT, "label": [-1] * 6}), "`label` column of -1"),

@@ -63,7 +63,7 @@ def test_no_row_both_fits_a_constant_and_scores_it() -> None:
 def test_arithmetic_rejects_impossible_rows() -> None:
     row = next(row for row in COUNTED if row.step_s and row.peak_bytes)
     assert row.step_s is not None
-    assert "TFLOP/s, and the device has" in (impossible(dataclasses.replace(row, step_s=row.step_s / 1000)) or "")
+    assert "TFLOP/s, but the device's peak is" in (impossible(dataclasses.replace(row, step_s=row.step_s / 1000)) or "")
     assert "weights and optimizer alone are" in (impossible(dataclasses.replace(row, peak_bytes=GIB)) or "")
     assert impossible(row) is None
 

@@ -1,7 +1,7 @@
-"""Model families as one table: parameters, modules in the order of their calls, and what autograd keeps of a layer.
+"""Table of model families: parameters, modules in call order, and tensors that autograd saves per layer.
 
-All is read off the modelling code of transformers 5.17. Tests compare it with the models themselves, and the kept
-tensors with those that study/predictor/traced.py counts on the live code.
+The entries follow the modelling code of transformers 5.17. Tests compare them with the models, and the saved tensors
+with those that study/predictor/traced.py counts on the live code.
 """
 
 from __future__ import annotations
@@ -11,74 +11,76 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Kept:
-    """Tensors that autograd keeps of one layer, by width: in fp32 whatever the precision, and in the computing type."""
+    """Number of tensors that autograd saves per layer, by width: always fp32 (`wide`), or in the computing type."""
 
     hidden: float
     inner: float
-    # Of all query heads, and of all key heads.
+    # Width of all query heads, and of all key heads.
     query: float = 0.0
     key: float = 0.0
-    # Under autocast norms put out fp32, and linear layers cast it: so many tensors of the width stay in each type.
+    # With autocast norms return fp32 and linear layers cast it: tensors of the hidden width in each type.
     autocast_wide: int = 0
     autocast_hidden: float = 0.0
-    # In 16 bits norms of some families compute in fp32.
+    # In 16 bits the norms of some families compute in fp32.
     engine_wide: int = 0
     engine_hidden: float = 0.0
 
 
-# A name is a module with parameters, "-" one without; a list is a module around others.
+# A name is a module with parameters, "-" one without; a list is a module that contains others.
 Tree = list["str | Tree"]
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    # Before the layers, of one layer, and after them, in the order of the model: a module, the sizes of its weight, and
-    # its bias: "+" always, "+attention" and "+mlp" where the configuration says so.
+    """One architecture: its parameters, call order and saved tensors."""
+
+    # Before the layers, of one layer, and after them, in model order: a module, the sizes of its weight, and its bias:
+    # "+" always, "+attention" and "+mlp" if the configuration sets it.
     parameters: tuple[str, str, str]
-    # Modules as they are called: stage 3 gathers ahead at every one of them, also where it has no parameters.
+    # Modules in call order: stage 3 prefetches at each of them, including those without parameters.
     calls: tuple[Tree, Tree, Tree]
-    # With a fused attention (None: transformers has none that is counted here), and with attention by hand, which keeps
+    # With a fused attention (None: transformers has none that is counted here), and with eager attention, which saves
     # its scores, and key heads repeated for every query head.
     fused: Kept | None
     eager: Kept
-    # Norms, rotary positions and the gate in one kernel each: a norm keeps its input and output, the gate its two
-    # inputs and their product. So do Liger's rms_norm.py and swiglu.py, and torch.compile's min-cut partitioner.
+    # Norms, rotary positions and the gate in one kernel each: a norm saves its input and output, the gate its two
+    # inputs and their product, as Liger's rms_norm.py and swiglu.py and torch.compile's min-cut partitioner do.
     in_kernels: Kept | None = None
-    # Two matrices go into the feed-forward block.
+    # The feed-forward block has two input matrices.
     gated: bool = False
     tied: bool = True
     attention_bias: bool = False
-    # The configuration need not give the feed-forward block's width: it is four times the model's.
+    # Without a configured feed-forward width it is four times the hidden width.
     inner_is_free: bool = False
-    # transformers' Conv1D holds (in, out).
+    # Weights are (in, out), as in transformers' Conv1D.
     transposed: bool = False
-    # What transformers takes where config.json leaves a key out.
+    # Values of transformers for keys that config.json leaves out.
     defaults: tuple[tuple[str, int], ...] = ()
-    # Norms of queries and keys, by head.
+    # Queries and keys are normalized per head.
     head_norms: bool = False
-    # Tensors of scores in the computing type that are kept, and that a forward pass has at once.
+    # Score tensors in the computing type: saved for backward, and live at once in a forward pass.
     scores: float = 1.0
     scores_forward: float = 2.1
-    # Where the softmax computes in fp32, which keeps one more tensor of scores. CUDA's autocast computes powers and
-    # softmax in fp32, a CPU's does not (aten/src/ATen/autocast_mode.h): BERT's scores, and of GELU by its formula so
-    # many more 16-bit tensors of the feed-forward block's width.
+    # Modes in which the softmax computes in fp32, which saves one more tensor of scores. Autocast on CUDA, but not on a
+    # CPU, computes powers and softmax in fp32 (aten/src/ATen/autocast_mode.h): this adds BERT's scores, and for GELU by
+    # formula `inner_on_cuda` 16-bit tensors of the feed-forward width.
     softmax_in_fp32: tuple[str, ...] = ("autocast", "engine")
     softmax_in_fp32_on_cuda: bool = False
     inner_on_cuda: float = 0.0
-    # Widths of the feed-forward block whose gradients are there at once.
+    # Gradients of feed-forward width that are live at once.
     inner_gradients: float = 2.0
-    # Norms of a layer that multiply by their weights at the end: frozen ones keep no product for the weights' gradient.
+    # Norms per layer that multiply by their weights last: if frozen, they save no product for the weight gradient.
     multiplying_norms: int = 0
-    # The last norm computes in fp32 all through.
+    # The last norm computes in fp32 throughout.
     norm_in_fp32: bool = False
-    # The logits are capped by a tanh, which keeps its output.
+    # The logits are capped by a tanh, which saves its output.
     caps_logits: bool = False
-    # Some layers attend to a window alone: two masks.
+    # Two if some layers use a sliding window.
     masks: int = 1
-    # Fused attention's output is what the next layer takes, by a view of it.
+    # The next layer's input is a view of the fused attention's output.
     keeps_output: bool = False
-    # The output of the embedding of words is kept besides the sum that the first layer takes, where it is made to have
-    # a gradient: transformers does that wherever layers are recomputed (_gradient_checkpointing_enable).
+    # The word embedding's output is saved in addition to the first layer's input, if it requires a gradient:
+    # transformers sets that with gradient checkpointing (_gradient_checkpointing_enable).
     sums_embeddings: bool = False
     has_dropout: bool = False
 
@@ -103,7 +105,7 @@ _GEMMA = replace(
     _LLAMA, tied=True, defaults=(("head_dim", 256),), fused=Kept(6, 4, 2, 2, 4, 5, 4, 2),
     eager=Kept(6, 4, 4, 0, 4, 5, 4, 2), in_kernels=None, norm_in_fp32=True,
 )  # fmt: skip
-# Beginnings of names, without hyphens, of other architectures: the nearest known name would have a wrong figure.
+# Name prefixes, without hyphens, of architectures that are not modelled: the nearest name would give a wrong figure.
 OTHER_FAMILIES = (
     "albert", "bart", "bloom", "clip", "cohere", "dbrx", "deberta", "deepseek", "distilbert", "electra", "falcon",
     "gemma3", "gemma4", "glm", "gptoss", "granite", "jamba", "llama4", "mamba", "mbart", "mixtral", "modernbert", "mt5",
@@ -202,7 +204,7 @@ FAMILIES = {
         parameters=(_LLAMA.parameters[0], f"{_LLAMA_PARAMETERS}, norm_2 h, norm_3 h", _LLAMA.parameters[2]),
         calls=(_LLAMA.calls[0], ["norm_0", _LLAMA_BLOCK, "norm_1", "norm_2", _LLAMA_MLP, "norm_3"], ["norm"]),
     ),
-    # No bias anywhere, and ALiBi for positions. It keeps what a GPT-NeoX keeps, but for rotary positions.
+    # No biases, and ALiBi for positions. It saves the same tensors as GPT-NeoX, apart from rotary positions.
     "mpt": ModelFamily(
         parameters=(
             "wte vocabulary h",

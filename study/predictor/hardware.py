@@ -1,6 +1,6 @@
-"""GPUs from study/predictor/hardware.yaml, their peak rates, and boxes of them by name.
+"""Hardware of a prediction: GPUs from study/predictor/hardware.yaml, their peak rates, and machines of them by name.
 
-`8xH100` is a box, `4x8xH100` four nodes of eight, `A100-40` one GPU, `this` the box it runs on.
+`8xH100` is one node, `4x8xH100` four nodes of eight GPUs, `A100-40` one GPU, `this` the local machine.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from study.config.yaml_sections import read_own
 from study.host.box import NOT_MEASURED, gpu_names, matmul_rates, measured_rates, this_box
 from study.host.memory import available_cores, host_memory
 
-# Share that the driver shows where no data sheet gives it: that of A100 and V100.
+# Visible fraction of the memory if no source gives it: that of A100 and V100.
 _SHOWN = 0.985
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One entry of hardware.yaml; data-sheet figures, dense."""
+    """One entry of hardware.yaml: dense data-sheet figures of a GPU."""
 
     name: str
     pattern: str
-    # Left out of the hash, and equality compares it: a request can be a key of a cache.
+    # Not hashed, only compared, so that a request can be a cache key.
     peak_tflops: dict[str, float | None] = dataclasses.field(hash=False)
     memory_bandwidth_gb_per_s: float
     memory_gib: float
-    # Best matrix product that was measured, by precision; what is missing was not published.
+    # Best measured matrix product by precision; unpublished precisions are missing.
     matmul_tflops: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    # One direction, of one device.
+    # One direction, per device.
     pcie_gb_per_s: float | None = None
     nvlink_gb_per_s: float | None = None
-    # What the driver shows of memory_gib.
+    # Part of memory_gib that the driver shows.
     visible_gib: float = 0.0
-    # What people call it, and its share of a node's network, one direction.
+    # Common names, and one device's network bandwidth, one direction.
     names: tuple[str, ...] = ()
     network_gb_per_s: float = 6.25
 
@@ -59,19 +59,20 @@ ANY_DEVICE = Device(name="any", pattern="any", peak_tflops={}, memory_bandwidth_
 
 @functools.cache
 def known_devices() -> tuple[Device, ...]:
+    """Return the devices of hardware.yaml, in order of precedence."""
     entries = read_own(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
     return tuple(Device(**{**entry, "names": tuple(entry["names"])}) for entry in entries)
 
 
 def find_device(device_name: str) -> Device | None:
-    """Return a device by its name in torch or NVML; None if it is not listed, as any CPU."""
-    if "MIG" in device_name:  # a slice of a device; its share of the figures is not published with the name
+    """Return the device with a name as torch or NVML prints it; None if it is not listed, such as a CPU."""
+    if "MIG" in device_name:  # A slice of a device; the name does not give its rates.
         return None
     return next((device for device in known_devices() if re.search(device.pattern, device_name)), None)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak dense FLOP/s for the matrix multiplications of a run in `precision`; None where it is not known.
+    """Peak dense FLOP/s of matrix products in `precision`; None if the device is not listed or has no such rate.
 
     fp32 means the CUDA cores: study/engine/setup.py keeps tf32 off.
     """
@@ -85,33 +86,34 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def mfu(flops_per_step: float, step_time_s: float, world_size: int, device_name: str, precision: str) -> float | None:
-    """Model FLOPs utilization: the model's FLOPs of one step over all ranks, against all devices' peak in that time."""
+    """Model FLOPs utilization: FLOPs of one step of all ranks over the peak FLOPs of all devices in that time; None if
+    the peak is not known."""
     peak = peak_flops(device_name, precision)
     return None if peak is None else flops_per_step / (step_time_s * world_size * peak)
 
 
-# More ranks than any job has had.
+# Upper limit of ranks, above that of any real job.
 LARGEST_JOB = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """A box or a cluster: `nodes` machines of `gpus_per_node` devices."""
+    """A machine or a cluster: `nodes` machines of `gpus_per_node` devices."""
 
     name: str
     device: Device
     gpus_per_node: int
     nodes: int = 1
-    # Of one device to other nodes.
+    # Per device, to other nodes.
     network_gb_per_s: float = 50.0
     host_gib_per_node: float | None = None
-    # What all ranks of a node read and write together in an optimizer on the host, where it was measured or given.
+    # Bytes per second that all ranks of a node read and write in a host optimizer; None if neither measured nor given.
     host_memory_gb_per_s: float | None = None
-    # DeepSpeed's asynchronous I/O on four drives of PCIe 4: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's
+    # DeepSpeed's asynchronous I/O on four PCIe 4 NVMe drives: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's
     # blog deepnvme, 08-2024).
     nvme_read_gb_per_s: float = 10.0
     nvme_write_gb_per_s: float = 5.0
-    # gloo gathers into a copy of the whole, and scatters out of one; NCCL does neither.
+    # gloo gathers into a copy of the full tensor, and scatters from one; NCCL does not.
     gathers_into_copies: bool = False
 
     @property
@@ -120,29 +122,30 @@ class Hardware:
 
     @property
     def in_host_memory(self) -> bool:
-        """No GPU: the ranks are processes, and compute where their offloaded state lies as well."""
+        """Whether there is no GPU: ranks are CPU processes, and device memory is host memory."""
         return self.device.memory_gib == 0
 
     @property
     def meets_over_pcie(self) -> bool:
-        """Several GPUs of one node, none of which has NVLink."""
+        """Whether several GPUs of a node communicate over PCIe, without NVLink."""
         return self.gpus_per_node > 1 and self.device.nvlink_gb_per_s is None and not self.in_host_memory
 
 
 def box_of_ranks(name: str, device: Device, ranks: int) -> Hardware:
-    """Return a box of so many ranks: full machines, or one."""
+    """Return hardware with a number of ranks: full machines, or a single one if they do not divide."""
     nodes, rest = divmod(ranks, RANKS_OF_A_MACHINE)
     return Hardware(name, device, ranks) if rest or not nodes else Hardware(name, device, RANKS_OF_A_MACHINE, nodes)
 
 
 def whole(text: str, most: int = 10_000_000, what: str = "whole number") -> int:
+    """Parse an integer from 1 to `most`, as an argparse type."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and 0 < int(text) <= most):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a {what} from 1 to {most}")
     return int(text)
 
 
 def real(text: str, below: float = 1e9) -> float:
-    """Parse a number above 0."""
+    """Parse a number above 0, as an argparse type."""
     try:
         number = float(text)
     except ValueError:
@@ -158,17 +161,19 @@ _COUNT = r"([0-9]{1,99}) *x *"
 
 
 def box_of(name: str) -> Hardware:
-    """Return the box of a name; an unknown one is refused with names like it."""
+    """Return the hardware with a name; UserError suggests similar names if it is unknown."""
     count = re.fullmatch(rf"(?:{_COUNT})?(?:{_COUNT})?(?!{_COUNT})(?P<device>\w[\w .-]*)", name.strip(), re.IGNORECASE)
     if count is None:
         raise _unknown(name)
     numbers = [int(number) for number in count.groups()[:2] if number is not None]
     nodes, per_node = ([1] * (2 - len(numbers)) + numbers)[-2:]
     if not 0 < nodes * per_node <= LARGEST_JOB:
-        raise UserError(f"{brief(name)} is not a box: a count is out of range", f"use 1 to {LARGEST_JOB:,} GPUs")
+        raise UserError(
+            f"{brief(name)} is not valid hardware: a count is out of range", f"use 1 to {LARGEST_JOB:,} GPUs"
+        )
     if count["device"].lower() == "this":
         if numbers:
-            raise UserError(f"{brief(name)} is not a box: `this` is one box as it is", "leave the number out")
+            raise UserError(f"{brief(name)} is not valid hardware: `this` is the local machine", "leave the number out")
         return _this()
     spelled = _spelled(count["device"])
     by_name = next((device for device in known_devices() if spelled in device.names), None)
@@ -178,14 +183,16 @@ def box_of(name: str) -> Hardware:
 
 
 def box_of_devices(device_name: str, ranks: int, nodes: int) -> Hardware:
-    """Return a box of GPUs by the name that their driver gives."""
+    """Return hardware of GPUs by the name that their driver reports."""
     if (device := find_device(device_name)) is None:
-        raise UserError(f"{brief(device_name)} is in no table of devices", "add it to study/predictor/hardware.yaml")
+        raise UserError(
+            f"{brief(device_name)} is not in the table of devices", "add it to study/predictor/hardware.yaml"
+        )
     return Hardware(device.name, device, ranks // nodes, nodes, network_gb_per_s=device.network_gb_per_s)
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the speeds that no name of a box gives."""
+    """Add the flags for NVMe, network and host bandwidth, which a hardware name does not set."""
     parser.add_argument(
         "--nvme_gb_per_s",
         type=_two_speeds,
@@ -193,16 +200,14 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="READ,WRITE",
         help=f"bandwidth of a node's NVMe; by default {Hardware.nvme_read_gb_per_s:g},{Hardware.nvme_write_gb_per_s:g}",
     )
+    parser.add_argument("--network_gb_per_s", type=_SPEED, metavar="X", help="network bandwidth per GPU, one direction")
     parser.add_argument(
-        "--network_gb_per_s", type=_SPEED, metavar="X", help="one GPU's share of its node's network, one direction"
-    )
-    parser.add_argument(
-        "--host_gb_per_s", type=_SPEED, metavar="X", help="what the host's Adam reads and writes, all ranks of a node"
+        "--host_gb_per_s", type=_SPEED, metavar="X", help="memory bandwidth of Adam on the host, all ranks of a node"
     )
 
 
 def box_asked(options: argparse.Namespace) -> Hardware:
-    """Return the box that options name, with the speeds that they give."""
+    """Return the hardware of the command-line options, with the given bandwidths."""
     box, (read, write) = box_of(options.hardware), options.nvme_gb_per_s
     return dataclasses.replace(
         box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write,
@@ -212,6 +217,7 @@ def box_asked(options: argparse.Namespace) -> Hardware:
 
 
 def _two_speeds(text: str) -> tuple[float, float]:
+    """Parse READ,WRITE, as an argparse type."""
     try:
         read, write = map(_SPEED, text.split(","))
     except (ValueError, argparse.ArgumentTypeError):
@@ -220,33 +226,35 @@ def _two_speeds(text: str) -> tuple[float, float]:
 
 
 def _spelled(text: str) -> str:
-    """`a100-80gb` is A100-80, `H100 SXM5` is H100, and `GeForce RTX_4090` is 4090."""
+    """Normalize a device name: `a100-80gb` is A100-80, `H100 SXM5` is H100, and `GeForce RTX_4090` is 4090."""
     spelled = re.sub(r"[ _]+", "-", text.upper())
     spelled = re.sub(r"^(NVIDIA-)?(TESLA-)?(GEFORCE-)?(RTX-?)?|-GENERATION$", "", spelled)
     return re.sub(r"-SXM\d?(?=-|$)|(?<=-\d\d)GB?$|(?<=-\d\d\d)GB?$", "", spelled)
 
 
 def _unknown(name: str) -> UserError:
+    """Return the error of an unknown hardware name, with similar names."""
     if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
-        return UserError(f"{brief(name)}: a MIG slice's speed is not known", "name a whole GPU")
+        return UserError(f"{brief(name)}: the speed of a MIG slice is not known", "name a whole GPU")
     device = _spelled(re.sub(rf"^(?:{_COUNT})*", "", name.strip(), flags=re.IGNORECASE))
-    near = did_you_mean(device, [known for known in BOX_NAMES if known[0] == device[:1]], cutoff=0.5)
-    known = f"{near}a box is" if near else f"use one of {', '.join(BOX_NAMES)}, as in"
-    return UserError(f"unknown box {brief(name)}", f"{known} 8xH100, or 4x8xH100 for four nodes")
+    suggestion = did_you_mean(device, [advice for advice in BOX_NAMES if advice[0] == device[:1]], cutoff=0.5)
+    advice = f"{suggestion}write it as" if suggestion else f"use one of {', '.join(BOX_NAMES)}, as in"
+    return UserError(f"unknown hardware {brief(name)}", f"{advice} 8xH100, or 4x8xH100 (4 nodes)")
 
 
 def _this() -> Hardware:
-    """The GPUs that a run would see, or, without any, its cores: a core is a device there, as `study` trains."""
+    """Return the hardware of the local machine: its GPUs, or without any its CPU cores, one per rank."""
     gpus, copied = gpu_names(), _copy_gb_per_s()
     box = Hardware("this", CPU_CORE, len(gpus), host_gib_per_node=host_memory().total_gib, host_memory_gb_per_s=copied)
     if gpus:
         if len(names := sorted(set(gpus))) > 1:
-            raise UserError(f"this box has several kinds of GPU: {', '.join(names)}", "name one, as 2xA100-40")
+            raise UserError(f"this machine has several kinds of GPU: {', '.join(names)}", "name one, as 2xA100-40")
         if (device := find_device(gpus[0])) is None:
             if "MIG" in gpus[0]:
                 raise _unknown(gpus[0])
             raise UserError(
-                f"this box's {gpus[0]} is not in study/predictor/hardware.yaml", "add its data sheet's figures there"
+                f"this machine's {gpus[0]} is not in study/predictor/hardware.yaml",
+                "add its data sheet's figures there",
             )
         rates = device.matmul_tflops | matmul_rates(this_box()).get("tflops", {})
         device = dataclasses.replace(device, memory_gib=this_box().gpu_memory_gib[0], matmul_tflops=rates)
@@ -255,10 +263,11 @@ def _this() -> Hardware:
         rates = dict(measured_rates(OMP_NUM_THREADS="1")["tflops"])
     except NOT_MEASURED as error:
         raise UserError(
-            f"this box's rate could not be measured ({type(error).__name__})", "run `study doctor`, or name a box"
+            f"this machine's compute rate could not be measured ({type(error).__name__})",
+            "run `study doctor`, or name the hardware",
         ) from error
     cores = available_cores()
-    # Ranks meet in the host's memory: each byte is read and written by the sender, the kernel and the receiver.
+    # Ranks communicate through host memory: the sender, the kernel and the receiver each read and write every byte.
     device = dataclasses.replace(
         CPU_CORE, memory_bandwidth_gb_per_s=copied / cores, matmul_tflops=rates, pcie_gb_per_s=copied / 6
     )
@@ -266,7 +275,7 @@ def _this() -> Hardware:
 
 
 def _copy_gb_per_s(mebibytes: int = 256) -> float:
-    """Read plus written, the best of three."""
+    """Measure the memory bandwidth of a copy, read plus written: the best of three."""
     source, best = b"1" * (mebibytes * 2**20), math.inf
     target = memoryview(bytearray(source))
     for _ in range(3):

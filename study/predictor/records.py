@@ -1,8 +1,7 @@
-"""This project's own records, real and virtual: their requests, what is predicted of them, and their measurements.
+"""Predictions for this project's records, real and virtual, and their comparison with the measurements.
 
-State and traffic are held against the prediction to the byte, peaks and times as figures. Without a GPU a peak is the
-resident memory of a rank's process in the steps after the first ones, and time counts as no figure: another box has
-other cores.
+State and traffic are compared byte by byte, peaks and times by relative error. Without a GPU the peak is the resident
+memory of a rank's process after the first steps, and times are not compared, since they depend on the machine's cores.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ from study.records.virtual_summary import ring_bytes
 REPORTS = REPOSITORY / "reports"
 SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_scaling", "virtual_settings", "virtual_claims",
           "virtual_neighbours", "virtual_lora", "virtual_models", "virtual_tuning")  # fmt: skip
-# Of GPUs, once there are any.
+# Suite of GPU records, if there are any.
 GPU = "gpu"
 ALL_STATE, SENT = "state, all", "ring bytes (NCCL) of a step"
-# Commits whose records of peaks differ from today's by one rule each: virtual ranks did not make the copies that gloo
-# makes, and the phase of steps went on after the last evaluation. Leaving these 284 peaks out would leave 78 real ones.
+# Commits whose recorded peaks follow an older rule: virtual ranks did not make gloo's copies, and the phase of steps
+# included the last evaluation. Without these 284 peaks only 78 real ones would remain.
 _WITHOUT_COPIES, _WITH_LAST_EVALUATION = ("1f63150", "771d7fe"), ("dd505bf", "6edd112")
-# Options that change what a rank holds. Older records lack some.
+# Options that change the memory of a rank. Older records lack some.
 _OPTIONS = (
     "model_name_or_path", "seq_length", "precision", "gradient_checkpointing", "attn_implementation", "dropout",
     "torch_compile", "peft", "lora_rank", "optimizer", "bf16_states",
 )  # fmt: skip
-# What a virtual job is planned for.
+# Device, sequence length and micro-batch for which the time of a virtual run is predicted.
 PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH = "H100", 1024, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """Figures of one rank, but for the speed, which is that of all. A box without a GPU has no speed."""
+    """Predicted figures of one rank, and the speed of all ranks; NaN if not predicted, as the speed on CPUs."""
 
     state_bytes: float = math.nan
     sent_bytes: float = math.nan
@@ -63,11 +62,12 @@ class Predicted:
 
 
 def predicted(run: Any) -> Predicted:
+    """Predict the figures of a recorded run; all NaN if its settings cannot be predicted."""
     if (request := request_if_any(run)) is None:
         return Predicted()
     state, timed = state_of(request), request
     if run.virtual:
-        # The same job on machines of eight GPUs, with batches as one trains there.
+        # The same job on machines of eight GPUs, with a batch of realistic size.
         nodes = max(1, request.box.ranks // RANKS_OF_A_MACHINE)
         timed = dataclasses.replace(
             request, box=box_of(f"{nodes}x{request.box.ranks // nodes}x{PLANNED_DEVICE}"),
@@ -82,6 +82,7 @@ def predicted(run: Any) -> Predicted:
 
 
 def request_if_any(run: Any) -> Request | None:
+    """Return a record's request; None if it cannot be predicted."""
     try:
         return request_of(run)
     except UserError:
@@ -89,11 +90,11 @@ def request_if_any(run: Any) -> Request | None:
 
 
 def request_of(run: Any) -> Request:
-    """Return a record's request; a model and settings without arithmetic are refused."""
-    given = {name: value for name in _OPTIONS if not pd.isna(value := getattr(run, name))}
-    # A column in which some are missing is one of floats.
-    given |= {name: int(given[name]) for name in ("seq_length", "lora_rank") if name in given}
-    config = RunConfig(engine_override=tuple(json.loads(run.engine_override)), **given)
+    """Return a record's request; UserError if its model or settings cannot be predicted."""
+    options = {name: value for name in _OPTIONS if not pd.isna(value := getattr(run, name))}
+    # pandas reads an integer column with missing values as floats.
+    options |= {name: int(options[name]) for name in ("seq_length", "lora_rank") if name in options}
+    config = RunConfig(engine_override=tuple(json.loads(run.engine_override)), **options)
     devices, ranks = json.loads(run.devices) if isinstance(run.devices, str) else [], int(run.world_size)
     if devices:
         box = box_of_devices(devices[0], ranks, 1 if pd.isna(run.machines) else int(run.machines))
@@ -105,11 +106,11 @@ def request_of(run: Any) -> Request:
 
 @functools.cache
 def _records() -> tuple[tuple[Any, Request], ...]:
-    """Every record that ended well or ran out of memory and has a prediction, with its request."""
-    of_gpus = [GPU] if (REPORTS / GPU / RUNS_FILE).is_file() else []
-    runs = pd.concat([read_runs_table(REPORTS / suite).assign(suite=suite) for suite in (*SUITES, *of_gpus)])
+    """Return the records that succeeded or ran out of memory and can be predicted, with their requests."""
+    gpu_suites = [GPU] if (REPORTS / GPU / RUNS_FILE).is_file() else []
+    runs = pd.concat([read_runs_table(REPORTS / suite).assign(suite=suite) for suite in (*SUITES, *gpu_suites)])
     runs = runs[runs["trainer"].eq("study") & runs["micro_batch_size"].notna()]
-    # A run that changed what a record measures is none of the study's arms.
+    # Runs without measured state changed the engine, and are none of the study's strategies.
     is_ok = runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()
     ran_out = runs["status_state"].eq("oom") & runs["status_reason"].str.startswith(DEVICE_RAN_OUT, na=False)
     requests = ((run, request_if_any(run)) for run in pd.concat([runs[is_ok], runs[ran_out]]).itertuples())
@@ -117,15 +118,17 @@ def _records() -> tuple[tuple[Any, Request], ...]:
 
 
 def ended_runs() -> list[tuple[Any, Request]]:
+    """Return the records that succeeded, with their requests."""
     return [(run, request) for run, request in _records() if run.status_state == "ok"]
 
 
 def own_rows() -> list[Measured]:
-    """Peaks, for the table that has the published ones too."""
+    """Return this project's measurements, for the table that has the published ones as well."""
     return [_gpu_row(*pair) if pair[1].box.device.memory_gib else _process_row(*pair) for pair in _records()]
 
 
 def _process_row(run: Any, request: Request) -> Measured:
+    """Return the measured peak of a run without a GPU."""
     evaluated: Literal["never", "between", "last"] = "never"
     if 0 < run.eval_steps < run.steps:
         evaluated = "between"
@@ -138,11 +141,11 @@ def _process_row(run: Any, request: Request) -> Measured:
 
 
 def _gpu_row(run: Any, request: Request) -> Measured:
-    """Its time counts where all ranks were there, no kernels were profiled, and no NVMe took part, whose speed no
-    record has. Its peak is that of steps: the start and evaluations have their own."""
+    """Return the measured peak and step time of a GPU run. The time is left out of virtual runs, of profiled runs, and
+    of runs with NVMe, whose bandwidth no record has. The peak is that of the steps, without start and evaluations."""
     is_ok, is_timed = run.status_state == "ok", not (run.virtual or run.profile_steps or request.strategy.uses_nvme)
     if not pd.isna(run.device_memory_cap_gib):
-        # A cap is the allocator's, and does not see the context.
+        # A cap limits the allocator, which does not include the context.
         context = predict_memory(request).device_parts["context"] / GIB
         device = dataclasses.replace(request.box.device, visible_gib=run.device_memory_cap_gib + context)
         request = dataclasses.replace(request, box=dataclasses.replace(request.box, device=device))
@@ -166,16 +169,18 @@ class Compared:
 
     @property
     def error(self) -> float:
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1 if self.measured else float(self.predicted > 0)
 
 
 def compared() -> Iterator[Compared]:
+    """Yield every figure of every successful record with its prediction."""
     for run, _ in ended_runs():
         yield from compared_of(run)
 
 
 def compared_of(run: Any) -> Iterator[Compared]:
-    """Every figure of state by kind and place, all of it, and what left the rank in a step."""
+    """Yield one record's state by kind and place, its total state, and the bytes sent per step."""
     request = request_of(run)
     state, all_measured, all_predicted = state_of(request), 0.0, 0.0
     for kind in STATE_KINDS:
@@ -190,24 +195,24 @@ def compared_of(run: Any) -> Iterator[Compared]:
 
 
 def table() -> pd.DataFrame:
-    """Return the number of records and the prediction's errors by figure."""
-    rows = pd.DataFrame([{**dataclasses.asdict(one), "error": abs(one.error)} for one in compared()])
-    # A few bytes of norms and flags are sent even where nothing else is.
+    """Return a table of the number of records and the prediction errors by figure."""
+    rows = pd.DataFrame([{**dataclasses.asdict(figure), "error": abs(figure.error)} for figure in compared()])
+    # Runs without other communication still send a few bytes of norms and flags.
     rows = rows[~((rows["figure"] == SENT) & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]
-    found = rows.groupby("figure", sort=False)["error"]
+    errors = rows.groupby("figure", sort=False)["error"]
     return pd.DataFrame({
-        "figure": list(found.groups), "records": found.count().to_list(),
-        "median error": found.median().to_list(), "worst error": found.max().to_list(),
+        "figure": list(errors.groups), "records": errors.count().to_list(),
+        "median error": errors.median().to_list(), "worst error": errors.max().to_list(),
     })  # fmt: skip
 
 
 def saving_table() -> pd.DataFrame:
-    """Host memory while a checkpoint is saved. Runs with settings of their own are left out. Without a GPU the state on
-    the device is in the process as well."""
-    found = json.loads((REPOSITORY / "reports" / "checkpoints" / "memory.json").read_text(encoding="utf-8"))
-    flags = dict(zip(found["flags"][::2], found["flags"][1::2], strict=True))
-    ranks, lines = found["ranks"], []
-    for name in (name for name in found["arms"] if name in STRATEGY_NAMES):
+    """Return a table of host memory while a checkpoint is saved, for unmodified strategies. Without a GPU the process
+    includes the device state."""
+    measurements = json.loads((REPOSITORY / "reports" / "checkpoints" / "memory.json").read_text(encoding="utf-8"))
+    flags = dict(zip(measurements["flags"][::2], measurements["flags"][1::2], strict=True))
+    ranks, lines = measurements["ranks"], []
+    for name in (name for name in measurements["arms"] if name in STRATEGY_NAMES):
         memory = predict_memory(Request(
             shape=model_shape(flags["--model_name_or_path"]), strategy=read_strategy(name),
             box=Hardware("processes", CPU_CORE, ranks, gathers_into_copies=True),
@@ -215,7 +220,7 @@ def saving_table() -> pd.DataFrame:
             accumulation=1, precision=flags["--precision"], gradient_checkpointing=False, attention="sdpa",
         ))  # fmt: skip
         expected = (memory.steady_allocated.value + memory.host_parts["rank"]) / GIB
-        measured = max(rank["phases_host_gib"]["save"] for rank in found["arms"][name]["save"])
+        measured = max(rank["phases_host_gib"]["save"] for rank in measurements["arms"][name]["save"])
         lines.append({
             "strategy": name, "while it saves, GiB": round(measured, 2), "predicted": round(expected, 2),
             "error": f"{expected / measured - 1:+.0%}",

@@ -1,6 +1,6 @@
-"""The request of a prediction, with every setting that follows from it, and the prediction itself.
+"""The request of a prediction, the settings derived from it, and the prediction.
 
-Free of torch, so that advice comes in seconds.
+Does not import torch, so that advice takes seconds.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ OptimizerName = Literal["adamw", "adamw_8bit"]
 FP32_BYTES = 4
 
 
-# What DeepSpeed makes of a strategy's JSON: each setting that costs bytes, with the engine's own default for it.
+# DeepSpeed's settings that affect memory, read from a strategy's JSON with the engine's defaults.
 
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
+    """Offload settings of the optimizer or of the parameters."""
+
     device: str
     pinned: bool
     buffers: int
-    # In elements; of parameters alone.
+    # In elements; only for parameters.
     buffer_size: int
-    # Of the optimizer's: the share of it that goes to the host.
+    # Fraction of the optimizer on the host.
     ratio: float
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """Sizes are in elements, as DeepSpeed has them."""
+    """DeepSpeed's settings of a strategy; sizes in elements."""
 
     stage: int
     reduce_bucket: int
     overlaps: bool
     contiguous_gradients: bool
     reduce_scatter: bool
-    # Stages 1 and 2 reduce a bucket to everybody, and each rank keeps its part.
+    # Stages 1 and 2 all-reduce a bucket, and each rank keeps its shard.
     reduces_to_all: bool
     sub_group: int
     prefetch_bucket: int
@@ -53,24 +55,25 @@ class EngineSettings:
     model_persistence_threshold: int
     max_live: int
     max_reuse_distance: int
-    # fp32 gradients are kept besides weights of 16 bits.
+    # Gradients accumulate in fp32 although the weights are 16-bit.
     accumulates_in_fp32: bool
-    # Moments in the weights' 16 bits, or no fp32 masters at all: DeepSpeed's pure bf16.
+    # DeepSpeed's pure bf16: no fp32 masters, and moments in 16 bits.
     bf16_masters: bool
     bf16_moments: bool
-    # Stage 3: the first rank has all weights on its host when a program saves the model.
+    # Stage 3: rank 0 gathers all weights in host memory when the model is saved.
     gathers_to_save: bool
     optimizer: Offload | None
     parameters: Offload | None
 
     @property
     def master_bytes(self) -> int:
+        """Bytes per element of the master weights."""
         return 2 if self.bf16_masters else FP32_BYTES
 
     @property
     def gradients_by(self) -> Literal["all_reduce", "reduce", "reduce_scatter"]:
-        """Stages 1 and 2 reduce a bucket to all ranks or, if that is off, each part to its owner (stage_1_and_2.py,
-        average_tensor). Only stage 3 scatters."""
+        """The collective that reduces gradients: stages 1 and 2 all-reduce a bucket or reduce each shard to its owner
+        (stage_1_and_2.py, average_tensor); only stage 3 reduce-scatters."""
         if not self.reduce_scatter:
             return "all_reduce"
         if self.stage == 3:
@@ -79,7 +82,7 @@ class EngineSettings:
 
 
 def sizes_of_width(hidden: int) -> dict[str, int]:
-    """Return Accelerate's values for three sizes that are `auto`."""
+    """Return Accelerate's values for three sizes set to `auto`, from the hidden size."""
     return {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -88,7 +91,7 @@ def sizes_of_width(hidden: int) -> dict[str, int]:
 
 
 def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
-    """Any other `auto` is the engine's default."""
+    """Read the engine's settings; any other `auto` is the engine's default."""
     assert strategy.deepspeed is not None
     zero = strategy.deepspeed["zero_optimization"]
     auto = sizes_of_width(hidden)
@@ -105,7 +108,7 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
     bf16 = strategy.deepspeed.get("bf16")
     bf16 = bf16 if isinstance(bf16, Mapping) else {}
     types = strategy.deepspeed.get("data_types")
-    kept_in = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    accumulation_type = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
     return EngineSettings(
         stage=stage,
         reduce_bucket=number("reduce_bucket_size", 5e8),
@@ -119,7 +122,7 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
         model_persistence_threshold=number("stage3_model_persistence_threshold", sys.maxsize),
         max_live=number("stage3_max_live_parameters", 1e9),
         max_reuse_distance=number("stage3_max_reuse_distance", 1e9),
-        accumulates_in_fp32=kept_in == "fp32",
+        accumulates_in_fp32=accumulation_type == "fp32",
         bf16_masters=bool(bf16.get("bf16_master_weights_and_grads", False)),
         bf16_moments=bool(bf16.get("bf16_optimizer_states", False)),
         gathers_to_save=switch("stage3_gather_16bit_weights_on_model_save", False),
@@ -129,6 +132,7 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
 
 
 def _offload(strategy: Strategy, what: str, buffers: int) -> Offload | None:
+    """Read the offload settings of `optimizer` or `param`; None if it is not offloaded."""
     device = strategy.offload_device(what)
     if device is None or strategy.deepspeed is None:
         return None
@@ -145,6 +149,8 @@ def _offload(strategy: Strategy, what: str, buffers: int) -> Offload | None:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
+    """A configuration whose memory, communication and time are predicted."""
+
     shape: ModelShape
     strategy: Strategy
     box: Hardware
@@ -155,62 +161,64 @@ class Request:
     gradient_checkpointing: bool
     attention: Attention
     optimizer: OptimizerName = "adamw"
-    # With checkpointing one layer of so many is recomputed, and the others are kept.
+    # With checkpointing every n-th layer is recomputed, and the others save their activations.
     checkpoint_every: int = 1
-    # A recomputed layer keeps what its attention puts out and every other product: torchtitan's selective option.
+    # A recomputed layer saves its attention output and every second product: torchtitan's selective option.
     keeps_products: bool = False
-    # The model's own dropout is on: masks are kept, and attention by hand keeps its scores twice.
+    # The model's dropout is on: masks are saved, and eager attention saves its scores twice.
     dropout: bool = False
-    # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, as Accelerate does by default. Norms
-    # and the residual stream are as narrow then, and so is what is gathered. This study's own runs autocast.
+    # For bf16 and fp16. False: FSDP alone casts to 16 bits, Accelerate's default; then norms, the residual stream and
+    # the gathered parameters are 16-bit, too. This study's runs use autocast.
     autocast: bool = True
-    # torch.compile, or kernels written as one: everything but matrix products is read and written less often.
+    # torch.compile or fused kernels: operations other than matrix products have less memory traffic.
     compiled: bool = False
-    # The loss's gradient takes the logits' place, in 16 bits: flash-attention's cross entropy, as llm-foundry trains.
+    # The loss's gradient overwrites the logits in 16 bits: flash-attention's cross entropy, used by llm-foundry.
     fused_loss: bool = False
-    # The output layer and its loss for a part of the tokens at a time: Liger's fused linear cross entropy.
+    # The output layer and its loss run in chunks of tokens: Liger's fused linear cross entropy.
     chunked_loss: bool = False
-    # Copies that torch's AdamW makes of what it steps at once: none as one kernel, as this study asks for it; by
-    # foreach a root (torch/optim/adamw.py, _multi_tensor_adamw), and before torch 2.1 its sum with eps besides.
+    # Temporary copies that torch's AdamW makes: 0 if fused, as in this study; 1 for the root if foreach
+    # (torch/optim/adamw.py, _multi_tensor_adamw), and 2 before torch 2.1, which adds eps out of place.
     step_copies: int = 0
-    # Without an engine: the model was loaded in 16 bits, and its gradients and moments are as narrow. No masters.
+    # Without an engine: the model was loaded in 16 bits, so gradients and moments are 16-bit, without masters.
     pure: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
 
     @functools.cached_property
     def settings(self) -> EngineSettings:
-        """DeepSpeed's; other strategies have none."""
+        """DeepSpeed's settings; only for strategies that use DeepSpeed."""
         return engine_settings(self.strategy, self.shape.hidden)
 
     @functools.cached_property
     def weight_bytes(self) -> int:
-        """Autocast leaves the weights as they are; DeepSpeed's own 16 bits do not."""
+        """Bytes per weight: autocast keeps fp32 weights, DeepSpeed's bf16 and fp16 do not."""
         return 2 if self.precision.endswith("-engine") else FP32_BYTES
 
     @property
     def computing_bytes(self) -> int:
+        """Bytes per element of the matrix products."""
         return FP32_BYTES if self.precision == "fp32" else 2
 
     @property
     def moments_bytes(self) -> float:
-        """Both of AdamW's. 8-bit states have a float of 4 bytes for every 256 numbers (bitsandbytes)."""
+        """Bytes per parameter of both AdamW moments. 8-bit moments add 4 bytes per 256 elements (bitsandbytes)."""
         if self.optimizer == "adamw_8bit":
             return 2 * (1 + 4 / 256)
         return 4.0 if self.pure or (self.strategy.zero_stage and self.settings.bf16_moments) else 8.0
 
     @functools.cached_property
     def without_micro_batch(self) -> Request:
-        """The same for any micro-batch, and for any accumulation above 1."""
+        """This request with micro-batch 1 and accumulation at most 2, a cache key shared if only these differ."""
         return dataclasses.replace(self, micro_batch=1, accumulation=min(2, self.accumulation))
 
     @property
     def fsdp_gathers_16_bits(self) -> bool:
+        """Whether FSDP casts parameters to 16 bits before it gathers them."""
         return self.strategy.is_fsdp and self.precision != "fp32" and not self.autocast
 
     @property
     def swapped(self) -> list[str]:
-        """What DeepSpeed sends to NVMe, which it does at stage 3 alone: others leave it in host memory (engine.py,
+        """State that DeepSpeed swaps to NVMe: only stage 3 does, other stages keep it in host memory (engine.py,
         zero_use_cpu_optimizer)."""
         strategy = self.strategy
         return [what for what in ("optimizer", "param")
@@ -218,8 +226,8 @@ class Request:
 
     @property
     def gathered_again(self) -> float:
-        """Parameters that stage 3 gathers a third time for a micro-batch: what is frozen of the layers that it
-        recomputes, and frees with them (_recomputing_frozen in gathers.py)."""
+        """Elements that stage 3 gathers a third time in a micro-batch: the frozen parameters of recomputed layers
+        (_recomputing_frozen in gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
         frozen = sum(tensor.elements for tensor in self.shape.tensors if tensor.in_layer and not tensor.trained)
@@ -227,7 +235,7 @@ class Request:
 
     @property
     def ranks_per_replica(self) -> int | None:
-        """Ranks of a replica group. A virtual rank is alone on its box, and the machines of its job have eight."""
+        """Ranks of a replica group. A virtual rank runs alone, as a rank of machines with eight."""
         per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else RANKS_OF_A_MACHINE
         return self.strategy.ranks_per_replica(self.box.ranks, per_machine)
 
@@ -236,20 +244,20 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def same_for_any_micro_batch(answer: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
-    """A search over micro-batches asks it once. Of the accumulation it counts whether there is any."""
-    cached = functools.lru_cache(maxsize=64)(answer)
+def same_for_any_micro_batch(func: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
+    """Cache a function across requests that differ only in micro-batch, or in an accumulation above 1."""
+    cached = functools.lru_cache(maxsize=64)(func)
 
-    @functools.wraps(answer)
-    def asked(request: Request, *given: _P.args, **named: _P.kwargs) -> _R:
-        return cached(request.without_micro_batch, *given, **named)  # type: ignore[arg-type]
+    @functools.wraps(func)
+    def cached_call(request: Request, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return cached(request.without_micro_batch, *args, **kwargs)  # type: ignore[arg-type]
 
-    return asked
+    return cached_call
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure and the interval that the validation gives it; None where nothing was validated."""
+    """A predicted figure and its interval from the validation; None if it was not validated."""
 
     value: float
     low: float | None = None
@@ -264,23 +272,23 @@ class Memory:
     device_parts: Mapping[str, float]
     steady_allocated: Estimate
     peak_allocated: Estimate
-    # By torch's pool, at least.
+    # Reserved memory of the caching allocator, at least.
     peak_reserved: Estimate
-    # And where there is room.
+    # Reserved memory if the device has free memory.
     pool_with_room: float
     # state, pinned, load, save.
     host_parts: Mapping[str, float]
     host_peak: Estimate
     nvme: float
-    # Without a GPU: a rank's whole process, its libraries and freed blocks that the C library keeps included.
+    # Without a GPU: a rank's process, including libraries and freed blocks that malloc retains.
     process_peak: Estimate | None = None
-    # What makes a part what it is, in words for the reader: "gradients of the embedding exceed the bucket".
+    # Explanations for the user: "gradients of the embedding exceed the bucket".
     notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of one optimizer step, and what follows from them."""
+    """Seconds of one optimizer step by part, and the speed, MFU and HFU that follow."""
 
     # compute, communication_exposed, communication_overlapped, offload, cpu_adam, nvme.
     parts: Mapping[str, float]
@@ -293,6 +301,8 @@ class Time:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
+    """Predicted memory, time and communication of a request."""
+
     request: Request
     memory: Memory
     time: Time
@@ -301,7 +311,7 @@ class Prediction:
 
 
 def unpredicted(strategy: str, config: RunConfig) -> str | None:
-    """Return what has no arithmetic; None if all of it has."""
+    """Return the unsupported part of a run, as text for a message; None if the run can be predicted."""
     if strategy in WITH_GROUPS:
         return f"{strategy}, whose ranks share their samples"
     if config.optimizer != "adamw":
@@ -309,14 +319,14 @@ def unpredicted(strategy: str, config: RunConfig) -> str | None:
     try:
         model_shape(config.model_name_or_path)
     except UserError:
-        return f"{config.model_name_or_path}, of which only the name is known"
+        return f"{config.model_name_or_path}, since its architecture is not known"
     return None
 
 
 def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: int, accumulation: int) -> Request:
-    """Return a run's request; what `unpredicted` names is refused."""
-    if what := unpredicted(strategy, config):
-        raise UserError(f"there is no prediction of {what}", "leave it out")
+    """Return a run's request; UserError if `unpredicted` returns a reason."""
+    if reason := unpredicted(strategy, config):
+        raise UserError(f"there is no prediction for {reason}", "leave it out")
     shape = model_shape(config.model_name_or_path)
     buffered = read_strategy(strategy).with_swap_buffers(-(-shape.largest // box.ranks))
     return Request(

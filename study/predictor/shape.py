@@ -1,6 +1,6 @@
-"""A model as far as memory, traffic and time depend on it: every tensor by its name, in the order the engines see.
+"""Shapes of models: every parameter tensor by name, in the engines' order.
 
-Free of torch and transformers: that this is what transformers makes is tested, for every family.
+Does not import torch or transformers; tests compare every family with the model that transformers creates.
 """
 
 from __future__ import annotations
@@ -25,108 +25,112 @@ from study.workloads.presets import PRESETS, Family, Preset, find_preset, refuse
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Parameters of one name in every layer, or outside the layers where `count` is 1."""
+    """Shape of a parameter with one name: one per layer, or a single one outside the layers (`count` is 1)."""
 
     name: str
     elements: int
     count: int
     in_layer: bool
-    # Of its first dimension, along which FSDP2 cuts.
+    # Size of the first dimension, which FSDP2 shards.
     rows: int = 1
-    # False: frozen, as all of a model besides LoRA's adapters.
+    # False: frozen, as all parameters of a LoRA model other than the adapters.
     trained: bool = True
 
 
-# The place of what comes before the layers.
+# Place of parameters before the layers.
 BEFORE = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model."""
+    """One parameter of the model, in the engines' order."""
 
     index: int
     name: str = dataclasses.field(hash=False)
     elements: int = dataclasses.field(hash=False)
     rows: int = dataclasses.field(hash=False)
-    # Its layer; BEFORE the layers, and their number for what comes after them.
+    # Its layer; BEFORE if it precedes the layers, and the number of layers if it follows them.
     place: int = dataclasses.field(hash=False)
     trained: bool = dataclasses.field(hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A transformer as far as memory, traffic and time depend on it."""
+    """Sizes and parameters of a transformer, on which memory, traffic and time depend."""
 
     name: str
     model_type: str
     family: Family
     layers: int
     hidden: int
-    # Of the feed-forward block.
+    # Width of the feed-forward block.
     inner: int
     heads: int
     key_value_heads: int
     head_dim: int
     vocabulary: int
-    # Two matrices go in: SwiGLU and its like.
+    # The feed-forward block has two input matrices, as SwiGLU.
     gated: bool
-    # The output layer is the embedding.
+    # The output layer shares the embedding's weight.
     tied: bool
     tensors: tuple[Tensor, ...]
-    # None: the configuration sets no limit to a sequence.
+    # None: the configuration does not limit the sequence length.
     positions: int | None = None
-    # Of LoRA's adapters, which are among the tensors; None: all of it is trained.
+    # Rank of the LoRA adapters, which are among the tensors; None: full training.
     lora_rank: int | None = None
 
     @property
     def table(self) -> ModelFamily:
+        """The family's entry in the table of architectures."""
         return FAMILIES[self.model_type]
 
     @functools.cached_property
     def params(self) -> tuple[Parameter, ...]:
-        """Every parameter, in the order in which the engines meet them."""
+        """All parameters in the engines' order."""
         inside = [tensor for tensor in self.tensors if tensor.in_layer]
         before = list(itertools.takewhile(lambda tensor: not tensor.in_layer, self.tensors))
         after = [tensor for tensor in self.tensors[len(before) :] if not tensor.in_layer]
         placed = [(BEFORE, before), *((layer, inside) for layer in range(self.layers)), (self.layers, after)]
-        every = ((place, tensor) for place, tensors in placed for tensor in tensors)
+        entries = ((place, tensor) for place, tensors in placed for tensor in tensors)
         return tuple(
             Parameter(index, tensor.name, tensor.elements, tensor.rows, place, tensor.trained)
-            for index, (place, tensor) in enumerate(every)
+            for index, (place, tensor) in enumerate(entries)
         )
 
     @functools.cached_property
     def trained_params(self) -> tuple[Parameter, ...]:
-        """Parameters with gradients and an optimizer; frozen ones are in no engine's groups."""
+        """Trainable parameters in the engines' order; frozen ones are not in the optimizer's groups."""
         return tuple(param for param in self.params if param.trained)
 
     @property
     def parameters(self) -> int:
+        """Number of parameters (elements)."""
         return sum(tensor.elements * tensor.count for tensor in self.tensors)
 
     @property
     def trained_parameters(self) -> int:
+        """Number of trainable parameters (elements)."""
         return sum(tensor.elements * tensor.count for tensor in self.tensors if tensor.trained)
 
     @property
     def frozen_parameters(self) -> int:
+        """Number of frozen parameters (elements)."""
         return self.parameters - self.trained_parameters
 
     @property
     def largest(self) -> int:
-        """Elements of the largest tensor."""
+        """Number of elements of the largest tensor."""
         return max(tensor.elements for tensor in self.tensors)
 
     @property
     def largest_trained(self) -> int:
-        """Elements of the largest trained tensor."""
+        """Number of elements of the largest trainable tensor."""
         return max(tensor.elements for tensor in self.tensors if tensor.trained)
 
 
-# LoRA: adapters as further tensors of a shape, and all else frozen, as study/workloads/architecture.py makes them.
-# peft's "all-linear" puts two matrices beside every linear layer, A (rank x in) and B (out x rank), in the weights'
-# type. The output layer of a language model has none, and a classifier's new one is trained whole.
+# LoRA: adapters are additional tensors of a shape, and all others are frozen, as in study/workloads/architecture.py.
+# peft's "all-linear" adds two matrices to every linear layer, A (rank x in) and B (out x rank), in the weights' type.
+# The output layer of a language model has none, and a classifier's new output layer is trained in full.
 INFIX = ".lora_"
 _WITHOUT_ADAPTERS = (
     "wte", "wpe", "word_embeddings", "position_embeddings", "token_type_embeddings", "embed_tokens", "embed_in",
@@ -135,57 +139,61 @@ _WITHOUT_ADAPTERS = (
 
 
 def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
+    """Return the shape with LoRA adapters of a rank and frozen base weights; UserError if the rank is below 1."""
     if rank < 1:
         raise UserError(f"--lora_rank {rank} is out of range", "use 1 or more")
     tensors = list[Tensor]()
-    # Each module's adapters come behind its own tensors.
+    # Each module's adapters follow its tensors.
     for module, group in itertools.groupby(shape.tensors, key=lambda tensor: tensor.name.rpartition(".")[0]):
-        own = [dataclasses.replace(tensor, trained=module == "classifier") for tensor in group]
-        tensors += own
-        matrix = own[0]
+        base = [dataclasses.replace(tensor, trained=module == "classifier") for tensor in group]
+        tensors += base
+        matrix = base[0]
         if matrix.elements == matrix.rows or module in _WITHOUT_ADAPTERS:
             continue
-        out, inside = matrix.rows, matrix.elements // matrix.rows
+        out, columns_in = matrix.rows, matrix.elements // matrix.rows
         if shape.table.transposed:
-            out, inside = inside, out
-        for letter, rows, columns in (("A", rank, inside), ("B", out, rank)):
+            out, columns_in = columns_in, out
+        for letter, rows, columns in (("A", rank, columns_in), ("B", out, rank)):
             name = f"{module}{INFIX}{letter}.weight"
             tensors.append(Tensor(name, rows * columns, matrix.count, matrix.in_layer, rows=rows))
     return dataclasses.replace(shape, tensors=tuple(tensors), lora_rank=rank)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peft", choices=("none", "lora"), default="none", help="lora: adapters alone are trained")
+    """Add the flags of LoRA."""
+    parser.add_argument("--peft", choices=("none", "lora"), default="none", help="lora: train only adapters")
     parser.add_argument(
         "--lora_rank",
         type=int,
         metavar="R",
-        help=f"rows of each of LoRA's small matrices; by default {RunConfig.lora_rank}",
+        help=f"rank of the LoRA adapters; by default {RunConfig.lora_rank}",
     )
 
 
 def lora_text(shape: ModelShape) -> str:
+    """Format LoRA's rank and trainable parameters, with a leading comma; empty without LoRA."""
     if shape.lora_rank is None:
         return ""
     return f", LoRA of rank {shape.lora_rank}: {shape.trained_parameters / 1e6:,.3g} M trained"
 
 
 def shape_asked(shape: ModelShape, options: argparse.Namespace) -> ModelShape:
+    """Apply the command line's LoRA options to a shape."""
     if options.peft == "lora":
         return with_adapters(shape, RunConfig.lora_rank if options.lora_rank is None else options.lora_rank)
     if options.lora_rank is not None:
-        raise UserError(f"--lora_rank {options.lora_rank} is of adapters, and there are none", "add --peft lora")
+        raise UserError(f"--lora_rank {options.lora_rank} has no effect without adapters", "add --peft lora")
     return shape
 
 
-# Keys of transformers for the same thing, the most common one first.
+# Keys of transformers for each size, the most common one first.
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
 }
-# transformers' ACT2FN, which refuses any other.
+# Activations in transformers' ACT2FN; it raises KeyError for others.
 _ACTIVATIONS = (
     "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
     "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
@@ -197,7 +205,7 @@ _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "
 
 
 def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
-    """Return the shape of a preset, a folder or file with config.json, sizes in words, or with `ask_hub` a hub id."""
+    """Return the shape of a preset, a folder or file with config.json, a list of sizes, or with `ask_hub` a hub id."""
     if (preset := find_preset(name)) is not None:
         return shape_of_preset(preset)
     if "=" in name:
@@ -211,53 +219,54 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
 
         return _shape_of_document(load_from(name, _hub_config, "config"), name)
     if path.is_dir():
-        raise UserError(f"there is no config.json in {name}", "name the folder that holds the model's")
+        raise UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
     if path.is_absolute() or name.startswith("."):
         raise UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
     if _is_of_another_family(name):
         raise UserError(f"{name!r} is of a family that is not modelled", f"name a model of {', '.join(FAMILIES)}")
     hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else ""
-    near = did_you_mean(name, PRESETS, cutoff=0.4)
+    suggestion = did_you_mean(name, PRESETS, cutoff=0.4)
     raise UserError(
         f"unknown model {name!r}",
-        f"{near}{hint}give a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes as"
+        f"{suggestion}{hint}give a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes as"
         " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008 (without inner: a GPT-2)",
     )
 
 
 def _is_of_another_family(name: str) -> bool:
-    """Whether it names an architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b)."""
+    """Whether a name is of an unsupported architecture or a mixture of experts (8x7b, 30b-a3b)."""
     plain = name.rpartition("/")[2].lower()
     has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain) is not None
     return has_experts or re.sub("[^a-z0-9]", "", plain).startswith(OTHER_FAMILIES)
 
 
-# Tokens of a sample where the user does not say it.
+# Default sequence length in tokens.
 USUAL_LENGTH = 2048
 
 
-def sequence_length(shape: ModelShape, asked: int | None, default: int = USUAL_LENGTH) -> int:
-    """Return the sequence length: by default as many tokens as the model takes, up to `default`."""
+def sequence_length(shape: ModelShape, requested: int | None, default: int = USUAL_LENGTH) -> int:
+    """Return the sequence length: by default the model's maximum, up to `default`; UserError if it is too long."""
     if shape.positions is None:
-        return asked or default
-    if asked is not None and asked > shape.positions:
+        return requested or default
+    if requested is not None and requested > shape.positions:
         raise UserError(
-            f"{shape.name[:80]} has {shape.positions} positions, too few for sequences of {asked} tokens",
+            f"{shape.name[:80]} has {shape.positions} positions, too few for sequences of {requested} tokens",
             f"use {shape.positions} or less",
         )
-    return asked or min(default, shape.positions)
+    return requested or min(default, shape.positions)
 
 
 def shape_of_preset(preset: Preset) -> ModelShape:
+    """Return the shape of a preset."""
     return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
 
 
 def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a config of transformers; UserError names the keys that are missing."""
+    """Return the shape of a transformers config; UserError names missing or invalid keys."""
     if (family := FAMILIES.get(model_type)) is None:
         raise UserError(
             f"{name}: the family {model_type!r} is not modelled",
-            f"use one of {', '.join(FAMILIES)}; or give the sizes of a dense model that is built like one of them, as"
+            f"use one of {', '.join(FAMILIES)}; or give the sizes of a dense model of such a family, as"
             " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=8,head_dim=128",
         )
     get = {**dict(family.defaults), **{key: value for key, value in architecture.items() if value is not None}}
@@ -268,30 +277,32 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     missing = [f"{field} ({' or '.join(_KEYS[field])})" for field, value in needed.items() if value is None]
     missing += ["inner (intermediate_size)"] if inner is None else []
     if missing:
-        raise UserError(f"{name} does not say its {', '.join(missing)}", "add what is missing")
+        raise UserError(f"{name} does not set its {', '.join(missing)}", "add the missing keys")
 
-    def whole(key: str, value: Any) -> int:
+    def check_size(key: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value <= _LARGEST_SIZE:
             raise UserError(f"{name}: {key} is {value!r:.40}", f"use a whole number from 1 to {_LARGEST_SIZE:,}")
         return value
 
-    layers, hidden, heads, vocabulary = (whole(key, needed[key]) for key in ("layers", "hidden", "heads", "vocabulary"))
-    inner = whole("inner", inner)
+    layers, hidden, heads, vocabulary = (
+        check_size(key, needed[key]) for key in ("layers", "hidden", "heads", "vocabulary")
+    )
+    inner = check_size("inner", inner)
     refuse_depth(layers, name)
     for key in ("hidden_act", "activation_function", "hidden_activation"):
         if get.get(key, "gelu") not in _ACTIVATIONS:
             raise UserError(f"{name}: {key} is {brief(get[key])}", f"use one of {', '.join(_ACTIVATIONS)}")
-    key_value_heads = whole("num_key_value_heads", get.get("num_key_value_heads") or heads)
+    key_value_heads = check_size("num_key_value_heads", get.get("num_key_value_heads") or heads)
     if heads % key_value_heads:
         raise UserError(f"{name}: {key_value_heads} key heads do not divide {heads} heads", "use key heads that do")
-    head_dim = whole("head_dim", get.get("head_dim", hidden // heads))
+    head_dim = check_size("head_dim", get.get("head_dim", hidden // heads))
     if hidden % heads and "head_dim" not in get:
         raise UserError(f"{name}: {heads} heads do not divide a width of {hidden}", "use heads that do")
     tied = get.get("tie_word_embeddings", family.tied)
     if type(tied) is not bool:
         raise UserError(f"{name}: tie_word_embeddings is {brief(tied)}", "use true or false")
     positions = _positions(get)
-    positions = None if positions is None else whole("max_position_embeddings", positions)
+    positions = None if positions is None else check_size("max_position_embeddings", positions)
     is_classifier = model_type == "bert"
     sizes = {
         "h": hidden, "3h": 3 * hidden, "inner": inner, "vocabulary": vocabulary, "query": heads * head_dim,
@@ -303,7 +314,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         "+mlp": bool(get.get("mlp_bias", False)),
     }  # fmt: skip
     tensors = list[Tensor]()
-    # Before the layers, in each of them, and after them; rows of the families' table.
+    # Rows of the family's table: before the layers, in each layer, and after them.
     for text, count in zip(family.parameters, (1, layers, 1), strict=True):
         in_layer = text is family.parameters[1]
         for row in text.split(", "):
@@ -325,7 +336,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
 
 
 def _positions(get: Mapping[str, Any]) -> Any:
-    """Rotary ones can be stretched (linear, dynamic, YaRN), and the file then says by how much."""
+    """Return the maximum positions, including the scaling of rotary embeddings (linear, dynamic, YaRN)."""
     positions = get.get("n_positions") or get.get("max_position_embeddings")
     stretched = get.get("rope_parameters") or get.get("rope_scaling") or {}
     if not isinstance(stretched, Mapping) or type(positions) is not int:
@@ -339,12 +350,13 @@ def _positions(get: Mapping[str, Any]) -> Any:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    """Read a config.json; UserError if it is not a JSON object."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not readable as JSON ({first_line(error)})", "give a config.json") from None
     if not isinstance(document, dict):
-        raise UserError(f"{file} is not a config of transformers", "give a config.json")
+        raise UserError(f"{file} is not a transformers config", "give a config.json")
     return document
 
 
@@ -356,25 +368,26 @@ def _hub_config(repo_id: str, **options: Any) -> dict[str, Any]:
 
 
 def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a parsed config.json; UserError if its family or quantization is not supported."""
     if not isinstance(document.get("model_type"), str):
-        raise UserError(f"{name} does not say its model_type", f"add one of {', '.join(FAMILIES)}")
+        raise UserError(f"{name} does not set its model_type", f"add one of {', '.join(FAMILIES)}")
     if document.get("quantization_config"):
-        fix = "take quantization_config out of config.json to predict it in 16 bits"
-        raise UserError(f"{name} is quantised, and weights of fewer bits are not predicted", fix)
+        fix = "remove quantization_config from config.json to predict it in 16 bits"
+        raise UserError(f"{name} is quantized, and quantized weights are not supported", fix)
     return shape_of_architecture(name.rstrip("/").rsplit("/", 1)[-1], document["model_type"], document)
 
 
 def _shape_of_words(text: str) -> ModelShape:
-    """layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama where a size is given that only it has."""
-    named = [part.partition("=")[::2] for part in text.split(",")]
-    words = dict(named)
-    if len(words) < len(named):
-        raise UserError(f"{text[:80]} says a size twice", "say each once")
+    """Parse layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama if it has one of Llama's sizes."""
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    words = dict(pairs)
+    if len(words) < len(pairs):
+        raise UserError(f"{text[:80]} sets a size twice", "set each once")
     if unknown := [word for word in words if word not in _WORDS]:
         fix = f"{did_you_mean(unknown[0], _WORDS)}known: {', '.join(_WORDS)}"
         raise UserError(f"{unknown[0][:40]!r} is not a size of a model", fix)
     if missing := [word for word in _KEYS if word not in words]:
-        raise UserError(f"{text[:80]} does not say its {', '.join(missing)}", "add what is missing")
+        raise UserError(f"{text[:80]} does not set its {', '.join(missing)}", "add the missing sizes")
     model_type = words.pop("type", "llama" if {"inner", "key_value_heads", "head_dim"} & words.keys() else "gpt2")
     if "head_dim" in words and model_type in FAMILIES and not FAMILIES[model_type].gated:
         raise UserError(f"{text[:80]}: a {model_type[:20]} divides its width among its heads", "leave head_dim out")

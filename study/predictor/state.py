@@ -1,6 +1,6 @@
-"""Model state of one rank by the engines' own rules, byte for byte: weights, gradients, optimizer, and what pads them.
+"""Model state of rank 0 in exact bytes: weights, gradients, optimizer state, and padding, by the engines' rules.
 
-Rank 0 has as much as any. The rules are those of deepspeed 0.19, torch's DDP and FSDP2; see the comments.
+No rank has more than rank 0. The rules are those of deepspeed 0.19, torch's DDP and FSDP2; see the comments.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from study.predictor.shape import ModelShape, Parameter, Tensor
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
 SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
-# torch's AdamW counts the steps of each tensor, in one number.
+# torch's AdamW has a step counter per tensor.
 STEP_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Bytes of one rank by kind and place. Gradients: the most after a backward pass of the step."""
+    """Model state of one rank in bytes by kind and place; gradients at their peak after a backward pass of the step."""
 
     params_device: float
     grads_device: float
@@ -38,27 +38,30 @@ class State:
 
     @property
     def device(self) -> float:
+        """Bytes on the device."""
         return self.params_device + self.grads_device + self.optimizer_device
 
     @property
     def host(self) -> float:
+        """Bytes in host memory."""
         return self.params_host + self.grads_host + self.optimizer_host
 
     @property
     def nvme(self) -> float:
+        """Bytes on NVMe."""
         return self.params_nvme + self.grads_nvme + self.optimizer_nvme
 
 
 @same_for_any_micro_batch
 def state_of(request: Request, *, waiting: bool = True) -> State:
-    """Return the state, with or without gradients that wait for their reduction after the backward pass."""
+    """Return the model state; `waiting` includes gradients that are not reduced yet after the backward pass."""
     if request.strategy.zero_stage in (None, 0):
         return _unsharded(request, waiting)
     return (_stage3 if request.settings.stage == 3 else _stage12)(request, waiting)
 
 
 def accumulated_bytes(request: Request) -> float:
-    """Unpartitioned gradients between two micro-batches: Accelerate turns FSDP2's reduction off until the last one."""
+    """Bytes of unpartitioned gradients between micro-batches: Accelerate disables FSDP2's reduction until the last."""
     if request.accumulation == 1:
         return 0.0
     width = 2 if request.fsdp_gathers_16_bits else request.weight_bytes
@@ -66,56 +69,59 @@ def accumulated_bytes(request: Request) -> float:
 
 
 def _unsharded(request: Request, waiting: bool) -> State:
-    """single, DDP, FSDP2 (each tensor cut along its rows) and DeepSpeed's stage 0."""
+    """State of single, DDP, FSDP2 (each tensor sharded by rows) and DeepSpeed's stage 0."""
     shape, weight, ranks = request.shape, request.weight_bytes, request.box.ranks
-    held, trained = shape.parameters, shape.trained_parameters
+    stored, trained = shape.parameters, shape.trained_parameters
     if request.strategy.is_fsdp:
-        # hsdp shards within a replica group, and has several.
+        # hsdp shards within each of several replica groups.
         ranks = request.ranks_per_replica or ranks
-        held, trained = (
+        stored, trained = (
             sum(math.ceil(param.rows / ranks) * (param.elements // param.rows) for param in params)
             for params in (shape.params, shape.trained_params)
         )
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     optimizer = trained * (master + request.moments_bytes) + STEP_BYTES * len(shape.trained_params)
     unreduced = accumulated_bytes(request) if request.strategy.is_fsdp and waiting else 0.0
-    return State(held * weight, max(trained * weight, unreduced), optimizer)
+    return State(stored * weight, max(trained * weight, unreduced), optimizer)
 
 
 def _stage12(request: Request, waiting: bool) -> State:
-    """stage_1_and_2.py: one flat buffer, padded to two numbers for each rank, and a shard of it. Frozen weights are
-    beside it, unpartitioned."""
+    """State of stages 1 and 2 (stage_1_and_2.py): a flat buffer of the trainable weights, padded to a multiple of two
+    elements per rank, and shards of it. Frozen weights are separate and unpartitioned."""
     weight, settings, trained = request.weight_bytes, request.settings, request.shape.trained_parameters
     shard = flat_elements(request) // request.box.ranks
-    held = shard * (settings.master_bytes + request.moments_bytes)
+    optimizer_bytes = shard * (settings.master_bytes + request.moments_bytes)
     params = float((flat_elements(request) + request.shape.frozen_parameters) * weight)
-    # When the backward pass has ended, this rank's reduced ones, whole, and one too large for the bucket.
-    late, last = last_bucket(request) if waiting else (0, set())
+    # After the backward pass this rank has its reduced gradients, unpartitioned, and any that exceed the bucket.
+    large, last = last_bucket(request) if waiting else (0, set())
     if settings.optimizer is not None:
-        # Stage 1 reduces none before the backward pass has ended.
-        late = trained if waiting and settings.stage == 1 else late
-        return State(params, float(late * weight), 0.0, grads_host=shard * FP32_BYTES, optimizer_host=held)
-    kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
+        # Stage 1 reduces after the backward pass.
+        large = trained if waiting and settings.stage == 1 else large
+        return State(params, float(large * weight), 0.0, grads_host=shard * FP32_BYTES, optimizer_host=optimizer_bytes)
+    grad_width = FP32_BYTES if settings.accumulates_in_fp32 else weight
     if settings.stage == 1:
-        return State(params, float(trained * kept), held + STEP_BYTES)
+        return State(params, float(trained * grad_width), optimizer_bytes + STEP_BYTES)
     reduced = sum(param.elements for param, _ in own_shards(request) if param not in last) if waiting else 0
-    return State(params, float(max(shard * kept, (reduced + late) * weight)), held + STEP_BYTES)
+    return State(params, float(max(shard * grad_width, (reduced + large) * weight)), optimizer_bytes + STEP_BYTES)
 
 
 def _stage3(request: Request, waiting: bool) -> State:
+    """State of stage 3 (stage3.py): shards per parameter, in sub-groups, on the device, the host or NVMe."""
     weight, settings, ranks, shape = request.weight_bytes, request.settings, request.box.ranks, request.shape
-    shard, every = shard_elements(request, shape.trained_params), shard_elements(request, shape.params)
+    shard, full_shard = shard_elements(request, shape.trained_params), shard_elements(request, shape.params)
     groups, persistent = sub_groups(request), persistent_params(request)
     unsharded = sum(param.elements for param in persistent) * weight if unshards(request) else 0
     moments = settings.master_bytes + request.moments_bytes
-    kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
-    late = last_bucket(request)[0] if waiting else 0
-    state = State(float(every * weight + unsharded), float(shard * kept), shard * moments + STEP_BYTES * len(groups))
+    grad_width = FP32_BYTES if settings.accumulates_in_fp32 else weight
+    large = last_bucket(request)[0] if waiting else 0
+    state = State(
+        float(full_shard * weight + unsharded), float(shard * grad_width), shard * moments + STEP_BYTES * len(groups)
+    )
     if settings.optimizer is not None:
-        # The first groups stay on a GPU where `ratio` says so (_create_fp32_partitions).
+        # `ratio` leaves the first groups on a GPU (_create_fp32_partitions).
         on_device = groups[: 0 if request.box.in_host_memory else int((1 - settings.optimizer.ratio) * len(groups))]
         stays = sum(on_device)
-        grads_host, grads_nvme, optimizer_host, optimizer_nvme = float(shard * kept), 0.0, 0.0, 0.0
+        grads_host, grads_nvme, optimizer_host, optimizer_nvme = float(shard * grad_width), 0.0, 0.0, 0.0
         if settings.optimizer.device == "cpu":
             grads_host, optimizer_host = grads_host + (shard - stays) * FP32_BYTES, (shard - stays) * moments
         else:
@@ -126,60 +132,61 @@ def _stage3(request: Request, waiting: bool) -> State:
         state = dataclasses.replace(
             state, grads_device=float(stays * FP32_BYTES), optimizer_device=stays * moments,
             grads_host=grads_host, grads_nvme=grads_nvme, optimizer_nvme=optimizer_nvme,
-            # backup_optimizer is a plain AdamW of torch's, which counts its steps on the host.
+            # backup_optimizer is torch's AdamW, whose step counters are on the host.
             optimizer_host=optimizer_host + STEP_BYTES * len(on_device),
         )  # fmt: skip
     if group := request.ranks_per_replica:
-        # zero_hpz_partition_size: a second shard, among the ranks of a machine. The optimizer's step drops that of
-        # persistent parameters, if it changes them.
-        again = set(shape.params) - {param for param in persistent if param.trained}
-        second = sum(shard_elements(request, [param]) * ranks // group for param in again) * weight
+        # zero_hpz_partition_size: a secondary shard within a machine. The optimizer step frees it for persistent
+        # parameters that it updates.
+        resharded = set(shape.params) - {param for param in persistent if param.trained}
+        second = sum(shard_elements(request, [param]) * ranks // group for param in resharded) * weight
         state = dataclasses.replace(state, params_device=state.params_device + second)
     if settings.parameters is not None:
         swaps = settings.parameters.device == "nvme"
         nvme = _swapped_bytes(request, shape.params, weight) if swaps else 0.0
-        host = float(every * weight) - nvme
+        host = float(full_shard * weight) - nvme
         state = dataclasses.replace(state, params_device=float(unsharded), params_host=host, params_nvme=nvme)
-    return dataclasses.replace(state, grads_device=state.grads_device + late * weight)
+    return dataclasses.replace(state, grads_device=state.grads_device + large * weight)
 
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
-    """The shards that are large enough for NVMe."""
+    """Return the bytes of shards that are large enough for NVMe."""
     sizes = [math.ceil(param.elements / request.box.ranks) * width for param in params]
     return float(sum(size for size in sizes if size >= SMALLEST_SWAPPED_BYTES))
 
 
 def unswapped(request: Request) -> str | None:
-    """Return what DeepSpeed was to send to NVMe and leaves in host memory, as no shard is large enough. study/train.py
-    ends such a run (study/engine/audit.py)."""
+    """Return the kind of state that DeepSpeed should swap to NVMe but keeps in host memory, since no shard is large
+    enough; None otherwise. study/train.py stops such a run (study/engine/audit.py)."""
     if not request.swapped:
         return None
     state = state_of(request)
     sizes = {"optimizer": state.optimizer_nvme, "param": state.params_nvme}
     names = {"optimizer": "optimizer", "param": "parameters"}
-    return next((names[what] for what in request.swapped if not sizes[what]), None)
+    return next((names[kind] for kind in request.swapped if not sizes[kind]), None)
 
 
 def refused_accumulation(request: Request) -> str | None:
-    """Return why stage 0 refuses a request: it accumulates gradients in the type of its weights alone (engine.py,
-    _do_optimizer_sanity_check)."""
+    """Return DeepSpeed's error if stage 0 would accumulate in another type than its weights (engine.py,
+    _do_optimizer_sanity_check); None otherwise."""
     is_16_bit = request.precision.endswith("-engine")
     if request.strategy.zero_stage == 0 and is_16_bit and request.settings.accumulates_in_fp32:
-        return "stage 0 adds 16-bit gradients up in no other type: DeepSpeed ends with NotImplementedError"
+        return "stage 0 accumulates 16-bit gradients only in their type: DeepSpeed raises NotImplementedError"
     return None
 
 
 def own_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
-    """Parameters of which rank 0 has a shard, and its size: stages 1 and 2 cut the flat buffer, not each tensor."""
-    left = flat_elements(request) // request.box.ranks
+    """Yield rank 0's parameters and their local elements: stages 1 and 2 shard the flat buffer, not each tensor."""
+    remaining = flat_elements(request) // request.box.ranks
     for param in request.shape.trained_params:
-        if left > 0:
-            yield param, min(param.elements, left)
-        left -= param.elements
+        if remaining > 0:
+            yield param, min(param.elements, remaining)
+        remaining -= param.elements
 
 
 def last_bucket(request: Request) -> tuple[int, set[Parameter]]:
-    """Return what waits after the backward pass: elements too large for the bucket, and all that wait."""
+    """Return the unreduced gradients after the backward pass: elements of those larger than the bucket, and all
+    parameters."""
     filled, last = 0, list[Parameter]()
     for param in reversed(request.shape.trained_params):
         if filled + param.elements > request.settings.reduce_bucket:
@@ -191,27 +198,30 @@ def last_bucket(request: Request) -> tuple[int, set[Parameter]]:
 
 
 def flat_elements(request: Request) -> int:
+    """Return the elements of the flat buffer of stages 1 and 2, with padding."""
     step = 2 * request.box.ranks
     return math.ceil(request.shape.trained_parameters / step) * step
 
 
 def shard_elements(request: Request, params: Sequence[Parameter]) -> int:
+    """Return the elements of one rank's shards of parameters in stage 3, with padding."""
     return sum(math.ceil(param.elements / request.box.ranks) for param in params)
 
 
 def persistent_params(request: Request) -> list[Parameter]:
-    """parameter_offload.py, mark_persistent_parameters: small ones are gathered once and stay, frozen or not."""
-    found, total, settings = list[Parameter](), 0, request.settings
+    """Return stage 3's persistent parameters: small ones, frozen or not, that stay gathered (parameter_offload.py,
+    mark_persistent_parameters)."""
+    persistent, total, settings = list[Parameter](), 0, request.settings
     for param in request.shape.params:
         fits = param.elements + total <= settings.model_persistence_threshold
         if fits and param.elements <= settings.persistence_threshold:
-            found.append(param)
+            persistent.append(param)
             total += param.elements
-    return found
+    return persistent
 
 
 def sub_groups(request: Request) -> list[int]:
-    """stage3.py, _create_fp16_sub_groups: elements of this rank's shard in each."""
+    """Return the shard elements of each sub-group (stage3.py, _create_fp16_sub_groups)."""
     groups, current = list[int](), 0
     for param in request.shape.trained_params:
         current += math.ceil(param.elements / request.box.ranks)
@@ -222,40 +232,42 @@ def sub_groups(request: Request) -> list[int]:
 
 
 def unshards(request: Request) -> bool:
-    """Return whether stage 3 unshards parameters besides their shards. One rank copies to a GPU what is on the host
-    (NoGatherHandle in partition_parameters.py); elsewhere its shard is the parameter."""
+    """Whether stage 3 allocates unsharded parameters in addition to the shards. A single rank copies offloaded
+    parameters to its GPU (NoGatherHandle in partition_parameters.py); otherwise its shard is the parameter."""
     return request.box.ranks > 1 or (request.settings.parameters is not None and not request.box.in_host_memory)
 
 
 def aligned(size: float) -> int:
+    """Round bytes up to the alignment of swapped tensors."""
     return math.ceil(size / SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
 
 
-# Model state per parameter, for a model so large that no padding shows, in so many tensors that a share of the
-# sub-groups is a share of the model. What does not fit by it does not fit; what fits by it may not.
+# Model state per parameter of a model so large that padding is negligible, and with enough tensors that a fraction of
+# the sub-groups is that fraction of the model. It is a lower bound: a model that exceeds the memory by it does not fit.
 _LARGE, _LARGE_LAYERS = 2**50, 2**10
 
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """Per parameter of the whole model, on one rank. The host's include gradients that wait there for the optimizer."""
+    """Bytes on one rank per parameter of the full model. The host's include gradients for an offloaded optimizer."""
 
     params_device: float
     grads_device: float
     optimizer_device: float
     host: float
     nvme: float
-    # Through NVMe in one optimizer step, and for every pass over the parameters.
+    # NVMe traffic in one optimizer step, and in every pass over the parameters.
     nvme_per_step: float
     nvme_per_pass: float
 
     @property
     def device(self) -> float:
+        """Bytes on the device, per parameter."""
         return self.params_device + self.grads_device + self.optimizer_device
 
 
 def state_bytes(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> StateBytes:
-    """The strategy's settings count with what a run overrides in them. Not `trained`: of frozen weights."""
+    """Return state bytes per parameter of a strategy, including its overrides; of frozen weights if not `trained`."""
     elements = _LARGE // _LARGE_LAYERS
     weights = (Tensor("weights.weight", elements, _LARGE_LAYERS, in_layer=True, rows=elements, trained=trained),)
     shape = ModelShape(
@@ -266,33 +278,34 @@ def state_bytes(strategy: Strategy, precision: str, ranks: int, trained: bool = 
         shape, strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
     )
     state = state_of(request, waiting=False)
-    share = {name: value / shape.parameters for name, value in dataclasses.asdict(state).items()}
-    stays = share["optimizer_nvme"] + share["grads_nvme"]
+    fraction = {name: value / shape.parameters for name, value in dataclasses.asdict(state).items()}
+    stays = fraction["optimizer_nvme"] + fraction["grads_nvme"]
     return StateBytes(
-        share["params_device"], share["grads_device"], share["optimizer_device"],
+        fraction["params_device"], fraction["grads_device"], fraction["optimizer_device"],
         host=state.host / shape.parameters, nvme=state.nvme / shape.parameters,
-        nvme_per_step=2 * stays, nvme_per_pass=share["params_nvme"],
+        nvme_per_step=2 * stays, nvme_per_pass=fraction["params_nvme"],
     )  # fmt: skip
 
 
-# What the ZeRO paper says (Rajbhandari et al., SC20, sections 3 and 7 and Table 1), as its formulas.
+# Formulas of the ZeRO paper (Rajbhandari et al., SC20, sections 3 and 7 and Table 1).
 
-# Bytes of a parameter, the optimizer's being fp32 weights, momentum and variance (the paper's K); and the first stage
-# that splits them.
+# By kind of state: bytes per parameter, for the optimizer fp32 weights, momentum and variance (the paper's K); and the
+# first stage that shards it.
 KINDS = {"params": (2, 3), "grads": (2, 2), "optimizer": (12, 1)}
 
 
 def split_by(kind: str, stage: int, ranks: int) -> int:
+    """Return the number of shards of a kind of state in a stage."""
     return ranks if stage >= KINDS[kind][1] else 1
 
 
 def papers_state_bytes(parameters: float, stage: int, ranks: int) -> float:
-    """Model state per device under mixed-precision Adam; stage 0 is plain data parallelism."""
+    """Model state per device with mixed-precision Adam, in bytes; stage 0 is plain data parallelism."""
     return parameters * sum(size / split_by(kind, stage, ranks) for kind, (size, _) in KINDS.items())
 
 
 def papers_traffic(stage: int, ranks: int) -> float:
-    """Communication of one rank in a step, as multiples of the model's weights, its gradients being of the same type.
+    """Communication of one rank per step, as a multiple of the weights; gradients have the weights' type.
 
     An all-reduce is a reduce-scatter and an all-gather. Stages 1 and 2 gather the updated weights instead of the
     gradients; stage 3 gathers them twice, for the forward and the backward pass.

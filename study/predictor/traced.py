@@ -1,8 +1,8 @@
-"""Activations counted on transformers' own code: one forward and backward pass over fake tensors, which hold nothing.
+"""Activation memory traced on transformers' code, by one forward and backward pass over fake tensors without data.
 
-The only module of predictions that imports torch, and only on request. It counts what the dispatcher makes: every
-storage from its birth to its end, without the weights. Dropout is off, and attention that is fused is
-torch's without a mask, as on a GPU. For a box with GPUs autocast computes in fp32 what CUDA's does.
+The only module of predictions that imports torch, and only on request. It counts every storage that the dispatcher
+allocates, from its creation to its release, without the weights. Dropout is off, and fused attention is torch's without
+a mask, as on a GPU. For hardware with GPUs the operations that CUDA's autocast computes in fp32 are in fp32.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _FUSED = "fused_without_mask"
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """Bytes, without weights."""
+    """Traced activation bytes of one micro-batch, without weights."""
 
-    # When the forward pass has ended: what waits for the backward pass, logits included.
+    # Saved for the backward pass at the end of the forward pass, including logits.
     kept: int
     forward_peak: int
-    # With gradients in the weights' type, as one device without an engine has them.
+    # Includes gradients in the weights' type, as on one device without an engine.
     backward_peak: int
 
 
 def traced(request: Request) -> Traced:
+    """Trace the activation memory of a request's model."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -47,18 +48,19 @@ def traced(request: Request) -> Traced:
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = _as_cuda() if autocasts and not request.box.in_host_memory else contextlib.nullcontext()
         if request.gradient_checkpointing:
-            # What is recomputed, as it was computed: a mode has no effect inside the backward pass.
-            again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+            # Recomputation enters the mode again, since a mode has no effect inside the backward pass.
+            checkpointing = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
         with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
             loss = model(input_ids=tokens, labels=labels).loss
-        kept, forward_peak, live.peak = live.now, live.peak, live.now
+        saved, forward_peak, live.peak = live.now, live.peak, live.now
         with live:
             loss.backward()
-        return Traced(kept, forward_peak, live.peak)
+        return Traced(saved, forward_peak, live.peak)
 
 
 def model_of(request: Request) -> Any:
+    """Create transformers' model of a request, with its adapters and without dropout."""
     import torch
     import transformers
 
@@ -80,7 +82,7 @@ def model_of(request: Request) -> Any:
     try:
         model = kind(settings).train()
         if shape.lora_rank is not None:
-            # Adapters are made in the model's type and place. peft moves them once more, and a fake tensor cannot move.
+            # Adapters are created with the model's type and device. peft then moves them, but fake tensors cannot move.
             torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
             task: Task = "gpt-wikitext" if shape.family == "causal-lm" else "bert-imdb"
             add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=shape.lora_rank))
@@ -91,6 +93,7 @@ def model_of(request: Request) -> Any:
 
 
 def _attention(request: Request) -> str:
+    """Return the attention implementation, and register the fused one without a mask."""
     if not is_fused(request):
         return "eager"
     from transformers import AttentionInterface
@@ -106,7 +109,7 @@ def _attention(request: Request) -> str:
 
 
 def _architecture(shape: ModelShape, length: int) -> dict[str, Any]:
-    """The keys of transformers for a shape."""
+    """Return the config keys of transformers for a shape."""
     rows = {tensor.name: tensor.rows for tensor in shape.tensors}
     positions = max(length, rows.get("wpe.weight", 0), rows.get("position_embeddings.weight", 0))
     keys: dict[str, Any] = {"vocab_size": shape.vocabulary, "bos_token_id": None, "eos_token_id": None}
@@ -124,7 +127,8 @@ def _architecture(shape: ModelShape, length: int) -> dict[str, Any]:
 
 
 def _as_cuda() -> Any:
-    """AT_FORALL_FP32 of aten/src/ATen/autocast_mode.h, as far as these models call it."""
+    """Return a mode that runs CUDA autocast's fp32 operations in fp32: those of AT_FORALL_FP32 in
+    aten/src/ATen/autocast_mode.h that these models call."""
     import torch
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
@@ -149,7 +153,7 @@ def _as_cuda() -> Any:
 
 
 def _live_bytes(outside: list[torch.Tensor]) -> Any:
-    """Return a dispatch mode that counts every live storage but those outside."""
+    """Return a dispatch mode that counts the bytes of all live storages except those of `outside`."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -176,11 +180,11 @@ def _live_bytes(outside: list[torch.Tensor]) -> Any:
             if key in self.known:
                 return
 
-            def gone(_: Any) -> None:
+            def release(_: Any) -> None:
                 self.now -= size
                 self.known.pop(key, None)
 
-            self.known[key] = weakref.ref(storage, gone)
+            self.known[key] = weakref.ref(storage, release)
             self.now += size
             self.peak = max(self.peak, self.now)
 

@@ -1,4 +1,4 @@
-"""The model's architecture with a run's dropout and attention, its adapters and its tokenizer; misfits are refused."""
+"""A run's model architecture, adapters and tokenizer, and checks that they fit the task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: PreTrainedModel, config: RunConfig) -> None:
-    """Add the adapters in place. They are the same for every strategy: drawn on the host, from the seed alone."""
+    """Add the adapters in place. They are equal for every strategy: initialized on the host from the seed."""
     if config.peft == "none":
         return
     import torch
@@ -34,7 +34,7 @@ def add_adapters(model: PreTrainedModel, config: RunConfig) -> None:
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
-        # peft leaves the output layer out: of a language model it is the embedding, of a classifier it is new.
+        # peft excludes the output layer: it is a language model's embedding, or a classifier's new layer.
         target_modules="all-linear",
         task_type=TaskType.SEQ_CLS if is_classifier else TaskType.CAUSAL_LM,
     )
@@ -48,24 +48,26 @@ def add_adapters(model: PreTrainedModel, config: RunConfig) -> None:
 
 
 def requested_adapters(config: RunConfig) -> dict[str, Any] | None:
+    """Return the adapter settings of a run; None for full training."""
     if config.peft == "none":
         return None
     return {"kind": "lora", "rank": config.lora_rank, "alpha": config.lora_alpha}
 
 
 def find_adapters(model: Any) -> Any:
-    """Return the settings of the live adapters; a list where modules differ."""
+    """Return the adapter settings of the live modules; a list if modules differ, None without adapters."""
     layers = [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "lora_alpha")]
-    found = {(*layer.r.values(), *layer.lora_alpha.values()) for layer in layers}
-    kinds = [{"kind": "lora", "rank": rank, "alpha": alpha} for rank, alpha in sorted(found)]
+    settings = {(*layer.r.values(), *layer.lora_alpha.values()) for layer in layers}
+    kinds = [{"kind": "lora", "rank": rank, "alpha": alpha} for rank, alpha in sorted(settings)]
     return kinds if len(kinds) > 1 else next(iter(kinds), None)
 
 
-# transformers' sdpa for samples without padding, under a name of this project.
+# This project's name for transformers' sdpa without masks, for samples without padding.
 SDPA_CAUSAL = "sdpa_causal"
 
 
 def model_config(config: RunConfig) -> PreTrainedConfig:
+    """Return the transformers config of a run; UserError if the model does not fit the task or flags."""
     from transformers import AutoConfig
 
     source = find_model(config.model_name_or_path)
@@ -83,9 +85,9 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
 
 
 def build_model(config: RunConfig) -> PreTrainedModel:
-    """Build the model with the architecture's own random weights, on the default device (`meta` to count only).
+    """Build the model with random weights on the default device (`meta` only to count parameters).
 
-    It is built by its class rather than from_config, which under a live ZeRO-3 configuration would partition it.
+    It is built by its class instead of from_config, which would partition it under an active ZeRO-3 configuration.
     """
     architecture = model_config(config)
     return model_class(config, architecture)(architecture)
@@ -101,6 +103,7 @@ class Shape:
 
 
 def shape_of(config: RunConfig) -> Shape:
+    """Return the sizes of a run's model without allocating it; UserError if it cannot be built."""
     import torch
 
     with torch.device("meta"):
@@ -109,7 +112,7 @@ def shape_of(config: RunConfig) -> Shape:
         except UserError:
             raise
         except Exception as error:
-            # Nothing is allocated here, so the architecture itself is wrong: heads that do not divide, for example.
+            # Nothing is allocated, so the architecture is invalid: heads that do not divide, for example.
             problem = f"the model that {config.model_name_or_path} describes cannot be built"
             raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", OTHER_MODEL) from error
     sizes = [parameter.numel() for parameter in model.parameters()]
@@ -117,80 +120,81 @@ def shape_of(config: RunConfig) -> Shape:
 
 
 def select_attention(config: RunConfig) -> str | None:
-    """Return `attn_implementation` for transformers. None lets it choose sdpa where the model has it, else eager.
+    """Return `attn_implementation` for transformers; None selects sdpa if the model supports it, else eager.
 
-    GPT-Neo and GPT-J have no sdpa, and asking for it by name would be an error.
+    GPT-Neo and GPT-J do not support sdpa, and raise an error if it is requested by name.
     """
     from transformers.utils import is_flash_attn_2_available
 
-    asked = config.attn_implementation
-    if asked == "flash_attention_2":
+    requested = config.attn_implementation
+    if requested == "flash_attention_2":
         if not is_flash_attn_2_available():
             raise UserError("--attn_implementation flash_attention_2 needs flash-attn and a GPU for it", "use sdpa")
         if config.precision == "fp32":
             raise UserError("--attn_implementation flash_attention_2 does not compute in fp32", "use sdpa or bf16")
-    elif asked == SDPA_CAUSAL:
+    elif requested == SDPA_CAUSAL:
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        # A name without a mask function: transformers makes no mask and passes `is_causal` to torch. Under sdpa it
-        # makes a mask wherever torch.compile traces, since it cannot look at positions there, and with a mask torch
-        # uses no kernel for causal attention.
+        # For a name without a mask function transformers creates no mask and passes `is_causal` to torch. With sdpa it
+        # creates a mask under torch.compile, since it cannot read positions there, and with a mask torch does not use
+        # its causal kernels.
         AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
-    elif asked not in ("sdpa", "eager"):
-        known = f"use eager, sdpa, {SDPA_CAUSAL} or flash_attention_2"
-        raise UserError(f"--attn_implementation {asked} is not known here", known)
-    return None if asked == "sdpa" else asked
+    elif requested not in ("sdpa", "eager"):
+        fix = f"use eager, sdpa, {SDPA_CAUSAL} or flash_attention_2"
+        raise UserError(f"--attn_implementation {requested} is not supported", fix)
+    return None if requested == "sdpa" else requested
 
 
 def resolve_attention(config: RunConfig, architecture: PreTrainedConfig) -> str:
-    """Return the attention in use: from the model's files, the flag, or the default of transformers."""
+    """Return the effective attention: from the model's files, the flag, or the default of transformers."""
     default = "sdpa" if model_class(config, architecture)._supports_sdpa else "eager"
     return architecture._attn_implementation or select_attention(config) or default
 
 
 def has_window(architecture: PreTrainedConfig) -> bool:
-    """Whether any layer attends to less than the whole context before a token."""
+    """Whether any layer has sliding-window attention."""
     text = architecture.get_text_config()
-    others = {one for one in getattr(text, "layer_types", None) or () if one != "full_attention"}
-    return bool(others or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)))
+    windowed = {kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"}
+    return bool(windowed or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)))
 
 
 def _refuse_missing_mask(architecture: PreTrainedConfig, config: RunConfig) -> None:
-    """Refuse models that would silently train as another model without their mask."""
+    """Raise UserError for models that would silently compute another attention without their mask."""
     cls = model_class(config, architecture)
     if FAMILY_OF_TASK[config.task] != "causal-lm":
-        why = "reads in both directions"
+        reason = "has bidirectional attention"
     elif getattr(architecture, "attn_logit_softcapping", None) is not None:
-        why = "caps the scores of its attention, which sdpa does not"
+        reason = "caps its attention scores, which sdpa does not"
     elif not cls._supports_sdpa or not cls._supports_attention_backend:
-        why = "computes its attention itself"
+        reason = "has a custom attention"
     elif has_window(architecture):
-        why = "has attention with a window"
+        reason = "has sliding-window attention"
     else:
         return
-    problem = f"--attn_implementation {SDPA_CAUSAL} leaves out all masks, and {config.model_name_or_path} {why}"
+    problem = f"--attn_implementation {SDPA_CAUSAL} uses no masks, but {config.model_name_or_path} {reason}"
     raise UserError(problem, "use sdpa")
 
 
 def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
+    """Raise UserError if the model does not fit the task, its depth, weights or sequence length."""
     from transformers.models.auto import modeling_auto
 
     model_type, name = architecture.model_type, config.model_name_or_path
-    # A family that fills in masked words is an encoder. BERT has a causal head as well, but it is not used as one.
+    # A family with a masked-language head is an encoder. BERT has a causal head as well, but is used as an encoder.
     encoder = model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if FAMILY_OF_TASK[config.task] == "causal-lm":
         fits = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder
-        wanted = "a causal language model such as gpt2"
+        expected = "a causal language model such as gpt2"
     else:
         fits = model_type in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and encoder
-        wanted = "an encoder such as bert-large-uncased"
+        expected = "an encoder such as bert-large-uncased"
     if not fits:
-        raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {wanted}")
+        raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {expected}")
     refuse_depth(getattr(architecture, "num_hidden_layers", 1), name)
     if getattr(architecture, "quantization_config", None) is not None:
-        # transformers silently ignores some kinds and trains on the stored integers as if they were the weights.
-        raise UserError(f"{name} has quantized weights (quantization_config), which are not trained here", OTHER_MODEL)
+        # transformers silently ignores some quantization methods and trains on the stored integers as weights.
+        raise UserError(f"{name} has quantized weights (quantization_config), which are not supported", OTHER_MODEL)
     largest = getattr(architecture, "max_position_embeddings", None)
     if largest is not None and config.seq_length > largest:
         problem = f"--seq_length {config.seq_length} is longer than the context of {name}"
@@ -198,19 +202,20 @@ def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
 
 
 def with_run_settings(architecture: PreTrainedConfig, config: RunConfig) -> PreTrainedConfig:
+    """Set the run's task head, attention and dropout in a transformers config, and return it."""
     if FAMILY_OF_TASK[config.task] == "sequence-classification":
         architecture.num_labels = 2
         architecture.problem_type = "single_label_classification"
     architecture.use_cache = False
     if config.attn_implementation == "sdpa" and getattr(architecture, "attn_logit_softcapping", None) is not None:
-        # sdpa has no softcapping: transformers 5.17 would silently leave it out and train another model.
+        # sdpa has no softcapping: transformers 5.17 would silently omit it.
         architecture._attn_implementation = "eager"
     if config.dropout >= 0:
         fields = DROPOUT_FIELDS.get(architecture.model_type)
         if fields is None:
             raise UserError(
                 f"--dropout {config.dropout} cannot be set for {architecture.model_type} models",
-                "use --dropout -1 for the model's own, or one of: " + ", ".join(sorted(DROPOUT_FIELDS)),
+                "use --dropout -1 for the model's default, or one of: " + ", ".join(sorted(DROPOUT_FIELDS)),
             )
         for field in fields:
             setattr(architecture, field, config.dropout)
@@ -218,6 +223,7 @@ def with_run_settings(architecture: PreTrainedConfig, config: RunConfig) -> PreT
 
 
 def model_class(config: RunConfig, architecture: PreTrainedConfig) -> Any:
+    """Return transformers' model class for the run's task."""
     import transformers
 
     if FAMILY_OF_TASK[config.task] == "causal-lm":
@@ -226,7 +232,7 @@ def model_class(config: RunConfig, architecture: PreTrainedConfig) -> Any:
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """Load the model's own tokenizer, or `--tokenizer_name`. It always has a pad token."""
+    """Load the tokenizer of the model or of `--tokenizer_name`, with a pad token; UserError if it does not fit."""
     from transformers import AutoTokenizer
 
     source = find_model(config.tokenizer_name or config.model_name_or_path)
@@ -234,7 +240,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", OTHER_TOKENIZER)
     tokenizer = load_from(source, AutoTokenizer.from_pretrained, "tokenizer")
     where = config.tokenizer_name or config.model_name_or_path
-    # Without a vocabulary file, transformers silently makes a tokenizer of special tokens only.
+    # Without a vocabulary file, transformers silently creates a tokenizer of special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"there is no tokenizer vocabulary in {where}", OTHER_TOKENIZER)
     entries = model_config(config).vocab_size

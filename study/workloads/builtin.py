@@ -1,11 +1,11 @@
-"""The built-in corpora, generated from a seed without a network, with the best possible score on each.
+"""Built-in corpora, generated from a seed without a network, and the best possible score on each.
 
-Language (in place of Wikitext): one long walk of an order-1 Markov chain over made-up words. The lowest possible loss
-is the chain's entropy rate.
-Reviews (in place of IMDB): sentiment words agree with the label more often than not. The best classifier is Bayes' rule
-on their count.
+Language (replaces Wikitext): a walk of an order-1 Markov chain over artificial words. The lowest possible loss is the
+chain's entropy rate.
+Reviews (replace IMDB): each sentiment word agrees with the label with probability `AGREEMENT`. The optimal classifier
+is Bayes' rule on their count.
 
-The seed is a constant and not the run's: otherwise the spread over seeds would mix the corpus into the training's.
+The seed is constant and independent of the run's: otherwise the variance over seeds would include the corpus.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SENTIMENT_SHARE = 0.25
 AGREEMENT = 0.7
 WORDS_PER_SENTIMENT = 24
 
-# One independent random stream per purpose, so that changing one leaves the others as they are.
+# One independent random stream per purpose, so that a change of one does not affect the others.
 _STREAMS = {"lexicon": 0, "chain": 1, "language-train": 2, "language-eval": 3, "reviews-train": 4, "reviews-eval": 5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The best possible scores: `expected` on average, `oracle` on exactly these evaluation samples."""
+    """Best possible scores: `expected` over the distribution, `oracle` on these evaluation samples."""
 
     expected_loss: float
     oracle_eval_loss: float
@@ -87,7 +87,7 @@ def builtin_tokenizer(frame: bool = True) -> PreTrainedTokenizerFast:
 
 @dataclasses.dataclass(frozen=True)
 class MarkovChain:
-    """The words that may follow each word, and their probabilities."""
+    """Markov chain: the possible successors of each word, and their probabilities."""
 
     successors: npt.NDArray[np.int64]
     probabilities: npt.NDArray[np.float64]
@@ -101,7 +101,7 @@ class MarkovChain:
 
     @functools.cached_property
     def stationary(self) -> npt.NDArray[np.float64]:
-        """The share of each word in an endless walk: share = share @ transition, with shares adding to 1."""
+        """Stationary distribution p over words: p = p @ transition, with sum 1."""
         size = len(self.transition)
         equations = self.transition.T - np.eye(size)
         equations[-1] = 1.0
@@ -109,21 +109,22 @@ class MarkovChain:
 
     @functools.cached_property
     def surprise(self) -> npt.NDArray[np.float64]:
-        """-log P(next | previous) in nats; infinite where it is 0."""
+        """-log P(next | previous) in nats; infinite if P is 0."""
         with np.errstate(divide="ignore"):
             return -np.log(self.transition)
 
     @property
     def entropy_rate(self) -> float:
-        """Nats per word that remain when the chain is known."""
+        """Entropy rate of the chain in nats per word."""
         finite = np.where(self.transition > 0, self.surprise, 0)
         return float(self.stationary @ (self.transition * finite).sum(axis=1))
 
 
 @functools.cache
 def language_chain() -> MarkovChain:
+    """Return the Markov chain of the language corpus."""
     generator = _stream("chain")
-    # Permutations, so that every word also follows equally many others and none is a dead end.
+    # Permutations, so that every word has equally many predecessors and none is a dead end.
     successors = np.stack([generator.permutation(WORDS) for _ in range(SUCCESSORS_PER_WORD)], axis=1)
     return MarkovChain(successors, generator.dirichlet(np.ones(SUCCESSORS_PER_WORD), size=WORDS))
 
@@ -133,7 +134,7 @@ def language_rows(split: SplitName) -> Iterator[str]:
     chain, words = language_chain(), lexicon()
     successors = chain.successors.tolist()
     thresholds = np.cumsum(chain.probabilities, axis=1)
-    thresholds[:, -1] = 1.0  # rounding must not leave a draw without a successor
+    thresholds[:, -1] = 1.0  # Rounding must not leave a draw without a successor.
     bounds = thresholds.tolist()
     generator = _stream(f"language-{split}")
     word = int(generator.choice(WORDS, p=chain.stationary))
@@ -146,7 +147,7 @@ def language_rows(split: SplitName) -> Iterator[str]:
 
 
 def language_floor(eval_blocks: npt.NDArray[np.int64]) -> Floor:
-    """Score every position but a block's first, given the word before it: the chain depends on no more."""
+    """Return the best scores on evaluation blocks: every position but the first is scored given the previous word."""
     chain = language_chain()
     words = eval_blocks - len(SPECIAL_TOKENS)
     realized = float(chain.surprise[words[:, :-1], words[:, 1:]].mean())
@@ -157,7 +158,7 @@ def language_floor(eval_blocks: npt.NDArray[np.int64]) -> Floor:
 
 
 def reviews(split: SplitName, count: int) -> tuple[list[str], list[int]]:
-    """Generate the first `count` reviews and their labels; a larger count leaves the first ones as they are."""
+    """Generate the first `count` reviews and their labels; a larger count does not change the first ones."""
     assert count <= REVIEWS[split]
     words = np.array(lexicon())
     draws = _stream(f"reviews-{split}").random((count, 2 + 3 * LONGEST_REVIEW_WORDS))
@@ -174,29 +175,31 @@ def reviews(split: SplitName, count: int) -> tuple[list[str], list[int]]:
 
 
 def margin_losses(margins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return Bayes' loss where `margins` more words agree with the label than disagree, each worth log q/(1-q)."""
+    """Return the Bayes loss for `margins` (agreeing minus disagreeing words), each worth log q/(1-q)."""
     return np.logaddexp(0.0, -margins * math.log(AGREEMENT / (1 - AGREEMENT)))
 
 
 def margin_accuracies(margins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """A tie is a coin toss."""
+    """Return the Bayes accuracy for margins; a tie is a coin toss."""
     return np.where(margins > 0, 1.0, np.where(margins == 0, 0.5, 0.0))
 
 
 def expected_review_scores(seq_length: int) -> tuple[float, float]:
-    """Return Bayes' expected loss and accuracy, where [CLS] and [SEP] leave seq_length - 2 words of a review.
+    """Return the expected Bayes loss and accuracy on reviews truncated to seq_length - 2 words ([CLS] and [SEP]).
 
     The margin of a review is a sum of independent words (+1 agrees, -1 disagrees, 0 neutral), so its distribution
     grows by one convolution per word; the sum over lengths and margins is exact.
     """
     word = np.array([SENTIMENT_SHARE * (1 - AGREEMENT), 1 - SENTIMENT_SHARE, SENTIMENT_SHARE * AGREEMENT])
-    seen = [min(length, max(seq_length - 2, 0)) for length in range(SHORTEST_REVIEW_WORDS, LONGEST_REVIEW_WORDS + 1)]
+    kept_lengths = [
+        min(length, max(seq_length - 2, 0)) for length in range(SHORTEST_REVIEW_WORDS, LONGEST_REVIEW_WORDS + 1)
+    ]
     distribution, loss, accuracy = np.ones(1), 0.0, 0.0
-    for words in range(max(seen) + 1):
+    for words in range(max(kept_lengths) + 1):
         margins = np.arange(-words, words + 1)
-        share = seen.count(words) / len(seen)
-        loss += share * float(distribution @ margin_losses(margins))
-        accuracy += share * float(distribution @ margin_accuracies(margins))
+        fraction = kept_lengths.count(words) / len(kept_lengths)
+        loss += fraction * float(distribution @ margin_losses(margins))
+        accuracy += fraction * float(distribution @ margin_accuracies(margins))
         distribution = np.convolve(distribution, word)
     return loss, accuracy
 
@@ -210,6 +213,7 @@ def review_margins(input_ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int6
 
 
 def review_floor(eval_input_ids: npt.NDArray[np.int64], eval_labels: npt.NDArray[np.int64]) -> Floor:
+    """Return the best scores on the evaluation reviews."""
     expected_loss, expected_accuracy = expected_review_scores(eval_input_ids.shape[1])
     margins = review_margins(eval_input_ids, eval_labels)
     return Floor(

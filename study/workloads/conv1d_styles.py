@@ -1,6 +1,6 @@
 """Tensor-parallel styles for GPT-2's Conv1D, whose weight is a transposed Linear's; transformers has none.
 
-Importing DTensor takes half a second, so this module is imported only where tensors are sharded.
+Importing DTensor takes half a second, so this module is imported only if tensors are sharded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 
 class ColumnsOfConv1D(TensorParallelLayer):
-    """Shards the last dimension; with `packed` matrices side by side, each of them."""
+    """Style that shards the last dimension; with `packed` concatenated matrices it shards each of them."""
 
     def __init__(self, packed: int = 1):
         self.packed = packed
@@ -31,29 +31,29 @@ class ColumnsOfConv1D(TensorParallelLayer):
         return super().install_forward(module, mesh)
 
     def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
-        whole = DTensor.from_local(args[0], mesh, [Replicate()], run_check=False)
-        # Each rank has the input gradient of its own columns; their sum is the gradient.
-        return (whole.to_local(grad_placements=[Partial()]), *args[1:]), kwargs
+        replicated = DTensor.from_local(args[0], mesh, [Replicate()], run_check=False)
+        # Each rank computes the input gradient of its columns; their sum is the gradient.
+        return (replicated.to_local(grad_placements=[Partial()]), *args[1:]), kwargs
 
 
 class RowsOfConv1D(TensorParallelLayer):
-    """Shards the first dimension. Every rank adds the whole bias to the sum over ranks."""
+    """Style that shards the first dimension; every rank adds the full bias to the sum over ranks."""
 
     def shard_param(self, module: Any, param: str, mesh: Any) -> None:
         _divide(module, param, mesh, Replicate() if param == "bias" else Shard(0))
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
-        def forward(own: torch.Tensor) -> torch.Tensor:
-            part = DTensor.from_local(own @ module.weight.to_local(), mesh, [Partial()], run_check=False)
-            whole = part.redistribute(placements=[Replicate()]).to_local()
-            return whole + module.bias.to_local(grad_placements=[Replicate()])
+        def forward(local_input: torch.Tensor) -> torch.Tensor:
+            partial = DTensor.from_local(local_input @ module.weight.to_local(), mesh, [Partial()], run_check=False)
+            output = partial.redistribute(placements=[Replicate()]).to_local()
+            return output + module.bias.to_local(grad_placements=[Replicate()])
 
         module.forward = forward
         return module
 
 
 class OwnHeads(TensorParallelLayer):
-    """Sets GPT-2's attention to this rank's share of the heads, which it takes from the config."""
+    """Style that sets GPT-2's attention to this rank's number of heads; otherwise it uses the config's."""
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
         module.split_size //= mesh.size()
@@ -62,9 +62,10 @@ class OwnHeads(TensorParallelLayer):
 
 
 def _divide(module: Any, param: str, mesh: Any, placement: Any) -> None:
-    whole = module._parameters[param]
-    divided = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-    module._parameters[param] = torch.nn.Parameter(divided, requires_grad=whole.requires_grad)
+    """Replace a parameter by its shard."""
+    parameter = module._parameters[param]
+    sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+    module._parameters[param] = torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 for _name, _style in {

@@ -1,8 +1,7 @@
-"""The initial weights: one set per (task, model, weights, seed), drawn once and loaded under every strategy.
+"""Initial weights: one set per (task, model, weights, seed), created once and loaded by every strategy.
 
-Strategies can be compared only because of this. `python -m study.workloads.initial`, with flags of study/train.py,
-draws those of a later run: for models of gigabytes this takes minutes, which `study weights SUITE` spends before a
-sweep's time is counted.
+The comparison of strategies depends on equal weights. `python -m study.workloads.initial`, with the flags of
+study/train.py, creates them in advance: large models take minutes, which `study weights SUITE` keeps out of the sweep.
 """
 
 from __future__ import annotations
@@ -48,33 +47,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RECORD_NAME = "initial_weights.json"
-# The format of that record. Folders of another format are ignored.
+# Version of that record. Folders of another version are ignored.
 FORMAT = 2
 STAND_IN_WEIGHT = 0.01
-# Bytes on disk per parameter: fp32, and a little for the files around it.
+# Bytes on disk per parameter: fp32, and a margin for the other files.
 WEIGHT_FILE_BYTES = 4.2
 
 
 @dataclasses.dataclass(frozen=True)
 class InitialWeights:
-    """A folder in transformers' format, and the sha256 of its safetensors files in order of name."""
+    """A weights folder in transformers' format, and the sha256 of its safetensors files in order of name."""
 
     path: Path
     sha256: str
-    # A notice for the user, set in the one process that had to write them again.
+    # A notice for the user, set only in the process that rewrote damaged weights.
     remark: str = dataclasses.field(default="", compare=False)
 
 
 def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWeights:
-    """Return the set of weights that every strategy starts from; draw or download it if it is not there yet.
+    """Return the initial weights of a run, which are equal for every strategy; create or download missing ones.
 
-    Call it before the Accelerator exists: under ZeRO-3 transformers would load into partitions.
+    Call it before the Accelerator exists: with ZeRO-3 transformers would load into partitions.
     """
     from filelock import FileLock
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     assert not is_deepspeed_zero3_enabled(), "materialize_initial_weights comes before ZeRO-3 is set up"
-    # Dropout and attention change no weight: one set serves every value of them.
+    # Dropout and attention do not change weights: one set serves all their values.
     config = dataclasses.replace(config, dropout=-1.0, attn_implementation="eager")
     made_from = _made_from(config)
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
@@ -85,10 +84,10 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
     with lock:
         if not folder.exists():
             _write_weights(config, made_from, folder)
-    # Every rank checks for itself, concurrently: 0.13 s per GiB.
+    # Every rank checks the files concurrently: 0.13 s per GiB.
     if _find_damage(folder):
         with lock:
-            # Unless another rank has written them again by now.
+            # Unless another rank has rewritten them by now.
             if damage := _find_damage(folder):
                 remark = f"the initial weights in {folder} were damaged ({damage}) and have been written again"
                 try:
@@ -102,9 +101,9 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
 def load_initial_model(
     config: RunConfig, initial: InitialWeights | None, strategy: Strategy | None = None
 ) -> PreTrainedModel:
-    """Load the model; only this rank's shards, where the strategy shards tensors before there is an engine.
+    """Load the model with adapters and gradient checkpointing; only this rank's shards if the strategy shards on load.
 
-    Under a live ZeRO-3 configuration transformers partitions it while it loads.
+    With an active ZeRO-3 configuration transformers partitions the model while it loads.
     """
     import torch
     from transformers import AutoConfig
@@ -129,8 +128,8 @@ def load_initial_model(
                     "delete the folder and run again",
                 )
         if FAMILY_OF_TASK[config.task] == "causal-lm":
-            # The loss that transformers falls back to where a class's name does not say which, as GPT-2's. Its warning
-            # about that, inside the forward pass, would cut a compiled graph in two.
+            # transformers' fallback for class names that do not imply a loss, such as GPT-2's. Set here, since its
+            # warning in the forward pass would break the compiled graph.
             model.loss_type = "ForCausalLM"
     add_adapters(model, config)
     if config.gradient_checkpointing:
@@ -139,10 +138,9 @@ def load_initial_model(
 
 
 def _build_stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedModel:
-    """Build a virtual rank's model: the right shapes, and one constant for every weight, since no value of it matters.
+    """Build a virtual rank's model with a constant for every weight, since values do not matter.
 
-    It is made as from_pretrained makes one, module by module and partitioned at once under ZeRO-3, but from no
-    checkpoint.
+    Like from_pretrained it builds module by module, partitioned immediately with ZeRO-3, but without a checkpoint.
     """
     import torch
     from transformers.initialization import no_init_weights
@@ -161,8 +159,8 @@ def _build_stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedM
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Fresh memory may have NaN, and DeepSpeed skips steps with NaN. Under ZeRO-3 this fills the rank's shard,
-            # which may be on NVMe by now.
+            # Uninitialized memory may have NaN, and DeepSpeed skips steps with NaN. With ZeRO-3 this fills the rank's
+            # shard, which may be on NVMe by now.
             shard = getattr(parameter, "ds_tensor", parameter)
             is_on_nvme = getattr(shard, "final_location", None) == "nvme"
             if is_on_nvme:
@@ -176,26 +174,27 @@ def _build_stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedM
 
 
 def _made_from(config: RunConfig) -> dict[str, Any]:
-    """Describe everything that decides the weights."""
+    """Return all settings that determine the weights."""
     architecture = model_config(config)
     described = {key: value for key, value in architecture.to_dict().items() if key != "transformers_version"}
-    made: dict[str, Any] = {"format": FORMAT, "task": config.task, "weights": config.weights, "seed": config.seed}
+    settings: dict[str, Any] = {"format": FORMAT, "task": config.task, "weights": config.weights, "seed": config.seed}
     source = find_model(config.model_name_or_path)
     if config.weights == "pretrained":
         if isinstance(source, Preset):
-            made |= {"hub_id": source.hub_id, "revision": source.revision}
+            settings |= {"hub_id": source.hub_id, "revision": source.revision}
         elif isinstance(source, Path):
-            # By content: a file may be replaced by another one of its name, size and time.
+            # By content: a file may be replaced by another one of the same name, size and time.
             try:
-                made["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
+                settings["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
             except OSError as error:
                 raise UserError(f"cannot read the weights in {source} ({error.strerror})", OTHER_MODEL) from error
         else:
-            made |= {"hub_id": source, "revision": getattr(architecture, "_commit_hash", None)}
-    return json.loads(json.dumps(made | {"architecture": described}))
+            settings |= {"hub_id": source, "revision": getattr(architecture, "_commit_hash", None)}
+    return json.loads(json.dumps(settings | {"architecture": described}))
 
 
 def _safetensors_in(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder; UserError if there are none."""
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
         raise UserError(f"there is no safetensors file in {folder}", "convert the weights: pickle files are not loaded")
@@ -203,19 +202,20 @@ def _safetensors_in(folder: Path) -> list[Path]:
 
 
 def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -> None:
+    """Create or download the weights, and write them with their record."""
     import torch
     import transformers
 
     assert torch.get_default_dtype() == torch.float32
     with whole_or_nothing(folder) as partial:
-        # Before minutes are spent on weights that cannot be kept.
+        # Checked first: creating the weights can take minutes.
         needed = WEIGHT_FILE_BYTES * shape_of(config).parameters
         refuse_full_disk(folder.parent, needed, f"keeping the initial weights of {config.model_name_or_path}")
-        # The random state is restored: a rank that draws and one that does not must continue in the same way.
+        # The random state is restored, so that ranks that create weights and ranks that do not continue equally.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(config.seed)
             model = _pretrained(config) if config.weights == "pretrained" else build_model(config)
-        # Small shards: saving copies one shard at a time, so the host needs little more than the model once.
+        # Small shards: saving copies one shard at a time, so host memory is little more than the model.
         model.save_pretrained(partial, max_shard_size="2GB")
         sha256 = hashlib.sha256()
         for file in _safetensors_in(partial):
@@ -232,6 +232,7 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
 
 
 def _pretrained(config: RunConfig) -> PreTrainedModel:
+    """Load the published weights; UserError if any are missing outside the task's head."""
     import torch
 
     architecture = model_config(config)
@@ -244,7 +245,7 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
             raise UserError(f"{name} publishes no safetensors, and pickle files are not loaded", NO_NETWORK)
     options = {"config": architecture, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, keys = load_from(source, cls.from_pretrained, "weights", **options)
-    # The task's head is new and drawn from the seed; a missing tensor elsewhere would be a random layer.
+    # The task's head is new and initialized from the seed; a missing tensor elsewhere would be a random layer.
     holes = [key for key in keys["missing_keys"] if key.startswith(f"{cls.base_model_prefix}.")]
     if holes:
         raise UserError(f"{config.model_name_or_path} lacks weights: {', '.join(sorted(holes)[:3])}", OTHER_MODEL)
@@ -252,24 +253,24 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
 
 
 def _find_damage(folder: Path) -> str:
-    """Name what is not as it was written; empty if all is."""
+    """Return which file of the weights is changed or unreadable; empty if none."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
         if sealed(record) != record:
             return f"{RECORD_NAME} was changed"
-        written = record["files"]
-        return next((f"{name} was changed" for name in written if content_digest(folder / name) != written[name]), "")
+        digests = record["files"]
+        return next((f"{name} was changed" for name in digests if content_digest(folder / name) != digests[name]), "")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return first_line(error)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the weights. Exit status: 0 they are there, 1 they do not fit on this machine, 2 the request is wrong."""
+    """Create the weights; return the exit status: 0 they exist, 1 they do not fit this machine, 2 invalid request."""
     started = time.monotonic()
     try:
         config = resolved(parse_command_line(arguments), accelerator_visible=False)
         import_libraries(read_strategy("single"))
-        # So that `timeout` leaves no half-written model on the disk.
+        # SIGTERM (as of `timeout`) raises, so that no partial model stays on the disk.
         with raising_on(Terminated(), signal.SIGTERM):
             initial = materialize_initial_weights(config, cache_directory())
     except Terminated:

@@ -1,7 +1,7 @@
-"""`--data PATH`: a local copy of the data, read by the `datasets` library without the network.
+"""Reader of a local copy of the data (`--data PATH`), by the `datasets` library without a network.
 
-Files are assigned to splits here. `load_dataset(FOLDER)` reads a file twice that two of its patterns match, may put one
-file into two splits, and follows the addresses in a folder's README.
+Files are assigned to splits here. `load_dataset(FOLDER)` reads a file twice if two of its patterns match, may put one
+file into two splits, and follows the URLs in a folder's README.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?!
 
 
 def read_local_reviews(data: str, cache_dir: Path) -> Dataset:
+    """Read labelled reviews: the Stanford archive, or the training split of data files."""
     path = _existing(data)
     for folder in (path, path / "aclImdb"):
         if (folder / "train" / "pos").is_dir():
@@ -35,48 +36,49 @@ def read_local_reviews(data: str, cache_dir: Path) -> Dataset:
 
 
 def read_local_rows(data: str, name: str, cache_dir: Path) -> dict[str, Dataset]:
-    """Read running text by split. A clone of the hub's repository has one folder per configuration: `name`."""
+    """Read rows of text by split. A clone of the hub's repository has a folder per configuration, `name`."""
     path = _existing(data)
     return _local_splits(path / name if (path / name).is_dir() else path, TABLES_AND_TEXT, cache_dir)
 
 
 def _existing(data: str) -> Path:
-    why = "no such file or folder"
+    """Return the path of --data; UserError if it does not exist."""
+    reason = "no such file or folder"
     try:
         path = folder_named(data)
         if path.exists():
             return path
-    except OSError as error:  # a name that is too long, a folder that is closed
-        why = error.strerror or first_line(error)
-    raise UserError(f"--data {data}: {why}", "use --data hub, --data builtin or an existing path")
+    except OSError as error:  # A name that is too long, or a folder without permission.
+        reason = error.strerror or first_line(error)
+    raise UserError(f"--data {data}: {reason}", "use --data hub, --data builtin or an existing path")
 
 
 def _local_splits(path: Path, readers: dict[str, str], cache_dir: Path) -> dict[str, Dataset]:
-    """Read datasets by split: train, and eval or test where files have these names."""
+    """Read datasets by split: train, and eval or test if files have these names."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _read_saved_splits(path)
-    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.name not in _NOT_DATA)
-    found = [file for file in found if file.suffix in readers and file.is_file()]
-    if not found:
+    data_files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.name not in _NOT_DATA)
+    data_files = [file for file in data_files if file.suffix in readers and file.is_file()]
+    if not data_files:
         raise UserError(
             f"--data {path} has no data that this task can read",
             f"give {', '.join(readers)} files, or use --data builtin",
         )
-    kinds = sorted({readers[file.suffix] for file in found})
+    kinds = sorted({readers[file.suffix] for file in data_files})
     if len(kinds) > 1:
         raise UserError(f"--data {path} mixes {' and '.join(kinds)} files", "name one file, or a folder of one kind")
     splits: dict[str, list[Path]] = {}
-    for file in found:
+    for file in data_files:
         splits.setdefault("train" if path.is_file() else _split_of(file.relative_to(path)), []).append(file)
-    # Files that name no split are training data, unless other files are named so.
+    # Files without a split name are training data, unless other files are named train.
     unnamed = splits.pop("", [])
     if not splits.setdefault("train", unnamed):
-        raise UserError(f"--data {path} has no training split, only {found[0].name}", "add a train* file")
+        raise UserError(f"--data {path} has no training split, only {data_files[0].name}", "add a train* file")
     return {split: read_files(files, kinds[0], cache_dir) for split, files in splits.items()}
 
 
 def _read_saved_splits(path: Path) -> dict[str, Dataset]:
-    """Read what save_to_disk wrote."""
+    """Read splits that save_to_disk wrote."""
     import datasets
 
     try:
@@ -101,7 +103,7 @@ def _split_of(file: Path) -> str:
 
 
 def read_files(files: list[Path], kind: str, cache_dir: Path) -> Dataset:
-    """Read all files into one dataset. Each is converted once, under `cache_dir`; one that cannot be read is named."""
+    """Read all files into one dataset, each converted once under `cache_dir`; UserError names an unreadable file."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -112,16 +114,17 @@ def read_files(files: list[Path], kind: str, cache_dir: Path) -> Dataset:
 
 
 def _read_file(file: Path, kind: str, cache: Path) -> Dataset:
+    """Read a file through its converted copy in the cache."""
     import datasets
     from filelock import FileLock
 
-    # It would count each file at a server of its makers.
+    # Otherwise `datasets` reports each file to a Hugging Face server.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     if not file.stat().st_size:
         raise UserError(f"--data: {file} is empty", "give a file with rows")
     options = {"keep_linebreaks": True} if kind == "text" else {}
     try:
-        # By content: a file may be replaced by another one of its name, size and time.
+        # By content: a file may be replaced by another one of the same name, size and time.
         folder = cache / f"{kind}-{datasets.__version__}-{content_digest(file)}"
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -129,7 +132,7 @@ def _read_file(file: Path, kind: str, cache: Path) -> Dataset:
                 # The Arrow files take as much room as the rows.
                 refuse_full_disk(cache, file.stat().st_size, f"--data: converting {file}")
                 with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as place:
-                    # Read through a link: in a user's file name `datasets` may see a pattern, or an address.
+                    # Read through a link: `datasets` may treat a user's file name as a pattern or a URL.
                     link = Path(place) / f"rows{file.suffix}"
                     link.symlink_to(file.absolute())
                     rows = datasets.load_dataset(
@@ -142,7 +145,7 @@ def _read_file(file: Path, kind: str, cache: Path) -> Dataset:
         )
     except UserError:
         raise
-    except Exception as error:  # each reader has its own errors
+    except Exception as error:  # Each reader raises different errors.
         raise _unreadable(file, error) from error
 
 
@@ -164,8 +167,9 @@ def _read_acl_imdb(folder: Path) -> Dataset:
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
+    """Return the error of a file that cannot be read, with its cause."""
     reason = error.__cause__ if isinstance(error.__cause__, Exception) else error
     problem = f"--data: cannot read {file} ({type(reason).__name__}: {first_line(reason)})"
     if getattr(reason, "errno", None) in _NO_ROOM:
-        return UserError(problem, "make room, or let ZERO_STUDY_CACHE name a folder on a larger disk")
-    return UserError(problem, "give a complete file of the type that its name says")
+        return UserError(problem, "free disk space, or set ZERO_STUDY_CACHE to a folder on a larger disk")
+    return UserError(problem, "give a complete file of the type in its name")

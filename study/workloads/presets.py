@@ -1,6 +1,6 @@
-"""Models by name: presets by architecture, so that random weights need no network; folders; and hub ids.
+"""Models by name: presets with their architecture, so that random weights need no network; folders; and hub ids.
 
-Free of torch and transformers, so that a preset can be looked up before either is imported.
+Does not import torch or transformers, so that a preset can be looked up before either is imported.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeVar
 
 from study.config.errors import UserError, did_you_mean, first_line
 
-# The words and special tokens of the corpora in study/workloads/builtin.py, which the tiny models read.
+# Words and special tokens of the corpora in study/workloads/builtin.py, the vocabulary of the tiny models.
 BUILTIN_VOCABULARY_SIZE = 256
 
-# DeepSpeed swaps nothing under 1 MiB to NVMe. This makes the position table of a tiny model large enough, on up to four
-# ranks, at no cost in arithmetic.
+# DeepSpeed swaps no tensor under 1 MiB to NVMe. This size makes the position table of a tiny model large enough on up
+# to four ranks, without extra FLOPs.
 TINY_POSITIONS = 4096
 
 Family = Literal["sequence-classification", "causal-lm"]
@@ -29,7 +29,7 @@ FAMILY_OF_TASK: dict[str, Family] = {"bert-imdb": "sequence-classification", "gp
 
 Loaded = TypeVar("Loaded")
 
-# The libraries retry an unreachable hub for 15 s and more per file; one question settles it for all files.
+# The libraries retry an unreachable hub for at least 15 s per file; one request decides for all files.
 PROBE_TIMEOUT_S = 5.0
 
 OTHER_MODEL = "give another --model_name_or_path, or a local folder with the model"
@@ -47,11 +47,11 @@ DROPOUT_FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"), ("attention_dropout",)),
 }
 
-# DeepNet has the most that anybody has published, 1000 (https://arxiv.org/abs/2203.00555). A typo of ten million
-# layers would build for hours without a message.
+# The largest published depth is 1000, of DeepNet (https://arxiv.org/abs/2203.00555). A typo of ten million layers would
+# build for hours without a message.
 LARGEST_LAYERS = 1000
 
-# Where an architecture keeps its number of layers.
+# Config keys for the number of layers.
 _LAYERS_FIELDS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -72,18 +72,21 @@ class Preset:
 
     @property
     def family(self) -> Family:
+        """Kind of model: a classifier (BERT) or a causal language model."""
         return "sequence-classification" if self.model_type == "bert" else "causal-lm"
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return int(self.architecture[self._layers_field])
 
     @property
     def has_published_weights(self) -> bool:
+        """Whether the hub has weights for this depth."""
         return self.hub_id is not None and self.name == self.base
 
     def with_layers(self, layers: int) -> Preset:
-        """The same architecture at another depth; no weights are published for it."""
+        """Return the architecture with another depth, without published weights."""
         assert layers > 0
         refuse_depth(layers, self.base)
         changed: dict[str, Any] = {self._layers_field: layers}
@@ -98,6 +101,7 @@ class Preset:
 
 
 def refuse_depth(layers: int, model: str) -> None:
+    """Raise UserError if a number of layers is out of range."""
     if not 0 < layers <= LARGEST_LAYERS:
         raise UserError(f"{layers} layers of {model} are out of range", f"use 1 to {LARGEST_LAYERS}")
 
@@ -117,7 +121,7 @@ _GPT2 = {
     "bos_token_id": 50256, "eos_token_id": 50256,
 }  # fmt: skip
 _TINY = {"vocab_size": BUILTIN_VOCABULARY_SIZE, "bos_token_id": None, "eos_token_id": None}
-# The vocabulary and the context that Megatron pads GPT-2 to; nobody publishes weights.
+# Megatron's padded vocabulary and context of GPT-2; no weights are published.
 _MEGATRON = {"vocab_size": 51200, "n_positions": 2048, "bos_token_id": None, "eos_token_id": None}
 _LLAMA_3 = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -159,8 +163,8 @@ _ALL = (
         _TINY | {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "max_position_embeddings": TINY_POSITIONS, "attention_dropout": 0.0},
     ),
-    # The sizes in the ZeRO papers, with their width and depth where these give the size that is named. (The 13 B of
-    # the paper's figures has 62 layers, which makes 12.7 B.)
+    # Sizes in the ZeRO papers, with their width and depth if these result in the named size. (The 13 B model of the
+    # paper's figures has 62 layers and therefore 12.7 B parameters.)
     _gpt2("gpt-7.5b", 4096, 36, 32, _MEGATRON),  # 7.47 B parameters
     _gpt2("gpt-13b", 4096, 63, 32, _MEGATRON),  # 12.90 B
     _gpt2("gpt-20b", 4096, 98, 32, _MEGATRON),  # 19.95 B
@@ -194,7 +198,7 @@ _ALL = (
         },
         "google/gemma-2-9b", "33c193028431c2fde6c6e51f29e6f17b60cbfac6",
     ),
-    # The models that are fine-tuned most.
+    # Models that are often fine-tuned.
     Preset("llama-3.1-8b", "llama", _LLAMA_3, "meta-llama/Llama-3.1-8B", "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b"),
     Preset(
         "llama-3.1-70b", "llama",
@@ -236,7 +240,7 @@ PRESETS: dict[str, Preset] = {preset.name: preset for preset in _ALL}
 
 
 def find_preset(name: str) -> Preset | None:
-    """Find a preset by name, by its hub id, or as `NAME-Nlayers` for NAME at another depth."""
+    """Return a preset by name, hub id, or `NAME-Nlayers` for another depth; None if there is none."""
     for preset in _ALL:
         if name in (preset.name, preset.hub_id):
             return preset
@@ -247,22 +251,22 @@ def find_preset(name: str) -> Preset | None:
 
 
 def preset_layers(name: str) -> int | None:
-    """Return the published number of layers of a preset, whatever depth is asked for."""
+    """Return the published number of layers of a preset at any depth; None if it is not a preset."""
     preset = find_preset(name)
     return PRESETS[preset.base].layers if preset else None
 
 
 def find_model(name: str) -> Preset | Path | str:
-    """Resolve a name as a preset, a folder or a hub id, in this order."""
+    """Resolve a name as a preset, a folder or a hub id, in this order; UserError if it is none."""
     preset = find_preset(name)
     if preset is not None:
         return preset
-    # A name that is longer than any path, or begins with ~ and no user's name, is not a folder.
+    # A name that is too long for a path, or begins with ~ and an unknown user, is not a folder.
     with contextlib.suppress(OSError, RuntimeError):
         folder = Path(name).expanduser()
         if folder.is_dir():
             return folder
-    # The hub's old names without an owner are refused: a misspelt preset looks like one.
+    # The hub's legacy names without an owner are rejected: a misspelt preset looks like one.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return name
     raise UserError(
@@ -274,10 +278,10 @@ def find_model(name: str) -> Preset | Path | str:
 
 @functools.cache
 def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
-    """Return the repository's file names; None when the hub cannot be reached or HF_HUB_OFFLINE is set."""
+    """Return the repository's file names; None if the hub cannot be reached or HF_HUB_OFFLINE is set."""
     from huggingface_hub import HfApi
 
-    # HTTPError is that of whichever http library this huggingface_hub is built on.
+    # HTTPError is that of the HTTP library of this huggingface_hub.
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HFValidationError,
@@ -302,14 +306,14 @@ def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
 
 
 def load_from(source: Preset | Path | str, load: Callable[..., Loaded], what: str, **options: Any) -> Loaded:
-    """Call `load(...)` on a folder without the network; or on the hub, or its cache when the hub cannot be reached."""
+    """Call `load(...)` on a local folder, or on the hub or, if it cannot be reached, on its cache."""
     fix, no_network = (OTHER_TOKENIZER, OTHER_TOKENIZER) if what == "tokenizer" else (OTHER_MODEL, NO_NETWORK)
     if isinstance(source, Path):
         if what == "config" and not (source / "config.json").is_file():
             raise UserError(f"there is no config.json in {source}", fix)
         try:
             return load(str(source), local_files_only=True, trust_remote_code=False, **options)
-        except Exception as error:  # each format has its own errors
+        except Exception as error:  # Each format raises different errors.
             raise UserError(f"cannot load the {what} in {source}: {first_line(error)}", fix) from error
     from huggingface_hub.errors import GatedRepoError
 
@@ -331,7 +335,7 @@ def load_from(source: Preset | Path | str, load: Callable[..., Loaded], what: st
 
 
 def hub_place(source: Preset | str) -> tuple[str, str | None]:
-    """Return repository and revision; None is the newest."""
+    """Return repository and revision; None for the newest revision."""
     if isinstance(source, str):
         return source, None
     assert source.hub_id is not None
@@ -339,6 +343,7 @@ def hub_place(source: Preset | str) -> tuple[str, str | None]:
 
 
 def _gated(repo_id: str) -> tuple[str, str]:
+    """Return problem and fix of a gated repository."""
     return (
         f"{repo_id} on the hub is gated and this login may not read it",
         "accept its licence on its hub page, then run `hf auth login` or set HF_TOKEN; or give a local folder",

@@ -1,4 +1,4 @@
-"""Raw text by `--data`: the hub at a pinned revision, a local copy, or a built-in corpus. There is no fallback."""
+"""Raw text for `--data`: the hub at a pinned revision, a local copy, or a built-in corpus, without any fallback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from study.workloads.presets import PROBE_TIMEOUT_S
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The commits of the published parquet files since 2024. Newer data would be another study.
+# Commits of the parquet files published since 2024, pinned so that results stay comparable.
 IMDB, IMDB_REVISION = "stanfordnlp/imdb", "e6281661ce1c48d982bc483cf8a173c1bbeb5d31"
 WIKITEXT, WIKITEXT_REVISION = "Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3"
 IMDB_FILES = {"train": ["plain_text/train-00000-of-00001.parquet"]}
@@ -27,7 +27,7 @@ WIKITEXT_FILES = {
         "eval": ["validation-00000-of-00001.parquet"],
     },
 }
-# Where the data has no validation split: its first 5%, as in transformers' run_clm.
+# Without a validation split the first 5% are held out, as in transformers' run_clm.
 HELD_OUT_SHARE = 0.05
 
 Texts = TypeVar("Texts")
@@ -35,6 +35,8 @@ Texts = TypeVar("Texts")
 
 @dataclasses.dataclass(frozen=True)
 class Raw(Generic[Texts]):
+    """Raw texts of both splits, and their provenance for the record."""
+
     train: Texts
     eval: Texts
     provenance: dict[str, Any]
@@ -42,18 +44,20 @@ class Raw(Generic[Texts]):
 
 @dataclasses.dataclass(frozen=True)
 class Reviews:
+    """Reviews with labels 0 (negative) and 1 (positive)."""
+
     texts: list[str]
     labels: list[int]
 
 
 def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
-    """Load labelled reviews, selected from the training split only, as the studied documents do."""
+    """Load labelled reviews, both splits from the training split, as in the studied documents."""
     import datasets
 
-    wanted = {"train": config.train_samples, "eval": config.eval_samples}
+    sample_counts = {"train": config.train_samples, "eval": config.eval_samples}
     if config.data == "builtin":
         train, evaluation = (
-            Reviews(*builtin.reviews(split, _count(wanted[split], builtin.REVIEWS[split], f"--{split}_samples")))
+            Reviews(*builtin.reviews(split, _count(sample_counts[split], builtin.REVIEWS[split], f"--{split}_samples")))
             for split in ("train", "eval")
         )
         return Raw(train, evaluation, {"data": "builtin", "corpus": "reviews", "seed": builtin.CORPUS_SEED})
@@ -67,7 +71,7 @@ def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
     _check_labels(dataset, config.data)
     if len(dataset) < 5:
         raise UserError(f"{config.data} has {len(dataset)} reviews, too few to split 80/20", "use more data")
-    # The documents' own 80/20 split, of row numbers: for the data itself `datasets` would write files next to it.
+    # The documents' 80/20 split, applied to row numbers: applied to the data, `datasets` would write files next to it.
     parts = datasets.Dataset.from_dict({"row": range(len(dataset))}).train_test_split(test_size=0.2, seed=42)
     train = _select(dataset, parts["train"], config.train_samples, "--train_samples")
     evaluation = _select(dataset, parts["test"], config.eval_samples, "--eval_samples")
@@ -75,7 +79,7 @@ def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
 
 
 def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
-    """Load Wikitext's training and validation rows, as iterators that are read only as far as needed."""
+    """Load the rows of Wikitext's training and validation splits, as lazy iterators."""
     if config.data == "builtin":
         provenance = {"data": "builtin", "corpus": "language", "seed": builtin.CORPUS_SEED}
         return Raw(builtin.language_rows("train"), builtin.language_rows("eval"), provenance)
@@ -101,43 +105,46 @@ def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
 
 
 def _rows(dataset: Dataset) -> Iterator[str]:
+    """Yield the rows of a dataset, with blank lines as empty text."""
     for batch in dataset.iter(batch_size=1000):
-        # Blank lines are "" in the published files and " \n" in Wikitext's raw files; a model should see one of them.
+        # Blank lines are "" in the published files and " \n" in Wikitext's raw files; a model should see only one form.
         yield from (text if text.strip() else "" for text in batch["text"])
 
 
 def _select(dataset: Dataset, rows: Dataset, samples: int, flag: str) -> Reviews:
+    """Return a fixed random selection of the rows."""
     count = _count(samples, len(rows), flag)
     chosen = dataset.select(rows.shuffle(seed=42)["row"][:count], keep_in_memory=True)
     return Reviews(list(chosen["text"]), [int(label) for label in chosen["label"]])
 
 
 def _count(samples: int, available: int, flag: str) -> int:
+    """Return the number of samples, 0 meaning all; UserError if the data has fewer."""
     if samples > available:
         raise UserError(f"{flag} {samples}: the data has {available} reviews", f"use {available} or less, or 0 for all")
     return samples or available
 
 
 def _hub_dataset(repository: str, revision: str, files: list[str], cache_dir: Path) -> Dataset:
-    """Read files of the pinned commit, from the cache if they are there.
+    """Read files of the pinned commit, from the cache if present.
 
-    Not load_dataset(repository, revision=...): without a network it reads whatever revision it has cached.
+    Without a network load_dataset(repository, revision=...) would read any cached revision.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    where: dict[str, Any] = {"repo_id": repository, "repo_type": "dataset", "revision": revision}
+    location: dict[str, Any] = {"repo_id": repository, "repo_type": "dataset", "revision": revision}
     paths = []
     for file in files:
         try:
-            paths.append(hf_hub_download(filename=file, local_files_only=True, **where))
+            paths.append(hf_hub_download(filename=file, local_files_only=True, **location))
             continue
         except LocalEntryNotFoundError:
             pass
         try:
             HfApi().dataset_info(repository, revision=revision, timeout=PROBE_TIMEOUT_S)
-            paths.append(hf_hub_download(filename=file, **where))
-        except Exception as error:  # offline mode, name resolution, proxy, HTTP
+            paths.append(hf_hub_download(filename=file, **location))
+        except Exception as error:  # Offline mode, name resolution, proxy, HTTP.
             raise UserError(
                 f"--data hub: {repository} at {revision[:12]} is not in the local cache and the hub does not serve it "
                 f"({type(error).__name__}: {first_line(error)})",
@@ -146,30 +153,33 @@ def _hub_dataset(repository: str, revision: str, files: list[str], cache_dir: Pa
     return read_files([Path(path) for path in paths], "parquet", cache_dir)
 
 
-def _check_text(dataset: Dataset, needed: tuple[str, ...], where: str, schema: str) -> None:
+def _check_text(dataset: Dataset, needed: tuple[str, ...], data: str, schema: str) -> None:
+    """Raise UserError unless the dataset has the columns, and complete UTF-8 text."""
     fix = f"rename its columns, or give the data in the schema of {schema} on the hub"
     columns = dataset.column_names
     if not set(needed) <= set(columns):
-        raise UserError(f"--data {where} has the columns {', '.join(columns)}; needed: {', '.join(needed)}", fix)
+        raise UserError(f"--data {data} has the columns {', '.join(columns)}; needed: {', '.join(needed)}", fix)
     kind = _type_of(dataset, "text")
     if kind not in ("string", "large_string") or dataset.data.column("text").null_count:
-        raise UserError(f"--data {where} has a `text` column of {kind} with gaps or of another type", fix)
+        raise UserError(f"--data {data} has a `text` column of {kind} that is not text or has missing values", fix)
     try:
         dataset.data.column("text").validate(full=True)
     except ValueError as error:
         raise UserError(
-            f"--data {where} has text that is not UTF-8 ({first_line(error)})", "save it as UTF-8"
+            f"--data {data} has text that is not UTF-8 ({first_line(error)})", "save it as UTF-8"
         ) from error
 
 
-def _check_labels(dataset: Dataset, where: str) -> None:
+def _check_labels(dataset: Dataset, data: str) -> None:
+    """Raise UserError unless all labels are 0 or 1."""
     kind = _type_of(dataset, "label")
     labels = dataset.unique("label") if kind.startswith(("int", "uint")) else [kind]
     if not set(labels) <= {0, 1}:
-        shown = ", ".join(map(repr, sorted(labels, key=repr)[:5]))
-        raise UserError(f"--data {where} has a `label` column of {shown}", "label reviews 0 (bad) or 1 (good)")
+        examples = ", ".join(map(repr, sorted(labels, key=repr)[:5]))
+        raise UserError(f"--data {data} has a `label` column of {examples}", "label reviews 0 (bad) or 1 (good)")
 
 
 def _type_of(dataset: Dataset, column: str) -> str:
+    """Return the name of a column's type."""
     feature = dataset.features[column]
     return str(getattr(feature, "dtype", feature))

@@ -1,4 +1,4 @@
-"""The tasks: a run's data as tokenized samples in memory, and which of them each optimizer step takes."""
+"""Tasks: a run's data as tokenized samples in memory, and the samples of each optimizer step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ROWS_PER_CHUNK = 256
 
 
 class Split(Dataset[dict[str, Tensor]]):
-    """Samples of one length as tensors by name. With one length, the mean of micro-batch means is the mean.
+    """Samples of equal length as tensors by name. With equal lengths the mean of micro-batch means is the mean.
 
-    Give a DataLoader a batch_sampler and `collate_fn=lambda batch: batch`: `__getitems__` returns whole batches.
+    Use it in a DataLoader with a batch_sampler and `collate_fn=lambda batch: batch`: `__getitems__` returns batches.
     """
 
     def __init__(self, tensors: dict[str, Tensor]):
@@ -51,7 +51,7 @@ class Split(Dataset[dict[str, Tensor]]):
         return {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
 
     def sha256(self) -> str:
-        """Hash the name, type, shape and content of every tensor."""
+        """Return a hash of the name, type, shape and content of every tensor."""
         digest = hashlib.sha256()
         for name, tensor in self.tensors.items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -71,7 +71,7 @@ class TaskData:
 
 @dataclasses.dataclass(frozen=True)
 class TaskSteps:
-    """How one task gets from raw text to samples."""
+    """Functions that turn a task's raw text into samples."""
 
     read: Callable[[RunConfig, Path], Raw[Any]]
     # Whether [CLS] and [SEP] frame a sample, as BERT's tokenizer does.
@@ -83,6 +83,7 @@ class TaskSteps:
 
 
 def tokenize_reviews(reviews: Reviews, tokenizer: PreTrainedTokenizerBase, config: RunConfig, _split: str) -> Split:
+    """Tokenize reviews to samples of --seq_length, padded or truncated."""
     encoded = tokenizer(
         reviews.texts, padding="max_length", truncation=True, max_length=config.seq_length,
         return_token_type_ids=False, return_attention_mask=True, return_tensors="pt",
@@ -91,9 +92,9 @@ def tokenize_reviews(reviews: Reviews, tokenizer: PreTrainedTokenizerBase, confi
 
 
 def pack_rows(rows: Iterable[str], tokenizer: PreTrainedTokenizerBase, config: RunConfig, split: str) -> Split:
-    """Pack the token stream into blocks of --seq_length, and read no more rows than the samples need (0: all).
+    """Pack the token stream into blocks of --seq_length, and read only the rows that the samples need (0: all).
 
-    This groups texts as transformers' run_clm does, but drops what does not fill a block once, at the end of the data.
+    This groups texts like transformers' run_clm, but drops the incomplete block only once, at the end of the data.
     The labels are the inputs: a causal model shifts them itself.
     """
     length = config.seq_length
@@ -103,7 +104,7 @@ def pack_rows(rows: Iterable[str], tokenizer: PreTrainedTokenizerBase, config: R
         texts = list(itertools.islice(remaining, ROWS_PER_CHUNK))
         if not texts:
             break
-        # verbose would warn of rows longer than the model takes; here they are cut into blocks.
+        # verbose would warn of rows longer than the model's context, which are cut into blocks here.
         encoded = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
         chunks.append(np.fromiter(itertools.chain.from_iterable(encoded), np.int64))
         tokens += len(chunks[-1])
@@ -129,20 +130,20 @@ TASKS = {
 
 
 def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None) -> TaskData:
-    """Load the run's training and evaluation samples. Converted files are kept under `cache_dir`.
+    """Load the run's training and evaluation samples. Converted files are cached under `cache_dir`.
 
-    `own_samples` is how many of a step's samples a virtual rank takes itself. Those are real, and every other rank's
-    are repeats that nobody reads.
+    `own_samples` is the number of samples per step of a virtual rank. Only those are loaded; the samples of the other
+    ranks, which are not read, are repeats of them.
     """
     if own_samples is not None:
         data = load_data(dataclasses.replace(config, train_samples=own_samples), cache_dir)
         rows = torch.arange(config.train_samples or config.global_batch_size) % len(data.train)
-        # No floor: it is a loss, and a virtual run has none to compare it with.
+        # No floor: a virtual run has no loss to compare with it.
         return dataclasses.replace(data, train=Split(data.train.__getitems__(rows.tolist())), floor=None)
     task = TASKS[config.task]
-    # Only with random weights: published ones know no vocabulary but their own.
+    # Only with random weights: published weights require their vocabulary.
     has_builtin_words = config.data == "builtin" and config.weights == "random" and config.tokenizer_name is None
-    # Read first: data that is not there is refused before a tokenizer is looked for.
+    # Read first: an error about missing data comes before one about the tokenizer.
     raw = task.read(config, cache_dir)
     tokenizer = builtin_tokenizer(task.is_framed) if has_builtin_words else load_tokenizer(config)
     train = task.tokenize(raw.train, tokenizer, config, "train")
@@ -151,10 +152,10 @@ def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None
     vocabulary = model_config(config).vocab_size
     if largest >= vocabulary:
         raise UserError(
-            f"the data has tokens up to {largest}, and {config.model_name_or_path} has a vocabulary of {vocabulary}",
+            f"the data has tokens up to {largest}, but {config.model_name_or_path} has a vocabulary of {vocabulary}",
             "use the model's own --tokenizer_name, or a model with a larger vocabulary",
         )
-    # Two runs for which all this is equal trained on the same tokens.
+    # Two runs with equal values trained on the same tokens.
     source = {
         **raw.provenance,
         "samples": {"train": len(train), "eval": len(evaluation)},
@@ -169,27 +170,28 @@ def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None
 
 
 def pin_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pin the batch so that a GPU copies it while the host goes on; return it as it is without a GPU."""
+    """Return the batch in pinned memory for asynchronous copies; unchanged without a GPU."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if torch.cuda.is_available() else batch
 
 
 def sample_hashes(batch: dict[str, Tensor]) -> list[int]:
-    """Hash each sample to 64 bits. Call it before the batch leaves the host: a copy from the device would stall."""
+    """Return a 64-bit hash of each sample. Call it before the batch is moved: a copy from the device would block."""
     columns = [batch[name].contiguous().numpy() for name in sorted(batch)]
-    # All columns side by side: then one call hashes a sample.
+    # All columns concatenated, so that one call hashes a sample.
     rows = np.concatenate([column.reshape(len(column), -1).view(np.uint8) for column in columns], axis=1)
     return [int.from_bytes(hashlib.blake2b(row, digest_size=8).digest(), "little") for row in rows]
 
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(n_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Return the order of samples in an epoch."""
     order = np.random.default_rng([seed, epoch]).permutation(n_samples)
     order.setflags(write=False)
     return order
 
 
 def step_samples(config: RunConfig, n_samples: int, step: int) -> list[int]:
-    """Return the samples of optimizer step `step`, counted from 0 over all epochs, whatever the number of ranks.
+    """Return the samples of optimizer step `step`, counted from 0 over all epochs; independent of the number of ranks.
 
     An epoch's incomplete last batch is dropped. Epochs repeat as often as needed.
     """

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans: which tensors are sharded over a tensor-parallel group on load, and along which dimension."""
+"""Tensor-parallel plans: the tensors that a tensor-parallel group shards on load, and their sharded dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-# For models that transformers has no plan for.
+# Plans for models without a plan in transformers.
 _OWN_PLANS = {
     "bert": {
         "bert.embeddings.word_embeddings": "embedding_rowwise",
@@ -37,14 +37,14 @@ _OWN_PLANS = {
 
 
 def is_sharded_on_load(strategy: Strategy | None) -> TypeGuard[Strategy]:
-    """Accelerate's tensor parallelism needs shards on load; DeepSpeed shards the model after it is loaded."""
+    """Whether a strategy shards tensors on load, as Accelerate's tensor parallelism; DeepSpeed shards after loading."""
     if strategy is None or strategy.deepspeed is not None:
         return False
     return strategy.group is not None and strategy.group.divides == "tensors"
 
 
 def loading_options(architecture: PreTrainedConfig, strategy: Strategy | None) -> dict[str, Any]:
-    """Return options of from_pretrained; none where every rank loads whole tensors."""
+    """Return options of from_pretrained; empty if every rank loads full tensors."""
     if not is_sharded_on_load(strategy):
         return {}
     from transformers.distributed import DistributedConfig
@@ -56,7 +56,7 @@ def loading_options(architecture: PreTrainedConfig, strategy: Strategy | None) -
 
 
 def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> None:
-    """Refuse a model without a plan, and heads that the group's ranks cannot share equally."""
+    """Raise UserError if the model has no plan, or its heads do not divide over the ranks of the group."""
     model, ranks = f"{strategy.name} cannot train {config.model_name_or_path}", strategy.group_size
     has_plan = getattr(architecture, "base_model_tp_plan", None) and model_class(config, architecture)._tp_plan
     if not (has_plan or architecture.model_type in _OWN_PLANS):
@@ -65,25 +65,27 @@ def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy:
             "use a gpt2, bert or llama model, or a strategy without tensor parallelism",
         )
     heads = architecture.num_attention_heads
-    shared = getattr(architecture, "num_key_value_heads", None) or heads
-    if heads % ranks or shared % ranks:
-        counted = f"{heads} heads" if shared == heads else f"{heads} heads over {shared} of keys and values"
-        raise UserError(f"{model}: {counted} do not divide over {ranks} ranks", "set --group_size to a divisor")
+    key_value_heads = getattr(architecture, "num_key_value_heads", None) or heads
+    if heads % ranks or key_value_heads % ranks:
+        head_text = (
+            f"{heads} heads" if key_value_heads == heads else f"{heads} heads over {key_value_heads} of keys and values"
+        )
+        raise UserError(f"{model}: {head_text} do not divide over {ranks} ranks", "set --group_size to a divisor")
 
 
 def keep_own_shards(model: torch.nn.Module) -> None:
-    """Copy this rank's shards. Without a GPU each is a view of the whole tensor, which would stay in memory."""
+    """Copy this rank's shards. Without a GPU each is a view of the full tensor, which would stay in memory."""
     from torch.distributed.tensor import DTensor
 
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            own = parameter._local_tensor
-            if own.untyped_storage().nbytes() > own.nbytes:
-                parameter._local_tensor = own.contiguous().clone()
+            shard = parameter._local_tensor
+            if shard.untyped_storage().nbytes() > shard.nbytes:
+                parameter._local_tensor = shard.contiguous().clone()
 
 
 def build_stand_in_shards(cls: Any, architecture: PreTrainedConfig, strategy: Strategy) -> Any:
-    """Build a virtual rank's shards, uninitialized. They are sharded before memory is allocated, as on load."""
+    """Build a virtual rank's model with uninitialized shards, sharded before memory is allocated, as on load."""
     import torch
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights

@@ -1,14 +1,14 @@
-"""Measurements, the project's own and published ones, and what arithmetic says of each before it counts.
+"""Measurements that validate predictions, published and of this project, and checks that they are possible.
 
 Keys of published.yaml: a group has `common` keys that each of its rows inherits. model, box, strategy, precision,
 attention, sequence, micro_batch, accumulation and checkpointing make the request; `override` holds DeepSpeed's settings
 as --engine_override takes them; dropout, compiled, fused_loss, chunked_loss, optimizer, step_copies, pure,
 expandable_segments, checkpoint_every and autocast (false where FSDP alone computes in 16 bits) describe the page's
-trainer, as Request does. `device` replaces figures of the box's device, network_gb_per_s its network. One of
+trainer, as in Request. `device` replaces figures of the box's device, network_gb_per_s its network. One of
 tokens_per_s_per_gpu, samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib, memory_mib or memory_bytes is
-the memory, memory_kind what it counts, and context_mib the driver's memory that the page saw before any tensor. A row
-with a time or with `fits` did fit, one with out_of_memory did not, and one with `refuse` does not count, for that
-reason. With `use: fit` it scores no time, with `use_memory: fit` no memory.
+the memory, memory_kind its kind, and context_mib the driver's memory that the page reports before any tensor. A row
+with a time or with `fits` did fit, one with out_of_memory did not, and one with `refuse` is excluded for that reason.
+With `use: fit` it scores no time, with `use_memory: fit` no memory.
 """
 
 from __future__ import annotations
@@ -34,57 +34,59 @@ from study.predictor.shape import lora_text, model_shape
 from study.predictor.state import state_of
 from study.predictor.time import FITTED, Constants, device_bytes, predict_time, usable_bytes
 
-# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process; or, without a
-# GPU, the process itself: one that kept what it freed, or one that gave it back.
+# Kinds of memory figures: torch's tensors, torch's reserved memory, the process's memory in the driver; or, without a
+# GPU, the resident memory of the process, with freed blocks retained or returned.
 Kind = Literal["allocated", "reserved", "device", "resident", "resident_returned"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    # Of a group of rows, such as llm-foundry-h100, or `own`.
+    """A measured peak or step time, and the request that it belongs to."""
+
+    # Id of a group of rows, such as llm-foundry-h100, or `own`.
     source: str
     name: str
     request: Request
     peak_bytes: float | None = None
     peak_kind: Kind = "allocated"
-    # Of a process: when it imported what evaluations need, which then is there in the steps that follow. Records of
-    # before 2026-11-21 count what is left of the last one, too.
+    # Of a process: when it imported the modules of evaluations, which stay loaded in later steps. Records from before
+    # 2026-11-21 include the memory after the last evaluation, too.
     evaluated: Literal["never", "between", "last"] = "never"
     step_s: float | None = None
-    # None where the device's limit was not tried.
+    # None if the device's limit was not tested.
     fits: bool | None = None
     use: Literal["fit", "score"] = "score"
-    # The same of its memory: something was chosen with the row in sight.
+    # The same for memory: a choice of the model was made with knowledge of this row.
     use_memory: Literal["fit", "score"] = "score"
-    # Part of each layer is computed again, which no request says.
+    # Selective recomputation within each layer, which a request cannot express.
     selective: bool = False
-    # Of a process that has no tensor yet, where its page measured it.
+    # Driver memory of a process without tensors, if its page reports it.
     context_bytes: float | None = None
     url: str = ""
-    # Why it does not count, where a reader found out.
+    # Reason for a manual exclusion.
     refused: str | None = None
 
 
 def impossible(row: Measured) -> str | None:
-    """Return why arithmetic refuses a row; None where it may be true."""
+    """Return why a measurement is excluded or impossible; None if it is plausible."""
     request = row.request
     if row.refused:
         return row.refused
     if row.peak_bytes is not None:
         state = state_of(request, waiting=False)
-        least = state.params_device + state.optimizer_device
-        if row.peak_bytes < least:
-            return f"{row.peak_bytes / GIB:.1f} GiB, and weights and optimizer alone are {least / GIB:.1f}"
+        minimum = state.params_device + state.optimizer_device
+        if row.peak_bytes < minimum:
+            return f"{row.peak_bytes / GIB:.1f} GiB, but weights and optimizer alone are {minimum / GIB:.1f}"
     peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
     if row.step_s is not None and peak is not None:
         rate = model_flops(request) / row.step_s / 1e12
         if rate > peak:
-            return f"{rate:.0f} TFLOP/s, and the device has {peak:g}"
+            return f"{rate:.0f} TFLOP/s, but the device's peak is {peak:g}"
     return None
 
 
 def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
-    """Return the predicted figure of the row's kind, or of another one."""
+    """Return the predicted peak in bytes, of the row's kind or of another kind."""
     memory, kind = predict_memory(_recomputing(row)), kind or row.peak_kind
     if kind == "allocated":
         return memory.peak_allocated.value
@@ -99,24 +101,28 @@ def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
 
 
 def _recomputing(row: Measured) -> Request:
+    """Return the row's request, with checkpointing if its recomputation is selective."""
     if not row.selective:
         return row.request
     return dataclasses.replace(row.request, gradient_checkpointing=True, keeps_products=True)
 
 
 def predicted_fit(row: Measured) -> bool:
+    """Whether the row's request is predicted to fit its device."""
     return device_bytes(predict_memory(_recomputing(row))) <= usable_bytes(row.request.box)
 
 
 def predicted_step_s(row: Measured, constants: Constants = FITTED) -> float:
-    """Return seconds; what is recomputed in part is halfway between all and nothing."""
+    """Return predicted seconds; selective recomputation is the mean of full and none."""
     recomputes = (True, False) if row.selective else (row.request.gradient_checkpointing,)
-    requests = [dataclasses.replace(row.request, gradient_checkpointing=each) for each in recomputes]
+    requests = [dataclasses.replace(row.request, gradient_checkpointing=recomputed) for recomputed in recomputes]
     return statistics.mean(predict_time(request, constants=constants).step_s.value for request in requests)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
+    """A measurement with its prediction, as a row of the validation table."""
+
     source: str
     name: str
     strategy: str
@@ -130,7 +136,7 @@ class Scored:
     peak_kind: str
     peak_gib: float | None
     predicted_peak_gib: float | None
-    # Of that, weights and the optimizer.
+    # The exact part of it: weights and optimizer.
     state_gib: float | None
     step_s: float | None
     predicted_step_s: float | None
@@ -140,16 +146,19 @@ class Scored:
 
     @property
     def peak_error(self) -> float | None:
-        known = self.predicted_peak_gib is not None and self.peak_gib
-        return self.predicted_peak_gib / self.peak_gib - 1 if known else None  # type: ignore[operator]
+        """Relative error of the predicted peak; None if there is no prediction or measurement."""
+        is_comparable = self.predicted_peak_gib is not None and self.peak_gib
+        return self.predicted_peak_gib / self.peak_gib - 1 if is_comparable else None  # type: ignore[operator]
 
     @property
     def step_error(self) -> float | None:
-        known = self.predicted_step_s is not None and self.step_s
-        return self.predicted_step_s / self.step_s - 1 if known else None  # type: ignore[operator]
+        """Relative error of the predicted step time; None if there is no prediction or measurement."""
+        is_comparable = self.predicted_step_s is not None and self.step_s
+        return self.predicted_step_s / self.step_s - 1 if is_comparable else None  # type: ignore[operator]
 
 
 def score(row: Measured) -> Scored:
+    """Predict the figures of a measurement; figures of an impossible one are not predicted."""
     request, refused = row.request, impossible(row)
     has_peak, has_step = (refused is None and figure is not None for figure in (row.peak_bytes, row.step_s))
     has_limit = refused is None and row.fits is not None and bool(request.box.device.memory_gib)
@@ -167,7 +176,7 @@ def score(row: Measured) -> Scored:
 
 
 FILE = Path(__file__).with_name("published.yaml")
-# Of the trainer, by the names that Request has for them.
+# Keys of the page's trainer, which are fields of Request.
 _OF_TRAINER = (
     "attention", "autocast", "fused_loss", "dropout", "compiled", "optimizer", "step_copies", "pure", "chunked_loss",
     "expandable_segments", "checkpoint_every",
@@ -182,6 +191,8 @@ _KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Source:
+    """A page of published measurements."""
+
     id: str
     title: str
     url: str
@@ -189,15 +200,17 @@ class Source:
 
 
 def sources() -> list[Source]:
+    """Return the pages whose measurements are used."""
     return [Source(group["id"], group["title"], group["url"], group.get("note", "")) for group in _document()["groups"]]
 
 
 def refused_sources() -> list[dict[str, str]]:
-    """Return the sources that were read and are not used, and why."""
+    """Return the pages that were read but not used, with reasons."""
     return list(_document()["refused"])
 
 
 def published_rows() -> list[Measured]:
+    """Return all published measurements."""
     document = _document()
     return [
         _measured(group, number, {"url": group["url"], **group["common"], **row}, document["models"])
@@ -246,6 +259,7 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
 
 
 def _step_s(row: Mapping[str, Any], request: Request) -> float | None:
+    """Return a row's seconds per optimizer step, converted from its unit; None if it has no time."""
     sequences = request.micro_batch * request.accumulation
     if "tokens_per_s_per_gpu" in row:
         return float(sequences * request.sequence_length / row["tokens_per_s_per_gpu"])
@@ -258,11 +272,11 @@ def _step_s(row: Mapping[str, Any], request: Request) -> float | None:
     return row.get("step_s")
 
 
-def distance(one: Request, other: Request) -> float:
-    """How different two requests are: a model e times as large counts as much as another stage of ZeRO."""
+def distance(first: Request, second: Request) -> float:
+    """Dissimilarity of two requests: a model e times as large counts as much as a different ZeRO stage."""
 
-    def ratio(first: float, second: float) -> float:
-        return abs(math.log(first / second))
+    def ratio(a: float, b: float) -> float:
+        return abs(math.log(a / b))
 
     def stage(request: Request) -> int:
         return 3 if request.strategy.is_fsdp else request.strategy.zero_stage or 0
@@ -271,18 +285,18 @@ def distance(one: Request, other: Request) -> float:
         return [request.strategy.offload_device(what) for what in ("optimizer", "param")]
 
     return (
-        ratio(one.shape.parameters, other.shape.parameters)
-        + 0.5 * ratio(one.box.ranks, other.box.ranks)
-        + 0.3 * ratio(one.micro_batch * one.sequence_length, other.micro_batch * other.sequence_length)
-        + (stage(one) != stage(other))
-        + (offloads(one) != offloads(other))
-        + (one.box.device.name != other.box.device.name)
-        + 0.3 * (one.gradient_checkpointing != other.gradient_checkpointing)
+        ratio(first.shape.parameters, second.shape.parameters)
+        + 0.5 * ratio(first.box.ranks, second.box.ranks)
+        + 0.3 * ratio(first.micro_batch * first.sequence_length, second.micro_batch * second.sequence_length)
+        + (stage(first) != stage(second))
+        + (offloads(first) != offloads(second))
+        + (first.box.device.name != second.box.device.name)
+        + 0.3 * (first.gradient_checkpointing != second.gradient_checkpointing)
     )
 
 
 def nearest(request: Request, rows: Sequence[Measured], count: int = 3) -> list[Measured]:
-    """Return the nearest rows that arithmetic does not refuse and that no constant was fitted on."""
+    """Return the most similar plausible measurements that no constant was fitted to."""
     usable = [
         row for row in rows
         if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and impossible(row) is None
@@ -291,36 +305,36 @@ def nearest(request: Request, rows: Sequence[Measured], count: int = 3) -> list[
 
 
 def describe_nearest(request: Request) -> Iterator[str]:
-    """Lines for the reader: published measurements, then this project's own. A request with LoRA has own ones with LoRA
-    alone, since none is published here."""
+    """Yield lines about the most similar measurements: published ones, then this project's. A request with LoRA is
+    compared only with records of LoRA, since no published row has it."""
     for row in nearest(request, published_rows()) if not request.shape.lora_rank else []:
-        found = []
+        errors = []
         if row.peak_bytes is not None:
             peak = predicted_peak(row)
             error = peak / row.peak_bytes - 1
-            found.append(f"{row.peak_bytes / GIB:.1f} GiB where {peak / GIB:.1f} is predicted ({error:+.0%})")
+            errors.append(f"{row.peak_bytes / GIB:.1f} GiB, predicted {peak / GIB:.1f} ({error:+.0%})")
         if row.step_s is not None:
             step = predicted_step_s(row)
-            found.append(f"{row.step_s:.3g} s a step where {step:.3g} is predicted ({step / row.step_s - 1:+.0%})")
-        yield f"measured near here: {row.name}: {'; '.join(found)} ({row.url or row.source})"
+            errors.append(f"{row.step_s:.3g} s per step, predicted {step:.3g} ({step / row.step_s - 1:+.0%})")
+        yield f"similar measurement: {row.name}: {'; '.join(errors)} ({row.url or row.source})"
     try:
         from study.predictor import records
     except ModuleNotFoundError:
-        # Tables are read by pandas, which no prediction needs.
+        # Records need pandas, which a prediction does not.
         return
     for label, is_virtual in (("a virtual rank", True), ("processes without a GPU", False)):
-        run, there = min(
+        run, match = min(
             (
-                (run, there) for run, there in records.ended_runs()
-                if bool(run.virtual) is is_virtual and bool(there.shape.lora_rank) == bool(request.shape.lora_rank)
+                (run, match) for run, match in records.ended_runs()
+                if bool(run.virtual) is is_virtual and bool(match.shape.lora_rank) == bool(request.shape.lora_rank)
             ),
             key=lambda pair: distance(request, pair[1]),
         )  # fmt: skip
-        figures = {one.figure: one for one in records.compared_of(run)}
-        found = [
-            f"{name} of {one.measured / GIB:.3g} GiB where {one.predicted / GIB:.3g} is predicted ({one.error:+.1%})"
-            for name, one in (("state", figures[records.ALL_STATE]), ("traffic", figures[records.SENT]))
-            if one.measured > 1000
+        figures = {figure.figure: figure for figure in records.compared_of(run)}
+        errors = [
+            f"{name} of {figure.measured / GIB:.3g} GiB, predicted {figure.predicted / GIB:.3g} ({figure.error:+.1%})"
+            for name, figure in (("state", figures[records.ALL_STATE]), ("traffic", figures[records.SENT]))
+            if figure.measured > 1000
         ]
-        what = f"{there.shape.name}{lora_text(there.shape)}, {there.strategy.name} on {there.box.ranks} ranks"
-        yield f"own record near here, {label}: {what}: {'; '.join(found)} (reports/{run.suite})"
+        what = f"{match.shape.name}{lora_text(match.shape)}, {match.strategy.name} on {match.box.ranks} ranks"
+        yield f"similar record of this project, {label}: {what}: {'; '.join(errors)} (reports/{run.suite})"

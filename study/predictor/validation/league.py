@@ -1,4 +1,4 @@
-"""Fits the constants of time to published rows, and compares the predicted memory with public estimators."""
+"""Fit of the time constants to published rows, and comparison of the predicted memory with public estimators."""
 
 from __future__ import annotations
 
@@ -33,49 +33,52 @@ _HEAD = """\
 # Written by `python -m study.report.pages.prediction fit`: constants of study/predictor/time.py with the smallest mean
 # absolute error over {rows} rows of validation/published.yaml, {error:.1%}. None of those rows scores a prediction.
 """
-# Where the search begins, always, so that it ends in one place.
+# Fixed start of the search, so that its result is reproducible.
 _START = Constants(
     sustained=0.8, eager_traffic=1.5, compiled_traffic=0.8, hidden_share=0.3, launch_s=0.001, hooks_s=0.002,
     host_gb_per_s=15.0,
 )  # fmt: skip
-# A search that ends a new one begins from there, as long as it gains so much.
+# The search restarts from its result while the mean error falls by more than this.
 _GAIN = 1e-3
 
 
 def fit_rows() -> list[Measured]:
+    """Return the published times to which constants are fitted."""
     return [row for row in published_rows() if row.use == "fit" and row.step_s and not impossible(row)]
 
 
 def mean_error(rows: list[Measured], constants: Constants) -> float:
+    """Return the mean absolute relative error of predicted step times."""
     return float(numpy.mean([abs(predicted_step_s(row, constants) / (row.step_s or 1.0) - 1) for row in rows]))
 
 
 def fitted(rows: list[Measured], start: Constants = _START) -> Constants:
-    """One search alone ends in a shallow place, and in another one for every row more or less."""
-    found = searched(rows, start)
-    while mean_error(rows, start) - mean_error(rows, found) > _GAIN:
-        start, found = found, searched(rows, found)
-    return found
+    """Fit the constants by repeated searches: one search ends in a shallow local minimum that depends on each row."""
+    result = searched(rows, start)
+    while mean_error(rows, start) - mean_error(rows, result) > _GAIN:
+        start, result = result, searched(rows, result)
+    return result
 
 
 def searched(rows: list[Measured], start: Constants) -> Constants:
-    """Search by Nelder and Mead, each constant as a factor of where it starts."""
+    """Minimize the mean error by Nelder-Mead, over factors of the starting constants."""
     first = dataclasses.asdict(start)
 
-    def constants_of(factors: numpy.ndarray) -> Constants:
+    def scale_constants(factors: numpy.ndarray) -> Constants:
         values = {
             name: float(value * abs(factor)) for (name, value), factor in zip(first.items(), factors, strict=True)
         }
         return Constants(**values | {name: min(1.0, values[name]) for name in ("sustained", "hidden_share")})
 
-    found = minimize(
-        lambda factors: mean_error(rows, constants_of(factors)), numpy.ones(len(first)), method="Nelder-Mead",
+    result = minimize(
+        lambda factors: mean_error(rows, scale_constants(factors)), numpy.ones(len(first)), method="Nelder-Mead",
         options={"maxiter": 4000, "xatol": 1e-3, "fatol": 1e-5, "adaptive": True},
     )  # fmt: skip
-    return constants_of(found.x)
+    return scale_constants(result.x)
 
 
 def write() -> str:
+    """Fit the constants, write fitted.yaml, and return its text."""
     rows = fit_rows()
     rounded = {name: float(f"{value:.3g}") for name, value in dataclasses.asdict(fitted(rows)).items()}
     error = mean_error(rows, Constants(**rounded))
@@ -95,55 +98,57 @@ TOOLS = (ACCELERATE, DEEPSPEED, ELEUTHER)
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
+    """Score of one memory estimator on the measurements."""
+
     tool: str
-    # Rows with a measured peak that the tool estimates, and their errors.
+    # Number of measured peaks that the tool estimates, and its errors.
     peaks: int
     median_error: float | None
     worst_error: float | None
-    # Rows where it is known whether it fitted.
+    # Rows with a known result (fits or out of memory), and correct verdicts.
     judged: int
     right: int
-    # Of those that ran out of memory, how many were called: a tool that says yes to all is right of most rows.
+    # Rows that ran out of memory, and those predicted to: a tool that always answers "fits" is right on most rows.
     ran_out: int
     called: int
 
 
 def standings(rows: Sequence[Measured]) -> list[Standing]:
-    """Return each tool's errors, and its verdicts on whether a row fits."""
-    others = _other_estimates(rows)
-    found = []
+    """Return each tool's errors and its accuracy on whether a row fits."""
+    estimates_by_row = _other_estimates(rows)
+    scores = []
     for tool in (OURS, *TOOLS):
         errors, verdicts = [], []
-        for row, estimates in zip(rows, others, strict=True):
+        for row, estimates in zip(rows, estimates_by_row, strict=True):
             request = row.request
             peak = predicted_peak(row) if tool == OURS else estimates[tool]
             if peak is None:
                 continue
             if tool != OURS and request.box.in_host_memory:
-                # A process without a GPU is measured with its libraries, which no tool counts: it is given ours.
+                # The measured process includes libraries, which no tool counts: this project's figure is added.
                 peak += predict_memory(request).host_parts["libraries"] / request.box.ranks
             if row.peak_bytes is not None:
                 errors.append(abs(peak / row.peak_bytes - 1))
             if row.fits is not None and request.box.device.memory_gib:
                 fits = predicted_fit(row) if tool == OURS else peak <= request.box.device.visible_gib * GIB
                 verdicts.append((fits, row.fits))
-        found.append(Standing(
+        scores.append(Standing(
             tool=tool, peaks=len(errors), median_error=statistics.median(errors) if errors else None,
             worst_error=max(errors, default=None), judged=len(verdicts),
-            right=sum(fits == was for fits, was in verdicts), ran_out=sum(not was for _, was in verdicts),
-            called=sum(not fits and not was for fits, was in verdicts),
+            right=sum(fits == was_ok for fits, was_ok in verdicts), ran_out=sum(not was_ok for _, was_ok in verdicts),
+            called=sum(not fits and not was_ok for fits, was_ok in verdicts),
         ))  # fmt: skip
-    return found
+    return scores
 
 
 def _other_estimates(rows: Sequence[Measured]) -> list[dict[str, float | None]]:
-    """Accelerate's and DeepSpeed's are asked in a process of its own: they are parts of libraries that import torch."""
+    """Return the other tools' estimates per row; those of libraries that import torch run in a subprocess."""
     figures = []
     for request in (row.request for row in rows):
         strategy = request.strategy
         figures.append({
             "parameters": request.shape.parameters,
-            # DeepSpeed's "largest layer" is the largest module's own tensors: mostly the embedding.
+            # DeepSpeed's "largest layer" is the module with the most direct parameters: mostly the embedding.
             "largest_layer": request.shape.largest,
             "gpus": request.box.gpus_per_node, "nodes": request.box.nodes, "precision": request.precision,
             # FSDP shards what stage 3 shards.
@@ -158,20 +163,18 @@ def _other_estimates(rows: Sequence[Measured]) -> list[dict[str, float | None]]:
         )  # fmt: skip
         estimates = json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise RunFailed(
-            f"the other estimators did not answer ({first_line(error)})", "pip install -e '.[train]'"
-        ) from None
+        raise RunFailed(f"the other estimators failed ({first_line(error)})", "pip install -e '.[train]'") from None
     return [
-        {ACCELERATE: each["accelerate"], DEEPSPEED: each["deepspeed"], ELEUTHER: eleuther_bytes(row.request)}
-        for row, each in zip(rows, estimates, strict=True)
+        {ACCELERATE: estimate["accelerate"], DEEPSPEED: estimate["deepspeed"], ELEUTHER: eleuther_bytes(row.request)}
+        for row, estimate in zip(rows, estimates, strict=True)
     ]
 
 
 def eleuther_bytes(request: Request) -> float:
-    """Return bytes of a GPU by EleutherAI/cookbook's calc/calc_transformer_mem.py with its default settings.
+    """Return bytes per GPU by EleutherAI/cookbook's calc/calc_transformer_mem.py with its default settings.
 
     https://github.com/EleutherAI/cookbook/blob/827ee3b293a63f14403f1467d08c91fda213f4e6/calc/calc_transformer_mem.py
-    It counts an untied output layer and a position table always, knows no offload, and takes gradients as fp32.
+    It always counts an untied output layer and a position table, does not support offload, and uses fp32 gradients.
     """
     shape, ranks, length = request.shape, request.box.ranks, request.sequence_length
     stage = 3 if request.strategy.is_fsdp else request.strategy.zero_stage or 0
@@ -189,7 +192,7 @@ def eleuther_bytes(request: Request) -> float:
     optimizer = parameters * 12 / (ranks if stage >= 1 else 1)
     sent = (5e8 * weight if stage >= 1 else 0.0) + (1e9 * weight if stage == 3 else 0.0)
     tokens = length * request.micro_batch
-    kept: float = 16 * low + 2
+    saved: float = 16 * low + 2
     if not request.gradient_checkpointing:
-        kept += (2 * low + 1) * (shape.heads * length / shape.hidden)
-    return weights + gradients + optimizer + (sent if ranks > 1 else 0.0) + tokens * shape.hidden * shape.layers * kept
+        saved += (2 * low + 1) * (shape.heads * length / shape.hidden)
+    return weights + gradients + optimizer + (sent if ranks > 1 else 0.0) + tokens * shape.hidden * shape.layers * saved

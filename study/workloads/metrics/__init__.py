@@ -1,4 +1,4 @@
-"""The scores of one evaluation, by the local `evaluate` metrics in this folder: those of the library need the hub."""
+"""Scores of an evaluation, by the local `evaluate` metrics in this folder: those of the library need the hub."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @functools.cache
 def load_metric(name: str) -> Any:
-    """Load a metric, at the first evaluation only: importing `evaluate` takes most of a second."""
-    # Not evaluate.load(), which copies the module into HF_HOME first: that may be full, or read-only.
+    """Load a metric; only at the first evaluation, since importing `evaluate` takes most of a second."""
+    # evaluate.load() would copy the module into HF_HOME first, which may be full or read-only.
     module = importlib.import_module(f"{__name__}.{name}")
     return getattr(module, name.title())(keep_in_memory=True)
 
@@ -23,7 +23,7 @@ def summarize_evaluation(
 ) -> dict[str, float]:
     """Return `eval_loss`, and `accuracy` (bert-imdb) or `perplexity` (gpt-wikitext), over all samples of the split.
 
-    Losses are per sample, not per batch: batches differ in size, and a mean of their means is biased.
+    Losses are per sample: batches differ in size, so a mean of batch means is biased.
     """
     losses = sample_losses.double()
     result = {"eval_loss": float(losses.mean())}

@@ -10,8 +10,10 @@ import numpy as np
 
 
 class Accuracy(evaluate.Metric):
+    """Local `evaluate` metric of accuracy."""
+
     def _build_data_dir(self) -> str:
-        return ""  # the library would make a folder in HF_HOME, also for a metric that is kept in memory
+        return ""  # The library would create a folder in HF_HOME, even for an in-memory metric.
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(

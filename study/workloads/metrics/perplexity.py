@@ -10,8 +10,10 @@ import numpy as np
 
 
 class Perplexity(evaluate.Metric):
+    """Local `evaluate` metric of perplexity."""
+
     def _build_data_dir(self) -> str:
-        return ""  # the library would make a folder in HF_HOME, also for a metric that is kept in memory
+        return ""  # The library would create a folder in HF_HOME, even for an in-memory metric.
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
@@ -22,5 +24,5 @@ class Perplexity(evaluate.Metric):
         )
 
     def _compute(self, predictions: Any) -> dict[str, float]:
-        with np.errstate(over="ignore"):  # a hopeless model is infinitely perplexed
+        with np.errstate(over="ignore"):  # The perplexity of a diverged model is infinite.
             return {"perplexity": float(np.exp(np.mean(predictions)))}
