@@ -260,10 +260,10 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
       for key, value in (("step", None), ("step", "3"), ("step", True), ("config", []), ("schedule", 3))),
     (checkpoint(step=-1), RESUME, ("/checkpoint", "3 rows at step -1"), "name a folder"),
     (edited_manifest, RESUME, ("checkpoint.json", "changed"), "name a folder"),
-    (lambda box: of_this_data(box, tokens_sha256={}), RESUME, ("eval samples",), "start anew"),
-    (lambda box: of_this_data(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",), "start anew"),
+    (lambda box: of_this_data(box, tokens_sha256={}), RESUME, ("eval samples",), "start from scratch"),
+    (lambda box: of_this_data(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",), "start from scratch"),
     (with_other_torch, RESUME, ("torch was 2.0.0",), "where it was saved"),
-    (lambda box: of_this_data(box, deepspeed={"stage": 1}), RESUME, ("DeepSpeed",), "start anew"),
+    (lambda box: of_this_data(box, deepspeed={"stage": 1}), RESUME, ("DeepSpeed",), "start from scratch"),
     (lambda box: write_checkpoint(box / "checkpoint", step=3, seed=7), RESUME, ("with seed 7", "42"), "--seed 7"),
     (lambda box: write_checkpoint(box / "checkpoint", step=3, max_steps=3), (*RESUME, "--max_steps", "3"), ("3 of 3",),
      "earlier"),
@@ -323,7 +323,7 @@ def test_a_launcher_s_flag_that_deepspeed_s_file_overrules_is_refused(variable: 
     config = LAPTOP
     asked = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero3.json"}
     check_launch_flags(config, config.batch_plan(2), asked)
-    with pytest.raises(UserError, match=f"the launch asks for {says}, and DeepSpeed's file decides that"):
+    with pytest.raises(UserError, match=f"the launch sets {says}, but DeepSpeed's file decides it"):
         check_launch_flags(config, config.batch_plan(2), asked | {f"ACCELERATE_{variable}": value})
 
 
@@ -368,7 +368,7 @@ def test_other_ranks_are_taken_and_another_strategy_is_refused(strategy: str, ra
             find_checkpoint(config, launch, tmp_path)
         return
     assert find_checkpoint(config, launch, tmp_path) is not None
-    with pytest.raises(UserError, match=f"saved by {strategy}, this run is single"):
+    with pytest.raises(UserError, match=f"saved by {strategy}, but this run is single"):
         find_checkpoint(config, launch_of("single", 1), tmp_path)
 
 
