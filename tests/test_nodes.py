@@ -206,4 +206,4 @@ def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_it_holds(tmp_path: 
     (whole,) = plan_suite("scaling", box, tmp_path).slices
     refusal = missing_here(whole.suite, box, whole.cells)
     assert refusal is not None
-    assert refusal.problem == "scaling needs 32 GPUs, and this box shows 16"
+    assert refusal.problem == "scaling needs 32 GPUs, and this machine shows 16"

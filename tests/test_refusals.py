@@ -496,14 +496,14 @@ def test_help_reaches_the_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["run", "x" * 300], "no suite is called"),
-        (["status", "x" * 300], "no suite is called"),
+        (["run", "x" * 300], "no suite is named"),
+        (["status", "x" * 300], "no suite is named"),
         (["run", "laptop", "--runs_dir", ""], "--runs_dir: is empty"),
         (["status", "laptop", "--runs_dir", "/dev/null"], "--runs_dir: /dev/null is not a folder"),
         (["report", "laptop", "--output", ""], "--output: is empty"),
         (["report", "laptop", "--runs_dir", NOBODY], "nobody's home"),
         (["report", "laptop", "--output", "x\udcff"], "cannot be printed"),
-        (["report", ".."], "no suite is called"),
+        (["report", ".."], "no suite is named"),
         (["virtual", "--strategy", "zero3", "--world_size", "4", "--data", NOBODY], "nobody's home"),
         (["virtual", "--strategy", "zero3", "--world_size", "9" * 5000], "--world_size"),
     ],

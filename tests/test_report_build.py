@@ -220,7 +220,7 @@ def test_a_report_leaves_every_file_that_it_did_not_make(notebooks, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nosuch"], "no suite is called 'nosuch'"),
+        (["nosuch"], "no suite is named 'nosuch'"),
         (["laptop", "--output", "file"], "argument --output: file is not a folder"),
         (["colab"], "there are no records of colab: neither runs/colab nor reports/colab/runs.parquet is there"),
         (["broken"], "runs.parquet is not readable"),
@@ -253,7 +253,7 @@ def test_a_report_of_a_suite_that_has_not_all_run_says_so(tmp_path):
     assert said == [["1 of 2 runs have no record yet"], []]
     write_run(tmp_path / "runs" / "tiny", name="of-another-suite")
     (said_of_others,) = command._facts_of_suite(str(file), tmp_path / "runs")
-    assert "runs in the folder tiny that no cell of this suite asks for: 1, such as of-another-suite" in said_of_others
+    assert "runs in the folder tiny that are not cells of this suite: 1, such as of-another-suite" in said_of_others
 
 
 def test_records_decide_where_no_suite_file_is_left(tmp_path, monkeypatch):

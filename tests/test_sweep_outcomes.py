@@ -81,7 +81,7 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         # SIGKILL: whose was it?
         (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
         (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "the host's memory ran out"),
-        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED), "interrupted", "SIGKILL, and not for its memory"),
+        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED), "interrupted", "SIGKILL, but not for its memory"),
         (evidence(OPEN, ended=False, printed=SINGLE_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
         # A rank that dies takes the others along, and they find other words for it.
         (evidence(SIGTERM_BY_LAUNCHER, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "OOM killer"),

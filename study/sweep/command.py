@@ -135,16 +135,16 @@ def _runnable(plan: Plan, box: Box) -> list[Slice]:
 
 
 def _dry_run(plan: Plan, retry: bool, box: Box, hardware: str | None) -> int:
-    left = []
+    remaining = []
     for part in plan.slices:
         remaining_of_slice = list(left_to_run(part.cells, part.root, retry))
-        left += remaining_of_slice
+        remaining += remaining_of_slice
         if plan.is_series:
             print(f"# {part.title}: {estimate(remaining_of_slice, bool(part.searches))}")
         forecast = forecast_for(part.suite, box, earlier_durations(part.root), hardware)
         for cell in part.cells:
             _print_commands(cell, part.root, retry, forecast)
-    print(f"# {estimate(left, any(part.searches for part in plan.slices))}", file=sys.stderr)
+    print(f"# {estimate(remaining, any(part.searches for part in plan.slices))}", file=sys.stderr)
     return 0
 
 
@@ -161,7 +161,7 @@ def _print_commands(cell: Cell | Search, root: Path, retry: bool, forecast: Fore
 
 
 def _any_failed(part: Slice) -> bool:
-    """Whether a cell failed. Out of memory is no failure of a probe, or of a cell that demonstrates it."""
+    """Whether a cell failed. For a probe, or a cell that demonstrates it, out of memory is an answer."""
     fine = {"ok", "unsupported", "to do"}
     return any(
         record.state not in (fine | {"oom"} if isinstance(cell, Search) or cell.expect == "oom" else fine)

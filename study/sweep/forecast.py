@@ -77,11 +77,11 @@ def left_to_run(
             yield item, expected_s(run, durations) * (PROBES_OF_A_SEARCH if isinstance(item, Search) else 1)
 
 
-def estimate(left: Sequence[tuple[Cell | Search, float]], has_searches: bool) -> str:
+def estimate(items: Sequence[tuple[Cell | Search, float]], has_searches: bool) -> str:
     """Describe the remaining items and their time, with an assumed number of probes per search."""
-    searches = sum(isinstance(item, Search) for item, _ in left)
-    seconds = [item_s for _, item_s in left]
-    text = f"{len(left) - searches} cells to run" + (f" and {searches} searches to finish" if has_searches else "")
+    searches = sum(isinstance(item, Search) for item, _ in items)
+    seconds = [item_s for _, item_s in items]
+    text = f"{len(items) - searches} cells to run" + (f" and {searches} searches to finish" if has_searches else "")
     if not any(seconds):
         return f"{text}; no estimate of the time yet"
     assumed = f", with {PROBES_OF_A_SEARCH} probes per search" if searches else ""

@@ -128,12 +128,12 @@ def run_cell(
     root: Path,
     watch: Callable[[], None] = lambda: None,
     forks: ForkServer | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    print_line: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Ended:
     """Run the cell; return its evidence when no process of it is left, also after Ctrl-C.
 
-    `watch` is called during the run, and `say` with lines about compilation before its start. The next attempt reuses
-    a directory with a run, whatever the state of the last attempt.
+    `watch` is called during the run, and `print_line` with lines about compilation before its start. The next attempt
+    reuses a directory with a run, whatever the state of the last attempt.
     """
     directory = root / cell.id
     overwrite = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
@@ -152,7 +152,7 @@ def run_cell(
             lines = printed_file.read_text(encoding="utf-8", errors="replace").splitlines()
             for line in [line for line in lines if line.startswith(COMPILES)][len(printed_lines) :]:
                 printed_lines.append(line)
-                say(line)
+                print_line(line)
 
     # All nodes of a job must be able to write a refusal there.
     with tempfile.TemporaryDirectory(dir=root if is_step else None, prefix=".launch-" if is_step else None) as scratch:
