@@ -221,7 +221,7 @@ HUGE = {"global_batch_size": 1_000_000_000_039, "per_device_train_batch_size": 9
         ({"strategy": "fsdp2", "trainer": "hf_trainer"}, "hf_trainer does not run fsdp2"),
         ({"trainer": "bare_loop"}, "bare_loop does not run zero2"),
         ({"strategy": "zero3", "virtual_world_size": 8, "world_size": 1}, "does not divide over 8 ranks"),
-        ({"strategy": "single", "virtual_world_size": 8}, "cannot be one of many"),
+        ({"strategy": "single", "virtual_world_size": 8}, "cannot be a virtual rank"),
         ({"strategy": "zero3", "virtual_world_size": 8, "world_size": 2}, "world_size and virtual_world_size"),
     ],
 )
