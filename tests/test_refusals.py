@@ -291,8 +291,8 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
         ({"PYTHONOPTIMIZE": "2"}, (), ("docstrings",), "unset PYTHONOPTIMIZE"),
         ({"ZERO_STUDY_CACHE": "/proc/x"}, (), ("/proc/x",), "ZERO_STUDY_CACHE"),
         ({"OMP_NUM_THREADS": "abc"}, ("--help",), ("OMP_NUM_THREADS", "abc"), "unset it"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, (), ("mixed_precision bf16", "--precision"), "--precision alone"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, (), ("dynamo_backend inductor",), "--torch_compile alone"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, (), ("mixed_precision bf16", "--precision"), "only --precision"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, (), ("dynamo_backend inductor",), "only --torch_compile"),
         # No file says this: the shell does, or the launcher's own flag.
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, (), ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), "unset"),
     ],
@@ -307,7 +307,7 @@ def test_what_the_environment_asks_is_refused_in_one_line(
 def test_the_launcher_s_own_flag_for_accumulation_is_not_left_unheard() -> None:
     config = LAPTOP
     asked = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
-    with pytest.raises(UserError, match="gradient_accumulation_steps 4, and --per_device_train_batch_size for 1"):
+    with pytest.raises(UserError, match="gradient_accumulation_steps 4, and --per_device_train_batch_size sets 1"):
         check_launch_flags(config, config.batch_plan(2), asked)
 
 
@@ -537,7 +537,7 @@ def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) ->
         ('zero_optimization.reduce_bucket_size="x"', "zero_optimization.reduce_bucket_size: Input should be a valid"),
         ("zero_optimization.reduce_bucket_size=-5", "greater than 0"),
         ("zero_optimization.stage=9", "zero_optimization.stage"),
-        ("zero_optimization=[1]", "refuses zero_optimization"),
+        ("zero_optimization=[1]", "rejects zero_optimization"),
         ('zero_optimization.offload_optimizer="cpu"', "zero_optimization.offload_optimizer"),
         # DeepSpeed leaves these out in silence, and the record would say that they were set.
         ("zero_optimisation.reduce_bucket_size=5e6", "no setting zero_optimisation"),
