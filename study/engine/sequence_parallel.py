@@ -126,7 +126,7 @@ def prepare_ulysses(model: PreTrainedModel) -> None:
 
 
 def correct_ulysses(engine: Any) -> None:
-    """Patch Ulysses to average gradients over all ranks and to keep the heads apart. Call it after `prepare`.
+    """Patch Ulysses to average gradients over all ranks and keep the head dimension. Call it after `prepare`.
 
     By default stages 0 to 2 average over groups and sum within a group (stage_1_and_2.py, allreduce_bucket), and stage
     3 averages over all ranks when it scatters (coalesced_collectives.py). With the loss that DeepSpeed and Accelerate
