@@ -1,3 +1,3 @@
-"""What DeepSpeed ZeRO really does: one trainer, many strategies, evidence for every claim."""
+"""A study of DeepSpeed ZeRO on Accelerate: one trainer, many strategies, evidence for every claim."""
 
 __version__ = "0.1.0"

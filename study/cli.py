@@ -1,4 +1,4 @@
-"""The `study` command. Its exit status: 0 done, 1 some run failed, 2 the request itself is wrong."""
+"""The `study` command; its exit status is 0 (done), 1 (some run failed) or 2 (the request is wrong)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ _FIXES = {errno.ENAMETOOLONG: "use a shorter name", errno.ENOSPC: "make room the
 
 
 class Command(NamedTuple):
+    """A subcommand: its help text, its arguments and its function, which returns the exit status."""
+
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
@@ -52,7 +54,7 @@ COMMANDS = {
         predict.EPILOG,
     ),
     "explain": Command(
-        "explain a DeepSpeed or Accelerate file: what each setting costs, and which have no effect",
+        "explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings without effect",
         explain.add_arguments,
         explain.run,
         explain.EPILOG,
@@ -63,10 +65,10 @@ COMMANDS = {
     "claims": Command(
         "judge published claims about ZeRO by arithmetic and the committed records", claims.add_arguments, claims.run
     ),
-    "doctor": Command("list what this machine has and lacks, with the fix", doctor.add_arguments, doctor.run),
+    "doctor": Command("check the requirements of this machine and print fixes", doctor.add_arguments, doctor.run),
     "run": Command("run every cell of a suite that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
     "status": Command(
-        "count the cells of a suite that are done, and say why others are not", sweep.add_arguments, sweep.status
+        "count the cells of a suite that are done, and print why others are not", sweep.add_arguments, sweep.status
     ),
     "report": Command(
         "build the report of a suite from its records",
@@ -80,7 +82,7 @@ COMMANDS = {
         virtual.EPILOG,
     ),
     "prepare": Command(
-        "prepare what a suite's runs need: other DeepSpeed releases, operators, initial weights",
+        "prepare a suite: install other DeepSpeed releases, build operators, create initial weights",
         sweep.add_timed_arguments,
         prepare,
     ),
@@ -89,9 +91,7 @@ COMMANDS = {
         sweep.add_timed_arguments,
         sweep.weights,
     ),
-    "autopsy": Command(
-        "measure what each flaw of a published listing does to its figures", autopsy.add_arguments, autopsy.run
-    ),
+    "autopsy": Command("measure the effect of each flaw in a published listing", autopsy.add_arguments, autopsy.run),
     "releases": Command(
         "find the DeepSpeed release that introduced or fixed a fault", releases.add_arguments, releases.run
     ),
@@ -99,6 +99,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line's subcommand; return the exit status."""
     parser = Parser(
         prog="study",
         description="DeepSpeed ZeRO on Accelerate: advice, predictions, studies, verdicts on published claims.",
@@ -111,10 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_process()
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
-            # The subcommand's own parser says where the right flags are listed.
+            # The subcommand's parser prints the command that lists its flags.
             subparsers.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         status = COMMANDS[options.command].run(options)
-        # A reader that is gone is noticed here, and not where the interpreter ends.
+        # Detects a closed pipe here instead of at interpreter exit.
         sys.stdout.flush()
         return status
     except UserError as refusal:
@@ -125,22 +126,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Terminated:
         return 128 + signal.SIGTERM
     except BrokenPipeError:
-        # `study status X | head`: whoever read has read enough. The status of what runs something is unknown.
+        # `study status X | head`: the reader has closed the pipe. A command that runs cells has no known result.
         _drop_output()
         runs_something = options.command in ("run", "prepare", "weights", "virtual")
         return int(runs_something and not getattr(options, "dry_run", False))
     except OSError as error:
-        # A name that is too long, a full disk behind the output: of what no command expects, one line as well.
+        # Errors that no command handles, such as a name that is too long or a full disk, are one line as well.
         if error.filename is None:
             _drop_output()
-        where = "the output cannot be written" if error.filename is None else brief(os.fsdecode(error.filename))
-        fix = _FIXES.get(error.errno or 0, "see that it can be read and written")
-        print(f"error: {where}: {error.strerror or first_line(error)}. To fix it: {fix}.", file=sys.stderr)
+        subject = "the output cannot be written" if error.filename is None else brief(os.fsdecode(error.filename))
+        fix = _FIXES.get(error.errno or 0, "check that it can be read and written")
+        print(f"error: {subject}: {error.strerror or first_line(error)}. To fix it: {fix}.", file=sys.stderr)
         return 2
 
 
 def _drop_output() -> None:
-    """Drop output that has no reader left; the interpreter would try once more at its end."""
+    """Redirect stdout to the null device: its reader is gone, and the interpreter would flush it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

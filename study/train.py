@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/zero3.yaml study/train.py
 
-Which strategy runs is decided by the launched file alone, so the loop below is provably the same for every strategy.
+Only the launched file decides which strategy runs, so the loop below is the same for every strategy.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 the run failed, 2 the request itself is wrong."""
-    # A wrong request ends here, in one line, and nothing is written. Whatever ends the block later is in the record.
+    """Return the exit status: 0 done, 1 the run failed, 2 the request is wrong."""
+    # A wrong request ends here with one line, and nothing is written. Later errors are in the record.
     with open_run("study", arguments) as run:
-        # Not at the top of the file: a wrong flag must not wait seconds for torch.
+        # Imported here, so that a wrong flag is reported before the seconds that torch's import takes.
         from accelerate.utils import set_seed
         from transformers import get_scheduler
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         config, launch = run.config, run.launch
 
-        # Missing data and initial weights are refused too. The weights are one set for every strategy, made
+        # Missing data and initial weights are wrong requests too. All strategies share one set of weights, created
         # before the Accelerator: under an active stage-3 configuration transformers would shard them.
         data = load_data(config, run.cache, run.own_samples)
         initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             learning_rate = schedule.get_last_lr()[0]
             with meters.step(step):
                 loss, grad_norm = train_step(accelerator, model, optimizer, micro_batches, config.max_grad_norm)
-                # Skipped by the engine, because its gradients were not finite: the schedule waits.
+                # The schedule does not advance if the engine skipped the step because its gradients were not finite.
                 skipped = skips.last_was_skipped()
                 if not skipped:
                     schedule.step()
@@ -113,7 +113,7 @@ def train_step(
     micro_batches: list[dict[str, torch.Tensor]],
     max_grad_norm: float,
 ) -> tuple[torch.Tensor, Any]:
-    """Take one optimizer step over this rank's micro-batches; return this rank's mean loss and the gradient norm."""
+    """Train on one step's micro-batches; return this rank's mean loss and the gradient norm."""
     import torch
 
     from study.engine.sequence_parallel import own_tokens
@@ -123,10 +123,10 @@ def train_step(
     for micro_batch in micro_batches:
         with accelerator.accumulate(model), own_tokens(accelerator, micro_batch) as inputs:
             loss = model(**inputs).loss
-            # Divides by the accumulation steps where the engine does not; dividing here too would be once too often.
+            # Accelerate divides the loss by the accumulation steps, unless the engine does.
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                # DeepSpeed clips by itself. Accelerate would turn its norm into a number, and synchronize for it.
+                # DeepSpeed clips by itself. Accelerate would convert its norm to a number, which waits for the device.
                 if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
                     grad_norm = wrapped.engine.get_global_grad_norm()
                 else:
@@ -138,6 +138,6 @@ def train_step(
 
 
 if __name__ == "__main__":
-    # Everything is closed by then. The interpreter's own teardown is skipped: in it, threads of the engine's native
-    # libraries sometimes abort a run that has finished ("terminate called without an active exception").
+    # The run has closed everything. The interpreter's teardown is skipped, because threads of the engine's native
+    # libraries sometimes abort a finished run in it ("terminate called without an active exception").
     os._exit(exit_status_of(main))

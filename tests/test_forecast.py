@@ -35,7 +35,7 @@ def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_ne
     assert not any("need as many GPUs" in line for line in with_hardware)
     assert main([*arguments, "--hardware", "T4"]) == 0
     for line in capsys.readouterr().out.splitlines():
-        assert "  # predicted: 2 ranks need as many GPUs, of which T4 has 1, " in line
+        assert "  # predicted: 2 ranks need as many GPUs, and T4 has 1, " in line
     for wrong, says in ([*arguments[:-1], "--hardware", "T4"], "add --dry_run"), (
         [*arguments, "--hardware", "T5"], "did you mean T4",
     ):  # fmt: skip

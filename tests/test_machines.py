@@ -186,7 +186,7 @@ def test_a_rank_whose_main_process_has_left_does_not_wait_for_it(monkeypatch) ->
         as_other({})()
 
     _, refusal = gather(monkeypatch, [lambda: None, alone])
-    assert refusal["problem"] == "the main process has left before this run began"
+    assert refusal["problem"] == "the main process exited before this run began"
 
 
 def test_the_ending_is_that_of_the_rank_that_failed_first(monkeypatch) -> None:

@@ -208,4 +208,4 @@ def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_fit(tmp_path: Path)
     (unfiltered,) = plan_suite("scaling", box, tmp_path).slices
     refusal = missing_here(unfiltered.suite, box, unfiltered.cells)
     assert refusal is not None
-    assert refusal.problem == "scaling needs 32 GPUs, and this box shows 16"
+    assert refusal.problem == "scaling needs 32 GPUs, and this machine shows 16"

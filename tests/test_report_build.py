@@ -222,7 +222,7 @@ def test_a_report_leaves_every_file_that_it_did_not_make(notebooks, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nosuch"], "no suite is called 'nosuch'"),
+        (["nosuch"], "no suite is named 'nosuch'"),
         (["laptop", "--output", "file"], "argument --output: file is not a folder"),
         (["colab"], "there are no records of colab: neither runs/colab nor reports/colab/runs.parquet is there"),
         (["broken"], "runs.parquet is not readable"),
@@ -255,7 +255,7 @@ def test_a_report_of_an_incomplete_suite_lists_missing_runs(tmp_path):
     assert facts == [["1 of 2 runs have no record yet"], []]
     write_run(tmp_path / "runs" / "tiny", name="of-another-suite")
     (others_fact,) = command._facts_of_suite(str(file), tmp_path / "runs")
-    assert "runs in the folder tiny that no cell of this suite asks for: 1, such as of-another-suite" in others_fact
+    assert "runs in the folder tiny that are not cells of this suite: 1, such as of-another-suite" in others_fact
 
 
 def test_records_decide_if_no_suite_file_is_left(tmp_path, monkeypatch):

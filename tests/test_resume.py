@@ -110,7 +110,7 @@ def assert_no_file_can_be_changed(checkpoint: Path, launch: Launch) -> None:
         file.unlink()
         assert_refused(re.escape(name) + ("" if are_rows else " is missing"))
         file.write_bytes(flipped)
-        assert_refused(re.escape(name) + ("" if are_rows else " is not what was saved"))
+        assert_refused(re.escape(name) + ("" if are_rows else " differs from the saved file"))
         file.write_bytes(content)
     (checkpoint / "random_states_7.pkl").write_bytes(b"another run's")
     assert_refused(r"random_states_7\.pkl was not saved with it")
@@ -249,7 +249,7 @@ def test_a_changed_flag_is_refused_with_a_valid_command_line(
     config = RunConfig.from_dict(manifest["config"] | values | {"resume_from_checkpoint": str(checkpoint)}, "this test")
     with pytest.raises(UserError) as refusal:
         find_checkpoint(config, Launch(read_strategy("zero3"), 2, 0, 0, 2), checkpoint)
-    assert refusal.value.fix == f"{fix}, or start anew"
+    assert refusal.value.fix == f"{fix}, or start from scratch"
     flags = fix.removeprefix("use ").split() if fix.startswith("use ") else []
     assert parse_command_line(flags) == RunConfig(
         **{changed[0][2:]: manifest["config"][changed[0][2:]]} if flags else {}
@@ -301,7 +301,7 @@ def test_latest_is_never_a_checkpoint_of_a_run_that_was_overwritten(tmp_path: Pa
     rows = read_run(run).steps
     status, printed = train_over(*from_latest)
     assert status == 2
-    assert f"{run} has no complete checkpoint of the run whose rows are there" in printed
+    assert f"{run} has no complete checkpoint of its current run" in printed
     assert read_run(run).steps == rows
     assert (run / "checkpoints" / "step_0000004" / "checkpoint.json").exists()
 
@@ -311,7 +311,7 @@ def test_a_moved_run_saves_no_checkpoint_in_the_folder_that_replaced_its_own(tmp
     result = train("ddp", tmp_path / "run", *flags, script="tests/probes/moved_folder.py")
     moved, replacement = read_run(tmp_path / "moved"), tmp_path / "run"
     assert (result.returncode, moved.state, len(moved.steps)) == (1, "failed", 4)
-    assert "was moved or replaced while this run was at work" in moved.status["reason"]
+    assert "was moved or replaced during this run" in moved.status["reason"]
     assert read_status(replacement)["hint"] == "another run's"
     assert [file.read_text() for file in replacement.rglob("*.bin")] == ["another run's"]
     assert moved.status["hint"] == f"the record up to step 4 is in {tmp_path / 'moved'}"

@@ -57,7 +57,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: 
         ),
         pytest.param(
             "zero2", ("--engine_override", "gradient_clipping=0.25"),
-            "the engine differs from what zero2 asks: gradient_clipping is 0.25, asked was 0.5", 0, 0, [],
+            "the engine differs from zero2's settings: gradient_clipping is 0.25, requested 0.5", 0, 0, [],
             id="engine differs",
         ),
         # DeepSpeed silently does not swap tensors smaller than an I/O block: no tensor here is as large as 16 MiB.

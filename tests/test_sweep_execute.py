@@ -241,7 +241,7 @@ def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
     outcome = run_cells(cells, tmp_path / "runs", ONE_GPU)
     assert (outcome.finished, outcome.left) == (1, 0)
     status = read_status(tmp_path / "runs" / cells[0].id)
-    assert (status["state"], status["reason"]) == ("unsupported", "4 ranks, and this box has 1 GPU")
+    assert (status["state"], status["reason"]) == ("unsupported", "4 ranks, and this machine has 1 GPU")
 
 
 @pytest.mark.parametrize(
@@ -342,5 +342,5 @@ def test_a_sweep_whose_folder_was_renamed_stops_before_its_next_cell(tmp_path, m
     monkeypatch.setattr("study.sweep.execute.Sweep.run_cell", rename)
     sweep = run_cells(cells, root, Box((), 16.0))
     assert (len(cells), sweep.stopped, sweep.finished) == (2, True, 1)
-    assert "was renamed or removed while this sweep ran" in "".join(capsys.readouterr())
+    assert "was renamed or removed during this sweep" in "".join(capsys.readouterr())
     assert list(root.iterdir()) == []

@@ -81,7 +81,7 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         # The reason for a SIGKILL.
         (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
         (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "the host's memory ran out"),
-        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED), "interrupted", "SIGKILL, and not for its memory"),
+        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED), "interrupted", "SIGKILL, but not for its memory"),
         (evidence(OPEN, ended=False, printed=SINGLE_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
         # If one rank dies, the others fail as a consequence, with other messages.
         (evidence(SIGTERM_BY_LAUNCHER, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "OOM killer"),

@@ -65,19 +65,19 @@ SEEDS = f"&s {list(range(99))}"
         (GRID + "axes: {strategy: ddp}\n    exclude: [{stage: 3}]\n", 5, "unknown key 'stage'"),
         (GRID + "axes: {strategy: ddp\n", 5, "not YAML"),
         (GRID + "7\n", 3, "mapping"),
-        (GRID + "axes: {strategy: ddp}\n    search: {}\n", 5, "names 0 things to find"),
-        (GRID + "search: {largest_model: [a, b], largest_micro_batch: [1, 2]}\n", 4, "names 2 things to find"),
+        (GRID + "axes: {strategy: ddp}\n    search: {}\n", 5, "has 0 axes"),
+        (GRID + "search: {largest_model: [a, b], largest_micro_batch: [1, 2]}\n", 4, "has 2 axes"),
         (GRID + "search: {largest_model: [a, b, a]}\n", 4, "is ['a', 'b', 'a']"),
         (GRID + "search: {largest_micro_batch: {from: 4, to: 2}}\n", 4, "is {'from': 4, 'to': 2}"),
         (GRID + "search: {largest_micro_batch: [1, 4, 2]}\n", 4, "is [1, 4, 2]"),
         (
             GRID + "axes: {global_batch_size: 8}\n    search: {largest_micro_batch: [1, 2]}\n",
-            4, "global_batch_size is what largest_micro_batch decides",
+            4, "global_batch_size is set by the search for largest_micro_batch",
         ),
         (
             GRID + "search: {largest_model: [gpt2, gpt2-xl]}\n    overrides:\n"
             "      - {where: {strategy: ddp}, fixed: {model_name_or_path: gpt2}}\n",
-            6, "is what largest_model decides",
+            6, "is set by the search for largest_model",
         ),
         (GRID + "axes: {strategy: ddp, trainer: keras}\n", 4, "trainer is 'keras'"),
         (GRID + "axes: {strategy: ddp, expected_s: 0}\n", 4, "expected_s is 0"),
@@ -221,7 +221,7 @@ HUGE = {"global_batch_size": 1_000_000_000_039, "per_device_train_batch_size": 9
         ({"strategy": "fsdp2", "trainer": "hf_trainer"}, "hf_trainer does not run fsdp2"),
         ({"trainer": "bare_loop"}, "bare_loop does not run zero2"),
         ({"strategy": "zero3", "virtual_world_size": 8, "world_size": 1}, "does not divide over 8 ranks"),
-        ({"strategy": "single", "virtual_world_size": 8}, "cannot be one of many"),
+        ({"strategy": "single", "virtual_world_size": 8}, "cannot be a virtual rank"),
         ({"strategy": "zero3", "virtual_world_size": 8, "world_size": 2}, "world_size and virtual_world_size"),
     ],
 )
@@ -363,12 +363,10 @@ def test_runs_of_another_suite_in_the_folder_of_the_same_name_are_reported(tmp_p
         for cell in runs_of(item):
             write_run(runs / "tiny", cell.strategy, name=cell.id)
     assert cli.main(["run", str(file), "--runs_dir", str(runs), "--only", "*-ddp-*"]) == 0
-    assert "no cell of this suite asks" not in capsys.readouterr().err
+    assert "not cells of this suite" not in capsys.readouterr().err
     write_run(runs / "tiny", name="of-another-suite")
     assert cli.main(["run", str(file), "--runs_dir", str(runs), "--only", "*-ddp-*"]) == 0
-    assert (
-        "notice: runs in the folder tiny that no cell of this suite asks for: 1, such as of" in capsys.readouterr().err
-    )
+    assert "notice: runs in the folder tiny that are not cells of this suite: 1, such as of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -409,7 +407,7 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
     assert len([line for line in capfd.readouterr().out.splitlines() if line.startswith("gpt-tiny")]) == 2
     fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
     assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
-    assert "no cell that tiny would run now starts from weights" in capfd.readouterr().out
+    assert "no remaining cell of tiny needs initial weights" in capfd.readouterr().out
 
 
 def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):

@@ -67,11 +67,11 @@ def test_slices_come_in_their_order_with_each_cell_once_and_a_rehearsal_has_ever
         ([{"only": ["seed=1"]}], "suite is missing"),
         ([{"suite": "wide", "first": 2}], "unknown key 'first'"),
         ([{"suite": "wide", "only": [1]}], "only is [1]"),
-        ([{"suite": "broad"}], "no suite is called 'broad'"),
-        ([{"suite": "whole"}], "whole is made of slices itself"),
+        ([{"suite": "broad"}], "no suite is named 'broad'"),
+        ([{"suite": "whole"}], "whole is a series itself"),
         ([{"suite": "wide", "only": ["seed=3"]}], "matches no cell of wide"),
         ([{"suite": "wide", "only": ["sed=1"]}], "no run has a sed"),
-        ([{"suite": "wide"}, {"suite": "namesake"}], "another suite here is called wide, too"),
+        ([{"suite": "wide"}, {"suite": "namesake"}], "another suite of this series is also named wide"),
         ("- suite: wide\ngrids: []\n", "unknown key 'grids'"),
     ],
 )
@@ -89,11 +89,11 @@ def test_slices_that_need_another_machine_are_left_out_and_refused_if_none_is_le
     file = write_series(tmp_path, SEED_FIRST, requires={"gpus": 1, "gpu_memory_gib": 8})
     series = ["run", str(file), "--runs_dir", str(tmp_path / "runs")]
     assert cli.main([*series, "--only", "seed=2"]) == 2
-    assert "wide needs 1 GPU, and this box shows 0" in capsys.readouterr().err
+    assert "wide needs 1 GPU, and this machine shows 0" in capsys.readouterr().err
     # Without time for any cell, it prints only which slices there are.
     assert cli.main([*series, "--time_budget", "0"]) == 0
     notices = capsys.readouterr().err
-    assert "notice: wide needs 1 GPU, and this box shows 0: left out" in notices
+    assert "notice: wide needs 1 GPU, and this machine shows 0: left out" in notices
     assert "narrow:" in notices
 
 
@@ -102,7 +102,7 @@ def test_a_slice_requires_only_what_its_cells_require_and_a_plan_is_for_the_suit
     fixed, grids = {**TINY, "strategy": "zero2"}, [{"axes": {"world_size": [1, 2]}}]
     file, box = write_series(tmp_path, slices, requires={"gpus": 2}, fixed=fixed, grids=grids), Box((16.0,), 16.0)
     assert [part.only for part in _runnable(plan_suite(str(file), box, tmp_path), box)] == [("world_size=1",)]
-    assert "notice: wide needs 2 GPUs, and this box shows 1: left out" in capsys.readouterr().err
+    assert "notice: wide needs 2 GPUs, and this machine shows 1: left out" in capsys.readouterr().err
     # Without this, `--dry_run` and the list of remaining runs on another machine would name other runs.
     file = write_series(tmp_path, [{"suite": "wide"}], requires={"gpus": 4}, fixed={**TINY, "strategy": "zero3"})
     cells: list[Any] = [cell for part in plan_suite(str(file), CPU_BOX, tmp_path).slices for cell in part.cells]
@@ -201,7 +201,7 @@ def test_weights_are_drawn_for_cells_that_fit_the_time_and_are_not_done(tmp_path
     file = write_series(tmp_path, SEED_FIRST, fixed=fixed)
     arguments = ["weights", str(file), "--runs_dir", str(tmp_path / "runs")]
     assert cli.main([*arguments, "--time_budget", "30s"]) == 0
-    assert "no cell that whole would run now starts from weights" in capfd.readouterr().out
+    assert "no remaining cell of whole needs initial weights" in capfd.readouterr().out
     # `narrow` has no estimate, and the last slice does not fit.
     assert cli.main([*arguments, "--time_budget", "90s"]) == 0
     folders = (folder.name for folder in (tmp_path / "cache" / "initial_weights").iterdir() if folder.is_dir())

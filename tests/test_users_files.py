@@ -179,7 +179,7 @@ def test_ctrl_c_before_there_is_a_record_is_one_line_and_leaves_nothing(tmp_path
     wait_until(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text())
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=60)
-    assert (process.returncode, printed) == (1, "interrupted: stopped from the keyboard. To go on: run it again.\n")
+    assert (process.returncode, printed) == (1, "interrupted: stopped from the keyboard. To continue: run it again.\n")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,10 +1,10 @@
-"""How much host memory a checkpoint takes when it is saved, loaded, and made into one file.
+"""Measure the host memory of saving a checkpoint, loading it, and converting it to one file.
 
-    python tools/checkpoint_memory.py measure [--runs-dir DIR]      18 launches, some 5 GiB of disk at a time
+    python tools/checkpoint_memory.py measure [--runs-dir DIR]      18 launches, about 5 GiB of disk at a time
     python tools/checkpoint_memory.py table
 
-`measure` trains GPT-2 for three steps, saves after the second, and goes on from there with as many ranks and with one.
-It writes reports/checkpoints/memory.json, and `table` makes summary.md beside it.
+`measure` trains GPT-2 for three steps, saves after the second, and resumes with the same number of ranks and with one.
+It writes reports/checkpoints/memory.json; both actions write summary.md in the same folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FLAGS = (
 )  # fmt: skip
 WHOLE_FSDP2 = "fsdp2, whole tensors"
 ARMS = ("ddp", "zero2", "zero2_cpu", "zero3", "fsdp2", WHOLE_FSDP2)
-# DeepSpeed's script, and after it what Linux says of the process.
+# Runs DeepSpeed's script, then prints the process's peak memory.
 _ONE_FILE = """\
 import pathlib, runpy, sys
 script = sys.argv.pop(1)
@@ -49,7 +49,7 @@ print(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split
 
 
 def measure(runs: Path) -> dict[str, Any]:
-    """Goes on where it was stopped."""
+    """Return the measurements of all strategies; after an interruption it continues with the remaining ones."""
     arms = {}
     for arm in ARMS:
         folder = runs / arm.replace(", ", "-").replace(" ", "-")
@@ -76,9 +76,9 @@ def _measured(arm: str, folder: Path) -> dict[str, Any]:
 
 
 def _launched(arm: str, folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
-    """Of each rank: the peaks of host memory by phase, and the bytes of model state. What ended well is kept."""
+    """Return each rank's peaks of host memory by phase and its bytes of model state; a finished run is reused."""
     if not is_finished(folder):
-        # What is no run's there is refused.
+        # The launch itself rejects a folder with files that are not a run's.
         _launch(arm, folder, ranks, "--overwrite_output_dir", *flags)
     return [
         {
@@ -106,11 +106,12 @@ def _made_one_file(checkpoint: Path, folder: Path) -> float:
     command = [sys.executable, "-c", _ONE_FILE, str(checkpoint / "zero_to_fp32.py"), str(checkpoint)]
     with tempfile.TemporaryDirectory(dir=folder) as output:
         command += [output, "--tag", "pytorch_model"]
-        said = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
-    return int(said.stderr.split()[-1]) / 2**20
+        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
+    return int(process.stderr.split()[-1]) / 2**20
 
 
 def summary(document: Mapping[str, Any]) -> str:
+    """Return the page of reports/checkpoints for the measurements."""
     import pandas as pd
 
     environment, ranks = document["environment"], document["ranks"]
@@ -148,11 +149,11 @@ def _row(figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _above_the_steps(arms: Mapping[str, Any]) -> list[str]:
-    """Where a checkpoint is what a run needs its memory for."""
+    """Return the strategies and phases in which a checkpoint needs more memory than the steps."""
     return [
-        f"`{arm}`, {what}"
+        f"`{arm}`, {label}"
         for arm, figures in arms.items()
-        for what, key, phase in (
+        for label, key, phase in (
             ("save", "save", "save"), ("load", f"load_by_{RANKS}", "load"), ("load by one rank", "load_by_1", "load"),
         )
         if any(rank["phases_host_gib"][phase] > _steps(rank) for rank in figures[key])
@@ -172,6 +173,7 @@ def _each(sizes: Any) -> str:
 
 
 def main() -> int:
+    """Measure, if requested, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("what", choices=["measure", "table"])
     parser.add_argument("--runs-dir", type=Path, default=REPOSITORY / "runs" / "checkpoints")

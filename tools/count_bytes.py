@@ -1,13 +1,13 @@
-"""Holds the bytes that records count against the counters of the loopback interface, strategy by strategy.
+"""Compare the bytes that records count with the counters of the loopback interface, for each strategy.
 
     python tools/count_bytes.py --strategy ddp zero3 --ranks 2 --accumulation 1 --csv /tmp/bytes.csv
     python tools/count_bytes.py --markdown          every strategy, 20 to 40 minutes on two cores
 
 Each case trains for 3 and for 13 steps: start, evaluation and end cancel in the difference, and ten steps remain. The
-runs have a network namespace of their own, whose loopback nobody else uses. Where none can be made, the counters are
-those of the box, and whatever else runs there is in them. Headers and acknowledgements of TCP are always in them, so
-packets are counted too, and so are segments that TCP sends again when a busy box answers late (at most 64 KiB each).
-Rows that the CSV file has already are not measured again; --markdown writes summary.md beside it.
+runs have a separate network namespace, whose loopback no other process uses. If none can be created, the counters are
+the machine's and include other processes. They always include TCP's headers and acknowledgements. Therefore packets are
+counted too, and segments that TCP retransmits when a busy machine answers late (at most 64 KiB each). Rows that are
+already in the CSV file are not measured; --markdown writes summary.md in its folder.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from study.sweep.launch import run_cell
 _CASE = ["strategy", "ranks", "accumulation"]
 _STEPS = (3, 13)
 _MICRO_BATCH = 4
-# An acknowledgement, and what TCP and IP add to any packet.
+# Size of an acknowledgement, and of the TCP and IP headers of any packet.
 _HEADER_BYTES = 52
 _IN_OWN_NAMESPACE = "ZERO_STUDY_OWN_LOOPBACK"
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: ForkServer) -> dict[str, Any]:
-    # Tensor parallelism without ZeRO takes all ranks into one group.
+    """Return the counted and the recorded bytes of one rank's step, or the ending of a failed run."""
+    # Tensor parallelism without ZeRO needs all ranks in one group.
     group_size = ranks if strategy == "tp" else None
     groups = ranks // read_strategy(strategy).with_group_size(group_size).group_size
     counters = [transmitted()]
@@ -67,7 +68,7 @@ def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: Fo
     long_less_short = [last - 2 * between + first for first, between, last in zip(start, middle, end, strict=True)]
     return {
         "counted_bytes": long_less_short[0] / rank_steps, "counted_packets": long_less_short[1] / rank_steps,
-        # Of both runs: those of the short one make the difference smaller.
+        # The sum over both runs, because repeats in the short run make the difference smaller.
         "repeated_segments": (end[2] - start[2]) / rank_steps,
         "gloo_bytes": run.summary["gloo_sent_bytes_per_step"], "ring_bytes": run.summary["sent_bytes_per_step"],
         "state": "ok", "own_loopback": _IN_OWN_NAMESPACE in os.environ, "torch": run.engine["torch"],
@@ -76,7 +77,7 @@ def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: Fo
 
 
 def transmitted() -> tuple[int, int, int]:
-    """Bytes, packets and repeated TCP segments that this network namespace has sent through its loopback."""
+    """Return the bytes, packets and repeated TCP segments that this network namespace has sent through its loopback."""
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
     counters = next(line for line in lines if line.strip().startswith("lo:")).split(":")[1].split()
     names, values = (line.split() for line in Path("/proc/net/snmp").read_text("ascii").splitlines() if "Tcp:" in line)
@@ -84,7 +85,7 @@ def transmitted() -> tuple[int, int, int]:
 
 
 def take_own_loopback() -> None:
-    """Starts this command again in a network namespace of its own, where one can be made."""
+    """Restart this command in a separate network namespace if one can be created."""
     if _IN_OWN_NAMESPACE in os.environ:
         with socket.socket() as control:
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
@@ -92,10 +93,11 @@ def take_own_loopback() -> None:
     unshare = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     if shutil.which("unshare") and subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL).returncode == 0:
         os.execvpe("unshare", [*unshare, sys.executable, *sys.argv], os.environ | {_IN_OWN_NAMESPACE: "1"})
-    print("no network namespace can be made: what else uses this box's loopback is counted too", file=sys.stderr)
+    print("no network namespace can be created: other traffic on this machine's loopback is included", file=sys.stderr)
 
 
 def summary(rows: pd.DataFrame) -> str:
+    """Return the page of reports/traffic for the measured rows."""
     ended = rows[rows["state"] == "ok"]
     counted = ended["counted_bytes"]
     over, without = (
@@ -134,6 +136,7 @@ def _line(row: Any) -> dict[str, str]:
 
 
 def main() -> int:
+    """Measure the missing cases and write the CSV file, and the page if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -142,7 +145,7 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, choices=[2, 4], default=[2, 4])
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--csv", type=Path, default=REPOSITORY / "reports" / "traffic" / "bytes.csv")
-    parser.add_argument("--markdown", action="store_true", help="write summary.md beside the CSV file")
+    parser.add_argument("--markdown", action="store_true", help="write summary.md to the folder of the CSV file")
     options = parser.parse_args()
     take_own_loopback()
     rows = pd.read_csv(options.csv).to_dict("records") if options.csv.exists() else []

@@ -1,18 +1,18 @@
-"""Writes what the project computes into a folder, and compares two such folders: the guard of a refactoring.
+"""Write the project's results into a folder and compare two such folders, to check that a refactoring changes nothing.
 
     python tools/golden.py write DIR [--checkout PATH] [--without-engines]
     python tools/golden.py compare DIR_A DIR_B [--renames FILE]
     python tools/golden.py guard [--without-engines]    write runs/golden/TIME-COMMIT, compare it with the last one
 
-`write` works in copies of a checkout, of this version or another, and asks the command line wherever it can: what
-tools/golden_requests.yaml lists, the claims, every committed report made again from its records (without executing
+`write` works in copies of a checkout, of this version or another, and uses the command line if it can. It writes the
+results of tools/golden_requests.yaml, the claims, every committed report rebuilt from its records (without executing
 notebooks; figures as the data that they draw), the generated pages, and two steps of every strategy on real engines.
 
 `compare` prints file, key path, old and new value of each difference; the exit status is 1 if there are any. Numbers
-count to the last digit. Of prose (four words or more) only its numbers and its names between backticks count, in order;
-other words are ignored. Tables of Markdown are compared cell by cell, items of a list by their id, name or strategy
-where these are unique. Of a refusal the exit status counts, and the file, line or flag that it names. The renames map
-names in the first folder to those in the second.
+are compared to the last digit. In prose (four words or more) only numbers and names between backticks are compared, in
+order. Tables of Markdown are compared cell by cell, and items of a list by their id, name or strategy if it is unique.
+An error is compared by its exit status and by the file, line or flag that it names. The renames map names in the first
+folder to those in the second.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ TINY = (
     "--scale", "laptop", "--task", "gpt-wikitext", "--max_steps", "2", "--seq_length", "32", "--global_batch_size", "8",
     "--train_samples", "64", "--eval_samples", "8", "--logging_steps", "1",
 )  # fmt: skip
-# Keys of a run's record in which no two runs are alike: times, memory of the process, places.
+# Keys of a run's record that differ between any two runs: times, memory of the process, paths.
 _VOLATILE = re.compile(r"_s$|_s_|per_s|rss|memory|path|pid|commit|_at$")
 _PLACE = re.compile(r"--[a-z][\w-]+|[\w./-]+\.(?:ya?ml|json|jsonl|md|csv)(?::\d+)?")
 _GENERATED = re.compile(r"<!-- (\w+)[^>]*-->\n(.*?)\n<!-- end of \1 -->", re.DOTALL)
 
 
-# What is written: each part in a process of its own, in a copy of the checkout, with that copy's `study`.
+# Writing: each part runs in a separate process, in a copy of the checkout, with that copy's `study`.
 
 
 def asked(kind: str) -> Iterator[str]:
-    """The commands of tools/golden_requests.yaml, with braces and stars expanded as a shell does."""
+    """Yield the commands of tools/golden_requests.yaml, with braces and stars expanded like in a shell."""
     for line in read_yaml(REQUESTS)[kind]:
         yield from (" ".join(words) for words in itertools.product(*map(_expanded, shlex.split(line))))
 
 
 def _expanded(word: str) -> list[str]:
     if braces := re.search(r"\{([^}]*)\}", word):
-        return [word.replace(braces[0], each) for each in braces[1].split(",")]
+        return [word.replace(braces[0], option) for option in braces[1].split(",")]
     return sorted(map(str, Path().glob(word))) if "*" in word else [word]
 
 
 def call(command: str) -> tuple[object, str, str]:
-    """Exit status, standard output and standard error of a `study` command in this process."""
+    """Run a `study` command in this process; return its exit status, standard output and standard error."""
     from study.cli import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -85,38 +85,40 @@ def call(command: str) -> tuple[object, str, str]:
 
 
 def answers(commands: Iterable[str]) -> dict[str, Any]:
-    """What each command prints, and the document that it prints with --json."""
-    found = {}
+    """Return each command's exit status, its output, and its document with --json."""
+    results = {}
     for command in commands:
         status, printed, _ = call(command)
         document = call(f"{command} --json")[1]
-        found[command] = {"status": status, "json": json.loads(document or "null"), "text": printed.splitlines()}
-    return found
+        results[command] = {"status": status, "json": json.loads(document or "null"), "text": printed.splitlines()}
+    return results
 
 
 def write_requests(output: Path) -> None:
+    """Write the results of the requests, a file for each subcommand."""
     for name, commands in itertools.groupby(asked("requests"), key=lambda command: command.split()[0]):
         write_json(output / f"{name}.json", answers(commands))
 
 
 def write_refusals(output: Path) -> None:
-    found: dict[str, Any] = {}
+    """Write the exit status of each wrong request, and the file, line or flag that its error names."""
+    results: dict[str, Any] = {}
     status: object
     for command in asked("refusals"):
         if command.startswith("train "):
             words = [sys.executable, "study/train.py", *command.split()[1:]]
             ended = subprocess.run(words, capture_output=True, text=True, check=False)
-            status, said = ended.returncode, ended.stderr
+            status, stderr = ended.returncode, ended.stderr
         else:
-            status, _, said = call(command)
-        problem = next((line for line in said.splitlines() if "error: " in line), "").partition(". To fix it: ")[0]
+            status, _, stderr = call(command)
+        problem = next((line for line in stderr.splitlines() if "error: " in line), "").partition(". To fix it: ")[0]
         place = _PLACE.search(problem.partition("error: ")[2])
-        found[command] = {"status": status, "place": place and place[0]}
-    write_json(output / "refusals.json", found)
+        results[command] = {"status": status, "place": place and place[0]}
+    write_json(output / "refusals.json", results)
 
 
 def write_reports(output: Path) -> None:
-    """Each report with runs.parquet: its first page by `study report`, and all its tables and figures."""
+    """Write each report with runs.parquet: its first page by `study report`, and all its tables and figures."""
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -124,19 +126,19 @@ def write_reports(output: Path) -> None:
     from study.report import questions
     from study.report.site import build
 
-    # Pictures and notebooks take most of the time, and neither is compared.
+    # Images and notebooks take most of the time, and neither is compared.
     blank = {"png": io.BytesIO(), "svg": io.BytesIO(b"<svg/>")}
     Image.new("RGB", (1, 1)).save(blank["png"], "png")
     cast(Any, Figure).savefig = lambda _, file, *, format="png", **_options: file.write(blank[format].getvalue())
-    cast(Any, build).execute = lambda notebook, made, *_: shutil.copy(notebook, made)
+    cast(Any, build).execute = lambda notebook, executed, *_: shutil.copy(notebook, executed)
     for folder in sorted(file.parent for file in Path("reports").glob("*/runs.parquet")):
-        status, _, said = call(f"report {folder.name} --output made/{folder.name}")
+        status, _, stderr = call(f"report {folder.name} --output made/{folder.name}")
         if status != 0:
-            raise SystemExit(f"study report {folder.name} ended with {status}: {said}")
+            raise SystemExit(f"study report {folder.name} ended with {status}: {stderr}")
         shutil.copy(f"made/{folder.name}/summary.md", output / f"report_{folder.name}.md")
-        records, found = read_parquet(folder), {}
+        records, results = read_parquet(folder), {}
         for question, answer in questions.answers(records).items():
-            found[question.name] = {
+            results[question.name] = {
                 "sentence": answer.sentence, "table": rows_of(answer.table), "notes": list(answer.notes),
                 "tables": {name: rows_of(make(records)) for name, make in question.tables.items()},
                 "figures": {
@@ -144,33 +146,34 @@ def write_reports(output: Path) -> None:
                     for name, draw in question.figures.items()
                 },
             }  # fmt: skip
-        write_json(output / f"report_{folder.name}.json", found)
+        write_json(output / f"report_{folder.name}.json", results)
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:
+    """Return the rows of a frame by column name."""
     names = [": ".join(filter(None, name)) if isinstance(name, tuple) else str(name) for name in frame.columns]
     return [dict(zip(names, row, strict=True)) for row in frame.itertuples(index=False, name=None)]
 
 
 def drawn_data(figure: Any) -> list[dict[str, Any]]:
-    """What a figure shows, in the units of its axes; where its texts are is layout, and left out."""
+    """Return the data and texts of a figure, in the units of its axes, without its layout."""
     return [
         {
             "title": axes.get_title() or axes.get_title("left"), "x": axes.get_xlabel(), "y": axes.get_ylabel(),
             "texts": [text.get_text() for text in axes.texts],
             "lines": [[line.get_label(), *map(list, line.get_data(orig=True))] for line in axes.lines],
             "bars": [patch.get_bbox().bounds for patch in axes.patches if hasattr(patch, "get_bbox")],
-            "points": [each.get_offsets().tolist() for each in axes.collections],
-            # Intervals are lines, bands are areas; the shape of a marker is neither.
-            "areas": [[path.vertices.tolist() for path in each.get_paths()] for each in axes.collections
-                      if not type(each).__name__.startswith("PathCollection")],
+            "points": [collection.get_offsets().tolist() for collection in axes.collections],
+            # Intervals are lines and bands are areas; markers (PathCollection) are points.
+            "areas": [[path.vertices.tolist() for path in collection.get_paths()] for collection in axes.collections
+                      if not type(collection).__name__.startswith("PathCollection")],
         }
         for axes in figure.axes
     ]  # fmt: skip
 
 
 def write_pages(output: Path) -> None:
-    """The claims, and the generated files, each by the command that makes it."""
+    """Write the claims, and each generated page by the command that makes it."""
     import pandas as pd
 
     write_json(output / "claims.json", json.loads(call("claims --json")[1]))
@@ -191,22 +194,22 @@ def write_pages(output: Path) -> None:
 
 
 def write_engines(output: Path) -> None:
-    """Two steps of every strategy on two and on four ranks, in the forks that the tests use."""
+    """Write the records of two steps of every strategy on two and on four ranks, in the forks that the tests use."""
     sys.path.insert(0, "tests")
     from forked import fork_ranks
 
     names = sorted(file.stem for file in Path("accelerate_configs").glob("*.yaml"))
     pairs = [f"{name} {ranks}" for name in names for ranks in ((1,) if name == "single" else (2, 4))]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for run in (*pairs, *asked("engines")):
         (strategy, ranks, *flags), folder = run.split(), Path.cwd() / "made" / run.replace(" ", "_")
-        where = ["--output_dir", str(folder), "--nvme_path", str(folder.with_name("nvme"))]
-        ended = fork_ranks(strategy, "study/train.py", *TINY, *flags, *where, ranks=int(ranks), timeout=600)
-        found[run] = {"status": ended.returncode}
+        flags_of_folders = ["--output_dir", str(folder), "--nvme_path", str(folder.with_name("nvme"))]
+        ended = fork_ranks(strategy, "study/train.py", *TINY, *flags, *flags_of_folders, ranks=int(ranks), timeout=600)
+        results[run] = {"status": ended.returncode}
         for file in sorted(folder.glob("*.json*")) if ended.returncode == 0 else ():
             if file.stem in ("engine", "traffic", "summary", "steps", "evals"):
-                found[run][file.stem] = [lasting(json.loads(line)) for line in _documents(file)]
-    write_json(output / "engines.json", found)
+                results[run][file.stem] = [lasting(json.loads(line)) for line in _documents(file)]
+    write_json(output / "engines.json", results)
 
 
 def _documents(file: Path) -> list[str]:
@@ -215,18 +218,19 @@ def _documents(file: Path) -> list[str]:
 
 
 def lasting(value: Any) -> Any:
+    """Return the value without keys that differ between any two runs."""
     if isinstance(value, dict):
-        return {key: lasting(each) for key, each in value.items() if not _VOLATILE.search(key)}
-    return [lasting(each) for each in value] if isinstance(value, list) else value
+        return {key: lasting(item) for key, item in value.items() if not _VOLATILE.search(key)}
+    return [lasting(item) for item in value] if isinstance(value, list) else value
 
 
-# Engines come last: they have the cores to themselves.
+# Engines are last, because they need all cores.
 PARTS = {"reports": write_reports, "requests": write_requests, "pages": write_pages, "refusals": write_refusals,
          "engines": write_engines}  # fmt: skip
 
 
 def write_json(file: Path, document: Any) -> None:
-    """Write it without the place of the copy."""
+    """Write the document without the path of the copy."""
     text = json.dumps(
         document, indent=1, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value)
     )
@@ -234,10 +238,12 @@ def write_json(file: Path, document: Any) -> None:
 
 
 def read_yaml(file: Path) -> Any:
+    """Return the document of a YAML file."""
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def write_part(name: str, checkout: Path, output: Path) -> None:
+    """Write one part from a temporary copy of the checkout."""
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         copy = Path(folder).resolve() / "checkout"
         shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
@@ -254,6 +260,7 @@ def write_part(name: str, checkout: Path, output: Path) -> None:
 
 
 def write(output: Path, checkout: Path, parts: Iterable[str]) -> None:
+    """Write the parts of a checkout into a new folder."""
     output.mkdir(parents=True)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: write_part(name, checkout, output), [name for name in parts if name != "engines"]))
@@ -261,28 +268,28 @@ def write(output: Path, checkout: Path, parts: Iterable[str]) -> None:
         write_part("engines", checkout, output)
 
 
-# What is compared.
+# Comparison.
 
 _ABSENT = "(absent)"
-# What names an item of a list, where it names each item once.
+# Keys that identify an item of a list if their values are unique.
 _IDENTITIES = ("id", "name", "key", "strategy", "Strategy", "Claim", "session")
 _COUNTED = re.compile(r"`[^`]+`|(?<![\w.])[-+\u2212]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 _PROSE_WORDS = 4
 
 
 def renamed(value: Any, renames: Mapping[str, str]) -> Any:
-    """The value with the new names: keys, whole strings, and names between backticks."""
+    """Return the value with new names for its keys, its whole strings, and names between backticks."""
     if isinstance(value, dict):
-        return {renames.get(key, key): renamed(each, renames) for key, each in value.items()}
+        return {renames.get(key, key): renamed(item, renames) for key, item in value.items()}
     if isinstance(value, list):
-        return [renamed(each, renames) for each in value]
+        return [renamed(item, renames) for item in value]
     if isinstance(value, str) and value not in renames:
         return re.sub("`([^`]+)`", lambda match: f"`{renames.get(match[1], match[1])}`", value)
     return renames[value] if isinstance(value, str) else value
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, object, object]]:
-    """Path, old and new value of each difference."""
+    """Yield path, old and new value of each difference."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys((*old, *new)):
             place = f"{path}[{key}]" if re.search(r"\W", key) else f"{path}.{key}"
@@ -305,8 +312,8 @@ def _differences_of_lists(old: list[Any], new: list[Any], path: str) -> Iterator
         order, order_now = [name for name in was if name in now], [name for name in now if name in was]
         if order != order_now:
             yield f"{path} (order)", order, order_now
-    elif old and new and all(isinstance(each, str) for each in (*old, *new)):
-        # A line more or less, or one that is broken elsewhere, must not move all others.
+    elif old and new and all(isinstance(entry, str) for entry in (*old, *new)):
+        # An added, removed or rewrapped line must not shift all others.
         is_prose = any(map(_is_prose, (*old, *new)))
         marks, marks_now = (
             [(mark, line) for line in lines for mark in counted(line, is_prose)] for lines in (old, new)
@@ -326,7 +333,7 @@ def _shown(marks: Sequence[tuple[str, str]]) -> str:
 
 def _names_each(name: str, items: list[Any]) -> bool:
     names = [item.get(name) for item in items if isinstance(item, dict)]
-    return 0 < len(items) == len(set(map(str, names))) and all(isinstance(each, str) for each in names)
+    return 0 < len(items) == len(set(map(str, names))) and all(isinstance(name_of_item, str) for name_of_item in names)
 
 
 def _is_prose(text: str) -> bool:
@@ -334,12 +341,12 @@ def _is_prose(text: str) -> bool:
 
 
 def counted(text: str, is_prose: bool) -> list[str]:
-    """What counts of a text: of prose its numbers and the names between backticks, else all of it."""
+    """Return the compared parts of a text: numbers and names between backticks of prose, else the whole text."""
     return [word.strip("`").rstrip(",") for word in _COUNTED.findall(text)] if is_prose else [text]
 
 
 def markdown(text: str, renames: Mapping[str, str]) -> dict[str, Any]:
-    """Tables by their columns, a row as its cells by column; and the lines of prose, in order."""
+    """Return tables by their columns, with rows as cells by column, and the lines of prose in order."""
     tables: dict[str, list[dict[str, str]]] = {}
     prose: list[str] = []
     rows: list[dict[str, str]] | None = None
@@ -353,13 +360,14 @@ def markdown(text: str, renames: Mapping[str, str]) -> dict[str, Any]:
             head = [f"{name} {cells[:place].count(name) + 1}" if name in cells[:place] else name
                     for place, name in enumerate(cells)]  # fmt: skip
             title = ", ".join(head)
-            rows = tables[f"{title} ({sum(each.startswith(title) for each in tables) + 1})"] = []
+            rows = tables[f"{title} ({sum(table.startswith(title) for table in tables) + 1})"] = []
         elif not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
             rows.append(dict(zip(head, cells, strict=True)))
     return {"tables": tables, "prose": prose}
 
 
 def read(file: Path, renames: Mapping[str, str]) -> Any:
+    """Return the renamed content of a JSON or Markdown file; `(absent)` if there is no such file."""
     if not file.is_file():
         return _ABSENT
     text = file.read_text(encoding="utf-8")
@@ -377,8 +385,8 @@ def compare(old: Path, new: Path, renames: Mapping[str, str]) -> int:
             print(f"{file}: {path.lstrip('.')}: {_brief(was)} -> {_brief(now)}{' (rounding)' * is_rounding}")
             rounded += is_rounding
             counts[str(file)] = counts.get(str(file), 0) + 1
-    each = "".join(f"; {count} in {file}" for file, count in counts.items())
-    print(f"{sum(counts.values())} differences, {rounded} of them rounding, in {len(files)} files{each}")
+    counts_by_file = "".join(f"; {count} in {file}" for file, count in counts.items())
+    print(f"{sum(counts.values())} differences, {rounded} of them rounding, in {len(files)} files{counts_by_file}")
     return sum(counts.values())
 
 
@@ -388,7 +396,7 @@ def _brief(value: object) -> str:
 
 
 def guard(parts: Iterable[str]) -> int:
-    """Write this checkout, and return the number of differences from the newest earlier writing."""
+    """Write the results of this checkout; return the number of differences from the latest earlier ones."""
     earlier = sorted(folder for folder in KEPT.glob("*") if folder.is_dir())
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
@@ -399,18 +407,19 @@ def guard(parts: Iterable[str]) -> int:
 
 
 def main() -> int:
+    """Run the requested action; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="write|compare|guard")
     writing, comparing, guarding, part = (actions.add_parser(name) for name in ("write", "compare", "guard", "part"))
     part.add_argument("name", choices=PARTS)
     comparing.add_argument("folders", type=Path, nargs=2, metavar="DIR")
     comparing.add_argument("--renames", type=Path, default=RENAMES, metavar="FILE", help="old name: new name")
-    for each in (writing, part):
-        each.add_argument("output", type=Path, metavar="DIR")
+    for action in (writing, part):
+        action.add_argument("output", type=Path, metavar="DIR")
     writing.add_argument("--checkout", type=Path, default=ROOT, metavar="PATH", help="by default this one")
-    for each in (writing, guarding):
-        each.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="by default all parts")
-        each.add_argument("--without-engines", action="store_true", help="all but the runs of real engines")
+    for action in (writing, guarding):
+        action.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="by default all parts")
+        action.add_argument("--without-engines", action="store_true", help="all but the runs of real engines")
     options = parser.parse_args()
     if options.action == "part":
         PARTS[options.name](options.output)

@@ -1,10 +1,10 @@
-"""How large `study/` is and how its rooms hang together, as one row of the table in CONTRIBUTING.md.
+"""Print the size of `study/` and the imports between its rooms, as one row of the table in CONTRIBUTING.md.
 
-    python tools/house.py            of the checkout in the current folder
-    python tools/house.py --arrows   and every arrow, one per line
-    python tools/house.py --check    nothing but what is over its budget, or named twice; the exit status says whether
+    python tools/house.py            for the checkout in the current folder
+    python tools/house.py --arrows   also every arrow, one per line
+    python tools/house.py --check    only rooms over their budget and duplicate class names; exit status 1 if any
 
-A room is what stands directly in `study/`: a folder or a module. An arrow is a room that imports another one.
+A room is a folder or module directly in `study/`. An arrow is a room that imports another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import grimp
 
 PACKAGE = "study"
-# Lines of Python. Raise one in a commit of its own line that says why; lower it where a room became smaller.
+# Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
     "config": 1_630,
     "records": 2_800,
@@ -45,18 +45,17 @@ BUDGETS = {
 
 
 def main() -> None:
+    """Print the row, the arrows, or the problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--arrows", action="store_true", help="list every arrow below the row")
-    parser.add_argument(
-        "--check", action="store_true", help="hold each room to its budget, and class names to one place"
-    )
+    parser.add_argument("--check", action="store_true", help="check each room's budget and that class names are unique")
     options = parser.parse_args()
     root = Path.cwd()
     if not (root / PACKAGE).is_dir():
         parser.error(f"no {PACKAGE}/ in {root}: start it at the root of a checkout")
     if options.check:
         sys.exit("\n".join(problems(root)) or 0)
-    # The checkout in the current folder, also where another one is installed.
+    # Imports the checkout in the current folder, even if another one is installed.
     sys.path.insert(0, str(root))
 
     graph = grimp.build_graph(PACKAGE, cache_dir=None)
@@ -78,6 +77,7 @@ def main() -> None:
 
 
 def problems(root: Path) -> list[str]:
+    """Return a line for each room over its budget, and for each class name in several files."""
     places: dict[str, list[str]] = {}
     sizes = dict.fromkeys(BUDGETS, 0)
     for file in sorted([*(root / PACKAGE).rglob("*.py"), *(root / "tests").rglob("*.py")]):
@@ -88,16 +88,18 @@ def problems(root: Path) -> list[str]:
             for node in ast.parse(text).body:
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append("/".join(parts))
-    found = [
+    over_budget = [
         f"{room}: {lines:,} lines, {BUDGETS.get(room, 0):,} in the budget of tools/house.py"
         for room, lines in sizes.items() if lines > BUDGETS.get(room, 0)
     ]  # fmt: skip
-    return found + [f"class {name} is in {' and '.join(files)}" for name, files in places.items() if len(files) > 1]
+    return over_budget + [
+        f"class {name} is in {' and '.join(files)}" for name, files in places.items() if len(files) > 1
+    ]
 
 
 def _commit() -> str:
-    asked = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

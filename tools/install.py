@@ -1,4 +1,4 @@
-"""`pip install` through uv, which needs a fifth of the time, with pip's own settings; through pip where uv fails.
+"""`pip install` through uv, which takes a fifth of the time, with pip's settings; through pip if uv fails.
 
 python tools/install.py [ARGUMENTS OF pip install ...]
 """
@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 
-# uv reads none of pip's settings. Of several places pip takes any package anywhere, and uv only if asked.
+# uv reads none of pip's settings. With several indexes pip takes a package from any of them, and uv only with the index
+# strategy below.
 SETTINGS = {
     "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
     "constraint": "UV_CONSTRAINT", "cert": "SSL_CERT_FILE", "trusted-host": "UV_INSECURE_HOST",
@@ -19,23 +20,24 @@ PIP = [sys.executable, "-m", "pip"]
 
 
 def settings_for_uv(listed: str) -> dict[str, str]:
-    """Translate the lines of `pip config list`; a later line wins, as in pip."""
-    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    """Return uv's variables for the lines of `pip config list`; a later line overrides earlier ones, as in pip."""
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for line in listed.splitlines():
         name, _, value = line.partition("=")
         if variable := SETTINGS.get(name.rpartition(".")[2]):
             words = ast.literal_eval(value).split()
-            found[variable] = ("," if variable == "UV_FIND_LINKS" else " ").join(words)
-    return found
+            variables[variable] = ("," if variable == "UV_FIND_LINKS" else " ").join(words)
+    return variables
 
 
 def main(arguments: list[str]) -> int:
+    """Install with uv, else with pip; return the exit status."""
     if subprocess.run([*PIP, "install", "--quiet", "-c", "constraints.txt", "uv"]).returncode == 0:
         listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True).stdout
         command = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, *arguments]
         if subprocess.run(command, env=settings_for_uv(listed) | os.environ).returncode == 0:
             return 0
-        print("uv did not install it: pip tries the same", file=sys.stderr)
+        print("uv failed: installing with pip", file=sys.stderr)
     return subprocess.run([*PIP, "install", *arguments]).returncode
 
 

@@ -1,7 +1,7 @@
-"""The audit: what the live engine does is compared with what the launched files and flags ask for.
+"""The audit compares the live engine's settings with those of the launched files and flags.
 
-A run whose engine differs from its config fails before its first step; what the engine changes by itself is recorded as
-a warning.
+A run whose engine differs from its config fails before its first step. Changes that the engine makes by itself are
+recorded as warnings.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-# By name: transformers' linear layers, and those that DeepSpeed's AutoTP replaces them by.
+# Class names of transformers' linear layers, and of their replacements in DeepSpeed's AutoTP.
 _LINEAR = ("Linear", "Conv1D", "LinearLayer", "LinearAllreduce")
 
 
 class TrainingRun(Protocol):
-    """The run that the engine is set up from, and compared with."""
+    """Protocol of a run as the engine's setup and the audit read it."""
 
     config: RunConfig
     launch: Launch
@@ -48,9 +48,9 @@ class TrainingRun(Protocol):
 def audit(
     run: TrainingRun, accelerator: Accelerator, model: Any, optimizer: Any, plan: BatchPlan | None = None
 ) -> dict[str, Any]:
-    """Return engine.json from the live objects; raise RunFailed where they differ from what was asked.
+    """Return engine.json from the live objects; raise RunFailed if they differ from the request.
 
-    `plan` is the engine's, where that is not the run's.
+    `plan` is the engine's batch plan if it differs from the run's.
     """
     import torch
 
@@ -60,9 +60,9 @@ def audit(
     is_deepspeed = launch.strategy.deepspeed is not None
     if is_deepspeed and not hasattr(model, "zero_optimization_stage"):
         raise RunFailed(
-            f"{launch.strategy.name} asks for DeepSpeed, and accelerate {package_version('accelerate')} made"
-            f" {type(model).__name__} of the model",
-            "use a later accelerate: early ones run DeepSpeed on GPUs alone",
+            f"{launch.strategy.name} needs DeepSpeed, but accelerate {package_version('accelerate')} wrapped the model"
+            f" in {type(model).__name__}",
+            "use a later accelerate: early releases run DeepSpeed only on GPUs",
         )
     unwrapped, base = accelerator.unwrap_model(model), base_optimizer(optimizer)
     live = read_engine(accelerator, model, config, plan) | {
@@ -81,27 +81,30 @@ def audit(
     if is_deepspeed and launch.strategy.group is not None:
         live["partitioned_activations"] = has_partitioned_activations(model)
     differences = [
-        f"{key} is {live.get(key)!r}, asked was {value!r}"
+        f"{key} is {live.get(key)!r}, requested {value!r}"
         for key, value in _asked(run, accelerator, plan).items()
         if live.get(key) != value
     ]
     if differences:
         raise RunFailed(
-            f"the engine differs from what {launch.strategy.name} asks: {'; '.join(differences)}",
+            f"the engine differs from {launch.strategy.name}'s settings: {'; '.join(differences)}",
             "compare the strategy file with engine.json",
         )
     live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
-    trained, ranks = (one for one in model.parameters() if one.requires_grad), launch.strategy.group_size
+    trained, ranks = (
+        (parameter for parameter in model.parameters() if parameter.requires_grad),
+        launch.strategy.group_size,
+    )
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
-        # A number where a large device emulates a smaller one.
+        # Set if a large device emulates a smaller one.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
         "model_parameters": count_elements(model.parameters(), ranks),
         "trainable_parameters": count_elements(trained, ranks),
         "model_layers": unwrapped.config.num_hidden_layers,
-        # The depth of the preset, where the model is one at another depth.
+        # The preset's depth, which --model_name_or_path may have changed.
         "preset_layers": preset_layers(config.model_name_or_path),
         "torch": torch.__version__,
         "deepspeed": package_version("deepspeed"),
@@ -109,7 +112,7 @@ def audit(
 
 
 def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str]:
-    """List what the engine changed by itself, and what of this run was emulated."""
+    """Return warnings about settings that the engine changed and about emulated parts of this run."""
     import torch
 
     config, launch = run.config, run.launch
@@ -124,25 +127,25 @@ def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str
         if swapped != live["param_dtype"]:
             warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
     if live["zero_stage"] and live.get("model_parallel_group", {}).get("state_over", live["world_size"]) == 1:
-        what = "model-parallel group" if "model_parallel_group" in live else "rank"
-        warnings.append(f"with one {what} stage {live['zero_stage']} shards nothing")
+        unit = "model-parallel group" if "model_parallel_group" in live else "rank"
+        warnings.append(f"with one {unit} stage {live['zero_stage']} shards nothing")
     if config.optimizer == "muon" and live["zero_stage"]:
         warnings.append("DeepSpeed reports the gradient norm after Muon has orthogonalized the gradients")
     if launch.virtual:
         warnings.append(
-            f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
-            " every weight, and what it receives is its own data"
+            f"virtual: rank {launch.rank} of {launch.world_size} without the others; all its weights start from one"
+            " constant, and collectives return its own data"
         )
         if torch.cuda.is_available():
-            warnings.append("virtual: the peaks of the device are without the communicators and buffers of NCCL")
+            warnings.append("virtual: the device's peaks exclude the communicators and buffers of NCCL")
     if run.checkpoint and (saved_by := run.checkpoint[1]["world_size"]) != launch.world_size:
         warnings.append(f"resumed: the steps up to {run.first_step} ran on {saved_by} ranks")
     if run.checkpoint:
-        warnings.append(f"resumed: time, energy and peaks of the run leave out the steps up to {run.first_step}")
+        warnings.append(f"resumed: the run's time, energy and peaks exclude the steps up to {run.first_step}")
     if config.device_memory_cap_gib is not None:
         warnings.append(
-            f"emulated: {torch.cuda.get_device_name()} capped at {config.device_memory_cap_gib} GiB of what torch"
-            " allocates; context and communicators come on top"
+            f"emulated: torch's allocations on {torch.cuda.get_device_name()} are capped at"
+            f" {config.device_memory_cap_gib} GiB, which excludes the context and communicators"
         )
     return warnings
 
@@ -152,7 +155,7 @@ def _asked(run: TrainingRun, accelerator: Accelerator, plan: BatchPlan) -> dict[
 
     config, strategy = run.config, run.launch.strategy
     on_cores = strategy.distributed_type == "MULTI_GPU" and not strategy.group and not torch.cuda.is_available()
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "distributed_type": "MULTI_CPU" if on_cores else strategy.distributed_type,
         "world_size": run.launch.world_size,
         "zero_stage": strategy.zero_stage,
@@ -170,78 +173,81 @@ def _asked(run: TrainingRun, accelerator: Accelerator, plan: BatchPlan) -> dict[
         "adapters": requested_adapters(config),
     }
     if config.bf16_states:
-        asked["bf16_states"] = True
+        requested["bf16_states"] = True
     if strategy.deepspeed is None:
-        asked["fully_sharded"] = strategy.is_fsdp
+        requested["fully_sharded"] = strategy.is_fsdp
     if (per_replica := run.launch.ranks_per_replica(config)) is not None:
-        asked["copies"] = {"copies": run.launch.world_size // per_replica, "ranks_of_a_copy": per_replica}
+        requested["copies"] = {"copies": run.launch.world_size // per_replica, "ranks_of_a_copy": per_replica}
     if strategy.group is not None:
         divides, ranks = strategy.group.divides, run.launch.world_size
         sharded_over = ranks // strategy.group_size if divides == "tensors" else ranks
         shards = strategy.is_fsdp or bool(strategy.zero_stage)
-        asked["model_parallel_group"] = {
+        requested["model_parallel_group"] = {
             "divides": divides, "ranks": strategy.group_size, "state_over": sharded_over if shards else 1,
         }  # fmt: skip
         if strategy.deepspeed is not None:
             settings = override(strategy.deepspeed, config.engine_override)
             section, key = KEEPS_PARTS.split(".")
-            asked["partitioned_activations"] = bool(settings.get(section, {}).get(key))
+            requested["partitioned_activations"] = bool(settings.get(section, {}).get(key))
     for key, value in parse_overrides(config.engine_override).items():
-        if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
-            asked[key.split(".")[1]] = value
+        if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in requested:
+            requested[key.split(".")[1]] = value
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and getattr(accelerator, "is_fsdp2", False):
         from torch.distributed.fsdp import CPUOffloadPolicy
 
-        asked["fsdp_offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        asked["fsdp_activation_checkpointing"] = bool(plugin.activation_checkpointing)
-        # Where no block is wrapped there is nothing to reshard.
+        requested["fsdp_offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        requested["fsdp_activation_checkpointing"] = bool(plugin.activation_checkpointing)
+        # Only wrapped blocks are resharded.
         if plugin.auto_wrap_policy:
-            asked["fsdp_reshard_after_forward"] = bool(plugin.reshard_after_forward)
-    return asked
+            requested["fsdp_reshard_after_forward"] = bool(plugin.reshard_after_forward)
+    return requested
 
 
 def audit_end(run: TrainingRun, accelerator: Accelerator, skipped: int, steps: int) -> None:
-    """Fail a run whose engine skipped steps or swapped nothing, once all ranks are done: one that ends, ends all."""
+    """Raise RunFailed if the engine skipped steps or swapped no tensor.
+
+    It waits for all ranks first, as the launcher stops all of them when one ends.
+    """
     accelerator.wait_for_everyone()
     # DeepSpeed skips a step whose gradients are not finite, in every precision, and keeps the old weights. Under fp16
-    # the loss scale is found that way. In other precisions DDP would have applied such gradients.
+    # this is how it adapts the loss scale. In other precisions DDP would have applied such gradients.
     if skipped and (not run.config.precision.startswith("fp16") or skipped == steps):
         raise RunFailed(
-            f"{skipped} of {steps} optimizer steps were skipped, whose gradients were not finite",
+            f"{skipped} of {steps} optimizer steps were skipped because their gradients were not finite",
             "lower --learning_rate, or use a precision with more range",
         )
     _check_swapped(run)
 
 
 def _check_swapped(run: TrainingRun) -> None:
-    """Fail where NVMe offload left no file in its folder."""
+    """Raise RunFailed if NVMe offload wrote no swap file."""
     strategy, folder = run.launch.strategy, run.swap_folder
-    for what, pattern in (("optimizer", "optimizer/**/*.swp"), ("param", "*params/**/*.swp")):
-        if strategy.offload_device(what) == "nvme" and (folder is None or not any(folder.rglob(pattern))):
+    for section, pattern in (("optimizer", "optimizer/**/*.swp"), ("param", "*params/**/*.swp")):
+        if strategy.offload_device(section) == "nvme" and (folder is None or not any(folder.rglob(pattern))):
             raise RunFailed(
-                f"{strategy.name} swapped no {what} to {folder}",
-                "DeepSpeed keeps tensors in host memory whose shard is under 1 MiB: use a larger model or fewer ranks",
+                f"{strategy.name} swapped no {section} to {folder}",
+                "use a larger model or fewer ranks: DeepSpeed keeps shards under 1 MiB in host memory",
             )
 
 
 def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
-    """Fail in the first forward pass, before any step, where a linear layer computes in another type than asked."""
+    """Register a check of the first forward pass: it raises RunFailed if a linear layer computes in a wrong dtype."""
     import torch
 
     if config.torch_compile:
-        # A hook would break the compiled graph; the same run without compilation makes the check.
+        # A hook would break the compiled graph; the same run without compilation performs the check.
         return
     precision = config.precision
     expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision.removesuffix("-engine"), torch.bfloat16)
     layer = next(module for module in model.modules() if type(module).__name__ in _LINEAR)
 
-    def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    def check_output(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         handle.remove()
         if output.dtype != expected:
             raise RunFailed(
-                f"the model computes in {output.dtype}, --precision {precision} asks for {expected}",
-                "the engine ignored the precision it was given",
+                f"the model computes in {output.dtype}, but --precision {precision} requests {expected}",
+                "use another --precision: the engine ignores this one",
             )
 
-    handle = layer.register_forward_hook(look)
+    handle = layer.register_forward_hook(check_output)

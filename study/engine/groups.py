@@ -1,4 +1,4 @@
-"""Model-parallel groups and replica groups: refused where the ranks do not fit, and read back from the live engine."""
+"""Checks of model-parallel and replica groups before a run, and their introspection in the live engine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 
 def check_group(config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_by: int | None = None) -> None:
-    """Refuse what a model-parallel group cannot train. `saved_by` is the world size of the resumed checkpoint."""
+    """Raise UserError if the model-parallel group cannot train this model with these flags.
+
+    `saved_by` is the world size of the resumed checkpoint.
+    """
     strategy, group = launch.strategy, launch.strategy.group
     if group is None:
         return
     if saved_by not in (None, launch.world_size) and (group.divides, strategy.zero_stage) != ("sequence", 3):
-        # DeepSpeed's universal checkpoint expects other tensors on each rank of a group, and misses their files.
+        # DeepSpeed's universal checkpoint expects different tensors on each rank of a group, and their files are
+        # missing.
         raise UserError(
-            f"a checkpoint of {strategy.name} resumes with the world size that saved it, which was {saved_by}",
+            f"a checkpoint of {strategy.name} resumes only with the world size that saved it, {saved_by}",
             f"use --num_processes {saved_by}",
         )
     if config.optimizer == "muon":
@@ -35,7 +39,7 @@ def check_group(config: RunConfig, launch: Launch, architecture: PreTrainedConfi
     if group.divides == "tensors":
         if config.peft != "none":
             raise UserError(
-                f"--peft {config.peft}: {strategy.name} divides tensors, and would leave the adapters undivided",
+                f"--peft {config.peft}: {strategy.name} divides tensors, but does not divide adapters",
                 "leave it out",
             )
         if strategy.deepspeed is not None:
@@ -52,7 +56,7 @@ def check_group(config: RunConfig, launch: Launch, architecture: PreTrainedConfi
 
 
 def read_group(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
-    """Read what the live group divides, its ranks, and over how many ranks the state is sharded further."""
+    """Return the live group's kind, its size and the number of ranks that shard its state; None without a group."""
     import torch.distributed as dist
 
     from study.metrics.inventory import dtensor_type
@@ -68,7 +72,7 @@ def read_group(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
             ranks = groups.get_tensor_model_parallel_world_size()
         state_over = dist.get_world_size(model.optimizer.dp_process_group) if model.zero_optimization() else 1
         return {"divides": divides, "ranks": ranks, "state_over": state_over}
-    meshes = {one.device_mesh for one in model.parameters() if isinstance(one, dtensor_type())}
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, dtensor_type())}
     if uses_context_parallelism(accelerator):
         ranks = accelerator._cp_context.keywords["mesh"].size()
         return {"divides": "context", "ranks": ranks, "state_over": _only({mesh.size() for mesh in meshes})}
@@ -78,7 +82,7 @@ def read_group(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
 
 
 def check_replicas(config: RunConfig, launch: Launch, gpus: int) -> None:
-    """Refuse a world size that is not the product of replicas and the ranks of each."""
+    """Raise UserError if the world size is not the number of replicas times the ranks of each."""
     strategy, ranks = launch.strategy.overridden(config), launch.world_size
     if (per_replica := launch.ranks_per_replica(config)) is None:
         return
@@ -86,23 +90,23 @@ def check_replicas(config: RunConfig, launch: Launch, gpus: int) -> None:
         replicas = strategy.mesh[0] if strategy.mesh else None
         if per_replica == 1 or ranks % per_replica or replicas not in (None, ranks // per_replica):
             shape = f"{per_replica} ranks" if replicas is None else f"{replicas} replicas of {per_replica} ranks"
-            problem = f"{strategy.name} asks for {shape}, which {ranks} ranks are not"
-            raise UserError(problem, "let its sizes fit --num_processes")
+            problem = f"{strategy.name} needs {shape}, but the world size is {ranks}"
+            raise UserError(problem, "make its sizes match --num_processes")
     elif ranks < LEAST_RANKS or ranks % 2:
         needs = f"{strategy.name} needs an even number of ranks from {LEAST_RANKS} up, for two replicas of two or more"
         if launch.virtual:
-            raise Unsupported(f"{needs}; {ranks} were asked for", f"ask for {max(LEAST_RANKS, ranks + ranks % 2)}")
-        fits_here = gpus == 0 or gpus * launch.machines >= LEAST_RANKS
+            raise Unsupported(f"{needs}; {ranks} were requested", f"use {max(LEAST_RANKS, ranks + ranks % 2)}")
+        has_enough_gpus = gpus == 0 or gpus * launch.machines >= LEAST_RANKS
         raise Unsupported(
             f"{needs}; {ranks} {'was' if ranks == 1 else 'were'} launched",
             f"run: {launch.command(-(-LEAST_RANKS // launch.machines), launch.machines)}"
-            if fits_here
+            if has_enough_gpus
             else f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one replica",
         )
 
 
 def read_hpz_replicas(engine: Any) -> dict[str, Any]:
-    """Read the secondary partition of stage 3's parameters by the live groups that it is gathered in."""
+    """Return stage 3's secondary partition (hpZ), read from the live groups that gather it; empty without one."""
     groups = {
         (parameter.ds_secondary_tensor_num_of_groups, parameter.ds_zero_param_process_group)
         for parameter in engine.module.parameters()
@@ -112,26 +116,26 @@ def read_hpz_replicas(engine: Any) -> dict[str, Any]:
 
 
 def read_fsdp_replicas(model: torch.nn.Module) -> dict[str, Any]:
-    """Read how FSDP2 lays its parameters over the ranks."""
+    """Return FSDP2's replicas and the ranks of each, read from its device meshes; empty without replicas."""
     from study.metrics.inventory import dtensor_type
 
-    found = set()
+    layouts = set()
     for parameter in model.parameters():
         if isinstance(parameter, dtensor_type()):
             from torch.distributed.tensor import Replicate
 
             sizes = list(zip(parameter.device_mesh.shape, parameter.placements, strict=True))
             copies = math.prod(size for size, placed in sizes if isinstance(placed, Replicate))
-            found.add((copies, math.prod(size for size, placed in sizes if placed.is_shard())))
-    return _replicas(found) if any(copies > 1 for copies, _ in found) else {}
+            layouts.add((copies, math.prod(size for size, placed in sizes if placed.is_shard())))
+    return _replicas(layouts) if any(copies > 1 for copies, _ in layouts) else {}
 
 
-def _replicas(found: set[tuple[int, int]]) -> dict[str, Any]:
-    """Return the entry of engine.json; empty where there is one replica."""
-    shapes = [{"copies": copies, "ranks_of_a_copy": ranks} for copies, ranks in sorted(found)]
+def _replicas(layouts: set[tuple[int, int]]) -> dict[str, Any]:
+    """Return the entry of engine.json; empty without replicas."""
+    shapes = [{"copies": copies, "ranks_of_a_copy": ranks} for copies, ranks in sorted(layouts)]
     return {"copies": _only(shapes)} if shapes else {}
 
 
-def _only(found: Any) -> Any:
-    """Return what all parameters have in common; where they differ a list, which equals no request."""
-    return next(iter(found)) if len(found) == 1 else sorted(found, key=str)
+def _only(values: Any) -> Any:
+    """Return the value that all parameters share; if they differ a list, which equals no request."""
+    return next(iter(values)) if len(values) == 1 else sorted(values, key=str)

@@ -1,4 +1,4 @@
-"""Introspection of the live engine: its settings, read from its own objects. study/engine/audit.py compares them."""
+"""Introspection of the live engine: its settings, read from its objects and compared in study/engine/audit.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUCKET_KEYS = (
 
 
 def read_engine(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    """Read what DeepSpeed, FSDP or DDP really does, as entries of engine.json."""
+    """Return the live settings of DeepSpeed, FSDP or DDP as entries of engine.json."""
     group = read_group(accelerator, model)
     live = {} if group is None else {"model_parallel_group": group}
     if hasattr(model, "zero_optimization_stage"):
@@ -31,7 +31,7 @@ def read_engine(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
 
     from study.metrics.inventory import dtensor_type
 
-    # Tensor parallelism divides parameters too, and never gathers them.
+    # Tensor parallelism divides parameters too, but never gathers them.
     is_tensor_parallel = group is not None and group["divides"] == "tensors"
     has_shards = any(isinstance(parameter, dtensor_type()) for parameter in model.parameters())
     return {
@@ -44,7 +44,7 @@ def read_engine(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
         **_read_fsdp(model),
         "fully_sharded": has_shards and not is_tensor_parallel,
         **(read_fsdp_replicas(model) if group is None else {}),
-        # Without an engine these two are the loop's own: there is no second source to read.
+        # Without an engine the training loop sets these two: there is no second source to read.
         "gradient_clipping": config.max_grad_norm,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
     }
@@ -52,7 +52,7 @@ def read_engine(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
 
 def _read_deepspeed(engine: Any) -> dict[str, Any]:
     zero = engine._config.zero_config
-    # Null is what this release does not have.
+    # None: this release has no such setting.
     buckets = {key: getattr(zero, key, None) for key in BUCKET_KEYS}
     offload, nvme_paths = {}, set()
     for key in ("offload_optimizer", "offload_param"):
@@ -62,7 +62,7 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         if device == "nvme":
             nvme_paths.add(str(section.nvme_path))
             if key == "offload_param":
-                # The run enlarges the file's where a rank's part of the largest parameter is larger.
+                # The run enlarges the file's value if a rank's part of the largest parameter needs it.
                 buckets["offload_param.buffer_size"] = section.buffer_size
     if engine.bfloat16_enabled():
         precision = "bf16-engine"
@@ -73,7 +73,7 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(autocast, autocast)
     else:
         precision = "fp32"
-    # fp32 masters, or bf16 ones; Adam creates its moments in the same type.
+    # Master weights are fp32 or bf16; Adam creates its moments in the same dtype.
     groups = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
     masters = {dtype_name(master.dtype) for name in groups for master in getattr(engine.optimizer, name, [])}
     return {
@@ -92,17 +92,17 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
 
 
 def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
-    """Read FSDP2's settings from its private states, as torch has no public access; empty without FSDP2."""
+    """Return FSDP2's settings from its private states, as torch has no public access; empty without FSDP2."""
     from torch.distributed import fsdp
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
     if not hasattr(fsdp, "FSDPModule"):
         return {}  # an older torch
 
-    # Modules that are sharded together share a state. The first is the whole model's, which torch leaves gathered after
-    # the forward pass by default, and marks as such only once that has begun.
-    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule))
-    states = list({id(state): state for state in found}.values())
+    # Modules that are sharded together share a state. The first is the whole model's. By default torch leaves it
+    # gathered after the forward pass, and sets that flag only when the first pass begins.
+    module_states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule))
+    states = list({id(state): state for state in module_states}.values())
     if not states:
         return {}
     groups = [group for state in states for group in state._fsdp_param_groups]
@@ -118,10 +118,11 @@ def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def uses_tf32() -> bool:
+    """Whether torch computes fp32 matrix products in TF32."""
     import torch
 
     matmul = torch.backends.cuda.matmul
-    # Before 2.9 torch has the older switch alone; from then on that one may contradict the newer.
+    # Before 2.9 torch has only the older switch; from 2.9 on the older one may contradict the newer.
     return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 

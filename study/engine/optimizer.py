@@ -1,4 +1,4 @@
-"""The optimizer of a run, the same for every strategy, and the loss scale of fp16 with the steps that it skips."""
+"""The optimizer of a run, which is the same for every strategy, and the fp16 loss scaler with its skipped steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# One rule for every engine, read back from each: a step whose gradients are not finite is skipped, halves the scale and
-# does not advance the schedule; after a window of good steps the scale doubles. torch's GradScaler and DeepSpeed's
-# scalers all do this, with other defaults. These are torch's, which DeepSpeed's stage 0 under autocast cannot change.
+# Every engine follows one rule, and the audit compares its settings. A step whose gradients are not finite is skipped,
+# halves the scale and does not advance the schedule; after a window of finite steps the scale doubles. torch's
+# GradScaler and DeepSpeed's scalers do this with different defaults. These are torch's, because DeepSpeed's stage 0
+# under autocast cannot change them.
 _INITIAL_POWER, _WINDOW, _FACTOR = 16, 2000, 2.0
-# Hysteresis is how many bad steps it takes to halve the scale.
+# Hysteresis is the number of non-finite steps that halves the scale.
 LOSS_SCALER = {"initial_scale": 2.0**_INITIAL_POWER, "factor": _FACTOR, "window": _WINDOW, "hysteresis": 1}
-# The section of DeepSpeed's settings.
+# The `fp16` section of DeepSpeed's settings.
 FP16_SECTION = {
     "enabled": True, "loss_scale": 0, "initial_scale_power": _INITIAL_POWER, "loss_scale_window": _WINDOW,
     "hysteresis": 1, "min_loss_scale": 1,
@@ -32,23 +33,23 @@ GRAD_SCALER: dict[str, Any] = {
 
 
 def read_loss_scaler(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
-    """Read the live engine's LOSS_SCALER; None where nothing scales the loss."""
+    """Return the live engine's settings in the form of LOSS_SCALER; None without a dynamic loss scaler."""
     if (scaler := accelerator.scaler) is not None:
         return {
             "initial_scale": scaler.get_scale(), "factor": scaler.get_growth_factor(),
             "window": scaler.get_growth_interval(), "hysteresis": 1,
         }  # fmt: skip
-    own = getattr(getattr(model, "optimizer", None), "loss_scaler", None)
-    if own is None or not own.dynamic:
+    engine_scaler = getattr(getattr(model, "optimizer", None), "loss_scaler", None)
+    if engine_scaler is None or not engine_scaler.dynamic:
         return None
     return {
-        "initial_scale": float(own.cur_scale), "factor": own.scale_factor, "window": own.scale_window,
-        "hysteresis": own.delayed_shift,
+        "initial_scale": float(engine_scaler.cur_scale), "factor": engine_scaler.scale_factor,
+        "window": engine_scaler.scale_window, "hysteresis": engine_scaler.delayed_shift,
     }  # fmt: skip
 
 
 class SkippedSteps:
-    """Detects, once after every optimizer step, whether the engine skipped it."""
+    """Detector of optimizer steps that the engine skipped."""
 
     def __init__(self, accelerator: Accelerator, scaler: Any = None):
         self._accelerator = accelerator
@@ -56,12 +57,13 @@ class SkippedSteps:
         self._scale = self._scaler.get_scale() if self._scaler else None
 
     def last_was_skipped(self) -> bool:
+        """Whether the engine skipped the last optimizer step. Call it once after each step."""
         if self._scaler is None:
             return bool(self._accelerator.optimizer_step_was_skipped)
-        # Accelerate reports no skipped step of a fused optimizer, which is called either way and skips by itself.
+        # Accelerate does not detect skipped steps of a fused optimizer, which is called either way and skips by itself.
         before, self._scale = self._scale, self._scaler.get_scale()
         if self._scale < 1:
-            # DeepSpeed's scalers stop here by themselves.
+            # DeepSpeed's scalers raise an error here by themselves.
             raise RunFailed(
                 "gradients are not finite at a loss scale of 1", "lower --learning_rate, or use --precision bf16"
             )
@@ -70,17 +72,18 @@ class SkippedSteps:
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 MOMENTUM = 0.95
-# DeepSpeed's default: the same iteration as the original's on a smaller matrix.
+# DeepSpeed's default: Muon's original iteration on a smaller matrix.
 NEWTON_SCHULZ = "gram"
 
 
 def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Optimizer:
+    """Return AdamW or Muon over the trainable parameters."""
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
-        # A fused step works on tensors of one type: DTensors are in another group than plain ones.
+        # A fused step works on tensors of one type: DTensors and plain tensors are in separate groups.
         types: dict[type, list[torch.nn.Parameter]] = {}
         for parameter in trained:
             types.setdefault(type(parameter), []).append(parameter)
@@ -93,20 +96,20 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
     layers = (module for module in model.base_model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
     matrices = {id(layer.weight) for layer in layers}
     for parameter in trained:
-        # DeepSpeed's stages read it to orthogonalize gradients. By default they match names, and include GPT-2's wte
-        # and wpe.
+        # DeepSpeed orthogonalizes the gradients of parameters with this attribute. By default it sets the attribute by
+        # name, and includes GPT-2's wte and wpe.
         parameter.use_muon = id(parameter) in matrices
     muon = {"use_muon": True, "momentum": MOMENTUM, "ns_method": NEWTON_SCHULZ, **adam}
     groups = [
-        {"params": [one for one in trained if id(one) in matrices], **muon},
-        {"params": [one for one in trained if id(one) not in matrices], "use_muon": False, "betas": BETAS,
+        {"params": [tensor for tensor in trained if id(tensor) in matrices], **muon},
+        {"params": [tensor for tensor in trained if id(tensor) not in matrices], "use_muon": False, "betas": BETAS,
          "eps": EPSILON, **adam},
     ]  # fmt: skip
     return MuonWithAuxAdam([group for group in groups if group["params"]])
 
 
 def asked_settings(config: RunConfig) -> dict[str, Any]:
-    """Return what `live_settings` must equal."""
+    """Return the optimizer settings of the flags, which `live_settings` must equal."""
     settings = {
         "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": list(BETAS), "eps": EPSILON,
         "decoupled_weight_decay": True,
@@ -115,8 +118,8 @@ def asked_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def live_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Read the settings of all parameter groups; a list of values where groups differ."""
-    found: dict[str, list[Any]] = {}
+    """Return the settings of all parameter groups; a setting is a list of values if the groups differ."""
+    values_of_settings: dict[str, list[Any]] = {}
     for group in optimizer.param_groups:
         # torch.optim.AdamW decouples by its class, DeepSpeed's by a switch that defaults to on.
         settings = {"decoupled_weight_decay": getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")}
@@ -125,6 +128,6 @@ def live_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if "betas" in group:
             settings["betas"] = list(group["betas"])
         for key, value in settings.items():
-            if value not in (values := found.setdefault(key, [])):
+            if value not in (values := values_of_settings.setdefault(key, [])):
                 values.append(value)
-    return {key: values[0] if len(values) == 1 else values for key, values in found.items()}
+    return {key: values[0] if len(values) == 1 else values for key, values in values_of_settings.items()}

@@ -1,7 +1,8 @@
 """Sequence parallelism: the tokens of a sample divided over the ranks of a model-parallel group.
 
-Ulysses (DeepSpeed): attention sees whole sequences and a share of the heads, all else a share of the sequence and all
-heads. Context parallelism (torch): ranks pass keys and values around a ring, and FSDP2 shards the state over all ranks.
+In Ulysses (DeepSpeed) each rank computes attention for some heads over whole sequences, and all other layers for its
+part of each sequence. In context parallelism (torch) ranks pass keys and values around a ring, and FSDP2 shards the
+state over all ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _NOT_SCORED = -100
-# Where Accelerate looks for the attention of a layer, and where other models have it.
+# Suffix of the attention modules that Accelerate hooks, and suffixes in other models.
 _HOOKED, _ALSO = ".self_attn", (".attn", ".attention", ".self_attention")
 
 
 def check_sequence(
     config: RunConfig, architecture: PreTrainedConfig, strategy: str, ranks: int, is_context: bool
 ) -> None:
-    """Refuse sequences that do not divide, and attention that would compute something else without an error."""
-    # Context parallelism gives each rank one part from the front and one from the back, which balances causal work.
+    """Raise UserError if sequences do not divide over the ranks, or if attention would silently be wrong."""
+    # Context parallelism gives each rank a part from the front and one from the back, which balances causal attention.
     parts, word = (2 * ranks, f"two parts for each of {ranks} ranks") if is_context else (ranks, f"{ranks} equal parts")
     if config.seq_length % parts:
         raise UserError(
@@ -37,19 +38,19 @@ def check_sequence(
             f"use a multiple of {parts}, such as {-(-config.seq_length // parts) * parts}",
         )
     model = f"{strategy} cannot train {config.model_name_or_path}"
-    computed_by = resolve_attention(config, architecture)
+    implementation = resolve_attention(config, architecture)
     supported = ("sdpa",) if is_context else ("sdpa", "flash_attention_2")
-    if computed_by not in supported or not model_class(config, architecture)._supports_attention_backend:
-        # Only through transformers' table of attention functions do ranks exchange tokens.
+    if implementation not in supported or not model_class(config, architecture)._supports_attention_backend:
+        # Ranks exchange tokens only in transformers' table of attention functions.
         raise UserError(
-            f"{model}: its attention is {'its own' if computed_by == 'sdpa' else computed_by}, which would see only"
-            " the tokens of its own rank",
-            "use --attn_implementation sdpa and a model that has it, such as gpt2",
+            f"{model}: its attention is {'custom' if implementation == 'sdpa' else implementation}, and would cover"
+            " only the tokens of one rank",
+            "use --attn_implementation sdpa and a model that supports it, such as gpt2",
         )
     if is_context:
         if has_window(architecture):
             raise UserError(
-                f"{model}: its attention has a window, and the mask would be left out", "use a model without"
+                f"{model}: its attention has a window, and the mask would be ignored", "use a model without a window"
             )
         return
     text = architecture.get_text_config()
@@ -61,25 +62,27 @@ def check_sequence(
     window = getattr(text, "sliding_window", None)
     if window is not None and getattr(text, "use_sliding_window", True) and config.seq_length > window:
         raise UserError(
-            f"{model}: its attention has a window of {window} tokens, and Ulysses leaves that mask out",
+            f"{model}: its attention has a window of {window} tokens, and Ulysses ignores that mask",
             f"use --seq_length {window - window % ranks} or less",
         )
 
 
 def uses_ulysses(accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed's Ulysses divides the sequence."""
     # Older releases of Accelerate have no such sizes.
     return getattr(getattr(accelerator, "parallelism_config", None), "sp_size", 1) > 1
 
 
 def uses_context_parallelism(accelerator: Accelerator) -> bool:
+    """Whether torch's context parallelism divides the sequence."""
     return getattr(getattr(accelerator, "parallelism_config", None), "cp_size", 1) > 1
 
 
 @contextmanager
 def own_tokens(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The model's inputs on its device, for a forward and a backward pass within the block.
+    """Yield the model's inputs on its device, for one forward and one backward pass within the block.
 
-    They are this rank's share of every sample where tokens are divided, else the whole micro-batch. The mean of the
+    Under sequence parallelism they are this rank's part of every sample, else the whole micro-batch. The mean of the
     ranks' losses is the loss of the micro-batch.
     """
     import torch
@@ -91,30 +94,30 @@ def own_tokens(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iter
         yield inputs
         return
     tokens = inputs["input_ids"]
-    # Shifted before samples are cut: the last token of a part is followed by the first of another rank's.
+    # Labels are shifted before samples are split: the label of a part's last token is the first token of another rank.
     following = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=_NOT_SCORED)
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    whole = {"input_ids": tokens, "position_ids": positions, "labels": following, "shift_labels": following}
+    full_inputs = {"input_ids": tokens, "position_ids": positions, "labels": following, "shift_labels": following}
     scored = (following != _NOT_SCORED).sum()
-    # Ranks score unequally many tokens, so each divides by the mean number that a rank scores.
+    # Ranks score different numbers of tokens, so each divides its loss by the mean number of scored tokens per rank.
     if is_context:
-        own = {name: tensor.clone() for name, tensor in whole.items()}
-        buffers = list(own.values())
-        # Torch cuts them in place.
+        local_inputs = {name: tensor.clone() for name, tensor in full_inputs.items()}
+        buffers = list(local_inputs.values())
+        # torch splits them in place.
         with accelerator.maybe_context_parallel(
             buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
         ):
-            yield own | {"num_items_in_batch": scored / accelerator.parallelism_config.cp_size}
+            yield local_inputs | {"num_items_in_batch": scored / accelerator.parallelism_config.cp_size}
     else:
         from deepspeed.utils import groups
 
         ranks, rank = groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()
-        own = {name: tensor.chunk(ranks, dim=1)[rank].contiguous() for name, tensor in whole.items()}
-        yield own | {"num_items_in_batch": scored / ranks}
+        local_inputs = {name: tensor.chunk(ranks, dim=1)[rank].contiguous() for name, tensor in full_inputs.items()}
+        yield local_inputs | {"num_items_in_batch": scored / ranks}
 
 
 def prepare_ulysses(model: PreTrainedModel) -> None:
-    """Before Accelerate's `prepare`: add to the config what DeepSpeed reads there, and GPT-2 and Mixtral leave out."""
+    """Add config entries that DeepSpeed reads and GPT-2 and Mixtral lack. Call it before Accelerate's `prepare`."""
     text = model.config.get_text_config()
     if getattr(text, "head_dim", 0) is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
@@ -123,10 +126,10 @@ def prepare_ulysses(model: PreTrainedModel) -> None:
 
 
 def correct_ulysses(engine: Any) -> None:
-    """After `prepare`: average gradients over all ranks at every stage, and return attention head by head.
+    """Patch Ulysses to average gradients over all ranks and keep the head dimension. Call it after `prepare`.
 
-    By default stages 0 to 2 average over groups and add up within one (stage_1_and_2.py, allreduce_bucket), and stage 3
-    averages over all ranks where it scatters (coalesced_collectives.py). With the loss that DeepSpeed and Accelerate
+    By default stages 0 to 2 average over groups and sum within a group (stage_1_and_2.py, allreduce_bucket), and stage
+    3 averages over all ranks when it scatters (coalesced_collectives.py). With the loss that DeepSpeed and Accelerate
     publish, the gradients of stages 0 to 2 are too large by the number of ranks in a group.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -138,11 +141,11 @@ def correct_ulysses(engine: Any) -> None:
     ulysses = ALL_ATTENTION_FUNCTIONS[implementation]
 
     def head_by_head(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Ulysses concatenates the heads; transformers' own functions do not, and GPT-2 depends on it."""
+        """Return attention with a head dimension, which GPT-2 needs and Ulysses removes."""
         groups = getattr(module, "num_key_value_groups", None)
         output, weights = ulysses(module, query, *args, **kwargs)
         if groups is not None:
-            # Ulysses overwrites it where a group has more ranks than keys have heads, and the evaluation would fail.
+            # Ulysses overwrites it if a group has more ranks than key heads, and the evaluation would fail.
             module.num_key_value_groups = groups
         return output if output.dim() == 4 else output.unflatten(-1, (-1, query.shape[-1])), weights
 
@@ -150,7 +153,7 @@ def correct_ulysses(engine: Any) -> None:
 
 
 def prepare_context_parallelism(model: PreTrainedModel) -> None:
-    """Before Accelerate's `prepare`, which makes only modules called self_attn causal."""
+    """Make all attention causal, as Accelerate hooks only modules named self_attn. Call it before its `prepare`."""
     import torch
 
     def leave_out_mask(_module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -165,7 +168,7 @@ def prepare_context_parallelism(model: PreTrainedModel) -> None:
 
 @functools.cache
 def _register_cpu_ring() -> None:
-    """Register torch's ring attention, which it has for the kernels of GPUs, around the kernel of CPUs."""
+    """Register torch's ring attention for the CPU kernel; torch registers it only for GPU kernels."""
     import torch
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
@@ -174,7 +177,7 @@ def _register_cpu_ring() -> None:
     kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     tokens = 2
 
-    def divided(parts: Any, mesh: Any) -> tuple[DTensor, ...]:
+    def as_dtensors(parts: Any, mesh: Any) -> tuple[DTensor, ...]:
         return tuple(DTensor.from_local(part, mesh, [Shard(tokens)], run_check=False) for part in parts)
 
     def forward(_operator: Any, args: Any, options: dict[str, Any]) -> Any:
@@ -185,18 +188,18 @@ def _register_cpu_ring() -> None:
             is_causal=options.get("is_causal", is_causal), dropout_p=options.get("dropout_p", dropout),
             scale=options.get("scale"),
         )  # fmt: skip
-        return divided(output, mesh)
+        return as_dtensors(output, mesh)
 
     def backward(_operator: Any, args: Any, options: dict[str, Any]) -> Any:
         *divided_args, dropout, is_causal = args
-        gradient, query, key, value, output, logsumexp = (one.to_local() for one in divided_args)
+        gradient, query, key, value, output, logsumexp = (tensor.to_local() for tensor in divided_args)
         mesh = args[1].device_mesh
         gradients = ring._templated_ring_attention_backward(
             mesh.get_group(), tokens, kernel_backward.default, grad_out=gradient, grad_out_name="grad_out",
             query=query, key=key, value=value, out=output, logsumexp=logsumexp, is_causal=is_causal,
             dropout_p=dropout, scale=options.get("scale"),
         )  # fmt: skip
-        return divided(gradients, mesh)
+        return as_dtensors(gradients, mesh)
 
     operators: dict[Any, Any] = {kernel.default: forward, kernel_backward.default: backward}
     ring.custom_ops.update(operators)

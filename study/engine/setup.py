@@ -1,4 +1,4 @@
-"""From a launched strategy to a live engine: the only module that translates a RunConfig into engine settings."""
+"""Set-up of the live engine of a launched strategy: the only module that translates a RunConfig into its settings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# By --precision: the type that autocast computes in, over fp32 weights.
+# The dtype of autocast over fp32 weights, by --precision.
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def deepspeed_settings(run: TrainingRun) -> dict[str, Any]:
-    """Return the strategy's DeepSpeed JSON with the run's own values: batch, clipping, precision, and swap folder.
+    """Return the strategy's DeepSpeed JSON with the run's values: batch, clipping, precision and swap folder.
 
-    DeepSpeed empties the folder that it is given, so it is one of this process alone.
+    DeepSpeed empties the swap folder, so no other process uses it.
     """
     config, plan, strategy = run.config, run.plan, run.launch.strategy
     assert strategy.deepspeed is not None
@@ -41,8 +41,8 @@ def deepspeed_settings(run: TrainingRun) -> dict[str, Any]:
     if (per_replica := run.launch.ranks_per_replica(config)) is not None:
         settings["zero_optimization"]["zero_hpz_partition_size"] = per_replica
     if strategy.group:
-        # It follows from the next two settings. Whether DeepSpeed counts a group's ranks as if each had its own samples
-        # changes while it starts.
+        # It follows from the next two settings. While DeepSpeed starts it changes whether it counts the ranks of a
+        # group as data-parallel ranks.
         settings.pop("train_batch_size", None)
         if strategy.group.divides == "tensors":
             settings["tensor_parallel"]["autotp_size"] = strategy.group.ranks
@@ -52,17 +52,17 @@ def deepspeed_settings(run: TrainingRun) -> dict[str, Any]:
     settings["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
     settings["gradient_clipping"] = config.max_grad_norm
     if config.precision in _AUTOCAST:
-        # As Accelerate's DDP does: autocast over fp32 weights, and gradients are reduced in fp32. DeepSpeed's default
-        # would reduce the gradients of every nn.Linear in the lower precision.
+        # Like Accelerate's DDP: autocast over fp32 weights, with gradients reduced in fp32. DeepSpeed's default would
+        # reduce the gradients of every nn.Linear in the lower precision.
         dtype = _AUTOCAST[config.precision]
         settings["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
     elif config.precision == "fp16-engine":
         settings["fp16"] = dict(FP16_SECTION)
     settings |= settings_of_options(config, settings)
-    for what in ("offload_optimizer", "offload_param"):
-        section = settings["zero_optimization"].get(what)
+    for key in ("offload_optimizer", "offload_param"):
+        section = settings["zero_optimization"].get(key)
         if section and section["device"] == "nvme":
-            # The Accelerate YAML's own NVMe keys never reach the workers; the JSON's do.
+            # The NVMe keys of the Accelerate YAML never reach the workers; those of the JSON do.
             section["nvme_path"] = str(run.swap_folder)
     return override(settings, config.engine_override)
 
@@ -77,20 +77,20 @@ def make_accelerator(run: TrainingRun) -> Accelerator:
     if launch.virtual:
         join_virtual_group(launch)
     if not torch.cuda.is_available():
-        # Without this line Accelerate finds no backend for a GPU strategy on a box without one, and every rank would
-        # run as if it were alone.
+        # Without this line Accelerate finds no backend for a GPU strategy on a machine without a GPU, and every rank
+        # would run as if it were alone.
         state = PartialState(cpu=True)
         if launch.strategy.is_fsdp or is_sharded_on_load(launch.strategy):
-            # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here without an error, and
-            # reject a parallelism_config.
+            # Accelerate turns MULTI_GPU into FSDP, but not MULTI_CPU: it would silently train DDP here, and reject a
+            # parallelism_config.
             state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if launch.strategy.deepspeed is not None and launch.world_size > 1:
             import deepspeed
 
-            # On a GPU Accelerate does this. Without it zero.Init sees a world of one while the weights are loaded.
+            # On a GPU Accelerate does this. Without it zero.Init uses a world size of one while weights are loaded.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-            # As DeepSpeed's launcher does. Otherwise releases before 0.16 call `numactl`, which few boxes have. If it
-            # is set before they join, each rank leaves 64 MiB in /dev/shm.
+            # DeepSpeed's launcher sets this too. Otherwise releases before 0.16 call `numactl`, which few machines
+            # have. If it is set before ranks join the group, each rank leaves 64 MiB in /dev/shm.
             if deepspeed.__version__.startswith(("0.14.", "0.15.")):
                 os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
     cap_device_memory(config, launch)
@@ -101,7 +101,7 @@ def make_accelerator(run: TrainingRun) -> Accelerator:
         "log_with": None if config.report_to == "none" else config.report_to,
         "project_dir": str(run.output_dir),
         "dynamo_backend": "inductor" if config.torch_compile else "no",
-        # The study's loop steps its schedule itself, once per optimizer step.
+        # The training loop steps its schedule itself, once per optimizer step.
         "step_scheduler_with_optimizer": False,
     }
     if launch.strategy.deepspeed is not None:
@@ -109,16 +109,17 @@ def make_accelerator(run: TrainingRun) -> Accelerator:
 
         arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepspeed_settings(run))
         if config.precision in _AUTOCAST:
-            # DeepSpeed's own bf16 (weights in it, fp32 masters) computes other gradients; autocast is in the settings.
+            # DeepSpeed's bf16 mode (bf16 weights, fp32 masters) computes different gradients; autocast is in the
+            # settings.
             arguments["mixed_precision"] = "no"
     elif launch.strategy.is_fsdp and config.precision in _AUTOCAST:
         from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        # An empty policy leaves parameters, gathers and reductions in fp32; autocast does the rest, as under DDP.
+        # An empty policy leaves parameters, gathers and reductions in fp32; the compute dtype is autocast's, as in DDP.
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
     if sizes := _parallelism_sizes(run):
-        # Imported here, as older releases of Accelerate, which run the other strategies, do not have it.
+        # Imported here, because older releases of Accelerate, which run the other strategies, do not have it.
         from accelerate import ParallelismConfig
 
         arguments["parallelism_config"] = ParallelismConfig(**sizes)
@@ -126,8 +127,8 @@ def make_accelerator(run: TrainingRun) -> Accelerator:
     if tensor_parallel.autotp_size(accelerator) > 1:
         from transformers.integrations import unset_hf_deepspeed_config
 
-        # At stage 3 transformers refuses to load a model under zero.Init whose layers are to be divided. It looks for
-        # stage 3 here, whatever the launched file's zero3_init_flag is.
+        # At stage 3 transformers does not load a model with divided layers under zero.Init. It reads the stage from
+        # this config, whatever the launched file's zero3_init_flag is.
         unset_hf_deepspeed_config()
     correct_precision(accelerator, config)
     return accelerator
@@ -154,22 +155,25 @@ def _parallelism_sizes(run: TrainingRun) -> dict[str, Any]:
 
 
 def correct_precision(accelerator: Accelerator, config: RunConfig) -> None:
-    """Before `prepare`: undo what Accelerate and the box change about a precision by themselves."""
+    """Undo the changes that Accelerate and the machine make to a precision. Call it before `prepare`."""
     import torch
 
     without_engine = accelerator.distributed_type.value != "DEEPSPEED"
     if config.precision == "fp16" and without_engine and accelerator.device.type == "cpu":
-        # By default Accelerate would train in fp32 here, and report "fp16".
+        # By default Accelerate would train in fp32 here and report "fp16".
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **GRAD_SCALER)
-    # Accelerate turns TF32 on where it compiles without autocast, and NVIDIA's containers do everywhere. torch's other
-    # switches for it may contradict each other afterwards, and torch.compile fails then.
+    # Accelerate turns TF32 on if it compiles without autocast, and NVIDIA's containers always do. torch's other
+    # switches for TF32 could contradict each other afterwards, and torch.compile would fail.
     torch.set_float32_matmul_precision("highest")
 
 
 def prepare(
     accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: RunConfig
 ) -> tuple[Any, Any]:
-    """Call Accelerate's `prepare`, and do what it leaves undone; the first forward pass checks the precision."""
+    """Return the model and optimizer of Accelerate's `prepare`, with this study's patches of the engines.
+
+    The first forward pass checks the precision.
+    """
     if getattr(accelerator, "is_fsdp2", False):
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config)
@@ -185,7 +189,7 @@ def prepare(
         sequence_parallel.correct_ulysses(prepared_model)
     if has_autotp:
         if config.virtual_world_size is not None:
-            # It compares samples over the ranks of a group, which a virtual rank does not have.
+            # This check compares samples over the ranks of a group, which a virtual rank does not have.
             prepared_model.first_dataloader_check.remove()
         if _nested(accelerator.state.deepspeed_plugin.deepspeed_config, KEEPS_PARTS):
             tensor_parallel.partition_activations(model)
@@ -194,21 +198,21 @@ def prepare(
     if config.virtual_world_size:
         answer_ddp(prepared_model)
     forget_first_step(prepared_model)
-    # DeepSpeed's stage 0 under fp16 autocast has a scaler of its own, and leaves it out of its checkpoints.
+    # DeepSpeed's stage 0 under fp16 autocast has a separate scaler, and leaves it out of its checkpoints.
     accelerator.scaler = getattr(prepared_model, "torch_autocast_z0_gradscaler", None) or accelerator.scaler
     return prepared_model, prepared_optimizer
 
 
 def forget_first_step(model: Any) -> None:
-    """Undo the step with zero gradients by which DeepSpeed's stage 0 in half precision creates the optimizer state.
+    """Undo the step with zero gradients in which DeepSpeed's stage 0 in half precision creates the optimizer state.
 
-    Adam would count it in its bias correction, and weight decay has changed the fp32 weights.
+    Adam would count this step in its bias correction, and its weight decay has changed the fp32 weights.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     if type(optimizer).__name__ != "FP16_UnfusedOptimizer":
         return
     for state in optimizer.optimizer.state.values():
-        # Muon counts no steps, and its auxiliary Adam counts in plain numbers.
+        # Muon counts no steps, and its auxiliary Adam counts in a Python number.
         if "step" in state:
             state["step"] *= 0
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
@@ -217,19 +221,20 @@ def forget_first_step(model: Any) -> None:
 
 
 def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None:
-    # Accelerate gives the input embedding a shard group of its own, and fails where a block around it has one too.
+    # Accelerate gives the input embedding a separate shard group, and fails if a block around it has one too.
     embedding = model.get_input_embeddings()
     around_embedding = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
     possible = {type(module).__name__ for module in model.modules()} - around_embedding
     blocks = [name for name in model._no_split_modules or [] if name not in around_embedding]
     plugin = accelerator.state.fsdp_plugin
-    own = [name.strip() for name in plugin.transformer_cls_names_to_wrap or []]
-    if wrong := [name for name in own if name not in possible]:
+    requested = [name.strip() for name in plugin.transformer_cls_names_to_wrap or []]
+    if wrong := [name for name in requested if name not in possible]:
         raise UserError(
-            f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no module {wrong[0]} beside its embedding",
+            f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no module {wrong[0]} outside its"
+            " embedding",
             f"use {' or '.join(blocks) or 'a module of the model'}, or leave it out",
         )
-    plugin.transformer_cls_names_to_wrap = own or blocks
+    plugin.transformer_cls_names_to_wrap = requested or blocks
     if accelerator.native_amp:
         # Under DDP Accelerate runs the forward pass under autocast. Under FSDP2 it does not, and still reports "bf16".
         forward = model.forward
@@ -242,7 +247,7 @@ def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None
 
 
 def cap_device_memory(config: RunConfig, launch: Launch) -> None:
-    """Cap torch's memory at --device_memory_cap_gib, if it is set, and report the cap to DeepSpeed."""
+    """Cap torch's GPU memory at --device_memory_cap_gib, if it is set, and report the cap to DeepSpeed."""
     import torch
 
     if config.device_memory_cap_gib is not None:
@@ -255,33 +260,33 @@ def cap_device_memory(config: RunConfig, launch: Launch) -> None:
 
 
 def replace_available_memory(accelerator: Any, cap_gib: float | None) -> None:
-    """Replace DeepSpeed's query of free memory, by which stages 1 and 2 choose where they flatten the parameters.
+    """Replace DeepSpeed's query of free GPU memory, which decides where stages 1 and 2 flatten the parameters.
 
-    Its own fails where CUDA_VISIBLE_DEVICES names GPUs by their UUID, and ignores the cap.
+    DeepSpeed's version fails if CUDA_VISIBLE_DEVICES names GPUs by their UUID, and ignores the cap.
     """
     if accelerator.device_name() != "cuda":
         return
     import torch
 
     def available_memory(device_index: int | None = None) -> int:
-        place = accelerator.current_device() if device_index is None else device_index
-        free = free_gpu_bytes(place)
+        device = accelerator.current_device() if device_index is None else device_index
+        free = free_gpu_bytes(device)
         if free is None:
-            free = torch.cuda.mem_get_info(place)[0]
-        return free if cap_gib is None else min(free, int(cap_gib * 2**30) - torch.cuda.memory_reserved(place))
+            free = torch.cuda.mem_get_info(device)[0]
+        return free if cap_gib is None else min(free, int(cap_gib * 2**30) - torch.cuda.memory_reserved(device))
 
     accelerator.available_memory = available_memory
 
 
 def tear_down(accelerator: Accelerator, model: Any) -> None:
-    """Destroy the engine first, then its process group; the other order sometimes aborts."""
+    """Destroy the engine and then its process group; the reverse order sometimes aborts."""
     if hasattr(model, "destroy"):
         model.destroy()
     accelerator.end_training()
 
 
 _DEEPCOMPILE = "compile.deepcompile"
-# Without a GPU DeepSpeed fails in the first step, each time with another message.
+# Without a GPU DeepSpeed fails in the first step, with a different message for each.
 _NEED_A_GPU = (
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_nontrainable_weights",
@@ -292,7 +297,7 @@ _NEED_A_GPU = (
 
 
 def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
-    """Refuse wrong DeepSpeed settings, by its own types. It ignores unknown keys of the outermost level."""
+    """Raise UserError if DeepSpeed's types reject a setting, or if a top-level key is unknown, which it ignores."""
     import torch
     from deepspeed.runtime import config as constants
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -304,11 +309,11 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
             f"use --precision {config.precision}-engine, or a later release",
         )
     assert strategy.deepspeed is not None
-    known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
-    known |= {"aio", "compile", "timers", "zero_optimization", "activation_checkpointing", *strategy.deepspeed}
+    section_names = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    section_names |= {"aio", "compile", "timers", "zero_optimization", "activation_checkpointing", *strategy.deepspeed}
     for key in parse_overrides(config.engine_override):
         section = key.split(".")[0]
-        if section not in known:
+        if section not in section_names:
             raise UserError(f"--engine_override {key}: DeepSpeed has no setting {section}", "fix the key")
         if section in BATCH_KEYS:
             raise UserError(
@@ -317,23 +322,23 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
             )
     settings = override(strategy.deepspeed, config.engine_override)
     if _nested(settings, _DEEPCOMPILE) and not config.torch_compile:
-        raise UserError(f"{_DEEPCOMPILE} does nothing in a model that is not compiled", "add --torch_compile")
+        raise UserError(f"{_DEEPCOMPILE} has no effect on a model that is not compiled", "add --torch_compile")
     need_a_gpu = [key for key in _NEED_A_GPU if _nested(settings, key)]
     if need_a_gpu and not torch.cuda.is_available():
-        raise Unsupported(f"{need_a_gpu[0]} runs on GPUs alone, and none is visible", "leave it out")
+        raise Unsupported(f"{need_a_gpu[0]} runs only on GPUs, and none is visible", "leave it out")
     zero = settings["zero_optimization"]
     if isinstance(zero, dict):
-        # Accelerate fills these in.
+        # Accelerate replaces "auto" values.
         zero = {key: value for key, value in zero.items() if value != "auto"}
-    # Before 0.15 its types are pydantic 1's, whose errors are a ValueError too.
+    # Before 0.15 DeepSpeed uses pydantic 1, whose errors are a ValueError too.
     validate = getattr(DeepSpeedZeroConfig, "model_validate", None) or DeepSpeedZeroConfig.parse_obj
     try:
         validate(zero)
     except ValueError as error:
-        found = error.errors()[0]  # type: ignore[attr-defined]
+        detail = error.errors()[0]  # type: ignore[attr-defined]
         raise UserError(
-            f"DeepSpeed refuses {'.'.join(['zero_optimization', *map(str, found['loc'])])}: {found['msg']}",
-            "fix --engine_override, or the strategy's file",
+            f"DeepSpeed rejects {'.'.join(['zero_optimization', *map(str, detail['loc'])])}: {detail['msg']}",
+            "fix --engine_override or the strategy's file",
         ) from None
 
 

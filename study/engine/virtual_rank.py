@@ -1,8 +1,8 @@
-"""The process group of a virtual rank, without any peer, and a check that its model fits this box's memory.
+"""The process group of a virtual rank, which has no peers, and a check that its model fits this machine's memory.
 
-PyTorch's fake backend returns from every collective at once. A gather is filled with copies of this rank's own part,
-and other buffers stay as they are. So memory and traffic of a rank are real, and the data that it computes on is not.
-Without a GPU real ranks use gloo, which allocates copies. Here the same copies are made for as long as gloo has them.
+PyTorch's fake backend returns from every collective at once. It fills a gather with copies of this rank's part and
+leaves other buffers unchanged. So memory and traffic of a rank are real, and the data that it computes on is not.
+Without a GPU real ranks use gloo, which allocates copies. A virtual rank allocates the same copies for as long as gloo.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from study.host.memory import GIB, LARGEST_KEPT_BYTES, LIBRARIES_BYTES, host_mem
 from study.workloads.architecture import Shape, shape_of
 from study.workloads.presets import LARGEST_LAYERS, find_preset
 
-# The rest is left to other processes of the box.
+# The rest is for other processes of the machine.
 USABLE_SHARE = 0.85
 
 
 def check_can_be_held(config: RunConfig, launch: Launch) -> None:
-    """Refuse a model that this box's memory cannot hold, and name the depth that it can."""
+    """Raise CannotBeHeld, with the largest depth that fits, if the model does not fit this machine's host memory."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -41,53 +41,53 @@ def check_can_be_held(config: RunConfig, launch: Launch) -> None:
     layers = layers_within(available, config, launch, on_gpu)
     raise CannotBeHeld(
         f"one rank of {launch.strategy.name} on {launch.world_size} needs about {needed / GIB:.1f} GiB of host memory"
-        f" for {config.model_name_or_path}, and {available / GIB:.1f} GiB may be used here",
+        f" for {config.model_name_or_path}, and {available / GIB:.1f} GiB are usable on this machine",
         "extrapolate over layers with `study virtual --layers_fit A,B,C` and depths that fit: "
-        + (f"here up to {layers}" if layers else "here not even one layer does, so use a box with more memory"),
+        + (f"here up to {layers}" if layers else "here not even one layer fits, so use a machine with more memory"),
         layers,
     )
 
 
 def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: bool) -> int:
-    """Return the largest depth that fits; 0 where no layer fits, or where the model is not a preset."""
+    """Return the largest depth that fits; 0 if no layer fits or the model is not a preset."""
     preset = find_preset(config.model_name_or_path)
     if preset is None:
         return 0
     names = [preset.with_layers(depth).name for depth in (1, 2)]
     shallow = [shape_of(dataclasses.replace(config, model_name_or_path=name)) for name in names]
     first, second = (needed_host_bytes(config, launch, shape, on_gpu) for shape in shallow)
-    # Where every layer goes to the GPU, the host needs the same at any depth.
+    # If all layers are on the GPU, host memory does not depend on the depth.
     return min(LARGEST_LAYERS, max(0, 1 + int((available - first) // (second - first)))) if second > first else 0
 
 
 def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: bool) -> float:
-    """Estimate the host memory of one rank before anything is allocated: a host that runs full kills other processes.
+    """Estimate the host memory of one rank, in bytes, before it allocates: a full host kills other processes.
 
-    The estimate is rough, and on the safe side. Running the rank measures what it needs.
+    The estimate is rough and conservative. Running the rank measures its memory.
     """
     strategy, model = launch.strategy, shape.architecture
     per_weight = 2 if config.precision.endswith("-engine") else 4
-    # Outside ZeRO-3, and with tensor parallelism, the whole model is built in fp32 on the host first.
+    # Except under ZeRO-3 without tensor parallelism, the whole model is first built in fp32 on the host.
     by_layer = strategy.zero_stage == 3 and _ranks_of_a_layer(strategy) == 1
     built = 3 * 4 * shape.largest_parameter if by_layer else 4 * shape.parameters
-    always = LIBRARIES_BYTES + locked_bytes(strategy)
+    fixed = LIBRARIES_BYTES + locked_bytes(strategy)
     if on_gpu:
-        return always + built + _offloaded_bytes(config, launch, shape, per_weight)
+        return fixed + built + _offloaded_bytes(config, launch, shape, per_weight)
     tokens = config.seq_length * config.batch_plan(launch.world_size, strategy.group_size).per_device_train_batch_size
-    # Activations as counted for a transformer layer in "Reducing Activation Recomputation" (34 and 5 bytes), in fp32.
+    # Activations of a transformer layer in fp32, from "Reducing Activation Recomputation" (34 and 5 bytes).
     per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
     per_token = model.num_hidden_layers * per_layer + 3 * 4 * model.vocab_size
-    return always + _state_and_working_bytes(config, launch, shape, per_weight, built) + tokens * per_token
+    return fixed + _state_and_working_bytes(config, launch, shape, per_weight, built) + tokens * per_token
 
 
 def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight: int) -> float:
-    """Estimate the part of a rank's state that is in host memory although there is a GPU."""
+    """Estimate the offloaded state of a rank with a GPU, in bytes of host memory."""
     strategy, elements = launch.strategy.overridden(config), shape.parameters / launch.world_size
     per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
-    # Frozen weights have no gradients and no states, and adapters are small.
+    # Frozen weights have no gradients and no optimizer states, and adapters are small.
     optimizer = strategy.offload_device("optimizer") if config.peft == "none" else None
     if optimizer is not None:
-        # Gradients in the engine's type, and in fp32 for the step.
+        # Gradients in the engine's dtype, and in fp32 for the step.
         per_element += per_weight + 4
     if optimizer == "cpu":
         per_element += 12
@@ -109,22 +109,22 @@ def _state_and_working_bytes(
     if not trains_all and strategy.zero_stage != 3:
         return built_bytes + per_weight * elements
     if divided > 1 and strategy.deepspeed is None:
-        # Weights, gradients and two moments, and some copies of the largest tensor, which is divided as well.
+        # Weights, gradients, two moments, and some copies of the largest tensor, which is divided as well.
         return 16 * elements + 4 * 4 * shape.largest_parameter / divided
     if strategy.name == "ddp":
-        # Weights, gradients, the reducer's copy of them, and two moments.
+        # Weights, gradients, the reducer's copy of the gradients, and two moments.
         return 20 * elements
     if strategy.deepspeed is None:
         return built_bytes + 4 * elements + 20 * elements / (per_replica or ranks) + 4 * 4 * shape.largest_parameter
     zero = strategy.deepspeed["zero_optimization"]
-    # A gradient that is larger than the bucket has a buffer of its own.
+    # A gradient that is larger than the bucket has a separate buffer.
     bucket = 2 * per_weight * max(shape.largest_parameter, min(elements, zero["reduce_bucket_size"]))
     if strategy.zero_stage == 0:
         return bucket + (16 if per_weight == 4 else 20) * elements
     shard = (per_weight + trains_all * (per_weight + 16)) * elements / ranks
     shard += per_weight * elements / (per_replica or float("inf"))
     if strategy.zero_stage == 3:
-        # Gloo scatters from a copy, and group.py has one as large.
+        # gloo scatters from a copy; this module's kernels allocate one of the same size.
         bucket *= 1.5
         live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
         return shard + max(built_bytes, bucket + per_weight * (live + 3 * shape.largest_parameter))
@@ -136,14 +136,14 @@ def _ranks_of_a_layer(strategy: Strategy) -> int:
 
 
 def join_virtual_group(launch: Launch) -> None:
-    """Become rank R of N, before the Accelerator is created: it uses the existing group."""
+    """Join the fake process group as rank R of N. Call it before the Accelerator is created, which uses the group."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Accelerate and DeepSpeed read these again.
-    place = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    # Accelerate and DeepSpeed read these variables.
+    variables = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
     if not torch.cuda.is_available():
         _copy_as_gloo_does()
@@ -152,9 +152,10 @@ def join_virtual_group(launch: Launch) -> None:
 
 
 def answer_ddp(model: Any) -> None:
-    """Make DDP continue: the fake backend returns no tensor for a reduced bucket (an assert in DDP's comm.cpp fails).
+    """Register a hook with which DDP runs on the fake backend, which returns no tensor for a reduced bucket.
 
-    The hook does what DDP's own does, one all-reduce per bucket, and returns the bucket that was sent.
+    Without it an assert in DDP's comm.cpp fails. Like DDP's default hook it makes one all-reduce per bucket; it returns
+    the bucket that was sent.
     """
     import torch
     import torch.distributed as dist
@@ -168,13 +169,13 @@ def answer_ddp(model: Any) -> None:
         return answer
 
     if isinstance(model, DistributedDataParallel):
-        # A lambda has no annotations: DDP compares those with types, and here they are strings.
+        # A lambda has no annotations: DDP compares annotations with types, and in this module they are strings.
         model.register_comm_hook(model.process_group, lambda group, bucket: reduce_bucket(group, bucket))
 
 
 @functools.cache
 def _copy_as_gloo_does() -> Any:
-    """Make the copies that gloo makes: of the whole result when it gathers, of the whole input when it scatters.
+    """Allocate the copies that gloo makes: of the whole result of a gather, of the whole input of a scatter.
 
     ProcessGroupGloo.cpp: AsyncAllgatherWork::allgather (`flatOutputTensor`) and reduce_scatter_tensor_coalesced
     (`buffers`). NCCL and the fake backend have no such copies.
@@ -183,13 +184,15 @@ def _copy_as_gloo_does() -> Any:
 
     overrides = torch.library.Library("c10d", "IMPL")
 
-    def add_copy(operator: str, whole: int, copy: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-        """`whole` is the index of the large tensor in the operator's arguments."""
+    def add_copy(operator: str, argument_index: int, copy: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        """Wrap an operator; `argument_index` is the position of its large tensor."""
         backends = torch.library.get_kernel(f"c10d::{operator}", "CPU")
 
         def with_copy(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
             group = torch.distributed.ProcessGroup.unbox(arguments[2]).group_name
-            copied = copy(arguments[whole], group) if _may_be_the_peak(arguments[whole].nbytes) else None
+            copied = (
+                copy(arguments[argument_index], group) if _may_be_the_peak(arguments[argument_index].nbytes) else None
+            )
             result = backends.call_boxed(keys, *arguments)
             del copied
             return result
@@ -200,34 +203,36 @@ def _copy_as_gloo_does() -> Any:
         # Torch warns of a replaced kernel, which is intended here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         add_copy(
-            "_allgather_base_", 0, lambda whole, group: next(_threads_of(group)).submit(torch.ones_like, whole).result()
+            "_allgather_base_",
+            0,
+            lambda argument_index, group: next(_threads_of(group)).submit(torch.ones_like, argument_index).result(),
         )
-        add_copy("_reduce_scatter_base_", 1, lambda whole, _: whole.clone())
-    # Kernels stay replaced for as long as this object lives.
+        add_copy("_reduce_scatter_base_", 1, lambda argument_index, _: argument_index.clone())
+    # Kernels stay replaced as long as this object exists.
     return overrides
 
 
 @functools.cache
 def _threads_of(group: str) -> Iterator[ThreadPoolExecutor]:
-    """Return the two threads of a gloo group, in turns. Each has a heap of its own, and keeps what it freed there."""
+    """Return an endless iterator over a gloo group's two threads. Each has a heap, and keeps freed memory in it."""
     return itertools.cycle([ThreadPoolExecutor(1), ThreadPoolExecutor(1)])
 
 
 def _may_be_the_peak(copied_bytes: int) -> bool:
-    """A large copy is slow to make, and needless where memory stays below the peak of its phase."""
+    """Whether a copy could set a new memory peak; other copies are skipped, as large ones are slow."""
     status = Path("/proc/self/status")
     if copied_bytes < LARGEST_KEPT_BYTES or not status.exists():
         return True
     sizes = dict(line.split(":", 1) for line in status.read_text().splitlines())
     resident, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    # The tensor itself may not be in memory yet either.
+    # The tensor itself may not be resident yet either.
     return resident + 2 * copied_bytes > peak
 
 
 def _compare_layer_order_with_itself() -> None:
-    """Compare DeepSpeed's order of layers with this rank's own: that of rank 0 would be broadcast, and never arrives.
+    """Make DeepSpeed compare its layer order with this rank's, as no broadcast from rank 0 would arrive.
 
-    The broadcast is sent all the same.
+    The broadcast itself is still made.
     """
     from deepspeed.runtime.zero import utils
 

@@ -1,6 +1,6 @@
-"""Checkpoints every N steps: their files, the manifest that has a digest of each, and where the latest one is.
+"""Checkpoints every N steps: their files, the manifest with each file's digest, and the search for the latest one.
 
-With a random state that is missing, or one bit that differs, an engine trains on to other numbers without an error: so
+After a lost random state or a single flipped bit an engine continues to different results without an error. Therefore
 every file is compared with its digest before a run resumes (study/run/resume.py).
 """
 
@@ -30,7 +30,7 @@ _MANIFEST_KEYS = {
     "step": int, "strategy": str, "world_size": int, "config": dict, "schedule": dict, "tokens_sha256": dict,
     "initial_weights_sha256": str, "environment": dict, "files": dict,
 }  # fmt: skip
-# Everything that Accelerate and the engines under it write here.
+# All files that Accelerate and its engines write to a checkpoint.
 _FILE_OF_A_CHECKPOINT = re.compile(
     r"(steps|evals)\.jsonl|model(_\d+)?\.safetensors|scaler\.pt|random_states_\d+\.pkl"
     r"|(pytorch_model(_fsdp)?|optimizer|scheduler|sampler)(_\d+)?\.bin"
@@ -47,7 +47,7 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
     if run.record is not None:
         if not run.record.is_in_place():
             raise RunFailed(
-                f"{run.output_dir} was moved or replaced while this run was at work, so it saves no checkpoint",
+                f"{run.output_dir} was moved or replaced during this run, so it saves no checkpoint",
                 f"the record up to step {step} is in {run.record.path}",
             )
         clear_checkpoint(folder)
@@ -59,9 +59,9 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
         for name in ROW_FILES:
             shutil.copyfile(run.output_dir / name, folder / name)
     accelerator.wait_for_everyone()
-    # Each rank of a host digests a share: what its own host wrote is what it sees for certain.
-    own = _files_of(folder)[launch.local_rank :: launch.local_world_size]
-    digests = gather_object([digests_of(folder, own)])
+    # The ranks of each host divide the files, because a host is certain to see only the files that it wrote.
+    local_files = _files_of(folder)[launch.local_rank :: launch.local_world_size]
+    digests = gather_object([digests_of(folder, local_files)])
     if run.record is not None:
         assert run.initial is not None
         manifest = {
@@ -74,47 +74,50 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
             "initial_weights_sha256": run.initial.sha256,
             "deepspeed": launch.strategy.deepspeed,
             "environment": read_json(run.output_dir / "environment.json"),
-            "files": {name: digest for each in digests for name, digest in sorted(each.items())},
+            "files": {name: digest for rank_digests in digests for name, digest in sorted(rank_digests.items())},
         }
         write_json(folder / MANIFEST, sealed(manifest))
         run.record.hint(resume_hint(folder))
 
 
 def resume_hint(folder: Path) -> str:
+    """Return the hint of a record to resume from this checkpoint."""
     return f"--resume_from_checkpoint latest resumes from {folder.name}"
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each named file in the folder."""
     names = list(names)
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: content_digest(folder / name), names), strict=True))
 
 
 def _files_of(folder: Path) -> list[str]:
-    """List the files of a checkpoint, and not a user's own files in the folder."""
+    """Return the files of a checkpoint, without a user's files in the same folder."""
     files = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir())
     return sorted(filter(_FILE_OF_A_CHECKPOINT.fullmatch, files))
 
 
 def clear_checkpoint(folder: Path) -> None:
-    """Delete an earlier checkpoint by the names of its files; the manifest first, without which it is incomplete."""
+    """Delete the files of an earlier checkpoint: the manifest first, which marks it as incomplete, then the others."""
     (folder / MANIFEST).unlink(missing_ok=True)
     for name in _files_of(folder):
         (folder / name).unlink()
 
 
 def remove_incomplete_checkpoints(output_dir: Path) -> None:
-    """Remove what a save left that was killed: a checkpoint without its manifest."""
+    """Remove checkpoints without a manifest, which a killed save has left."""
     for folder in (output_dir / CHECKPOINTS).glob("step_*"):
         if not (folder / MANIFEST).exists():
             clear_checkpoint(folder)
             for place in (*sorted((place for place in folder.rglob("*") if place.is_dir()), reverse=True), folder):
-                # Where a user's own file is.
+                # A folder with a user's file stays.
                 with suppress(OSError):
                     place.rmdir()
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
+    """Return the result of `latest_checkpoint`, or None instead of its UserError."""
     try:
         return latest_checkpoint(output_dir)
     except UserError:
@@ -122,24 +125,25 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 
 
 def latest_checkpoint(output_dir: Path) -> Path:
-    """Return the last checkpoint that led to the rows in the folder, and none of a run that was overwritten."""
+    """Return the latest checkpoint of the run whose rows are in the folder, not one of an overwritten run."""
     try:
         rows, _ = read_rows(output_dir)
         complete = sorted(file.parent for file in (output_dir / CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
-        led_here = [folder for folder in complete if (steps := read_rows(folder)[0]) == rows[: len(steps)]]
+        current = [folder for folder in complete if (steps := read_rows(folder)[0]) == rows[: len(steps)]]
     except RecordError as error:
         raise UserError(f"{output_dir} has damaged rows ({error})", "name the folder of the checkpoint") from None
     if not complete:
         raise UserError(f"{output_dir} has no complete checkpoint", "leave --resume_from_checkpoint out")
-    if not led_here:
+    if not current:
         raise UserError(
-            f"{output_dir} has no complete checkpoint of the run whose rows are there, only of an earlier one",
+            f"{output_dir} has no complete checkpoint of its current run, only of an earlier one",
             f"leave --resume_from_checkpoint out, or name the folder: {complete[-1]}",
         )
-    return led_here[-1]
+    return current[-1]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest; raise RecordError if it is missing, invalid or does not match the rows."""
     file = folder / MANIFEST
     manifest = read_json(file)
     for key, kind in _MANIFEST_KEYS.items():
@@ -154,21 +158,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, saved: Mapping[str, str]) -> None:
-    """Refuse a checkpoint whose files are not the saved ones, bit by bit."""
-    found = _files_of(folder)
-    problems = [f"{name} is missing" for name in saved if name not in found]
-    problems += [f"{name} was not saved with it" for name in found if name not in saved]
-    # Opening a pipe would block until somebody writes to it.
-    problems += [f"{name} is not a file" for name in found if not (folder / name).is_file()]
+    """Raise UserError if a checkpoint's files differ from the saved ones."""
+    names = _files_of(folder)
+    problems = [f"{name} is missing" for name in saved if name not in names]
+    problems += [f"{name} was not saved with it" for name in names if name not in saved]
+    # Opening a pipe would block until another process writes to it.
+    problems += [f"{name} is not a file" for name in names if not (folder / name).is_file()]
     if not problems:
         try:
             digests = digests_of(folder, saved)
-            problems = [f"{name} is not what was saved" for name in saved if digests[name] != saved[name]]
+            problems = [f"{name} differs from the saved file" for name in saved if digests[name] != saved[name]]
         except OSError as error:
             problems = [f"{error.filename} cannot be read ({error.strerror})"]
     if problems:
         earlier = sorted(file.parent for file in folder.parent.glob(f"step_*/{MANIFEST}") if file.parent < folder)
         raise UserError(
             f"the checkpoint {folder} is damaged: {problems[0]}",
-            f"resume from an earlier one, such as {earlier[-1]}" if earlier else "start anew",
+            f"resume from an earlier one, such as {earlier[-1]}" if earlier else "start from scratch",
         )

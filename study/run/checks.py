@@ -1,4 +1,4 @@
-"""Checks of a run's request, before anything is written: what cannot run is refused in one line."""
+"""Checks of a run's request before anything is written: a request that cannot run ends with one line."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from study.records.schema import RecordError
 from study.run import machines
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
-# Rows and the log of a long run.
+# Enough for the rows and the log of a long run.
 LEAST_ROOM_BYTES = 16 * 2**20
-# Raises for what one trainer cannot do.
+# Raises UserError for a request that one trainer does not support.
 Refuse = Callable[[RunConfig, Launch], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRequest:
-    """A request that passed every check which needs no data."""
+    """A request that passed every check that needs no data."""
 
     config: RunConfig
     launch: Launch
@@ -49,20 +49,23 @@ class RunRequest:
 
 
 def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConfig, Launch]:
-    """Read the flags and the launch, without importing torch."""
+    """Return the flags and the launch, without importing torch."""
     config = parse_command_line(arguments)
     launch = this_launch(shell=shell_environment())
     if config.virtual_world_size:
         if trainer != "study":
-            raise UserError(f"{trainer} runs no virtual rank", "use study/train.py")
+            raise UserError(f"{trainer} does not run virtual ranks", "use study/train.py")
         launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
     return config, dataclasses.replace(launch, strategy=launch.strategy.with_group_size(config.group_size))
 
 
 def checked(
-    trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | None, say: Callable[[str], None]
+    trainer: str, config: RunConfig, launch: Launch, check_trainer: Refuse | None, print_line: Callable[[str], None]
 ) -> RunRequest:
-    """Run all checks, the cheapest first. `say` prints a line on the terminal."""
+    """Return the request after all checks, the cheapest first; raise UserError at the first problem.
+
+    `print_line` prints on the terminal.
+    """
     from study.engine.virtual_rank import check_can_be_held
     from study.host.environment import prepare_devices
     from study.host.operators import build_operators
@@ -70,11 +73,11 @@ def checked(
     from study.run.resume import find_checkpoint
     from study.workloads.architecture import model_config
 
-    if refuse:
-        refuse(config, launch)
+    if check_trainer:
+        check_trainer(config, launch)
     refuse_unverified_pair(launch.strategy)
     if not config.torch_compile:
-        # Parts of DeepSpeed compile themselves while they are imported: a second of every rank's start-up.
+        # Importing DeepSpeed compiles parts of it, which takes a second of every rank's start-up.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     gpus = prepare_devices(launch)
     config = resolved(config, accelerator_visible=gpus > 0)
@@ -83,17 +86,17 @@ def checked(
     check_replicas(config, launch, gpus)
     notice = check_devices(launch, gpus)
     plan = config.batch_plan(launch.world_size, launch.strategy.group_size)
-    own = "" if trainer == "study" else f"-{trainer}"
-    default = Path("runs") / config.run_id(f"{launch.strategy.name}{own}", launch.world_size)
+    suffix = "" if trainer == "study" else f"-{trainer}"
+    default = Path("runs") / config.run_id(f"{launch.strategy.name}{suffix}", launch.world_size)
     output_dir = folder_named(str(config.output_dir or default))
     check_output_dir(config, output_dir)
     if launch.is_main:
-        # The other ranks may see their own main process at work there by now.
+        # The other ranks may already see their main process's lock there.
         refuse_folder_at_work(output_dir, f"--output_dir {output_dir}")
     if launch.strategy.offload_device("param") == "nvme":
         launch = enlarge_swap_buffers(config, launch)
     if launch.strategy.uses_nvme:
-        # Before the memory lock: a model that is too large for the NVMe has buffers that are too large as well.
+        # Before the check of locked memory: a model that is too large for the NVMe has too large buffers as well.
         check_swaps(config, launch)
         check_room_to_swap(config, launch)
     check_request(config, launch)
@@ -106,33 +109,36 @@ def checked(
     if launch.is_main:
         check_room_for_record(config, output_dir)
     cache = cache_directory()
-    build_operators(launch.strategy, cache, say)
+    build_operators(launch.strategy, cache, print_line)
     if launch.virtual:
         check_can_be_held(config, launch)
     return RunRequest(config, launch, plan, output_dir, checkpoint, cache, notice)
 
 
 def check_swaps(config: RunConfig, launch: Launch) -> None:
-    """Refuse a model that is too small to swap. Where the predictor has no answer, the audit finds out."""
+    """Raise UserError if the model is too small to swap. Cases without a prediction are left to the audit."""
     strategy = launch.strategy.overridden(config)
     if strategy.zero_stage != 3 or strategy.group or unpredicted("single", config):
         return
     request = request_for("single", config, box_of_ranks("any", ANY_DEVICE, launch.world_size), 1, 1)
-    if (what := unswapped(dataclasses.replace(request, strategy=strategy))) is not None:
+    if (section := unswapped(dataclasses.replace(request, strategy=strategy))) is not None:
         raise Unsupported(
-            f"{strategy.name} would swap no {what} of {config.model_name} on {launch.world_size} ranks: DeepSpeed keeps"
-            " shards under 1 MiB in host memory",
+            f"{strategy.name} would swap no {section} of {config.model_name} on {launch.world_size} ranks: DeepSpeed"
+            " keeps shards under 1 MiB in host memory",
             "use a larger model or fewer ranks",
         )
 
 
 def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
-    """Enlarge the file's swap buffers where the model needs it; --engine_override is not corrected, but refused."""
+    """Return the launch with swap buffers as large as the model needs.
+
+    Raise UserError if --engine_override makes them too small.
+    """
     from study.workloads.architecture import shape_of
 
     part = -(-shape_of(config).largest_parameter // launch.world_size)
     strategy = launch.strategy.with_swap_buffers(part)
-    if (asked := strategy.overridden(config)) != asked.with_swap_buffers(part):
+    if (overridden := strategy.overridden(config)) != overridden.with_swap_buffers(part):
         raise UserError(
             f"--engine_override sets buffer_size below the {part:,} elements of the largest parameter on a rank",
             "leave it out, or set it larger",
@@ -140,22 +146,22 @@ def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
     return dataclasses.replace(launch, strategy=strategy)
 
 
-def refused(refusal: UserError, say: Callable[[str], None]) -> int:
-    """Print a wrong request's line, once on each machine; return the exit status."""
-    # A launcher turns every exit status into its own 1: a sweep reads the reason from this file.
+def refused(refusal: UserError, print_line: Callable[[str], None]) -> int:
+    """Print the error of a wrong request, once on each machine; return the exit status."""
+    # A launcher exits with 1 for every status of a rank, so a sweep reads the reason from this file.
     if file := os.environ.get(REFUSAL_FILE_VARIABLE):
         write_json(Path(file), refusal.to_json())
     machines.publish_refusal(refusal)
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # The launcher ends all ranks as soon as one has ended: leave its first one the time to print the reason.
+        # The launcher stops all ranks when one exits: the first rank needs time to print the reason.
         time.sleep(SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK)
-    say(f"error: {refusal.problem}. To fix it: {refusal.fix}.")
+    print_line(f"error: {refusal.problem}. To fix it: {refusal.fix}.")
     machines.wait_until_heard()
     return 2
 
 
 def check_output_dir(config: RunConfig, output_dir: Path) -> None:
-    """Refuse to overwrite a finished run, or to touch a folder that is not a run directory."""
+    """Raise UserError if the folder has a finished run, which would be overwritten, or is not a run directory."""
     refuse_unwritable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
     refuse_files_of_others(output_dir, f"--output_dir {output_dir}", "name a new folder")
     if not (output_dir / "status.json").exists() or config.overwrite_output_dir:
@@ -168,16 +174,19 @@ def check_output_dir(config: RunConfig, output_dir: Path) -> None:
         ) from None
     if finished:
         raise UserError(
-            f"--output_dir {output_dir} is a finished run",
+            f"--output_dir {output_dir} has a finished run",
             "name another, or add --overwrite_output_dir to replace it",
         )
 
 
 def check_devices(launch: Launch, gpus: int) -> str | None:
-    """Refuse more ranks than GPUs; return a notice when GPUs stay idle. Without a GPU any number of ranks is fine."""
+    """Return a notice if GPUs stay idle, else None; raise Unsupported for more ranks than GPUs.
+
+    Without a GPU any number of ranks is allowed.
+    """
     if gpus and launch.local_world_size > gpus:
         raise Unsupported(
-            f"{launch.local_world_size} ranks were launched on a box with {gpus} GPU{'s'[: gpus > 1]}",
+            f"{launch.local_world_size} ranks were launched on a machine with {gpus} GPU{'s'[: gpus > 1]}",
             f"run: {launch.command(gpus, launch.machines)}",
         )
     if launch.local_world_size < gpus and launch.strategy.name != "single" and not launch.virtual:
@@ -187,7 +196,7 @@ def check_devices(launch: Launch, gpus: int) -> str | None:
 
 
 def check_request(config: RunConfig, launch: Launch) -> None:
-    """Refuse what this box or this strategy cannot do."""
+    """Raise UserError if this machine or this strategy does not support the request."""
     import torch
 
     strategy, on_gpu = launch.strategy, torch.cuda.is_available()
@@ -224,11 +233,11 @@ def check_request(config: RunConfig, launch: Launch) -> None:
             raise Unsupported(
                 "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
             )
-        wanted = locked_bytes(strategy)
-        if not can_lock(wanted):
-            # Left to itself DeepSpeed aborts the process.
+        locked = locked_bytes(strategy)
+        if not can_lock(locked):
+            # Without this check DeepSpeed would abort the process.
             raise Unsupported(
-                f"{strategy.name} locks {wanted / 2**20:.0f} MiB of memory or more per rank, and `ulimit -l` allows"
+                f"{strategy.name} locks at least {locked / 2**20:.0f} MiB of memory per rank, and `ulimit -l` allows"
                 " less",
                 "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
             )
@@ -246,46 +255,47 @@ _OVERRULED_BY_DEEPSPEEDS_FILE = {
 
 
 def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse training settings of the Accelerate file or the launcher's flags that the run would ignore."""
+    """Raise UserError if the Accelerate file or launcher flags set something that train.py's flags decide."""
     precision = config.precision.removesuffix("-engine")
-    for key, ours, flag in (
+    for key, expected, flag in (
         ("mixed_precision", "no" if precision == "fp32" else precision, "precision"),
         ("dynamo_backend", "inductor" if config.torch_compile else "no", "torch_compile"),
         ("gradient_accumulation_steps", str(plan.gradient_accumulation_steps), "per_device_train_batch_size"),
     ):
-        asked = environment.get(f"ACCELERATE_{key.upper()}", "no").lower()
-        if asked not in ("no", ours):
+        requested = environment.get(f"ACCELERATE_{key.upper()}", "no").lower()
+        if requested not in ("no", expected):
             raise UserError(
-                f"the launch asks for {key} {asked}, and --{flag} for {ours}",
-                f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone sets it",
+                f"the launch sets {key} {requested}, and --{flag} sets {expected}",
+                f"remove {key} from the Accelerate file or the launcher's flags: only --{flag} sets it",
             )
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        # Accelerate exports the launcher's flags, and reads the file.
+        # Accelerate exports these flags but uses DeepSpeed's file instead.
         for key, fix in _OVERRULED_BY_DEEPSPEEDS_FILE.items():
             if value := environment.get(f"ACCELERATE_{key}"):
                 name = key.lower().removeprefix("deepspeed_")
-                raise UserError(f"the launch asks for {name} {value}, and DeepSpeed's file decides that", fix)
+                raise UserError(f"the launch sets {name} {value}, but DeepSpeed's file decides it", fix)
 
 
 def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
+    """Raise UserError if the disk has no room for a record, and for a checkpoint if the run saves any."""
     from study.workloads.architecture import shape_of
 
-    wanted, what = LEAST_ROOM_BYTES, "a record"
+    needed, what = LEAST_ROOM_BYTES, "a record"
     if config.checkpointing_steps:
         # Weights and Adam's two moments, in fp32; frozen weights have no moments.
-        each = 12 if config.peft == "none" else 4
-        wanted, what = wanted + each * shape_of(config).parameters, "a record with a checkpoint"
+        bytes_per_weight = 12 if config.peft == "none" else 4
+        needed, what = needed + bytes_per_weight * shape_of(config).parameters, "a record with a checkpoint"
     free = free_bytes(output_dir)
-    if free < wanted:
-        # Not `Unsupported`, which a sweep would take as final: the disk may have room tomorrow.
+    if free < needed:
+        # Not `Unsupported`, which a sweep does not retry: the disk may have room later.
         raise UserError(
-            f"--output_dir {output_dir} has {free / 2**20:,.0f} MiB free, and {what} needs {wanted / 2**20:,.0f} MiB",
+            f"--output_dir {output_dir} has {free / 2**20:,.0f} MiB free, and {what} needs {needed / 2**20:,.0f} MiB",
             "make room, or name a folder on a larger disk",
         )
 
 
 def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
-    """Refuse an NVMe folder too small for all ranks of this box. LoRA adapters are negligible and are not counted."""
+    """Raise UserError if the NVMe folder is too small for all ranks of this machine, without LoRA's small adapters."""
     from study.workloads.architecture import shape_of
 
     parameters, strategy = shape_of(config).parameters, launch.strategy.overridden(config)

@@ -1,7 +1,7 @@
-"""The terminal of a launched process: its progress, refusals and exit status. All other output is logged.
+"""The terminal of a launched process: its progress, errors and exit status. All other output is logged.
 
 Libraries print from Python, from C++ and from threads; only a redirect of the file descriptors catches all of it.
-All their output goes to the run's log.txt, and the terminal shows the progress bar and one line per event.
+Their output goes to the run's log.txt, and the terminal shows the progress bar and one line per event.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tqdm import tqdm
 
 
 class Console:
-    """The real terminal of one process, whose stdout and stderr go to a log meanwhile."""
+    """The terminal of one process, whose stdout and stderr are redirected to a log."""
 
     def __init__(self, speaks: bool):
         self.speaks = speaks
         self._stdout_fd, self._stderr_fd = os.dup(1), os.dup(2)
         self.terminal: TextIO = os.fdopen(self._stderr_fd, "w", buffering=1, closefd=False)
         self.log_path: Path | None = None
-        # Until the run directory exists output waits in a nameless file: a refused request leaves nothing behind.
+        # Until the run directory exists output goes to an unnamed file, so that a wrong request leaves no file.
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._redirect(self._spool.fileno(), self._spool.fileno())
 
@@ -39,7 +39,7 @@ class Console:
 
     def log_to(self, path: Path) -> None:
         """Append the output so far to `path`, and redirect the rest there."""
-        # The streams' buffers belong to the spool, and would be lost with it.
+        # The streams' buffers belong to the spool and would be lost with it.
         sys.stdout.flush()
         sys.stderr.flush()
         with path.open("ab") as log:
@@ -50,7 +50,7 @@ class Console:
         self.log_path = path
 
     def say(self, text: str) -> None:
-        """Print one line on the terminal, from the one process that speaks."""
+        """Print one line on the terminal, from the main process only."""
         if self.speaks:
             self.shout(text)
 
@@ -61,14 +61,16 @@ class Console:
             print(text, file=self.terminal)
 
     def progress(self, total_steps: int, first_step: int) -> StepProgress:
+        """Return the display of the run's progress, which starts at `first_step`."""
         return StepProgress(self, total_steps, first_step)
 
     def restore(self) -> None:
+        """Undo the redirection of stdout and stderr."""
         self._redirect(self._stdout_fd, self._stderr_fd)
 
 
 class StepProgress:
-    """The bar on a terminal; where there is none, a line every tenth of the run."""
+    """Progress bar of a run; without a terminal, one line for every tenth of the run."""
 
     def __init__(self, console: Console, total_steps: int, first_step: int):
         self._console, self._total, self._last_tenth = console, total_steps, 0
@@ -77,6 +79,7 @@ class StepProgress:
             self._bar = tqdm(total=total_steps, initial=first_step, file=console.terminal, unit="step", leave=False)
 
     def show(self, step: int, loss: float | None, tokens_per_s: float | None, peak_memory_gib: float) -> None:
+        """Print the latest step's loss and speed, and the peak memory so far."""
         speed = "" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s, "
         figures = f"loss {'?' if loss is None else f'{loss:.4f}'}, {speed}peak {peak_memory_gib:.2f} GiB"
         if self._bar is not None:
@@ -94,14 +97,14 @@ class StepProgress:
 
 
 def exit_status_of(main: Callable[[], int]) -> int:
-    """Return the status for `os._exit`, all output flushed; a refused request is a status like any other."""
+    """Run `main`, flush all output and return the exit status for `os._exit`, also after SystemExit or Ctrl-C."""
     interruptions = []
 
     def interrupt(number: int, frame: object) -> None:
         interruptions.append(number)
         raise KeyboardInterrupt
 
-    # Where a shell has it ignored it stays so.
+    # If the shell ignores SIGINT, it stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
@@ -109,10 +112,10 @@ def exit_status_of(main: Callable[[], int]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except BaseException:
-        # There is no record yet. An import that was interrupted may end in any error.
+        # There is no record yet. An interrupted import may raise any error.
         if not interruptions:
             raise
-        print("interrupted: stopped from the keyboard. To go on: run it again.", file=sys.stderr)
+        print("interrupted: stopped from the keyboard. To continue: run it again.", file=sys.stderr)
         return 1
     finally:
         sys.stdout.flush()

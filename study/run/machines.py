@@ -1,8 +1,7 @@
-"""Ranks on several machines before they have a process group: a problem that one finds is reported on all.
+"""Rendezvous of ranks on several machines before init_process_group: an error on one rank reaches all of them.
 
-A launcher ends the ranks of its own machine as soon as one has left, and does not see those of other machines, which
-would wait in their first collective for up to half an hour. So ranks meet before it, in the store that their launchers
-share.
+A launcher stops only the ranks of its own machine. Ranks on other machines would block in their first collective until
+its timeout, up to half an hour. Therefore all ranks first synchronize through the TCPStore that their launchers share.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 _POLL_S = 0.1
 _CONNECT_S = 20
-# Until a user reads what this machine waits for. The others may still download weights.
+# Delay of the line that names the missing ranks, which may still download weights.
 _SILENCE_S = 30.0
 SECONDS_FOR_OTHER_MACHINES_TO_HEAR = 8
-# Flags that may differ between the machines of one run; the record's figures of each machine.
+# Flags that may differ between the machines of one run; environment.json's entries for each machine.
 _OF_EACH_MACHINE = {"output_dir", "overwrite_output_dir", "nvme_path", "resume_from_checkpoint"}
 OF_A_MACHINE = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devices", "driver")
 
@@ -39,7 +38,7 @@ OF_A_MACHINE = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devi
 def count() -> int:
     """Return the number of machines of this launch."""
     groups = os.environ.get("GROUP_WORLD_SIZE", "1")
-    # Where ranks make a store of their own there is none to meet in.
+    # If the ranks create the store themselves, there is none before init_process_group.
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(groups) if shared and groups.isdecimal() and "RANK" in os.environ else 1
 
@@ -52,7 +51,7 @@ def _store() -> Store:
 
 @functools.cache
 def _connected_store() -> Store | None:
-    """Connect once: where the store is gone, a failed attempt takes _CONNECT_S seconds."""
+    """Return the launchers' store; None if it is gone. It connects once, as a failed attempt takes _CONNECT_S."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -63,7 +62,7 @@ def _connected_store() -> Store | None:
 
 
 def publish_refusal(refusal: UserError) -> None:
-    """Report a refusal to the ranks on other machines, which read it where they meet; the first one counts."""
+    """Publish a refusal to the ranks on other machines, which read it in the rendezvous; only the first is stored."""
     if count() == 1:
         return
     with contextlib.suppress(RuntimeError):
@@ -75,7 +74,7 @@ def publish_refusal(refusal: UserError) -> None:
 
 
 def wait_until_heard() -> None:
-    """On the main process, whose launcher owns the store: wait until every machine has read the refusal."""
+    """Wait on the main process until every machine has read the refusal: the store ends with its launcher."""
     if count() == 1 or os.environ["RANK"] != "0":
         return
     deadline = time.monotonic() + SECONDS_FOR_OTHER_MACHINES_TO_HEAR
@@ -85,7 +84,7 @@ def wait_until_heard() -> None:
 
 
 def what_must_agree(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of this rank's request and machine must equal the main process's."""
+    """Return the fields of this rank's request and environment that must equal the main process's."""
     return {
         **{f"--{key}": value for key, value in run.config.to_dict().items() if key not in _OF_EACH_MACHINE},
         "the strategy": dataclasses.asdict(run.launch.strategy), "the trainer": run.trainer,
@@ -95,17 +94,17 @@ def what_must_agree(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, A
     }  # fmt: skip
 
 
-def meet_others(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str, Any]], say: Say) -> list[Any]:
-    """On the main process: return the other machines once all their ranks are ready to do the same.
+def meet_others(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str, Any]], print_line: Say) -> list[Any]:
+    """Return the environments of the other machines once all their ranks are ready. Called on the main process.
 
-    The folder is locked when no rank has refused, and the run begins when all have seen who locked it.
+    The folder is locked after every rank has accepted the request, and the run begins after all have seen the lock.
     """
     ranks = range(1, int(os.environ["WORLD_SIZE"]))
     with _lost_store_as_refusal():
         _put("main", agreed)
-        ready = _get_all([f"ready {rank}" for rank in ranks], say)
+        ready = _get_all([f"ready {rank}" for rank in ranks], print_line)
         _put("folder", take_folder())
-        _get_all([f"seen {rank}" for rank in ranks], say)
+        _get_all([f"seen {rank}" for rank in ranks], print_line)
         _put("go", True)
     return [machine for machine in ready if machine is not None]
 
@@ -113,17 +112,20 @@ def meet_others(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str
 def meet_main(
     agreed: Mapping[str, Any], machine: Mapping[str, Any], look_at_folder: Callable[[Mapping[str, Any]], object]
 ) -> None:
-    """On every other rank, which may refuse the folder that the main process has locked."""
+    """Wait for the main process to begin the run; raise UserError if the requests differ. Called on all other ranks.
+
+    `look_at_folder` may reject the folder that the main process has locked.
+    """
     rank = int(os.environ["RANK"])
     with _lost_store_as_refusal():
-        (asked,) = _get_all(["main"])
-        for what, mine in json.loads(json.dumps(agreed)).items():
-            if mine != asked.get(what):
-                here, there = (json.dumps(value) for value in (mine, asked.get(what)))
-                short = [text if len(text) <= 80 else f"{text[:77]}..." for text in (here, there)]
+        (expected,) = _get_all(["main"])
+        for field, value in json.loads(json.dumps(agreed)).items():
+            if value != expected.get(field):
+                local, main = (json.dumps(item) for item in (value, expected.get(field)))
+                short = [text if len(text) <= 80 else f"{text[:77]}..." for text in (local, main)]
                 raise UserError(
-                    f"{what} is {short[0]} on rank {rank}, and {short[1]} on rank 0",
-                    "give every machine the same command, files and packages; ZERO_STUDY_CACHE may name a folder that"
+                    f"{field} is {short[0]} on rank {rank}, and {short[1]} on rank 0",
+                    "use the same command, files and packages on every machine; ZERO_STUDY_CACHE may name a folder that"
                     " they share",
                 )
         _put(f"ready {rank}", machine if os.environ.get("LOCAL_RANK") == "0" else None)
@@ -132,23 +134,28 @@ def meet_main(
         _get_all(["go"])
 
 
-def first_ending(mine: Ending) -> Ending:
-    """Return the ending of the rank that failed first: the others report nothing but a lost connection."""
+def first_ending(local_ending: Ending) -> Ending:
+    """Return the ending of the rank that failed first: the others report only a lost connection."""
     if count() == 1:
-        return mine
+        return local_ending
     try:
-        first = _store().compare_set("ending", "", json.dumps([mine.state, mine.reason, mine.hint]))
+        first = _store().compare_set(
+            "ending", "", json.dumps([local_ending.state, local_ending.reason, local_ending.hint])
+        )
         return Ending(*json.loads(first))
     except RuntimeError:
-        return mine
+        return local_ending
 
 
 def _put(key: str, value: Any) -> None:
     _store().set(key, json.dumps(value))
 
 
-def _get_all(keys: list[str], say: Say | None = None) -> list[Any]:
-    """Wait for the keys of all ranks, or raise what one of them refused; name the missing ranks after a while."""
+def _get_all(keys: list[str], print_line: Say | None = None) -> list[Any]:
+    """Return the values of the keys once all ranks have set them; raise the refusal of a rank if there is one.
+
+    After _SILENCE_S a line names the missing ranks.
+    """
     store, started = _store(), time.monotonic()
     while not store.check(keys):
         if store.check(["refusal"]):
@@ -157,10 +164,10 @@ def _get_all(keys: list[str], say: Say | None = None) -> list[Any]:
             if source["machine"] != os.environ.get("GROUP_RANK"):
                 refusal.problem = f"rank {source['rank']}, on another machine: {refusal.problem}"
             raise refusal
-        if say is not None and time.monotonic() - started > _SILENCE_S:
+        if print_line is not None and time.monotonic() - started > _SILENCE_S:
             missing = [key.split()[1] for key in keys if not store.check([key])]
-            say(f"waiting for rank{'s'[: len(missing) > 1]} {', '.join(missing)}"[:100])
-            say = None
+            print_line(f"waiting for rank{'s'[: len(missing) > 1]} {', '.join(missing)}"[:100])
+            print_line = None
         time.sleep(_POLL_S)
     return [json.loads(store.get(key)) for key in keys]
 
@@ -171,5 +178,5 @@ def _lost_store_as_refusal() -> Iterator[None]:
         yield
     except RuntimeError:
         raise UserError(
-            "the main process has left before this run began", "see what its machine reports, and start all again"
+            "the main process exited before this run began", "read the output of its machine, and restart all"
         ) from None

@@ -1,7 +1,7 @@
-"""One run around one training loop: wrong requests are refused first, then a record is kept of whatever happens.
+"""One run around one training loop: its request is checked first, then a record is kept until it ends.
 
-    with open_run("study") as run:           # request, box and folder: refused in one line, exit status 2
-        data = load_data(...)                # may still be refused, and leaves nothing behind
+    with open_run("study") as run:           # checks request, machine and folder; an error exits with status 2
+        data = load_data(...)                # may still raise UserError, and leaves no file
         run.begin(data, initial_weights)     # from here on there is a record
         for step, micro_batches in run.steps():
             ...
@@ -34,7 +34,7 @@ from study.run import machines
 from study.run.checks import Refuse, RunRequest, check_output_dir, checked, read_request, refused
 from study.run.console import Console
 
-# Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
+# torch and libraries that use it are imported in functions, so that a wrong flag is reported without their import time.
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
@@ -46,20 +46,25 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refuse | None = None) -> Iterator[OpenRun]:
-    """`refuse` raises for what this trainer cannot do. A refused request ends the program with exit status 2."""
+def open_run(
+    trainer: str, arguments: Sequence[str] | None = None, check_trainer: Refuse | None = None
+) -> Iterator[OpenRun]:
+    """Yield the run of a checked request, and record its ending; a wrong request exits with status 2.
+
+    `check_trainer` raises UserError for requests that this trainer does not support.
+    """
     opened = time.perf_counter()
     try:
         check_process()
         config, launch = read_request(trainer, arguments)
     except UserError as refusal:
         raise SystemExit(refused(refusal, lambda line: print(line, file=sys.stderr))) from None
-    # Restored at the end, however it comes: the terminal, the lock, signals, the swap folder.
+    # The stack restores the terminal, the lock, signals and the swap folder at any end.
     with ExitStack() as stack:
         console = Console(speaks=launch.is_main)
         stack.callback(console.restore)
         try:
-            request = checked(trainer, config, launch, refuse, console.shout)
+            request = checked(trainer, config, launch, check_trainer, console.shout)
         except UserError as refusal:
             raise SystemExit(refused(refusal, console.shout)) from None
         run = OpenRun(trainer, request, console, stack, opened)
@@ -67,7 +72,7 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
             yield run
         except BaseException as error:
             if run.has_begun:
-                # The launcher may send it again while the record is closed.
+                # The launcher may send SIGTERM again while the record is being closed.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 run.record_failure(error)
                 run.exit_status = 1
@@ -79,14 +84,14 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
 
 
 class OpenRun:
-    """A checked request, and what a loop needs to serve it."""
+    """A checked request with the methods that a training loop calls."""
 
     data: TaskData
     # None for a virtual rank.
     initial: InitialWeights | None
-    # None but on the main process.
+    # Only on the main process.
     record: RunWriter | None = None
-    # This process's own, under --nvme_path.
+    # A folder under --nvme_path for this process only.
     swap_folder: Path | None = None
     has_begun = False
     # False on another machine whose --output_dir is not the main process's folder.
@@ -101,7 +106,7 @@ class OpenRun:
         self._notice = request.notice
 
     def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
-        """Refuse what depends on the data, lock the folder for this run alone, and open the record."""
+        """Check the parts of the request that depend on the data, lock the folder, and open the record."""
         from study.host.environment import describe_environment
         from study.host.folders import swap_folder
         from study.metrics.profiling import check_profiled_steps
@@ -126,10 +131,10 @@ class OpenRun:
         if initial is not None and initial.remark:
             console.shout(f"notice: {initial.remark}")
         ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
-        where = f"as virtual rank {launch.rank} of {ranks}" if launch.virtual else f"on {ranks}"
+        place = f"as virtual rank {launch.rank} of {ranks}" if launch.virtual else f"on {ranks}"
         loop = "" if self.trainer == "study" else f"{self.trainer}: "
         console.say(
-            f"{loop}{launch.strategy.name} {where}: {config.task} at {config.scale} scale,"
+            f"{loop}{launch.strategy.name} {place}: {config.task} at {config.scale} scale,"
             f" {config.model_name_or_path}, {config.precision} -> {self.output_dir}"
         )
         if launch.local_rank == 0 and not launch.is_main:
@@ -140,37 +145,37 @@ class OpenRun:
             self.record.write("config.json", config.to_dict())
             self.record.write("environment.json", environment)
             remove_incomplete_checkpoints(self.output_dir)
-            every, done = config.checkpointing_steps, self.first_step
-            if every and self.total_steps // every == done // every:
-                left = (
+            interval, done = config.checkpointing_steps, self.first_step
+            if interval and self.total_steps // interval == done // interval:
+                remaining = (
                     f"the {self.total_steps} steps of this run"
                     if not done
                     else f"steps {done + 1} to {self.total_steps}"
                 )
-                console.say(f"notice: --checkpointing_steps {every} saves no checkpoint in {left}")
+                console.say(f"notice: --checkpointing_steps {interval} saves no checkpoint in {remaining}")
         if launch.strategy.uses_nvme:
             self.swap_folder = self._stack.enter_context(swap_folder(folder_named(config.nvme_path)))
 
     def _take_folder(self) -> dict[str, Any]:
         """Lock the folder; return the lock's holder."""
         self._stack.enter_context(take_folder(self.output_dir, f"--output_dir {self.output_dir}"))
-        # Another run may have come and gone since the first look.
+        # Another run may have begun and ended since the first check.
         check_output_dir(self.config, self.output_dir)
         return read_holder(self.output_dir / LOCK_NAME)
 
     def _meet_other_machines(self, environment: dict[str, Any]) -> dict[str, Any]:
-        """Wait until every rank can begin; return the record's entry of the other machines."""
+        """Wait until every rank can begin; return environment.json's entry for the other machines."""
         agreed = machines.what_must_agree(self, environment)
         if self.launch.is_main:
             return {"other_machines": machines.meet_others(agreed, self._take_folder, self.console.say)}
 
         def look_for_the_record(holder: Mapping[str, Any]) -> None:
             self._sees_record = read_holder(self.output_dir / LOCK_NAME) == holder
-            if (every := self.config.checkpointing_steps) and not self._sees_record:
+            if (interval := self.config.checkpointing_steps) and not self._sees_record:
                 raise UserError(
-                    f"--checkpointing_steps {every}: rank {self.launch.rank} does not see the folder that rank 0"
+                    f"--checkpointing_steps {interval}: rank {self.launch.rank} does not see the folder that rank 0"
                     " writes to",
-                    "let --output_dir name a folder that all machines share",
+                    "use an --output_dir that all machines share",
                 )
 
         machines.meet_main(agreed, {key: environment[key] for key in machines.OF_A_MACHINE}, look_for_the_record)
@@ -178,11 +183,12 @@ class OpenRun:
 
     @property
     def total_steps(self) -> int:
+        """Optimizer steps of the run, including those before a resumed checkpoint."""
         return self.config.total_steps(len(self.data.train))
 
     @property
     def first_step(self) -> int:
-        """Steps done before this run began."""
+        """Number of steps before this run began: those of its checkpoint, else 0."""
         return self.checkpoint[1]["step"] if self.checkpoint else 0
 
     @property
@@ -192,22 +198,23 @@ class OpenRun:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps, from where this run begins, whose times are in no statistic."""
+        """Number of this run's first steps that are excluded from statistics of time."""
         from study.metrics.clock import warmup_steps
 
         return warmup_steps(self.total_steps - self.first_step)
 
     @property
     def watched_step(self) -> int:
-        """The step after the warm-up, whose communication and model state are measured, and whose time is not."""
+        """The step after the warm-up: its communication and model state are measured, and its time is not."""
         return min(self.first_step + self.warmup_steps + 1, self.total_steps)
 
     @property
     def step_numbers(self) -> range:
+        """Numbers of the remaining steps."""
         return range(self.first_step + 1, self.total_steps + 1)
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
-        """Yield each step that is left: its number, and this rank's micro-batches."""
+        """Yield the number and this rank's micro-batches of each remaining step."""
         from study.workloads.tasks import pin_batch
 
         self.start_clock()
@@ -224,34 +231,38 @@ class OpenRun:
 
     @property
     def own_samples(self) -> int | None:
-        """Samples of a step that a virtual rank reads: there are no other ranks to read the rest."""
+        """Samples per step that a virtual rank reads, as no other rank reads the rest; None for real ranks."""
         return self.plan.samples_per_group if self.launch.virtual else None
 
     def start_clock(self) -> None:
-        """Start-up ends here. steps() calls it."""
+        """Mark the end of start-up. steps() calls it."""
         self._loop_started = time.perf_counter()
 
     def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
         is_due = step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
         return is_due and not self.launch.virtual
 
     def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint follows this step."""
         return bool(self.config.checkpointing_steps and step % self.config.checkpointing_steps == 0)
 
     def flushes_after(self, step: int) -> bool:
+        """Whether pending rows are written after this step."""
         is_due = step == self.total_steps or step % self.config.logging_steps == 0
         return is_due or self.evaluates_after(step) or self.saves_after(step)
 
     def keep_log(self) -> None:
-        """Send all output to log.txt from now on, where the main process has made the folder.
+        """Redirect all output to log.txt in the main process's folder.
 
-        Another machine writes a file of its own: two that append to one file on NFS may overwrite lines.
+        Other machines write separate files: two machines that append to one file on NFS may overwrite lines.
         """
         if self._sees_record:
             machine = os.environ.get("GROUP_RANK", "0") if machines.count() > 1 else "0"
             self.console.log_to(self.output_dir / ("log.txt" if machine == "0" else f"log.{machine}.txt"))
 
     def write_engine(self, audited: dict[str, Any]) -> None:
+        """Write engine.json: the audit's result, the provenance of weights and data, and the trainer."""
         if self.record is not None:
             floor = dataclasses.asdict(self.data.floor) if self.data.floor else None
             sha256 = self.initial.sha256 if self.initial else None
@@ -259,6 +270,7 @@ class OpenRun:
             self.record.write("engine.json", audited | provenance | {"trainer": self.trainer})
 
     def write_evaluation(self, step: int, evaluation: dict[str, float | None]) -> None:
+        """Append one evaluation to evals.jsonl."""
         if self.record is not None:
             self.record.append("evals.jsonl", {"step": step, **evaluation})
             self.record.flush()
@@ -266,7 +278,7 @@ class OpenRun:
     def finish(
         self, accelerator: Accelerator, meters: Meters, log: StepLog, evaluation: dict[str, float | None]
     ) -> None:
-        """Write the documents of a run that ended well. Called on every rank: their measurements are gathered."""
+        """Write the documents of a successful run. Called on every rank, as it gathers their measurements."""
         from study.run.summary import gather_ranks, summarize
 
         ranks, record, world_size = gather_ranks(self, accelerator, meters), self.record, self.launch.world_size
@@ -287,28 +299,29 @@ class OpenRun:
         figures = {"loss": log.last_loss, **evaluation}
         result = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
         if self.launch.virtual:
-            result = "state, memory and traffic of a virtual rank; its losses mean nothing and are not kept"
+            result = "state, memory and traffic of a virtual rank; its losses are meaningless and are not recorded"
         self.console.say(f"done: {result} -> {output_dir}")
 
     def record_failure(self, error: BaseException) -> None:
+        """Write the ending of a failed run to the record, the log and the terminal."""
         from study.run.checkpoint import last_checkpoint, resume_hint
 
         launch, console = self.launch, self.console
         output_dir = self.record.path if self.record else self.output_dir
-        mine = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
-        # Every rank raises RunFailed alike; of any other error the rank is worth naming.
+        local_ending = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
+        # Every rank raises the same RunFailed; other errors are reported with their rank.
         if not (launch.is_main or isinstance(error, RunFailed)):
-            mine = dataclasses.replace(mine, reason=f"rank {launch.rank}: {mine.reason}")
-        ending = machines.first_ending(mine)
+            local_ending = dataclasses.replace(local_ending, reason=f"rank {launch.rank}: {local_ending.reason}")
+        ending = machines.first_ending(local_ending)
         if AGAIN in ending.hint and (saved := last_checkpoint(output_dir)):
             ending = dataclasses.replace(ending, hint=ending.hint.replace(AGAIN, resume_hint(saved)))
         if not self._sees_record:
-            # There is no log here, and no other process prints on this machine.
+            # This machine has no log, and no other process prints on it.
             console.restore()
-            console.shout(f"{mine.state}: {mine.why}")
-        with suppress(OSError):  # the log may be on the disk that is full
+            console.shout(f"{local_ending.state}: {local_ending.why}")
+        with suppress(OSError):  # the log may be on a full disk
             print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        # Where the main process was refused, the folder is another launch's.
+        # If the main process failed its checks, the folder may belong to another launch.
         if self._sees_record and (launch.is_main or machines.count() > 1 or is_taken_by_this_launch(output_dir)):
             if console.log_path is None and (output_dir / "status.json").exists():
                 self.keep_log()

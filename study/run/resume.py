@@ -1,11 +1,11 @@
-"""Resuming from a checkpoint, with the same world size or with another one, as if nothing had happened.
+"""Resume from a checkpoint, with the same world size or another one; the run continues as if uninterrupted.
 
 Accelerate and DeepSpeed save with torch's pickle format. Loading is forced to weights_only, whatever the engine
-requests, so a checkpoint brings in tensors and plain values and never code.
+requests, so a checkpoint contains tensors and plain values but no code.
 
-With another world size unpartitioned tensors load as they are, and FSDP2's distributed checkpoint reshards itself.
-DeepSpeed refuses its shards there: they are converted to its universal checkpoint first, with a folder for each
-parameter, which is as large as the optimizer state and is deleted once it is loaded.
+With another world size unpartitioned tensors load unchanged, and FSDP2's distributed checkpoint reshards itself.
+DeepSpeed does not load its shards then: they are first converted to its universal checkpoint, with a folder for each
+parameter. It is as large as the optimizer state and is deleted once it is loaded.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from study.workloads.initial import InitialWeights
     from study.workloads.tasks import TaskData
 
-# A resumed run may differ in these: where it writes and how often, not what it computes.
+# Flags that a resumed run may change: they affect its files and output, not its results.
 _FREE_KEYS = {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "checkpointing_steps", "report_to", "nvme_path",
     "logging_steps",
 }  # fmt: skip
-# Accelerate's name of the model in every DeepSpeed checkpoint.
+# Accelerate's name for the model in every DeepSpeed checkpoint.
 _TAG = "pytorch_model"
-# The classes of FSDP2's index of shards, by module.
+# The classes in FSDP2's index of shards, by module.
 _CLASSES_OF_AN_INDEX = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -58,17 +58,17 @@ _CLASSES_OF_AN_INDEX = {
 
 
 def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint asked for and its manifest; refuse one that this run would not continue."""
-    asked = config.resume_from_checkpoint
-    if launch.strategy.uses_nvme and (asked is not None or config.checkpointing_steps):
+    """Return the requested checkpoint and its manifest, or None; raise UserError if this run cannot continue it."""
+    requested = config.resume_from_checkpoint
+    if launch.strategy.uses_nvme and (requested is not None or config.checkpointing_steps):
         raise UserError(
-            f"{launch.strategy.name} cannot resume: DeepSpeed leaves what it swapped to NVMe out of its checkpoints, "
-            "and continues with fresh optimizer states without an error",
+            f"{launch.strategy.name} cannot resume: DeepSpeed's checkpoints exclude tensors that it swapped to NVMe, "
+            "and it would silently continue with new optimizer states",
             "leave the flag out, or use the *_cpu strategy",
         )
-    if asked is None:
+    if requested is None:
         return None
-    folder = latest_checkpoint(output_dir) if asked == "latest" else Path(asked)
+    folder = latest_checkpoint(output_dir) if requested == "latest" else Path(requested)
     try:
         manifest = read_manifest(folder)
     except RecordError as error:
@@ -76,24 +76,24 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"--resume_from_checkpoint {folder} is not a complete checkpoint ({error})",
             "name a folder that has a checkpoint.json, or `latest`",
         ) from None
-    # Flags that are younger than the checkpoint had their defaults.
-    saved, was = RunConfig().to_dict() | with_new_names(manifest["config"]), manifest["strategy"]
-    if was != launch.strategy.name:
+    # Flags that were added after the checkpoint had their defaults.
+    saved, saved_strategy = RunConfig().to_dict() | with_new_names(manifest["config"]), manifest["strategy"]
+    if saved_strategy != launch.strategy.name:
         raise UserError(
-            f"the checkpoint was saved by {was}, this run is {launch.strategy.name}",
-            f"run: accelerate launch --config_file accelerate_configs/{was}.yaml ...",
+            f"the checkpoint was saved by {saved_strategy}, but this run is {launch.strategy.name}",
+            f"run: accelerate launch --config_file accelerate_configs/{saved_strategy}.yaml ...",
         )
     settings = launch.strategy.deepspeed
     if manifest.get("deepspeed") != (json.loads(json.dumps(settings)) if settings else None):
         raise UserError(
-            f"the DeepSpeed settings of {launch.strategy.name} are not those that the checkpoint was saved under",
-            "restore the JSON file that the launched one names, or start anew",
+            f"the DeepSpeed settings of {launch.strategy.name} differ from those of the checkpoint",
+            "restore the JSON file that the launched file names, or start from scratch",
         )
     for key, value in config.to_dict().items():
         if key not in _FREE_KEYS and value != saved.get(key):
             raise UserError(
-                f"the checkpoint was saved with {key} {saved.get(key)}, this run has {value}",
-                f"{command_line_of(key, saved.get(key))}, or start anew",
+                f"the checkpoint was saved with {key} {saved.get(key)}, but this run has {value}",
+                f"{command_line_of(key, saved.get(key))}, or start from scratch",
             )
     saved_by = manifest["world_size"]
     if config.optimizer == "muon" and launch.strategy.zero_stage and saved_by != launch.world_size:
@@ -103,7 +103,7 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"use --num_processes {saved_by}",
         )
     if launch.local_rank == 0:
-        # The other ranks of this host wait for this one before they load it.
+        # The other ranks of this host wait for this rank before they load the checkpoint.
         check_files(folder, manifest["files"])
     return folder, manifest
 
@@ -111,56 +111,62 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
 def check_continues(
     config: RunConfig, launch: Launch, checkpoint: tuple[Path, dict[str, Any]], data: TaskData, initial: InitialWeights
 ) -> None:
-    """Refuse where no step is left, or where data, initial weights, hardware or packages are others."""
+    """Raise UserError if no step is left, or if data, initial weights, hardware or packages have changed."""
     folder, manifest = checkpoint
     total = config.total_steps(len(data.train))
     if manifest["step"] >= total:
         raise UserError(
-            f"the checkpoint {folder} is at step {manifest['step']} of {total}: nothing is left to do",
-            "resume from an earlier one, or start a longer run anew",
+            f"the checkpoint {folder} is at step {manifest['step']} of {total}: no step is left",
+            "resume from an earlier one, or start a longer run from scratch",
         )
     saved, now = manifest["tokens_sha256"], data.source["tokens_sha256"]
     if saved != now:
         changed = " and ".join(split for split in now if saved.get(split) != now[split])
         raise UserError(
-            f"the {changed} samples are not those that the checkpoint {folder} was trained on: the data or the"
-            " tokenizer was changed since",
-            "put them back, or start anew",
+            f"the {changed} samples differ from those that the checkpoint {folder} was trained on: the data or the"
+            " tokenizer has changed",
+            "restore them, or start from scratch",
         )
     if manifest["initial_weights_sha256"] != initial.sha256:
         raise UserError(
-            f"the checkpoint {folder} began from other initial weights, which were changed or drawn anew since",
-            "start anew",
+            f"the checkpoint {folder} began from other initial weights, which have changed or were drawn again",
+            "start from scratch",
         )
     same_ranks = manifest["world_size"] == launch.world_size
-    before, here = (_hardware(each, same_ranks) for each in (manifest["environment"], describe_environment()))
-    if differ := [name for name in sorted({*before, *here}) if before.get(name) != here.get(name)]:
+    before, current = (
+        _hardware(document, same_ranks) for document in (manifest["environment"], describe_environment())
+    )
+    if differ := [name for name in sorted({*before, *current}) if before.get(name) != current.get(name)]:
         name = differ[0]
         raise UserError(
             f"the checkpoint {folder} was saved on other hardware or packages: {name} was {before.get(name)}, and is"
-            f" {here.get(name)}",
-            "resume where it was saved, or start anew",
+            f" {current.get(name)}",
+            "resume where it was saved, or start from scratch",
         )
 
 
 def _hardware(environment: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
-    """Return what a record has once for all of its steps. Another world size may be of more of the same devices."""
-    box = environment["packages"] | {key: environment[key] for key in ("threads_per_rank", "cpu", "devices")}
+    """Return the packages and hardware that all steps of a record share.
+
+    Another world size may use a different number of the same devices.
+    """
+    hardware = environment["packages"] | {key: environment[key] for key in ("threads_per_rank", "cpu", "devices")}
     if not same_ranks:
-        box |= {"threads_per_rank": None, "devices": sorted({device["name"] for device in box["devices"]})}
-    return box
+        hardware |= {"threads_per_rank": None, "devices": sorted({device["name"] for device in hardware["devices"]})}
+    return hardware
 
 
 def load_checkpoint(
     accelerator: Accelerator, schedule: Any, run: OpenRun, folder: Path, manifest: dict[str, Any]
 ) -> None:
+    """Load model, optimizer, RNG and schedule from the checkpoint; raise RunFailed if it is damaged."""
     import torch
 
-    # For the whole process from here on: nothing else that it may load brings in code either.
+    # It applies to every later load of this process, none of which needs code.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     check_indexes(folder)
     if accelerator.is_fsdp2:
-        # In the format it was saved in, whatever the launched file asks of the next one.
+        # The format of this checkpoint, whatever the launched file sets for the next one.
         kind = "FULL" if "pytorch_model_fsdp.bin" in manifest["files"] else "SHARDED"
         accelerator.state.fsdp_plugin.set_state_dict_type(f"{kind}_STATE_DICT")
     same_ranks = manifest["world_size"] == run.launch.world_size
@@ -169,14 +175,14 @@ def load_checkpoint(
             accelerator.load_state(str(folder))
         else:
             _load_universal(run, accelerator, folder)
-    # It counts micro-batches over all steps, and with another world size a step may have more or fewer of them.
+    # Accelerate counts micro-batches over all steps, and another world size may change their number per step.
     accelerator.step = 0
     _restore_random_states(folder, accelerator, manifest["world_size"], same_ranks)
     schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
 
 
 def engine_classes() -> list[Any]:
-    """The few plain classes that DeepSpeed saves with the tensors; any other class in a checkpoint is refused."""
+    """Return the plain classes that DeepSpeed saves with the tensors; any other class in a checkpoint is an error."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -185,7 +191,7 @@ def engine_classes() -> list[Any]:
 
 
 def _restore_random_states(folder: Path, accelerator: Accelerator, saved_by: int, same_ranks: bool) -> None:
-    """Set the random states of another world size; check those of the same one, where Accelerate ignores all errors."""
+    """Set the random states if the world size changed; else check them, as Accelerate ignores errors in loading."""
     import numpy
     import torch
     from accelerate.utils import load
@@ -202,11 +208,11 @@ def _restore_random_states(folder: Path, accelerator: Accelerator, saved_by: int
         numpy.random.set_state(states["numpy_random_seed"])  # noqa: NPY002 - the state that libraries draw from
         torch.set_rng_state(states["torch_manual_seed"])
         if torch.cuda.is_available() and on_gpus:
-            # That rank saw as many GPUs as it saved states, and drew from one of them alone.
+            # That rank saved a state for each visible GPU, and drew from only one of them.
             torch.cuda.set_rng_state(on_gpus[rank % len(on_gpus)])
         now = [torch.get_rng_state()]
     if saved[0] is None or len(saved) != len(now) or not all(map(torch.equal, saved, now)):
-        raise RunFailed(f"the random states in {folder} could not be put back", "start anew")
+        raise RunFailed(f"the random states in {folder} could not be restored", "start from scratch")
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -217,15 +223,15 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def check_indexes(folder: Path) -> None:
-    """Refuse an index of a distributed checkpoint with other classes in it: torch unpickles it, weights_only or not.
+    """Raise RunFailed if an index of a distributed checkpoint has unexpected classes: torch always unpickles it.
 
-    Each rank may have an index, and torch takes a folder of a certain name for the inner one.
+    Each rank may have an index, and torch treats a folder of a certain name as the inner checkpoint.
     """
     from torch.distributed.checkpoint import filesystem
 
-    # Where torch reads an index it uses this for the pickle module, for the whole process from here on.
+    # Replaces the pickle module with which torch reads an index, for the rest of this process.
     safe_pickle = types.SimpleNamespace(dump=pickle.dump, load=lambda stream: _IndexUnpickler(stream).load())
-    setattr(filesystem, "pickle", safe_pickle)  # noqa: B010 - a type checker knows it as a module
+    setattr(filesystem, "pickle", safe_pickle)  # noqa: B010 - its declared type is a module
     for file in sorted([*folder.glob("*.metadata"), *folder.glob("*/*.metadata")]):
         try:
             if not file.is_file():
@@ -233,41 +239,41 @@ def check_indexes(folder: Path) -> None:
             with file.open("rb") as stream:
                 _IndexUnpickler(stream).load()
         except Exception as error:
-            raise RunFailed(f"{file} is not an index of a checkpoint ({error})", "start anew") from None
+            raise RunFailed(f"{file} is not an index of a checkpoint ({error})", "start from scratch") from None
 
 
 def _load_universal(run: OpenRun, accelerator: Accelerator, folder: Path) -> None:
-    """Load through a temporary folder next to the record, which the main process makes for all ranks."""
+    """Load a universal checkpoint, which the main process writes to a temporary folder next to the record."""
     from accelerate.utils import broadcast_object_list
 
     from study.metrics.state import base_optimizer
 
     engine: Any = accelerator.deepspeed_engine_wrapped.engine
-    with swap_folder(run.output_dir) if accelerator.is_main_process else nullcontext() as made:
-        if made is not None:
+    with swap_folder(run.output_dir) if accelerator.is_main_process else nullcontext() as temporary_folder:
+        if temporary_folder is not None:
             from deepspeed.checkpoint import ds_to_universal
 
-            # DeepSpeed's script, in this process, where torch.load is weights_only whatever the script asks for.
+            # DeepSpeed's script runs in this process, in which torch.load is always weights_only.
             ds_to_universal.main(
                 argparse.Namespace(
-                    input_folder=str(folder / _TAG), output_folder=str(made / _TAG), num_extract_workers=1,
+                    input_folder=str(folder / _TAG), output_folder=str(temporary_folder / _TAG), num_extract_workers=1,
                     num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
                 )
             )  # fmt: skip
-        names = [made.name if made is not None else None]
+        names = [temporary_folder.name if temporary_folder is not None else None]
         broadcast_object_list(names)
         universal = run.output_dir.resolve() / str(names[0])
         if not universal.is_dir():
             raise RunFailed(
-                f"rank {accelerator.process_index} does not see the folder {universal}, where the main process has"
+                f"rank {accelerator.process_index} does not see the folder {universal}, in which the main process"
                 " converted the checkpoint",
-                "let --output_dir name a folder that all machines share",
+                "use an --output_dir that all machines share",
             )
         engine._config.load_universal_checkpoint = True
         engine.load_checkpoint(str(universal), _TAG)
         engine._config.load_universal_checkpoint = False
         accelerator.wait_for_everyone()
-    # Stage 3 gives all its groups one step counter, on the host, which each group would advance.
+    # Stage 3 shares one step counter on the host between all groups, and each group would advance it.
     for parameter, state in base_optimizer(engine.optimizer).state.items():
         if hasattr(state.get("step"), "device"):
             state["step"] = state["step"].to(parameter.device, copy=True)

@@ -1,6 +1,6 @@
-"""One row per optimizer step, without making the device wait at every step.
+"""One row per optimizer step, without a device synchronization in every step.
 
-Losses stay on the device until a flush, where one reduction brings the rows of many steps together from all ranks.
+Losses stay on the device until a flush, in which one reduction over all ranks covers the rows of many steps.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ DIVERGED_FIX = "lower --learning_rate, or use another --precision"
 
 
 class StepLog:
-    """Collects the figures of each step, and writes them as rows of steps.jsonl."""
+    """Collector of each step's figures, which it writes as rows of steps.jsonl."""
 
     def __init__(self, run: OpenRun, accelerator: Accelerator):
         self._accelerator, self._record = accelerator, run.record
         self._is_group_leader = run.launch.is_group_leader
         self._tokens_per_step = run.config.global_batch_size * run.config.seq_length
-        # A virtual rank computes on data that no rank sent: its losses and norms stay out of the record.
+        # A virtual rank computes on data that no rank sent: its losses and norms are not recorded.
         self._virtual = run.launch.virtual
         self._pending: list[tuple[int, torch.Tensor, float, Any, int, bool]] = []
-        # The rows that a resumed run continues.
+        # Rows before the steps of a resumed run.
         earlier = run.record.steps_so_far() if run.record else []
         self.first_loss: float | None = earlier[0]["loss"] if earlier else None
         self.skipped_before = sum("skipped" in row for row in earlier)
@@ -52,7 +52,7 @@ class StepLog:
         micro_batches: list[dict[str, torch.Tensor]],
         skipped: bool = False,
     ) -> None:
-        """Keep a step's figures; `micro_batches` are those of the host, whose hash proves which samples it read."""
+        """Store a step's figures until the next flush; the hash of `micro_batches` (on the host) proves its samples."""
         # The sum over all ranks counts each sample once.
         samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches) if self._is_group_leader else 0
         self._pending.append((step, loss, learning_rate, grad_norm, samples_hash, skipped))
@@ -65,7 +65,7 @@ class StepLog:
         if not self._pending:
             return
         losses = torch.stack([loss.reshape(()).double() for _, loss, *_ in self._pending])
-        # A 64-bit hash as two numbers, whose sums over ranks are exact in float64.
+        # A 64-bit hash is split into two numbers, whose sums over ranks are exact in float64.
         halves = [divmod(samples_hash % 2**64, 2**32) for *_, samples_hash, _ in self._pending]
         rows = torch.column_stack([losses, torch.tensor(halves, dtype=torch.float64, device=losses.device)])
         loss_is_on_host = rows.device.type == "cpu"
@@ -85,7 +85,7 @@ class StepLog:
                 "loss": loss,
                 "lr": learning_rate,
                 "grad_norm": number_or_none(None if grad_norm is None or self._virtual else float(grad_norm)),
-                # Without a GPU a virtual rank's time is mostly that of copies in memory.
+                # Without a GPU a virtual rank mostly copies memory, so its time means nothing.
                 "step_time_s": None if self._virtual and loss_is_on_host else step_times_s.get(step),
                 "tokens": self._tokens_per_step,
                 "samples_hash": f"{(int(high) * 2**32 + int(low)) % 2**64:016x}",
@@ -108,10 +108,10 @@ class StepLog:
 
 
 def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
-    """Return loss, and accuracy or perplexity, over the whole split, on the main process; nothing on the others.
+    """Return loss, and accuracy or perplexity, over the whole split on the main process; empty on other ranks.
 
-    The result does not depend on the number of ranks. Every rank makes the same number of equal forward passes (a
-    sharded engine hangs otherwise), so the last batches are padded with repeats, whose losses are cut off.
+    The result does not depend on the number of ranks. Every rank makes the same number of equal forward passes, as a
+    sharded engine would hang otherwise. The last batches are padded with repeated samples, whose losses are removed.
     """
     import torch
 
@@ -122,11 +122,11 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
     turns = -(-len(split) // (batch_size * groups))
     losses, predictions = [], []
 
-    def gathered(own: torch.Tensor) -> torch.Tensor:
-        """Gather one entry per model-parallel group, whose ranks all have the same."""
-        return accelerator.gather(own).unflatten(0, (groups, -1, batch_size))[:, 0].flatten(0, 1)
+    def gathered(local: torch.Tensor) -> torch.Tensor:
+        """Return one entry per model-parallel group, whose ranks all have the same values."""
+        return accelerator.gather(local).unflatten(0, (groups, -1, batch_size))[:, 0].flatten(0, 1)
 
-    # A compiled model would be compiled once more for this, without gradients.
+    # Without gradients a compiled model would be compiled again.
     eager = torch.compiler.set_stance("force_eager") if run.config.torch_compile else contextlib.nullcontext()
     with torch.no_grad(), eager:
         for turn in range(turns):
@@ -154,7 +154,7 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
 
 
 def _sample_losses(task: str, logits: Any, labels: Any) -> Any:
-    """Return each sample's mean loss; samples have equally many scored tokens, so their mean is the token mean."""
+    """Return each sample's mean loss; all samples score the same number of tokens, so their mean is the token mean."""
     from torch.nn.functional import cross_entropy
 
     if task == "bert-imdb":

@@ -1,4 +1,4 @@
-"""The figures of summary.json from what the ranks measured: maxima over ranks for memory, units in the names."""
+"""The figures of summary.json from the ranks' measurements: memory is the maximum over ranks, units are in names."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list
 
     times = meters.summary()
     if run.launch.virtual and accelerator.device.type == "cpu":
-        # Copies in memory replace the network there, and would dominate these times.
+        # Copies in memory replace the network, and would dominate these times.
         times = {key: None if key.startswith("step_time_s_") else value for key, value in times.items()}
     memory = meters.memory.report()
-    mine = {
+    entry = {
         "rank": accelerator.process_index,
         "phases": {
             phase: {figure: _gib(size) for figure, size in sizes.items()} for phase, sizes in memory["phases"].items()
@@ -35,7 +35,7 @@ def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list
         "state": meters.state,
         "time": times,
     }
-    return [mine] if run.launch.virtual else list(gather_object([mine]))
+    return [entry] if run.launch.virtual else list(gather_object([entry]))
 
 
 def summarize(
@@ -47,7 +47,7 @@ def summarize(
     evaluation: dict[str, float | None],
     timing: dict[str, float],
 ) -> dict[str, Any]:
-    """Return every key of summary.json; null where this box could not measure it."""
+    """Return every key of summary.json; a value is None if this machine could not measure it."""
     import torch
 
     from study.metrics.flops import model_flops_per_sample
@@ -62,7 +62,7 @@ def summarize(
     tokens_per_s = None if steps_per_s is None else tokens_per_step * steps_per_s
     collectives = traffic["collectives"].values() if traffic else ()
     by_gloo = [entry["gloo_bytes_per_rank"] for entry in collectives if "gloo_bytes_per_rank" in entry]
-    # The sum over all ranks, which one virtual rank does not give.
+    # One virtual rank does not give the sum over all ranks.
     energies: list[Any] = [None] if virtual else [rank["time"]["energy_j"] for rank in ranks]
     summary = {
         "steps": log.last_step,
@@ -90,14 +90,14 @@ def summarize(
         "avg_memory_gib_device": _largest(rank["device_mean_over_steps"] for rank in ranks),
         "state_bytes_per_rank": {
             kind: {
-                # None where a loss scaler skipped the watched step and all after it.
+                # None if a loss scaler skipped the watched step and all later ones.
                 place: _largest(rank["state"]["state_bytes"][kind][place] for rank in ranks if rank["state"])
                 for place in STATE_PLACES
             }
             for kind in STATE_KINDS
         },
         "comm_bytes_per_step": sum(entry["payload_bytes"] for entry in collectives) if traffic else None,
-        # Ring bytes, as NCCL would send them; then gloo's, where gloo ran.
+        # Ring bytes, as NCCL would send them; then gloo's bytes, if gloo ran.
         "sent_bytes_per_step": sum(entry["wire_bytes_per_rank"] for entry in collectives) if traffic else None,
         "gloo_sent_bytes_per_step": sum(by_gloo) if by_gloo else None,
         "comm_calls_per_step": sum(entry["calls"] for entry in collectives) if traffic else None,
@@ -105,8 +105,8 @@ def summarize(
         "steps_skipped": log.skipped_before + log.skipped_steps,
         "warmup_steps": time["warmup_steps"],
     }
-    known = {*SUMMARY_KEYS, *SUMMARY_MAY_HAVE}
-    assert set(summary) == known, set(summary) ^ known
+    expected_keys = {*SUMMARY_KEYS, *SUMMARY_MAY_HAVE}
+    assert set(summary) == expected_keys, set(summary) ^ expected_keys
     return summary
 
 

@@ -1,4 +1,4 @@
-"""A cell: one run of a study, and the command that a person would type for it."""
+"""A cell: one run of a suite, and the command that launches it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCRIPTS: dict[Trainer, str] = {
     "hf_trainer": "study/baselines/hf_trainer.py",
     "bare_loop": "study/baselines/bare_loop.py",
 }
-# Below the ports that a kernel assigns by itself. Jobs that share a node start at different ports.
+# Below the ephemeral ports of the kernel. Jobs that share a node start at different ports.
 _FIRST_PORT, _PORTS = 15000, 10000
 
 
@@ -34,47 +34,49 @@ class Cell:
     strategy: str
     world_size: int
     config: RunConfig
-    # The suite's own settings, without the defaults of study/train.py.
+    # The suite's settings, without the defaults of study/train.py.
     asked: RunConfig
     repeat: int
     time_limit_s: float = 3600.0
     # The suite's estimate, used until a record has a measurement.
     expected_s: float | None = None
     trainer: Trainer = "study"
-    # The cell demonstrates that the suite's box runs out of memory.
+    # Set if the cell demonstrates that the suite's hardware runs out of memory.
     expect: Literal["oom"] | None = None
     # A name in study/releases/stacks.yaml; None for the installed releases.
     stack: str | None = None
 
     @functools.cached_property
     def id(self) -> str:
+        """Name of the cell's directory, from the run's settings and the repeat."""
         return f"{self.config.run_id(self.arm, self.ranks)}-r{self.repeat}"
 
     @property
     def ranks(self) -> int:
-        """Ranks of the measured job; a virtual rank is launched as a single process."""
+        """World size of the measured job; a virtual rank itself is launched as a single process."""
         return self.config.virtual_world_size or self.world_size
 
     @property
     def plan(self) -> BatchPlan:
+        """Batch plan of the run; raises UserError if the batch does not divide over the ranks."""
         group_size = read_strategy(self.strategy).with_group_size(self.config.group_size).group_size
         return self.config.batch_plan(self.ranks, group_size)
 
     @property
     def arm(self) -> str:
-        """The strategy with another trainer than the study's own, `virtual` for a virtual rank, and the stack."""
+        """The strategy, with the trainer if it is not study/train.py, `virtual` for a virtual rank, and the stack."""
         marks = [self.trainer] * (self.trainer != "study") + ["virtual"] * bool(self.config.virtual_world_size)
         marks += [f"ds{self.stack}"] * bool(self.stack)
         return "-".join([self.strategy, *marks])
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps; None where they depend on the data."""
-        known = self.config.max_steps or self.config.train_samples
-        return self.config.total_steps(self.config.train_samples or self.config.global_batch_size) if known else None
+        """Number of optimizer steps; None if it depends on the data."""
+        is_set = self.config.max_steps or self.config.train_samples
+        return self.config.total_steps(self.config.train_samples or self.config.global_batch_size) if is_set else None
 
     def flags(self, output_dir: Path) -> list[str]:
-        """Return the command line of study/train.py for exactly this run."""
+        """Return the arguments of study/train.py for this run."""
         flags = []
         for field in dataclasses.fields(RunConfig):
             value = getattr(self.asked, field.name)
@@ -90,36 +92,36 @@ class Cell:
 
 
 def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]:
-    """Return what a person would type in the repository root."""
+    """Return the command that launches the cell from the repository root."""
     processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
     configuration = f"accelerate_configs/{cell.strategy}.yaml"
     launcher = [accelerate(), "launch", "--config_file", configuration, *processes]
     script = [_SCRIPTS[cell.trainer], *cell.flags(_shortest(output_dir)), *extra_flags]
     if (job := this_job()) is None:
         return [*launcher, *script]
-    # The sweep refuses a cell that does not fit; its command shows all nodes.
+    # The sweep rejects a cell that needs more nodes; its command shows all of the job's nodes.
     return on_nodes(job, allocated_box().nodes_for(cell.world_size) or len(job.nodes), launcher, script)
 
 
 def on_nodes(job: Job, nodes: int, launcher: list[str], script: list[str]) -> list[str]:
-    """Return one `srun` that starts a launcher on each node."""
+    """Return an `srun` command that starts a launcher on each node."""
     if nodes == 1:
         return [*job.step(1), *launcher, *script]
-    where = ["--num_machines", str(nodes), "--main_process_ip", address_of(job.nodes[0])]
-    # The rank of a node is in the environment of the step alone, so a shell there reads it.
-    line = f"exec {shlex.join([*launcher, *where, '--main_process_port', _free_port(job)])}"
+    rendezvous = ["--num_machines", str(nodes), "--main_process_ip", address_of(job.nodes[0])]
+    # The rank of a node is set only in the environment of the step, so a shell on the node reads it.
+    line = f"exec {shlex.join([*launcher, *rendezvous, '--main_process_port', _free_port(job)])}"
     return [*job.step(nodes), "bash", "-c", f'{line} --machine_rank "$SLURM_NODEID" {shlex.join(script)}']
 
 
 def _free_port(job: Job) -> str:
-    """A port that is free here; in a batch script, this is the node where the ranks meet."""
+    """Return a free port of this node, which is the main process's node in a batch script."""
     first = int(re.sub(r"\D", "", job.id) or 0) * 7
     for offset in range(_PORTS):
         port = _FIRST_PORT + (first + offset) % _PORTS
-        with socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                one.bind(("", port))
+                listener.bind(("", port))
             except OSError:
                 continue
             return str(port)
@@ -133,11 +135,11 @@ def _shortest(path: Path) -> Path:
 
 
 def accelerate() -> str:
-    """Return the word `accelerate` where the shell finds this installation's, else its path."""
-    own = Path(sys.executable).parent / "accelerate"
-    found = shutil.which("accelerate")
-    if found and (not own.exists() or Path(found).samefile(own)):
+    """Return `accelerate` if it is this installation's script on PATH, else the path of the script."""
+    installed = Path(sys.executable).parent / "accelerate"
+    on_path = shutil.which("accelerate")
+    if on_path and (not installed.exists() or Path(on_path).samefile(installed)):
         return "accelerate"
-    if own.exists():
-        return str(_shortest(own))
+    if installed.exists():
+        return str(_shortest(installed))
     raise UserError("Accelerate is not installed here", "run: pip install -e '.[train]'")

@@ -1,4 +1,4 @@
-"""`study run`, `study weights` and `study status`: a suite, or the slices of a series of suites."""
+"""The commands `study run`, `study weights` and `study status` for a suite, or for the slices of a series."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_m
 from study.sweep.tables import result_tables, series_tables, status_tables, status_verdict
 
 RESUME = """\
-Run it again to resume. Cells that ended ok never run again; those that ended oom, timeout or unsupported run again with
---retry only; interrupted and failed ones run again in every call, after those that were never tried. Ctrl-C or a crash
-loses at most the running cell. A search chooses each probe from the records of those before it. A series of suites runs
-their slices in its own order, and keeps each record where its suite does.
-ZERO_STUDY_HOST_MEMORY_GIB sets the memory of this box where it shows less than it can have.
+Run it again to resume. Cells in state ok never run again. Cells in state oom, timeout or unsupported run again only
+with --retry. Interrupted and failed cells run again in every call, after all cells that were never tried. Ctrl-C or a
+crash loses at most the running cell. A search chooses each probe from the records of earlier probes. A series runs
+slices of several suites in its order, and stores each record in the folder of its suite.
+ZERO_STUDY_HOST_MEMORY_GIB sets the memory of this machine if the machine reports less than it can use.
 """
 
 
@@ -37,19 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("suite", metavar="SUITE", help="a name in study/suites/, or a path")
     add("--runs_dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept")
-    only = "only the cells whose id matches, such as '*-zero3-*', or a flag, such as seed=42 or repeat=1; given again,"
-    add("--only", metavar="GLOB", action="append", default=[], help=f"{only} both must match")
-    rehearsal = "the same cells with tiny models and few steps, on any box, in a separate folder: a test of the suite,"
-    add("--rehearse", action="store_true", help=f"{rehearsal} and not its measurement")
+    only = "only the cells whose id matches, such as '*-zero3-*', or a flag, such as seed=42 or repeat=1; if repeated,"
+    add("--only", metavar="GLOB", action="append", default=[], help=f"{only} all must match")
+    rehearsal = "smoke test: the same cells with tiny models and few steps, on any machine, in a separate folder;"
+    add("--rehearse", action="store_true", help=f"{rehearsal} its results are not comparable")
 
 
 def add_timed_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --time_budget to the arguments of every command."""
     add_arguments(parser)
-    help = "only cells that end in this time, such as 9m or 1h30m"
+    help = "only cells that end within this time, such as 9m or 1h30m"
     parser.add_argument("--time_budget", type=duration, metavar="TIME", help=help)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `study run`."""
     add_timed_arguments(parser)
     add = parser.add_argument
     add("--dry_run", action="store_true", help="print each cell's command and predicted memory, time and outcome")
@@ -59,10 +61,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def duration(text: str) -> float:
-    found = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
-    if not found:
+    """Return the seconds of a duration such as 9m, 90s or 1h30m."""
+    match = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 9m, 90s or 1h30m")
-    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    hours, minutes, seconds = (float(part or 0) for part in match.groups())
     return hours * 3600 + minutes * 60 + seconds
 
 
@@ -71,8 +74,9 @@ def _plan(options: argparse.Namespace, box: Box) -> Plan:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the cells of the suite or series; return 1 if some did not run or failed, else 0."""
     if options.hardware is not None and not options.dry_run:
-        raise UserError("--hardware predicts, and a run is where it is", "add --dry_run, or leave it out")
+        raise UserError("--hardware is only for predictions", "add --dry_run, or leave --hardware out")
     refuse_to_be_one_of_many_tasks()
     box = allocated_box()
     plan = _plan(options, box)
@@ -86,8 +90,8 @@ def run(options: argparse.Namespace) -> int:
         if not passes:
             print_page([_verdict(plan, options), "", *series_tables(plan.slices)])
     for part in {part.root: part for part in parts}.values():
-        if others := part.runs_of_others():
-            print(f"notice: {others}", file=sys.stderr)
+        if notice := part.runs_of_others():
+            print(f"notice: {notice}", file=sys.stderr)
     not_all_was_run = False
     for title, part, cells in passes:
         if title:
@@ -105,9 +109,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, list[Cell | Search]]]:
-    """Yield the slices with something left to run; what was tried before comes after all of them.
+    """Yield the slices with cells to run, first all cells that were never tried, then those that were.
 
-    A cell that hangs until a call is over would otherwise block the others in every call.
+    Otherwise a cell that hangs until a call is over would block the others in every call.
     """
     second = []
     for part in parts:
@@ -120,7 +124,7 @@ def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, l
 
 
 def _runnable(plan: Plan, box: Box) -> list[Slice]:
-    """Return the slices of a series that the box can run; if there are none, raise the first reason."""
+    """Return the slices of a series that the machine can run; if there are none, raise the first reason."""
     refusals = [missing_here(part.suite, box, part.cells) for part in plan.slices]
     missing = {refusal.problem: refusal for refusal in refusals if refusal is not None}
     if None not in refusals:
@@ -131,33 +135,33 @@ def _runnable(plan: Plan, box: Box) -> list[Slice]:
 
 
 def _dry_run(plan: Plan, retry: bool, box: Box, hardware: str | None) -> int:
-    left = []
+    remaining = []
     for part in plan.slices:
-        of_this = list(left_to_run(part.cells, part.root, retry))
-        left += of_this
+        remaining_of_slice = list(left_to_run(part.cells, part.root, retry))
+        remaining += remaining_of_slice
         if plan.is_series:
-            print(f"# {part.title}: {estimate(of_this, bool(part.searches))}")
+            print(f"# {part.title}: {estimate(remaining_of_slice, bool(part.searches))}")
         forecast = forecast_for(part.suite, box, earlier_durations(part.root), hardware)
         for cell in part.cells:
             _print_commands(cell, part.root, retry, forecast)
-    print(f"# {estimate(left, any(part.searches for part in plan.slices))}", file=sys.stderr)
+    print(f"# {estimate(remaining, any(part.searches for part in plan.slices))}", file=sys.stderr)
     return 0
 
 
 def _print_commands(cell: Cell | Search, root: Path, retry: bool, forecast: Forecast) -> None:
-    one: Cell | None = cell if isinstance(cell, Cell) else next(cell.probes(root, retry), None)
+    following: Cell | None = cell if isinstance(cell, Cell) else next(cell.probes(root, retry), None)
     if isinstance(cell, Search):
-        if one is None:
+        if following is None:
             print(f"# {cell.id} is answered: {cell.what_fits(root).answer}")
             return
         print(f"# {cell.id} searches {cell.rungs[0]} to {cell.rungs[-1]}: its next probe, which decides those after it")
-    assert one is not None
-    expected = "  # expected to run out of memory" if one.expect == "oom" else ""
-    print(f"{shlex.join(launch_command(one, root / one.id))}  # {forecast.describe(one)}{expected}")
+    assert following is not None
+    expected = "  # expected to run out of memory" if following.expect == "oom" else ""
+    print(f"{shlex.join(launch_command(following, root / following.id))}  # {forecast.describe(following)}{expected}")
 
 
 def _any_failed(part: Slice) -> bool:
-    """Whether a cell failed. Out of memory is an answer for a probe, and for a cell that demonstrates it."""
+    """Whether a cell failed. For a probe, or a cell that demonstrates it, out of memory is an answer."""
     fine = {"ok", "unsupported", "to do"}
     return any(
         record.state not in (fine | {"oom"} if isinstance(cell, Search) or cell.expect == "oom" else fine)
@@ -167,11 +171,11 @@ def _any_failed(part: Slice) -> bool:
 
 
 def weights(options: argparse.Namespace) -> int:
-    """Prepare initial weights, each set in a process of its own, which alone has the model and its libraries."""
+    """Create the initial weights of the cells that have none, each set in a separate process that loads the model."""
     box = allocated_box()
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
-    # Weights of the slices that the box can run; if there are none, of all.
+    # Slices that the machine can run; if there are none, all.
     parts = [part for part in plan.slices if not missing_here(part.suite, box, part.cells)] or plan.slices
     for item, root in in_order(parts, options.time_budget):
         for cell in one_of_each_model(item):
@@ -180,7 +184,7 @@ def weights(options: argparse.Namespace) -> int:
                 key = (config.task, config.model_name_or_path, config.weights, str(config.seed))
                 sets.setdefault(key, (cell, root))
     if not sets:
-        print(f"no cell that {plan.name} would run now starts from weights")
+        print(f"no remaining cell of {plan.name} needs initial weights")
     command = [sys.executable, "-m", "study.workloads.initial"]
     statuses = [
         subprocess.run([*command, *cell.flags(root / cell.id)], check=False).returncode for cell, root in sets.values()
@@ -189,7 +193,7 @@ def weights(options: argparse.Namespace) -> int:
 
 
 def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
-    """Yield what `study run` would start in this time, in its order."""
+    """Yield the cells and searches that `study run` would start within this time, in its order."""
     spent = 0.0
     for _, part, cells in _passes(parts, retry=False):
         for cell, seconds in left_to_run(cells, part.root):
@@ -200,6 +204,7 @@ def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tu
 
 
 def status(options: argparse.Namespace) -> int:
+    """Print how many cells are done, and the reasons of the others."""
     plan = _plan(options, allocated_box())
     print_page([_verdict(plan, options), "", *_status_tables(plan)])
     return 0

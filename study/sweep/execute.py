@@ -1,4 +1,4 @@
-"""Run the cells of a suite one after another, each in processes of its own, and leave a record of every one."""
+"""Run the cells of a suite one after another, each in separate processes, and record each of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from study.sweep.launch import end_leftovers, only_sweep, run_cell
 from study.sweep.search import Search, new_and_tried, runs_left
 from study.sweep.verdict import attempt_of, conclude, last_lines
 
-# Ctrl-C, `kill` and a closed terminal all end the current run in order.
+# Ctrl-C, `kill` and a closed terminal all end the current run in an orderly way.
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ADDRESS = re.compile(r"(--main_process_ip )\S+")
 
@@ -60,11 +60,11 @@ def run_cells(
     is_kept: bool = True,
     only_computes: bool = False,
 ) -> Sweep:
-    """Run everything that has no answer, in the order given, and last what was tried before.
+    """Run all unanswered cells and searches in the given order, those that were tried before last.
 
-    A cell that hangs until the call is over would otherwise block the others in every call. `root` has one directory
-    per cell; where it is not kept, no call can resume. `only_computes` means that memory and time are not of interest,
-    so runs may be forks.
+    Otherwise a cell that hangs until the call is over would block the others in every call. `root` has one directory
+    per cell; `is_kept` is False if the caller deletes it, so that no call can resume. `only_computes` means that
+    memory and time are not measured, so runs may be forks.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with only_sweep(root) as lock:
@@ -79,12 +79,12 @@ def run_cells(
             raising_on(Stopped("stopped"), *_STOPS),
         ):
             if ended:
-                progress.say(f"notice: ended {ended} processes that an earlier sweep had left")
+                progress.say(f"notice: ended {ended} processes of an earlier sweep")
             sweep = Sweep(root, lock, box, progress, retry, deadline, only_computes)
             try:
                 sweep.run(to_do)
-            except Stopped as why:
-                progress.say(str(why))
+            except Stopped as stop:
+                progress.say(str(stop))
                 sweep.stopped = True
             finally:
                 sweep.forks.close()
@@ -94,15 +94,15 @@ def run_cells(
                     note_searches(cells, root)
             sweep.left = len(to_do) - sweep.finished
             if sweep.left:
-                what = "cells and searches" if any(isinstance(item, Search) for item in cells) else "cells"
-                goes_on = "; the same command goes on with them" if is_kept else ""
-                progress.say(f"{sweep.left} of {len(cells)} {what} are left{goes_on}")
+                items = "cells and searches" if any(isinstance(item, Search) for item in cells) else "cells"
+                hint = "; run the same command again to continue" if is_kept else ""
+                progress.say(f"{sweep.left} of {len(cells)} {items} are left{hint}")
             return sweep
 
 
 @dataclasses.dataclass
 class Sweep:
-    """One call of `run_cells`, and its result."""
+    """State and result of one call of `run_cells`."""
 
     root: Path
     lock: FileLock
@@ -114,19 +114,19 @@ class Sweep:
     finished: int = 0
     left: int = 0
     stopped: bool = False
-    # Cells whose folder is not theirs: nothing was run or written there.
+    # Cells whose folder is not a run's or is in use: they were not run.
     refused: int = 0
     forks: ForkServer = dataclasses.field(default_factory=ForkServer)
 
     def run(self, to_do: Sequence[Cell | Search]) -> None:
-        """Count what is finished: a cell when it has run, a search when it needs no further probe."""
+        """Run the items and count the finished ones: a cell that has run, a search that needs no further probe."""
         ran: list[str] = []
         for item in to_do:
             ran_before = len(ran)
             for cell in runs_left(item, self.root, self.retry):
                 if not self.lock.is_in_place():
-                    raise Stopped(f"{self.root} was renamed or removed while this sweep ran: put it back to go on")
-                if cell.id in ran:  # as a probe of another search
+                    raise Stopped(f"{self.root} was renamed or removed during this sweep: restore it to continue")
+                if cell.id in ran:  # also a probe of another search
                     continue
                 expected = 0.0 if self.deadline is None else expected_s(cell, earlier_durations(self.root))
                 if self.deadline is not None and time.monotonic() + expected > self.deadline:
@@ -142,13 +142,13 @@ class Sweep:
                     self.progress.end(cell, Ending("failed", refusal.problem, refusal.fix), 0)
                     # Another task of this array reports its own cell.
                     self.refused += not (is_array_task() and isinstance(refusal, Held))
-                    # A search would ask for the same probe again.
+                    # A search would request the same probe again.
                     break
                 except OSError as error:
-                    # Where one record cannot be written, the next one cannot, either.
+                    # If one record cannot be written, the next one cannot be written either.
                     place = self.root / cell.id
                     raise Stopped(f"{place} cannot be written ({error.strerror}): make room, or fix it") from None
-                # A probe that does not fit is an answer, and not a failure.
+                # A probe that does not fit is an answer, not a failure.
                 seconds = time.monotonic() - started
                 is_an_answer = isinstance(item, Search) or cell.expect == "oom"
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=is_an_answer)
@@ -158,23 +158,28 @@ class Sweep:
             self.finished += 1
 
     def run_cell(self, cell: Cell, order: int) -> Ending:
-        """Run it, and note the attempt; UserError where its folder is not a run's, or another run is at work there."""
+        """Run the cell, note the attempt and return its ending.
+
+        Raise UserError if the cell's folder is not a run's, or if another run uses it.
+        """
         directory = self.root / cell.id
         refuse_files_of_others(directory, str(directory), "move them away, or name another --runs_dir")
         refuse_folder_at_work(directory, str(directory))
         ending = None
         node_count = self.box.nodes_for(cell.world_size)
         if node_count is None:
-            ending = Ending("unsupported", f"{cell.world_size} ranks, and this box has {self.box}", "run it on more")
+            ending = Ending(
+                "unsupported", f"{cell.world_size} ranks, and this machine has {self.box}", "run it on more"
+            )
         elif cell.stack and (problem := stacks()[cell.stack].why_not()):
             ending = Ending("unsupported", problem, "compare it where pip can install it")
         if ending is not None:
             with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), ending)
             return ending
-        # The MFU of a tiny model has no meaning, and a rehearsal on a rented box should not wait for it.
+        # The MFU of a tiny model has no meaning, and would delay a rehearsal on a rented machine.
         rates = matmul_rates(self.box) if cell.config.scale == "paper" else {}
-        # The job's nodes by their digests: they show whether two cells ran on the same ones.
+        # Digests of the job's nodes show whether two cells ran on the same nodes.
         job = this_job()
         nodes = None if job is None else [digest_of_host(name) for name in job.nodes[:node_count]]
         foreign = {"before": self._foreign_gpu_processes()}
@@ -208,36 +213,36 @@ class Sweep:
             if ended.stopped_by == "user":
                 raise Stopped("stopped")
             if is_in_job() and ended.was_terminated:
-                # Slurm ends a job's steps first: the next cell would waste the time that is left to end in order.
+                # Slurm ends a job's steps first: the next cell would use the time that remains for an orderly end.
                 raise Stopped("stopped: Slurm ends this job")
         return ending
 
     def _foreign_gpu_processes(self, patience_s: float = 0) -> list[dict[str, Any]]:
-        """Report other processes on the GPUs, which disturb the measurement."""
-        found = gpu_processes()
-        if found and patience_s:
-            # The driver may need time to release the run's own.
+        """Return other processes on the GPUs, which disturb the measurement, and print a notice for each."""
+        processes = gpu_processes()
+        if processes and patience_s:
+            # The driver may need time to release the run's processes.
             time.sleep(patience_s)
-            found = gpu_processes()
-        for process in found:
+            processes = gpu_processes()
+        for process in processes:
             self.progress.say(f"notice: GPU {process['gpu']} is in use by process {process['pid']}, not of this sweep")
-        return found
+        return processes
 
 
 def _without_nodes(words: Sequence[str]) -> list[str]:
-    """Replace each node of this job by the digest that records name it by, and drop addresses."""
+    """Replace the names of this job's nodes by the digests that records use, and remove addresses."""
     job = this_job()
     names = sorted(job.nodes if job else (), key=len, reverse=True)
-    said = []
+    replaced = []
     for word in words:
         for name in names:
             word = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", digest_of_host(name), word)
-        said.append(_ADDRESS.sub(r"\1ADDRESS", word))
-    return said
+        replaced.append(_ADDRESS.sub(r"\1ADDRESS", word))
+    return replaced
 
 
 def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
-    """Add the attempt to sweep.json, beside the cell's record."""
+    """Add the attempt to sweep.json, in the folder of the cell's record."""
     file = directory / NOTES
     before: dict[str, Any]
     try:
@@ -254,12 +259,12 @@ def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt:
 
 
 def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
-    """Note beside each probe's record every search that it answers, also one that found the record there.
+    """Write to each probe's sweep.json all searches that use it, also those that found its record.
 
-    A run that is also a cell of the suite is more than a probe.
+    A run that is also a cell of the suite is not noted as a probe.
     """
     cells = list(cells)
-    named = {cell.id for cell in cells if isinstance(cell, Cell)}
+    cell_ids = {cell.id for cell in cells if isinstance(cell, Cell)}
     noted: dict[str, list[dict[str, Any]]] = {}
     for search in (cell for cell in cells if isinstance(cell, Search)):
         for place in search.states(root):
@@ -270,18 +275,18 @@ def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
         try:
             document = read_json(file)
         except RecordError:
-            # The sweep was killed here: the probe is run again.
+            # The sweep was killed during this probe, which will run again.
             continue
-        # `cells` may be some of the suite's: notes of the others stay.
-        mine = {entry["id"] for entry in entries}
-        others = [entry for entry in document.get("searches", []) if entry["id"] not in mine]
-        said = {"searches": others + entries, "probe": name not in named and document.get("probe", True)}
-        if said != {key: document.get(key) for key in said}:
-            write_json(file, document | said)
+        # `cells` may be only some of the suite's cells: the notes of other searches stay.
+        search_ids = {entry["id"] for entry in entries}
+        other_entries = [entry for entry in document.get("searches", []) if entry["id"] not in search_ids]
+        notes = {"searches": other_entries + entries, "probe": name not in cell_ids and document.get("probe", True)}
+        if notes != {key: document.get(key) for key in notes}:
+            write_json(file, document | notes)
 
 
 class _Lines:
-    """Lines of a growing file, which is read once."""
+    """Counter of the lines of a growing file, which it reads only once."""
 
     def __init__(self, file: Path):
         self._file, self._offset, self._lines = file, 0, 0
@@ -296,13 +301,13 @@ class _Lines:
 
 
 class SweepProgress:
-    """Cells done, failed and left, and the current one's step and remaining time: bars, or lines without a terminal."""
+    """Display of finished, failed and remaining cells and the current one's step: bars, or lines without a terminal."""
 
     _cell: TaskID
     _step: int
 
     def __init__(self, cells_to_do: int, already_done: int, searches: int):
-        # A search counts as one cell until it asks for a further probe.
+        # A search counts as one cell until it requests a further probe.
         self._total, self._already_done, self._searches = cells_to_do, already_done, searches
         self._done = self._failed = 0
         console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -320,10 +325,11 @@ class SweepProgress:
         self._bars.stop()
 
     def say(self, text: str) -> None:
+        """Print a line above the bars."""
         self._bars.console.print(text)
 
     def begin(self, cell: Cell, one_more: bool = False) -> None:
-        """`one_more` is a further probe of a search, which was not counted."""
+        """Show the start of a cell; `one_more` if it is a further probe of a search, which was not counted."""
         self._total += one_more
         self._bars.update(self._all, total=self._total, description=self._counts())
         self._cell, self._step = self._bars.add_task(f"starting  {cell.id}", total=cell.total_steps), 0
@@ -331,15 +337,17 @@ class SweepProgress:
             self.say(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
 
     def step(self, cell: Cell, step: int) -> None:
+        """Show the cell's number of finished steps."""
         if step and not self._step:
-            # The remaining time depends on the steps alone, without the start.
+            # The remaining time is estimated from the steps, without start-up.
             self._bars.reset(self._cell)
         if step:
-            of_all = f"/{cell.total_steps}" if cell.total_steps else ""
-            self._bars.update(self._cell, completed=step, description=f"step {step}{of_all}  {cell.id}")
+            total = f"/{cell.total_steps}" if cell.total_steps else ""
+            self._bars.update(self._cell, completed=step, description=f"step {step}{total}  {cell.id}")
         self._step = step
 
     def end(self, cell: Cell, ending: Ending, seconds: float, oom_is_an_answer: bool = False) -> None:
+        """Print the ending of the current cell, and count it as failed unless it is an answer."""
         self._done += 1
         self._failed += ending.state not in ("ok", "unsupported", *(["oom"] if oom_is_an_answer else []))
         self._bars.update(self._all, completed=self._done, description=self._counts())
@@ -349,6 +357,7 @@ class SweepProgress:
         self.say(f"{name}{ending.state} after {format_duration(seconds)}{why}")
 
     def end_search(self, answer: str) -> None:
+        """Print the answer of a search."""
         self._searches -= 1
         self.say(answer)
 

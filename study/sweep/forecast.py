@@ -1,4 +1,4 @@
-"""Forecasts of a cell: time by earlier records, memory and outcome by prediction."""
+"""Forecast of a cell before it runs: its time from earlier records, its memory and outcome from a prediction."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from study.sweep.cell import Cell
 from study.sweep.search import Search, runs_left
 from study.sweep.suite_file import Requirements, Suite
 
-# The sweep's notes beside a record: each attempt as the sweep saw it.
+# The sweep's notes in a record's folder: the command, exit status and time of each attempt.
 NOTES = "sweep.json"
-# For an estimate alone.
+# Used only for estimates of time.
 PROBES_OF_A_SEARCH = 3
-# Seconds of the cells that ended ok, by the keys of `_alike`.
+# Seconds of successful cells, by the keys of `_alike`.
 Durations = Mapping[tuple[str, ...], list[float]]
 
 
 def earlier_durations(root: Path) -> Durations:
+    """Return the seconds of the successful cells below `root`."""
     durations = defaultdict(list)
     for file in root.glob(f"*/{NOTES}"):
         try:
@@ -49,51 +50,56 @@ def earlier_durations(root: Path) -> Durations:
 
 
 def _alike(config: RunConfig, arm: str, ranks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Keys of the runs that differ in seed and repeat alone, and of those of one task, model and strategy."""
+    """Return two keys: one for runs that differ only in seed and repeat, one for the task, model and strategy."""
     return (dataclasses.replace(config, seed=0).run_id(arm, ranks),), (config.task, config.model_name_or_path, arm)
 
 
 def expected_s(cell: Cell, durations: Durations) -> float:
-    """Median of the runs that differ in seed and repeat alone, else the suite's estimate, else that of similar runs."""
+    """Return the median seconds of runs that differ only in seed and repeat.
+
+    Without such runs it is the suite's estimate, else the median of similar runs, else of all runs, else 0.
+    """
     exactly, roughly = _alike(cell.config, cell.arm, cell.ranks)
     if exactly not in durations and cell.expected_s is not None:
         return cell.expected_s
     seconds = durations.get(exactly) or durations.get(roughly)
-    seconds = seconds or [each for key, several in durations.items() if len(key) == 1 for each in several]
+    seconds = seconds or [run_s for key, several in durations.items() if len(key) == 1 for run_s in several]
     return statistics.median(seconds) if seconds else 0.0
 
 
 def left_to_run(
     cells: Iterable[Cell | Search], root: Path, retry: bool = False
 ) -> Iterator[tuple[Cell | Search, float]]:
-    """Yield the items without an answer, each with its expected seconds."""
+    """Yield the unanswered items, each with its expected seconds."""
     durations = earlier_durations(root)
     for item in cells:
         if (run := next(runs_left(item, root, retry), None)) is not None:
             yield item, expected_s(run, durations) * (PROBES_OF_A_SEARCH if isinstance(item, Search) else 1)
 
 
-def estimate(left: Sequence[tuple[Cell | Search, float]], has_searches: bool) -> str:
-    """Describe what is left, and its time; the number of a search's probes is a guess."""
-    searches = sum(isinstance(item, Search) for item, _ in left)
-    seconds = [each for _, each in left]
-    text = f"{len(left) - searches} cells to run" + (f" and {searches} searches to finish" if has_searches else "")
+def estimate(items: Sequence[tuple[Cell | Search, float]], has_searches: bool) -> str:
+    """Describe the remaining items and their time, with an assumed number of probes per search."""
+    searches = sum(isinstance(item, Search) for item, _ in items)
+    seconds = [item_s for _, item_s in items]
+    text = f"{len(items) - searches} cells to run" + (f" and {searches} searches to finish" if has_searches else "")
     if not any(seconds):
-        return f"{text}; how long that takes is not known yet"
+        return f"{text}; no estimate of the time yet"
     assumed = f", with {PROBES_OF_A_SEARCH} probes per search" if searches else ""
     return f"{text}, about {format_duration(sum(seconds))} (an estimate{assumed})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
+    """Forecasts for the cells of a suite on given hardware."""
+
     suite: Suite
     host: Host
     durations: Durations
-    # From --hardware, or the GPUs of this box.
+    # From --hardware, or the GPUs of this machine; None without either.
     box: Hardware | None
 
     def _device_gib(self, cell: Cell) -> float | None:
-        """A rank's cap, or memory of one GPU of the box, or of one that the suite requires."""
+        """Return a rank's GPU memory: its cap, else one GPU of the hardware, else one that the suite requires."""
         if cell.config.device_memory_cap_gib is not None:
             return cell.config.device_memory_cap_gib
         if self.box is not None:
@@ -110,40 +116,40 @@ class Forecast:
     def _nodes(self, cell: Cell) -> int:
         if self.box is not None:
             return -(-cell.world_size // self.box.gpus_per_node)
-        wanted = self.suite.requires
-        if wanted.gpus > self.host.gpus:
-            return -(-cell.world_size // (wanted.gpus_per_node or wanted.gpus))
+        requires = self.suite.requires
+        if requires.gpus > self.host.gpus:
+            return -(-cell.world_size // (requires.gpus_per_node or requires.gpus))
         return self.host.nodes_for(cell.world_size) or 1
 
     def describe(self, cell: Cell) -> str:
-        """Return memory, time and outcome in a few words."""
-        said, request = [], self.request(cell)
+        """Return a one-line forecast of memory, time and outcome."""
+        texts, request = [], self.request(cell)
         if self.box is not None and self._nodes(cell) > self.box.nodes:
-            said.append(f"{cell.world_size} ranks need as many GPUs, of which {self.box.name} has {self.box.ranks}")
+            texts.append(f"{cell.world_size} ranks need as many GPUs, and {self.box.name} has {self.box.ranks}")
         device, fits = self._device_gib(cell), None
         if request is None:
-            said.append(f"no memory for {unpredicted(cell.strategy, cell.config)}")
+            texts.append(f"no memory for {unpredicted(cell.strategy, cell.config)}")
         else:
             memory = predict_memory(request)
-            said.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
-            said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
+            texts.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
+            texts.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
             fits = self._fits(cell, memory)
-        # Records and the suite come first: a predicted step has no start, evaluation or saving.
+        # Records and the suite's estimate come first: a predicted step excludes start-up, evaluation and saving.
         if seconds := expected_s(cell, self.durations):
-            said.append(f"about {format_duration(seconds)}")
+            texts.append(f"about {format_duration(seconds)}")
         elif request is None or self.box is None:
-            said.append("no time without --hardware")
+            texts.append("no time without --hardware")
         else:
             step, steps = predict_time(request).step_s.value, cell.total_steps
-            said.append(f"{step:.3g} s a step" + (f", {format_duration(step * steps)} for {steps}" if steps else ""))
+            texts.append(f"{step:.3g} s a step" + (f", {format_duration(step * steps)} for {steps}" if steps else ""))
         if fits is not None:
-            said.append("fits" if fits else "runs out of memory")
-        return "predicted: " + ", ".join(said)
+            texts.append("fits" if fits else "runs out of memory")
+        return "predicted: " + ", ".join(texts)
 
     def last_that_fits(self, cells: Iterable[Cell]) -> int:
-        """Return the position of the largest cell that fits a cap or a required GPU, of ever larger ones.
+        """Return the position of the largest cell that fits its cap or GPU; the cells are in ascending size.
 
-        Without either it is the first: one that is too large may block the whole machine.
+        Without a cap or GPU it is the first position, because a cell that is too large may block the machine.
         """
 
         def fits(cell: Cell) -> bool:
@@ -156,31 +162,31 @@ class Forecast:
         device, on_host = self._device_gib(cell), memory.host_peak.value
         if device is None:
             on_host += cell.world_size / self._nodes(cell) * memory.peak_reserved.value
-        # A cap limits the allocator, and not the CUDA context.
+        # A cap limits the allocator, but not the CUDA context.
         is_cap = cell.config.device_memory_cap_gib is not None
         on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
         return on_host <= self._host_gib * GIB and (device is None or on_device <= device * GIB)
 
     def too_large(self, cell: Cell) -> Memory | None:
-        """Return the memory of a cell that does not fit by the lower ends of its intervals; None if it may fit."""
+        """Return the predicted memory of a cell whose lower bounds exceed the hardware; None if it may fit."""
         request, device = self.request(cell), self._device_gib(cell)
         if request is None:
             return None
         memory = predict_memory(request)
-        least, on_host = memory.peak_reserved.low or memory.peak_allocated.value, memory.host_parts["load"]
+        lower_bound, on_host = memory.peak_reserved.low or memory.peak_allocated.value, memory.host_parts["load"]
         if device is None:
             on_host = max(on_host, request.box.gpus_per_node * memory.peak_allocated.value)
-        exceeds = on_host > self._host_gib * GIB or (device is not None and least > device * GIB)
+        exceeds = on_host > self._host_gib * GIB or (device is not None and lower_bound > device * GIB)
         return memory if exceeds else None
 
     def request(self, cell: Cell) -> Request | None:
-        """Return the request of a prediction; None where `unpredicted` gives a reason."""
+        """Return the request of a prediction; None if `unpredicted` gives a reason."""
         if unpredicted(cell.strategy, cell.config):
             return None
         plan = cell.plan
-        # A virtual rank is alone on its box, whatever the size of its job.
+        # A virtual rank is the only process of its machine, whatever the size of its job.
         per_node = -(-cell.world_size // self._nodes(cell))
-        # A device without memory is a process in host memory.
+        # A device with 0 GiB means that the process uses host memory.
         device = dataclasses.replace(ANY_DEVICE, memory_gib=self._device_gib(cell) or 0.0)
         box = self.box or Hardware("any", device, per_node)
         box = dataclasses.replace(box, gpus_per_node=per_node, nodes=-(-cell.ranks // per_node))
@@ -190,13 +196,14 @@ class Forecast:
 
 
 def forecast_for(suite: Suite, host: Host, durations: Durations, hardware: str | None) -> Forecast:
+    """Return the forecasts of a suite for --hardware, or for this machine."""
     name = hardware or ("this" if host.gpus else None)
     return Forecast(suite, host, durations, None if name is None else box_of(name))
 
 
 def warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:
-    """Yield a warning for each cell that does not fit this box even by lower ends, unless it demonstrates that."""
-    this = Suite("this box", "", Requirements(gpu_memory_gib=min(host.gpu_memory_gib, default=0.0)))
+    """Yield a warning for each cell that will run out of memory here, except cells that demonstrate it."""
+    this = Suite("this machine", "", Requirements(gpu_memory_gib=min(host.gpu_memory_gib, default=0.0)))
     forecast = Forecast(this, host, {}, None)
     for cell in cells:
         if cell.expect != "oom" and (memory := forecast.too_large(cell)):

@@ -1,10 +1,10 @@
-"""Runs without the seconds that imports take: forks of a server that has imported the libraries of one stack.
+"""Runs without import time: forks of a server that has imported the libraries of one stack.
 
-`python study/sweep/fork_server.py SOCKET` is the server, which ends with its standard input. `... SOCKET REQUEST`
-stands in for a launcher: it asks the server for a run, and ends as the run does; ending it ends the run. It needs the
-standard library alone. `ForkServer` is a sweep's side. A fork is a process of its own, with the environment that
-`accelerate launch` sets. Records keep the launch command, and the notes say that the run was forked. Without a GPU
-only: CUDA does not survive a fork.
+`python study/sweep/fork_server.py SOCKET` is the server, which exits when its standard input closes. `... SOCKET
+REQUEST` replaces a launcher: it requests a run from the server and exits with the run's status; stopping it stops the
+run. It needs only the standard library. `ForkServer` is the sweep's side. Each fork is a separate process with the
+environment that `accelerate launch` sets. Records have the launch command, and the sweep's notes mark the run as
+forked. It is used only without a GPU: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ALSO = (
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "transformers.optimization",
     "transformers.trainer",
 )  # fmt: skip
-# The time that torch's launcher grants the other ranks once one has failed.
+# torch's launcher grants the other ranks this time after one has failed.
 GRACE_S = 30
 _REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass
 class ForkServer:
-    """One server at a time, for the stack of the last cell: another stack has other libraries."""
+    """Owner of one server at a time, for the stack of the last cell: another stack needs other libraries."""
 
     _stack: str | None = None
     _process: subprocess.Popen[bytes] | None = None
@@ -67,6 +67,7 @@ class ForkServer:
         return [sys.executable, "-ES", __file__, str(Path(self._folder.name) / "socket"), str(file)]
 
     def close(self) -> None:
+        """Stop the server and delete its folder."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -78,7 +79,7 @@ class ForkServer:
     def _start(self, stack: str | None, environment: Mapping[str, str]) -> None:
         self._stack, self._folder = stack, tempfile.TemporaryDirectory()
         address = Path(self._folder.name) / "socket"
-        # torch and DeepSpeed read these at import: one thread per rank, as the launcher sets, and no compiling.
+        # torch and DeepSpeed read these at import: one thread per rank, like the launcher, and no compilation.
         read_at_import = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(address)], cwd=_REPOSITORY, env={**environment, **read_at_import},
@@ -92,6 +93,7 @@ class ForkServer:
 
 
 def ask(address: str, file: str) -> int:
+    """Request a run from the server and return its exit status."""
     request = json.loads(Path(file).read_text())
     with socket.create_server(("127.0.0.1", 0)) as free:
         request["port"] = free.getsockname()[1]
@@ -100,12 +102,13 @@ def ask(address: str, file: str) -> int:
         connection.sendall(json.dumps(request).encode() + b"\n")
         status = json.loads(connection.recv(64) or b"1")
     if status < 0:
-        # In the words of torch's launcher, which the sweep looks for.
+        # The sweep searches for this line of torch's launcher.
         print(f"  exitcode  : {status}", flush=True)
     return status if status >= 0 else 1
 
 
 def serve(address: str) -> None:
+    """Import the libraries, then fork a process for each request until standard input closes."""
     from study.config.strategies import read_strategy
     from study.host.stacks import import_libraries, importing
 
@@ -127,7 +130,7 @@ def serve(address: str) -> None:
 
 
 def _leave_after(work: Any, *arguments: Any) -> NoReturn:
-    """Run the work of a fork, which never returns to its parent's loop."""
+    """Run the work of a forked process and exit, so that it never returns to its parent's loop."""
     status = 1
     try:
         work(*arguments)
@@ -143,7 +146,7 @@ def _leave_after(work: Any, *arguments: Any) -> NoReturn:
 
 
 def _lead(connection: socket.socket) -> None:
-    """Start the ranks of one request and answer with the exit status; a closed connection ends them."""
+    """Start the ranks of one request and send their exit status; a closed connection ends them."""
     request = json.loads(connection.makefile().readline())
     ranks: set[int] = set()
     for rank in range(request["ranks"]):
@@ -188,7 +191,10 @@ def _be_rank(request: dict[str, Any], rank: int) -> None:
 
 
 def _rank_environment(launched: list[str], port: int, rank: int, agent_store: bool) -> dict[str, str]:
-    """Return what Accelerate's launcher and torch's set for a rank; a test compares it with a real launch."""
+    """Return the variables that the launchers of Accelerate and torch set for a rank.
+
+    A test compares them with a real launch.
+    """
     launcher = importlib.import_module("accelerate.commands.launch")
     utils = importlib.import_module("accelerate.utils")
     args, defaults, _ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(launched))
@@ -206,7 +212,7 @@ def _rank_environment(launched: list[str], port: int, rank: int, agent_store: bo
     ) | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none",
-        # Whether the ranks meet in an existing store, or in one that the first of them makes.
+        # Whether the ranks connect to an existing store, or to one that rank 0 creates.
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_store), "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

@@ -1,8 +1,8 @@
-"""Run one cell: launched, watched, ended, and judged by the evidence that it leaves.
+"""Launch one cell, watch it, end its processes and judge its ending by the evidence.
 
-One sweep per directory, and nothing left of the previous one: the lock is the kernel's and dies with its holder. The
-processes of a run carry the directory in their environment: when a sweep and the supervisor of its run are both
-killed, the next sweep finds their processes and ends them.
+Only one sweep runs per directory, and without processes of an earlier one: the kernel releases the lock when its holder
+exits. The processes of a run have the directory in their environment: if a sweep and the supervisor of its run are both
+killed, the next sweep finds these processes and ends them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MARKER = "ZERO_STUDY_SWEEP_DIRECTORY"
 _PATIENCE_S = 20.0
 _POLL_S = 0.25
 _LOG_TAIL_BYTES = 64 * 1024
-# A launcher's exports would make the next launcher take itself for a rank. transformers needs docstrings at import.
+# With these exports a launcher would treat itself as a rank. transformers needs docstrings at import.
 _NOT_FOR_A_RUN = re.compile(
     r"PYTHONOPTIMIZE$|ACCELERATE_|FSDP_|TORCHELASTIC_|DEEPSPEED_|(GROUP|ROLE)_|MASTER_(ADDR|PORT)$"
     r"|(LOCAL_)?(RANK|WORLD_SIZE)$|LOCAL_SIZE$|PMI_|PMIX_|OMPI_|MV2_|MPI_LOCAL"
@@ -48,31 +48,34 @@ _NOT_FOR_A_RUN = re.compile(
 
 
 def only_sweep(directory: Path) -> FileLock:
-    """Lock the directory. Tasks of a job array share it: each locks one cell's folder at a time."""
+    """Return the directory's lock; raise UserError if another sweep has it.
+
+    Tasks of a job array share it, and each locks one cell's folder at a time.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        what = f"another sweep is at work in {directory}"
-        return FileLock(directory / LOCK_NAME, what, shared=is_array_task())
+        problem = f"another sweep is running in {directory}"
+        return FileLock(directory / LOCK_NAME, problem, shared=is_array_task())
     except OSError as error:
         raise UserError(
-            f"{directory} is not writable ({error.strerror})", "let --runs_dir name a folder that you may write"
+            f"{directory} is not writable ({error.strerror})", "use a --runs_dir that you may write"
         ) from None
 
 
 def _marker_of(directory: Path) -> str:
-    """Name the directory and the Slurm job: each job ends its own processes."""
+    """Return the marker of the directory and the Slurm job, as each job ends only its processes."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"{directory.resolve()}{f'#{job}' if job else ''}"
 
 
 def end_leftovers(directory: Path) -> int:
-    """End every process of an earlier sweep on this directory; return their number."""
+    """End all processes of an earlier sweep on this directory; return their number."""
     ended: set[int] = set()
     deadline = time.monotonic() + _PATIENCE_S
     while leftovers := _processes_of(directory):
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in leftovers)
-            raise UserError(f"processes of an earlier sweep on {directory} cannot be ended: {pids}", "restart the box")
+            raise UserError(f"processes of an earlier sweep on {directory} do not end: {pids}", "restart the machine")
         for process in leftovers:
             ended.add(process.pid)
             with contextlib.suppress(psutil.Error):
@@ -82,18 +85,18 @@ def end_leftovers(directory: Path) -> int:
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
-    wanted, found = _marker_of(directory), []
+    marker, processes = _marker_of(directory), []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            is_ours = process.environ().get(MARKER) == wanted and process.status() != psutil.STATUS_ZOMBIE
+            is_ours = process.environ().get(MARKER) == marker and process.status() != psutil.STATUS_ZOMBIE
             if is_ours and process.pid != os.getpid():
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended(ExitEvidence):
-    """A cell whose last process is gone. Nothing is written yet: `write_end` does that."""
+    """A cell whose processes have all ended. `write_end` then writes its ending to the record."""
 
     command: list[str]
     attempt_before: int
@@ -101,18 +104,19 @@ class Ended(ExitEvidence):
 
     @functools.cached_property
     def ending(self) -> Ending:
+        """State, reason and hint of the run."""
         return judge(self)
 
     @property
     def was_terminated(self) -> bool:
-        """Whether somebody other than the sweep ended it in order."""
+        """Whether Slurm or a SIGTERM from outside the sweep ended it."""
         is_by_signal = self.ending.reason.startswith(("Slurm ended it", "ended by SIGTERM"))
         return self.ending.state == "interrupted" and is_by_signal
 
     def write_end(self, directory: Path) -> None:
-        """Write to the record how the run ended, where its own processes could not.
+        """Write the run's ending to the record if its processes could not, and append its output to the log.
 
-        Their lock is gone with them, and another run may have begun there: the caller takes the folder first.
+        Their lock ended with them, and another run may have begun there: the caller takes the folder first.
         """
         conclude(directory, self.attempt_before, self.ending)
         with (directory / "log.txt").open("a", encoding="utf-8") as stream:
@@ -124,35 +128,35 @@ def run_cell(
     root: Path,
     watch: Callable[[], None] = lambda: None,
     forks: ForkServer | None = None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    print_line: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Ended:
-    """Return when no process of the cell is left, also after Ctrl-C.
+    """Run the cell; return its evidence when no process of it is left, also after Ctrl-C.
 
-    `watch` is called during the run, `say` with what delays its start. A directory with a run is given to the next
-    attempt, whatever the state of the last one.
+    `watch` is called during the run, and `print_line` with lines about compilation before its start. The next attempt
+    reuses a directory with a run, whatever the state of the last attempt.
     """
     directory = root / cell.id
-    again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
-    command = launch_command(cell, directory, *again)
+    overwrite = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
+    command = launch_command(cell, directory, *overwrite)
     is_step = command[0] == "srun"
     attempt_before = attempt_of(directory)
     log_sizes = {file: file.stat().st_size for file in _logs(directory)}
     stack = stacks()[cell.stack].environment(os.environ) if cell.stack else {}
-    ooms, clock, said = oom_counts(), time.monotonic(), list[str]()
+    ooms, clock, printed_lines = oom_counts(), time.monotonic(), list[str]()
 
     def watch_the_new_run() -> None:
-        # Until the run opens its directory, that belongs to an earlier attempt. Its number says so, whatever the clock.
+        # Until the run opens its directory, the record is an earlier attempt's, as its number shows.
         if attempt_of(directory) > attempt_before:
             watch()
         else:
             lines = printed_file.read_text(encoding="utf-8", errors="replace").splitlines()
-            for line in [line for line in lines if line.startswith(COMPILES)][len(said) :]:
-                said.append(line)
-                say(line)
+            for line in [line for line in lines if line.startswith(COMPILES)][len(printed_lines) :]:
+                printed_lines.append(line)
+                print_line(line)
 
-    # Every node of a job must be able to write its refusal there.
+    # All nodes of a job must be able to write a refusal there.
     with tempfile.TemporaryDirectory(dir=root if is_step else None, prefix=".launch-" if is_step else None) as scratch:
-        # Output is kept here first, because the run itself opens its directory.
+        # Output goes here first, because the run itself opens its directory.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
         environment = clean_environment(root, refusal_file) | stack
         launched = forks.command(cell, command, environment, printed_file) if forks else command
@@ -169,7 +173,7 @@ def run_cell(
                 raise
         wall_s = time.monotonic() - clock
         if launcher_status < 0:
-            # The supervisor itself was killed, and ended nobody.
+            # The supervisor itself was killed, and ended no process.
             end_leftovers(root)
         return Ended(
             launcher_status=launcher_status,
@@ -187,8 +191,8 @@ def run_cell(
 
 
 def supervised(command: list[str]) -> list[str]:
-    """Put a supervisor before the launcher, and before the launcher of each node of a step."""
-    # A file and not `-m`, and without site-packages: it needs none, and starts at once.
+    """Return the command with a supervisor before the launcher, and before each node's launcher of a step."""
+    # A file instead of `-m`, and without site-packages, which it does not need: it starts faster.
     supervisor = [sys.executable, "-ES", str(Path(supervise.__file__))]
     if command[0] != "srun":
         return [*supervisor, *command]
@@ -209,33 +213,34 @@ def _wait(
 
 
 def _end(supervisor: subprocess.Popen[bytes]) -> int:
-    """End every process of the run; return when none is left."""
+    """End all processes of the run; return the supervisor's exit status when none is left."""
     assert supervisor.stdin is not None
     supervisor.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         return supervisor.wait(supervise.GRACE_S + supervise.KILL_S + 5)
-    # Then srun itself has Slurm end the step.
-    for ask in (supervisor.terminate, supervisor.kill):
-        ask()
+    # If srun does not react, a signal makes it end the step.
+    for stop in (supervisor.terminate, supervisor.kill):
+        stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return supervisor.wait(supervise.GRACE_S)
     return supervisor.wait()
 
 
 def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_A_RUN.match(name)}
-    # The environment need not be activated: ninja and the launcher's own children are looked up on PATH.
-    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    return {**kept, MARKER: _marker_of(directory), REFUSAL_FILE_VARIABLE: str(refusal_file)}
+    """Return the environment of a run: this process's without a launcher's exports, with the sweep's marker."""
+    variables = {name: value for name, value in os.environ.items() if not _NOT_FOR_A_RUN.match(name)}
+    # The Python environment may be inactive, and ninja and the launcher's children are found through PATH.
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH", os.defpath)])
+    return {**variables, MARKER: _marker_of(directory), REFUSAL_FILE_VARIABLE: str(refusal_file)}
 
 
 def _logs(directory: Path) -> list[Path]:
-    """Logs of all machines; the first is the main process's."""
+    """Return the logs of all machines, the main process's first."""
     return sorted(directory.glob("log*.txt"))
 
 
 def _tail(file: Path, start: int) -> str:
-    """The end of what was written after `start`."""
+    """Return the end of the text after offset `start`."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(start, os.fstat(stream.fileno()).st_size - _LOG_TAIL_BYTES))

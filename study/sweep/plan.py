@@ -1,6 +1,6 @@
-"""From a suite's name to the cells of this box in the order they run: one slice, or those of a series.
+"""The cells of a suite on this machine in running order: one slice, or the slices of a series.
 
-Records of a slice are where those of its suite are, so that a series and its suites continue each other's.
+Records of a slice are in the folder of its suite, so that a series and its suites share them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from study.sweep.suite_file import (
 )
 
 RANKS_WITHOUT_A_GPU = 2
-# A probe does everything that a run does, and as little of it as possible.
+# A probe does everything that a run does, with the fewest steps and samples.
 _PROBE = {"max_steps": 3, "eval_samples": 8}
 _STRATEGIES: dict[Trainer, Sequence[str]] = {
     "study": STRATEGY_NAMES,
@@ -59,37 +59,48 @@ class Slice:
 
     @property
     def title(self) -> str:
+        """The suite's name, with the series' selection."""
         return " ".join([self.suite.name, *self.only])
 
     @property
     def searches(self) -> list[Search]:
+        """The searches among the cells."""
         return [cell for cell in self.cells if isinstance(cell, Search)]
 
     def runs_of_others(self) -> str | None:
-        """Name runs in its folder that are no cell of the suite: another suite or another version of it made them."""
-        own = {run.id for item in self.planned for run in runs_of(item)}
-        others = sorted({file.parent.name for file in self.root.glob("*/status.json")} - own)
-        if not others:
+        """Return a notice about runs in the folder that are not cells of the suite; None without such runs.
+
+        They come from another suite of this name or from another version of this suite.
+        """
+        cell_ids = {run.id for item in self.planned for run in runs_of(item)}
+        run_ids = sorted({file.parent.name for file in self.root.glob("*/status.json")} - cell_ids)
+        if not run_ids:
             return None
         return (
-            f"runs in the folder {self.root.name} that no cell of this suite asks for: {len(others)}, such as"
-            f" {others[0]}; its report covers them too. Of two suites named {self.suite.name} give one another name"
+            f"runs in the folder {self.root.name} that are not cells of this suite: {len(run_ids)}, such as"
+            f" {run_ids[0]}; its report covers them too. If two suites are named {self.suite.name}, rename one"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
+    """The slices of a suite or a series, in running order."""
+
     name: str
-    # Made of slices of other suites, without cells of its own.
+    # It consists of slices of other suites.
     is_series: bool
     slices: list[Slice]
 
     def roots(self) -> list[Path]:
+        """Return the folders of the slices' records, each once."""
         return list(dict.fromkeys(part.root for part in self.slices))
 
 
 def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *, rehearse: bool = False) -> Plan:
-    """Return the slices; each cell is in the first slice that names it. A rehearsal has every suite once and whole."""
+    """Return the plan of a suite or series; each cell is in the first slice that selects it.
+
+    A rehearsal has all cells of every suite, each suite once.
+    """
     file = find_suite(name)
     suite = read_suite(file)
     is_series = bool(suite.slices)
@@ -99,15 +110,15 @@ def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *,
         small = {member.name: rehearsed(member) for member, _ in parts}
         parts = [(member, SliceOf("", member.name)) for member in small.values()]
     slices = []
-    seen: set[tuple[str, str]] = set()
+    planned_ids: set[tuple[str, str]] = set()
     members = {member.name: member for member, _ in parts}
     planned = {name: plan_cells(member, _smallest_box_for(member, box)) for name, member in members.items()}
     for member, part in parts:
         chosen = chosen_of(planned[member.name], part.only)
         if not chosen:
             raise _matches_nothing(f"{part.place}: only {list(part.only)}", member.name, planned[member.name])
-        cells = [cell for cell in chosen if (member.name, cell.id) not in seen]
-        seen |= {(member.name, cell.id) for cell in cells}
+        cells = [cell for cell in chosen if (member.name, cell.id) not in planned_ids]
+        planned_ids |= {(member.name, cell.id) for cell in cells}
         if cells := chosen_of(cells, only):
             slices.append(Slice(member, part.only, cells, (runs_dir / member.name).absolute(), planned[member.name]))
     if not slices:
@@ -120,7 +131,7 @@ def _matches_nothing(only: str, suite: str, planned: Sequence[Cell | Search]) ->
 
 
 def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
-    """Return the suites of a series: in the folder of its file, else a name in study/suites/, or a path."""
+    """Return the suites of a series: files in its folder, else names in study/suites/, or paths."""
     read: dict[str, Suite] = {}
     for part in series.slices:
         if part.suite in read:
@@ -133,67 +144,73 @@ def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
         except UserError as refusal:
             raise UserError(f"{part.place}: {refusal.problem}", refusal.fix) from None
         if suite.slices:
-            raise UserError(f"{part.place}: {part.suite} is made of slices itself", "name the suites it is made of")
-        if any(other != part.suite and each.name == suite.name for other, each in read.items()):
-            raise UserError(f"{part.place}: another suite here is called {suite.name}, too", "give one another name")
+            raise UserError(f"{part.place}: {part.suite} is a series itself", "name the suites of that series")
+        if any(key != part.suite and member.name == suite.name for key, member in read.items()):
+            raise UserError(f"{part.place}: another suite of this series is also named {suite.name}", "rename one")
         read[part.suite] = suite
     return [(read[part.suite], part) for part in series.slices]
 
 
 def missing_here(suite: Suite, box: Box, cells: Sequence[Cell | Search] = ()) -> UserError | None:
-    """Return the first requirement that the box lacks; chosen cells need as many GPUs as the largest of them."""
-    wanted = suite.requires
+    """Return an error about the first requirement that the machine lacks, or None.
+
+    If cells are selected, the GPUs of the largest of them are enough.
+    """
+    requires = suite.requires
     if cells:
         largest = max(example_of(cell).world_size for cell in cells)
-        gpus, per_node = min(wanted.gpus, largest), min(wanted.gpus_per_node, largest)
-        wanted = dataclasses.replace(wanted, gpus=gpus, gpus_per_node=per_node)
-    smallest_gib = min(box.gpu_memory_gib[: wanted.gpus], default=0.0)
-    there = "run it where they are, or use --dry_run to see what it would do"
-    for is_here, needs, has, fix in (
-        (box.gpus >= wanted.gpus, f"{wanted.gpus} GPU{'s'[: wanted.gpus > 1]}", f"this box shows {box.gpus}", there),
+        gpus, per_node = min(requires.gpus, largest), min(requires.gpus_per_node, largest)
+        requires = dataclasses.replace(requires, gpus=gpus, gpus_per_node=per_node)
+    smallest_gib = min(box.gpu_memory_gib[: requires.gpus], default=0.0)
+    elsewhere = "run it on a machine that has them, or use --dry_run for a forecast"
+    for is_met, needs, has, fix in (
         (
-            box.gpus_per_node >= wanted.gpus_per_node,
-            f"{wanted.gpus_per_node} GPUs on each node", f"here are {box}", there,
+            box.gpus >= requires.gpus, f"{requires.gpus} GPU{'s'[: requires.gpus > 1]}",
+            f"this machine shows {box.gpus}", elsewhere,
         ),
         (
-            not wanted.gpus or smallest_gib >= wanted.gpu_memory_gib,
-            f"GPUs of {wanted.gpu_memory_gib:g} GiB", f"one here has {smallest_gib:.0f}", there,
+            box.gpus_per_node >= requires.gpus_per_node,
+            f"{requires.gpus_per_node} GPUs on each node", f"here are {box}", elsewhere,
         ),
         (
-            box.host_memory_gib >= wanted.host_memory_gib,
-            f"{wanted.host_memory_gib:g} GiB of host memory", f"here are {box.host_memory_gib:.0f}",
-            f"run it where there is more, or set {HOST_MEMORY_VARIABLE} to the memory that this box can have",
+            not requires.gpus or smallest_gib >= requires.gpu_memory_gib,
+            f"GPUs of {requires.gpu_memory_gib:g} GiB", f"one here has {smallest_gib:.0f}", elsewhere,
+        ),
+        (
+            box.host_memory_gib >= requires.host_memory_gib,
+            f"{requires.host_memory_gib:g} GiB of host memory", f"here are {box.host_memory_gib:.0f}",
+            f"run it on a machine with more, or set {HOST_MEMORY_VARIABLE} to the memory that this one can use",
         ),
     ):  # fmt: skip
-        if not is_here:
+        if not is_met:
             return UserError(f"{suite.name} needs {needs}, and {has}", fix)
     return None
 
 
 def _smallest_box_for(suite: Suite, box: Box) -> Box:
-    """Return this box, or the smallest with the suite's GPUs: a plan is for the box where it runs."""
-    wanted = suite.requires
-    if box.gpus >= wanted.gpus:
+    """Return this machine, or the smallest with the suite's GPUs, as a plan depends on the GPUs that it runs on."""
+    requires = suite.requires
+    if box.gpus >= requires.gpus:
         return box
-    nodes = max(1, wanted.gpus // (wanted.gpus_per_node or wanted.gpus))
-    return Box((wanted.gpu_memory_gib,) * wanted.gpus, max(box.host_memory_gib, wanted.host_memory_gib), nodes)
+    nodes = max(1, requires.gpus // (requires.gpus_per_node or requires.gpus))
+    return Box((requires.gpu_memory_gib,) * requires.gpus, max(box.host_memory_gib, requires.host_memory_gib), nodes)
 
 
 def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
-    """Return blocks of a repeat and a seed, each with every strategy once in a random order.
+    """Return the cells in blocks of one repeat and seed, each with every strategy once in random order.
 
-    So a machine that drifts over hours does not favour the strategy that ran first. A cell of two grids is one cell.
+    So a drift of the machine over hours does not favor the strategy that ran first. A cell of two grids is one cell.
     """
     cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(suite, grid, box)}
     if not cells:
-        raise UserError(f"the suite {suite.name} has no cell: its grids exclude all of them", "exclude less")
-    # Virtual ranks have no losses: among real runs they would look like runs that failed to report theirs.
+        raise UserError(f"the suite {suite.name} has no cell: its grids exclude all of them", "exclude fewer cells")
+    # Virtual ranks have no losses: among real runs they would look like runs whose losses are missing.
     if len({bool(cell.config.virtual_world_size) for cell in cells.values() if isinstance(cell, Cell)}) > 1:
         raise UserError(
             f"the suite {suite.name} mixes virtual ranks with real runs",
-            "put the cells with virtual_world_size in a suite of their own",
+            "put the cells with virtual_world_size in a separate suite",
         )
-    # Cells of one stack are together, because they share a process that has imported its libraries.
+    # Cells of one stack are adjacent, because they share a process that has imported its libraries.
     blocks: dict[tuple[str, int, int], list[Cell | Search]] = {}
     for cell in cells.values():
         example = example_of(cell)
@@ -210,44 +227,44 @@ def chosen_of(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell 
 
 
 def _is_match(cell: Cell | Search, pattern: str) -> bool:
-    """Whether a pattern of ids matches, or KEY=PATTERN for a flag or another setting of a cell."""
-    key, has_key, wanted = pattern.partition("=")
+    """Whether a pattern matches the cell's id, or KEY=PATTERN a flag or another setting of it."""
+    key, has_key, text = pattern.partition("=")
     if not has_key:
         return fnmatch(cell.id, pattern)
-    one = example_of(cell)
-    values = one.config.to_dict() | {
-        "strategy": one.strategy, "trainer": one.trainer, "world_size": one.world_size, "repeat": one.repeat,
-        "stack": one.stack or "",
+    example = example_of(cell)
+    values = example.config.to_dict() | {
+        "strategy": example.strategy, "trainer": example.trainer, "world_size": example.world_size,
+        "repeat": example.repeat, "stack": example.stack or "",
     }  # fmt: skip
     if key not in values:
         raise UserError(f"--only {pattern}: no run has a {key}", "use a flag of study/train.py, strategy or repeat")
     value = values[key]
-    return fnmatch(f"{value:g}" if isinstance(value, float) else str(value).lower(), wanted.lower())
+    return fnmatch(f"{value:g}" if isinstance(value, float) else str(value).lower(), text.lower())
 
 
 def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
-    # Positions of the rules that matched a run; one that matches none has a typo.
-    rules, met = [override.where for override in grid.overrides], set[int]()
-    named = {**grid.fixed, **grid.axes}
+    # Positions of the rules that matched a run; a rule without a match has a typo.
+    rules, matched = [override.where for override in grid.overrides], set[int]()
+    grid_keys = {**grid.fixed, **grid.axes}
     for combination in itertools.product(*grid.axes.values()):
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
         if "strategy" not in values:
             raise UserError(f"{grid.place}: the grid names no strategy", "add strategy: to its axes, or to fixed")
-        least = LEAST_RANKS_WITH_REPLICAS if values["strategy"] in WITH_REPLICAS else RANKS_WITHOUT_A_GPU
-        values.setdefault("world_size", box.gpus or least)
+        default = LEAST_RANKS_WITH_REPLICAS if values["strategy"] in WITH_REPLICAS else RANKS_WITHOUT_A_GPU
+        values.setdefault("world_size", box.gpus or default)
         for number, override in enumerate(grid.overrides):
             if _matches(values, override.where, grid.place):
-                met.add(number)
+                matched.add(number)
                 values |= override.fixed
         if values.get("virtual_world_size"):
-            if named.get("world_size", 1) not in (1, [1]):
+            if grid_keys.get("world_size", 1) not in (1, [1]):
                 raise UserError(f"{grid.place}: world_size and virtual_world_size are both set", "keep one of the two")
             if values["strategy"] == "single":
-                raise UserError(f"{grid.place}: single is one rank alone, and cannot be one of many", "leave it out")
+                raise UserError(f"{grid.place}: single has one rank, and cannot be a virtual rank", "leave it out")
         if values["strategy"] == "single" or values.get("virtual_world_size"):
             values["world_size"] = 1
         excluding = [_matches(values, rule, grid.place) for rule in grid.exclude]
-        met.update(len(rules) + number for number, is_met in enumerate(excluding) if is_met)
+        matched.update(len(rules) + number for number, is_met in enumerate(excluding) if is_met)
         if any(excluding):
             continue
         for repeat in range(1, grid.repeats + 1):
@@ -256,10 +273,10 @@ def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
             else:
                 yield _search(suite, values, list(grid.axes), grid.ladder, repeat, box, grid.place)
     for number, rule in enumerate([*rules, *grid.exclude]):
-        # The box may decide the number of ranks.
-        if number not in met and ("world_size" not in rule or "world_size" in named):
-            said = ", ".join(f"{key}: {' or '.join(map(str, options))}" for key, options in rule.items())
-            raise UserError(f"{grid.place}: no run of the grid has {said}", "correct the rule, or drop it")
+        # The machine may decide the number of ranks.
+        if number not in matched and ("world_size" not in rule or "world_size" in grid_keys):
+            conditions = ", ".join(f"{key}: {' or '.join(map(str, options))}" for key, options in rule.items())
+            raise UserError(f"{grid.place}: no run of the grid has {conditions}", "correct the rule, or remove it")
 
 
 def _search(
@@ -269,23 +286,23 @@ def _search(
 
     @functools.cache
     def probe_of(position: int) -> Cell:
-        # Without accumulation, and on the samples of one step: the micro-batch alone decides what fits.
+        # Without accumulation, and on the samples of one step: only the micro-batch decides whether it fits.
         probe = {**_PROBE, **values, rung_key: ladder.rungs[position]}
         if micro_batch := probe.get("per_device_train_batch_size"):
             probe["global_batch_size"] = micro_batch * (probe.get("virtual_world_size") or probe["world_size"])
             probe["train_samples"] = max(probe.get("train_samples") or 0, probe["global_batch_size"])
         return _cell(probe, repeat, box, place)
 
-    # Both ends now: a probe that could not run is refused before anything starts.
+    # Plans both ends first, so that a probe that cannot run is an error before any run starts.
     first, _ = probe_of(0), probe_of(len(ladder.rungs) - 1)
-    named = {"strategy", "trainer", "task", "model_name_or_path", "world_size"}
+    id_keys = {"strategy", "trainer", "task", "model_name_or_path", "world_size"}
     model = ladder.axis if ladder.axis == "largest_model" else f"{first.config.model_name}-{ladder.axis}"
     digest = hashlib.sha256(f"{first.id} {list(ladder.rungs)}".encode()).hexdigest()[:8]
     return Search(
         id=f"{first.config.task}-{model}-{first.arm}-{first.ranks}x-{digest}-r{repeat}",
         axis=ladder.axis,
         rungs=ladder.rungs,
-        label=", ".join(f"{key} {values[key]}" for key in axes if key not in named),
+        label=", ".join(f"{key} {values[key]}" for key in axes if key not in id_keys),
         probe_of=probe_of,
         guess=lambda: Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
     )
@@ -294,36 +311,41 @@ def _search(
 def _matches(values: Mapping[str, Any], rule: Mapping[str, list[Any]], place: str) -> bool:
     for key, options in rule.items():
         if key not in values:
-            raise UserError(f"{place}: a rule looks at {key}, which the grid does not set", "set it, or drop the rule")
+            raise UserError(f"{place}: a rule names {key}, which the grid does not set", "set it, or remove the rule")
         if values[key] not in options:
             return False
     return True
 
 
 def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
-    own = {key: values[key] for key in CELL_KEYS & values.keys()}
-    flags = {key: value for key, value in values.items() if key not in own and key != ACCUMULATION}
+    cell_settings = {key: values[key] for key in CELL_KEYS & values.keys()}
+    flags = {key: value for key, value in values.items() if key not in cell_settings and key != ACCUMULATION}
     try:
-        asked = RunConfig.from_dict(flags, place)
+        requested = RunConfig.from_dict(flags, place)
         if steps := values.get(ACCUMULATION):
-            batch, ranks = resolved(asked, accelerator_visible=box.gpus > 0).global_batch_size, own["world_size"]
-            if asked.per_device_train_batch_size is not None:
+            batch, ranks = (
+                resolved(requested, accelerator_visible=box.gpus > 0).global_batch_size,
+                cell_settings["world_size"],
+            )
+            if requested.per_device_train_batch_size is not None:
                 raise UserError(f"{ACCUMULATION} and per_device_train_batch_size are both set", "keep one of the two")
             if batch % (ranks * steps):
                 raise UserError(
                     f"{ACCUMULATION} {steps} does not divide global_batch_size {batch}",
                     f"use a global_batch_size that is a multiple of {ranks * steps}",
                 )
-            asked = dataclasses.replace(asked, per_device_train_batch_size=int(batch // (ranks * steps)))
-        config = resolved(asked, accelerator_visible=box.gpus > 0)
-        # `auto` is resolved here once, for the id and for the run.
-        cell = Cell(config=config, asked=dataclasses.replace(asked, scale=config.scale), repeat=repeat, **own)
-        cell.plan  # noqa: B018 - refuses a batch that does not divide
+            requested = dataclasses.replace(requested, per_device_train_batch_size=int(batch // (ranks * steps)))
+        config = resolved(requested, accelerator_visible=box.gpus > 0)
+        # `auto` is resolved here, so that the id and the run agree.
+        cell = Cell(
+            config=config, asked=dataclasses.replace(requested, scale=config.scale), repeat=repeat, **cell_settings
+        )
+        cell.plan  # noqa: B018 - raises if the batch does not divide
         read_strategy(cell.strategy).check_engine_flags(config)
         if cell.strategy not in _STRATEGIES[cell.trainer]:
             raise UserError(f"trainer: {cell.trainer} does not run {cell.strategy}", "exclude the combination")
-        cell.total_steps  # noqa: B018 - refuses a batch larger than the samples
+        cell.total_steps  # noqa: B018 - raises if the batch is larger than the samples
     except UserError as refusal:
-        what = f"{own['strategy']} on {own['world_size']} ranks"
-        raise UserError(f"{place}: {what}: {refusal.problem}", refusal.fix) from None
+        subject = f"{cell_settings['strategy']} on {cell_settings['world_size']} ranks"
+        raise UserError(f"{place}: {subject}: {refusal.problem}", refusal.fix) from None
     return cell

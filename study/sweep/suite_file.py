@@ -1,4 +1,4 @@
-"""A suite file: the YAML language, read strictly, and its rehearsal. Unknown input is refused with file and line."""
+"""Suite files: a strict reader of their YAML language, and rehearsals. Unknown input is an error with file and line."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from study.sweep.cell import Trainer
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 # Settings of a cell other than its RunConfig.
 CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect", "stack"})
-# Independent of the number of ranks, unlike a micro-batch.
+# A suite may set it instead of a micro-batch, which depends on the number of ranks.
 ACCUMULATION = "gradient_accumulation_steps"
-# The sweep decides where a run writes and what it resumes from.
+# The sweep sets these three flags itself.
 _SETTINGS = CELL_KEYS | {ACCUMULATION} | {field.name for field in dataclasses.fields(RunConfig)} - {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
 }  # fmt: skip
 _SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
-# A series consists of slices of other suites and has no cells of its own.
+# A series consists only of slices of other suites.
 _SERIES_KEYS = {"name", "description", "slices"}
 _GRID_KEYS = {"fixed", "axes", "repeats", "overrides", "exclude", "search"}
-# Settings that a search decides.
+# Settings that a search varies.
 _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
     "largest_micro_batch": ("per_device_train_batch_size", "global_batch_size"),
     "largest_model": ("model_name_or_path",),
 }
-# Limit of a file's values with aliases expanded, of a suite's cells and of a ladder's rungs: more is a typo that takes
-# minutes to plan or all of the memory.
+# Limit of a file's values with expanded aliases, of a suite's cells and of a ladder's rungs. More is a typo, which
+# would take minutes to plan or all memory.
 MOST = 10_000
-# YAML takes seconds per MB, and a larger file is a log or a model's weights.
+# Reading YAML takes seconds per MB, and a larger file is a log or a model's weights.
 _MOST_BYTES = 2**20
-# A test of a value and the text of its refusal. Other keys are flags of study/train.py, which checks them itself.
+# A test of a value, and the text of its error. Other keys are flags of study/train.py, which checks them itself.
 _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
 _WHOLE: _Check = (lambda value: type(value) is int, "a whole number")
@@ -78,10 +78,10 @@ _CHECKS: dict[str, _Check] = {
 
 @dataclasses.dataclass(frozen=True)
 class Requirements:
-    """Resources of a box that a suite needs to start."""
+    """Resources that a suite requires of a machine."""
 
     gpus: int = 0
-    # For several nodes, each with fewer than all GPUs.
+    # Set if the GPUs are on several nodes.
     gpus_per_node: int = 0
     gpu_memory_gib: float = 0.0
     host_memory_gib: float = 0.0
@@ -89,13 +89,15 @@ class Requirements:
 
 @dataclasses.dataclass(frozen=True)
 class Override:
+    """A rule of a grid: cells whose settings match `where` get the settings of `fixed`."""
+
     where: Mapping[str, list[Any]]
     fixed: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """The candidates of a search, micro-batches or models, the smallest first."""
+    """The candidates of a search: micro-batches or models in ascending size."""
 
     axis: SearchAxis
     rungs: Sequence[int] | Sequence[str]
@@ -125,7 +127,7 @@ class SliceOf:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Grids, or slices of other suites, the most valuable first."""
+    """A suite of grids, or a series of slices of other suites, the most important first."""
 
     name: str
     description: str
@@ -139,47 +141,52 @@ class _Section(Section):
     """A mapping of a suite file that checks the value of each key."""
 
     def value(self, key: str, default: Any = None) -> Any:
+        """Return the checked value of a key; raise UserError if it is missing without a default."""
         if default is None:
             self.need(key)
         return self.checked(key, self.get(key, default))
 
     def checked(self, key: str, value: Any) -> Any:
-        """Return a value of this key, or one of its list, if it is valid."""
+        """Return a valid value of this key or item of its list; raise UserError if it is not valid."""
         if key not in _CHECKS:
             return getattr(RunConfig.from_dict({key: value}, self.place_of(key)), key)
-        is_valid, wanted = _CHECKS[key]
+        is_valid, requirement = _CHECKS[key]
         if not is_valid(value):
-            raise self.refusal(key, f"is {value!r}", f"use {wanted}")
+            raise self.refusal(key, f"is {value!r}", f"use {requirement}")
         return value
 
     def section(self, key: str, keys: Collection[str] = _SETTINGS) -> _Section:
-        """Return the mapping at this key; an empty one where the key is missing."""
+        """Return the mapping at this key; empty if the key is missing."""
         return as_section(self.get(key, _Section(self.place)), self.place_of(key), keys, _Section)
 
     def sections(self, key: str, keys: Collection[str] = _SETTINGS) -> list[_Section]:
-        return [as_section(each, self.place_of(key), keys, _Section) for each in self.value(key, [])]
+        """Return the mappings in the list at this key."""
+        return [as_section(entry, self.place_of(key), keys, _Section) for entry in self.value(key, [])]
 
     def settings(self, key: str, keys: Collection[str] = _SETTINGS) -> dict[str, Any]:
+        """Return the checked settings in the mapping at this key."""
         section = self.section(key, keys)
         return {name: section.value(name) for name in section}
 
     def choices(self, key: str) -> dict[str, list[Any]]:
+        """Return a list of checked values for each setting in the mapping at this key."""
         return _choices(self.section(key))
 
 
 def find_suite(name: str) -> Path:
-    """Return the file of a name in study/suites/, or of a path."""
+    """Return the suite file with this name in study/suites/, or with this path."""
     shipped = {file.stem: file for file in SUITE_DIRECTORY.glob("*.yaml")}
     if name in shipped:
         return shipped[name]
     with contextlib.suppress(OSError):
         if Path(name).is_file():
             return Path(name)
-    known = ", ".join(sorted(shipped))
-    raise UserError(f"no suite is called {brief(name)}, and no such file is there", f"use one of {known}, or a path")
+    names = ", ".join(sorted(shipped))
+    raise UserError(f"no suite is named {brief(name)}, and no file has this path", f"use one of {names}, or a path")
 
 
 def read_suite(file: Path) -> Suite:
+    """Return the suite of a file; raise UserError with file and line if it is not valid."""
     if file.stat().st_size > _MOST_BYTES:
         raise UserError(f"{file} is larger than any suite", "name a suite's file")
     document = read_document(file, _Section, MOST)
@@ -190,14 +197,14 @@ def read_suite(file: Path) -> Suite:
         slices = top.sections("slices", {"suite", "only"})
         return Suite(
             name, description,
-            slices=tuple(SliceOf(each.place, each.value("suite"), tuple(each.value("only", []))) for each in slices),
+            slices=tuple(SliceOf(part.place, part.value("suite"), tuple(part.value("only", []))) for part in slices),
         )  # fmt: skip
     shared = top.settings("fixed")
     top.need("grids")
     requires = Requirements(**top.settings("requires", vars(Requirements())))
-    grids = tuple(_grid(each, shared) for each in top.sections("grids", _GRID_KEYS))
+    grids = tuple(_grid(part, shared) for part in top.sections("grids", _GRID_KEYS))
     if (runs := sum(grid.repeats * math.prod(map(len, grid.axes.values())) for grid in grids)) > MOST:
-        raise top.refusal("grids", f"have {runs} runs, and a suite has {MOST} at most", "make several suites of it")
+        raise top.refusal("grids", f"have {runs} runs, and the limit is {MOST}", "divide it into several suites")
     return Suite(name, description, requires, top.value("order_seed", 0), grids)
 
 
@@ -214,7 +221,7 @@ def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
         sections = [grid.section("fixed"), grid.section("axes"), *(rule.section("fixed") for rule in rules)]
         for section, key in itertools.product(sections, _SEARCHED_KEYS[ladder.axis]):
             if key in section:
-                raise section.refusal(key, f"is what {ladder.axis} decides", "take it out")
+                raise section.refusal(key, f"is set by the search for {ladder.axis}", "remove it")
     return Grid(
         place=grid.place,
         fixed={key: value for key, value in {**shared, **fixed}.items() if key not in axes},
@@ -230,11 +237,11 @@ def _ladder(grid: _Section) -> Ladder:
     axes = get_args(SearchAxis)
     section = grid.section("search", axes)
     if len(section) != 1:
-        raise grid.refusal("search", f"names {len(section)} things to find", f"name one: {', '.join(axes)}")
+        raise grid.refusal("search", f"has {len(section)} axes", f"name one: {', '.join(axes)}")
     axis: SearchAxis = next(axis for axis in axes if axis in section)
-    rungs = given = section[axis]
+    rungs = value = section[axis]
     is_size = axis == "largest_micro_batch"
-    if is_size and isinstance(given, _Section):
+    if is_size and isinstance(value, _Section):
         ends = section.section(axis, ("from", "to"))
         rungs = list(range(ends.value("from"), min(ends.value("to"), ends["from"] + MOST) + 1))
     if isinstance(rungs, list) and len(rungs) > MOST:
@@ -242,16 +249,16 @@ def _ladder(grid: _Section) -> Ladder:
     kind = int if is_size else str
     is_ladder = isinstance(rungs, list) and len(rungs) >= 2 and all(type(rung) is kind for rung in rungs)
     if not is_ladder or len(set(rungs)) < len(rungs) or (is_size and (rungs != sorted(rungs) or rungs[0] < 1)):
-        fix = "use a list of two model names or more, each once, the smallest first"
+        fix = "use a list of at least two different model names, the smallest first"
         if is_size:
             fix = "use {from: 1, to: 512}, or an ascending list such as [1, 2, 4, 8]"
-        raise section.refusal(axis, f"is {given!r}", fix)
+        raise section.refusal(axis, f"is {value!r}", fix)
     return Ladder(axis, tuple(rungs))
 
 
 def _choices(section: _Section) -> dict[str, list[Any]]:
-    """Return a list of values per key: `strategy: all` is the thirteen, `stack: today` every stack of that kind."""
-    found = {}
+    """Return a list of values per key; `strategy: all` and `stack: today` are expanded to all strategies or stacks."""
+    choices = {}
     for key, value in section.items():
         if key == "strategy" and value == "all":
             value = list(STUDIED_STRATEGIES)
@@ -260,29 +267,30 @@ def _choices(section: _Section) -> dict[str, list[Any]]:
         options = value if isinstance(value, list) and key != "engine_override" else [value]
         if not options:
             raise section.refusal(key, "is an empty list", "list at least one value")
-        found[key] = [section.checked(key, option) for option in options]
-    return found
+        choices[key] = [section.checked(key, option) for option in options]
+    return choices
 
 
-# A rehearsal: the same grids and commands with tiny models, each once, in a separate folder.
-# Upper limits of a suite's values. Six steps are the fewest that have a step time. With more than two ranks, a tiny
-# model's shards in bf16 are too small for DeepSpeed to swap.
+# A rehearsal runs the same grids and commands with tiny models, each once, in a separate folder.
+# Upper limits of a suite's values. Step times need six steps. With more than two ranks, a tiny model's bf16 shards are
+# too small for DeepSpeed to swap.
 _AT_MOST = {
     "world_size": 2, "virtual_world_size": 2, "max_steps": 6, "seq_length": 64, "global_batch_size": 64,
     "group_size": 2, "per_device_train_batch_size": 4, "train_samples": 64, "eval_samples": 8,
     "time_limit_s": 180,
 }  # fmt: skip
-# Settings for the large box alone, or for weights and data that tiny models do not need.
+# Settings that apply only to the large machine, or to weights and data that tiny models do not need.
 _DROPPED = {
     "device_memory_cap_gib", "expected_s", "expect", "weights", "data", "dataset_config_name", "tokenizer_name",
     "num_train_epochs",
 }  # fmt: skip
-# Without these keys a rule would match more than it should.
+# Rules on these keys are dropped, because without the key they would match too many cells.
 _NOT_REHEARSED = _DROPPED | {"seed"}
 _RUNGS = 3
 
 
 def rehearsed(suite: Suite) -> Suite:
+    """Return the rehearsal of a suite: the same grids with tiny models and few steps, once each."""
     grids = tuple(_small_grid(grid) for grid in suite.grids)
     return dataclasses.replace(suite, name=f"{suite.name}-rehearsal", requires=Requirements(), grids=grids)
 
@@ -293,10 +301,10 @@ def _small_grid(grid: Grid) -> Grid:
         **{key: _small(key, value) for key, value in grid.fixed.items() if key not in _DROPPED},
         "scale": "laptop",
     }
-    given = [grid.fixed, *(rule.fixed for rule in grid.overrides)]
-    profiles = [*(values.get("profile_steps") for values in given), *grid.axes.get("profile_steps", [])]
+    settings = [grid.fixed, *(rule.fixed for rule in grid.overrides)]
+    profiles = [*(values.get("profile_steps") for values in settings), *grid.axes.get("profile_steps", [])]
     if profiled := max((steps for steps in profiles if steps), default=0):
-        # The profiler needs steps after those that are timed.
+        # The profiler needs steps after the timed ones.
         fixed["max_steps"] = _AT_MOST["max_steps"] + 2 + profiled
     axes = _small_choices(grid.axes)
     if "seed" in axes:

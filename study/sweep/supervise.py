@@ -1,13 +1,13 @@
-"""Supervisor between the sweep and the processes of one run; it outlives neither.
+"""Supervisor between the sweep and the processes of one run; it exits when either of them ends.
 
     python study/sweep/supervise.py [--on-a-node] COMMAND...
 
-The sweep has the other end of stdin. When that closes, because the sweep ends the run or was killed itself, all
-processes below are ended. A launcher's process group is not enough: torchrun puts every rank into its own session. So
-this process adopts every process that loses its parent.
+The sweep has the other end of stdin. When it closes, because the sweep ends the run or was killed, the supervisor ends
+all processes below it. To end a launcher's process group is not enough, because torchrun starts every rank in a new
+session. So the supervisor adopts every process that loses its parent.
 
-In a Slurm job, each node of the step has a supervisor, and srun has the pipe. The kernel's OOM counts are known on
-their node alone, so they are printed.
+In a Slurm job, each node of the step has a supervisor, and srun has the pipe. A supervisor prints the kernel's OOM
+counts, which only its node can read.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ OOM_MARK = "zero-study: out of memory on node "
 
 
 def main(command: list[str]) -> int:
+    """Run the command until it exits or stdin closes, end all processes below, and return the exit status."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # The sweep alone ends the run, by closing the pipe.
+    # Only the sweep ends the run, by closing the pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     before = None
@@ -66,34 +67,34 @@ def main(command: list[str]) -> int:
 def _become_launcher() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    # When host memory runs out, the kernel shall end the run, and neither the sweep nor other work.
+    # If host memory runs out, the kernel kills the run instead of the sweep or other processes.
     with contextlib.suppress(OSError):
         os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
 
 
 def _end_all_below() -> None:
-    """Send SIGTERM, so that ranks close their record; then SIGKILL, for a rank that hangs in a collective."""
+    """Send SIGTERM, upon which ranks close their record, and then SIGKILL to ranks that hang in a collective."""
     if not _has_children():
         return
     _find_packages()
     import psutil
 
     started = time.monotonic()
-    asked: set[int] = set()
+    terminated: set[int] = set()
     while _has_children() and time.monotonic() - started < GRACE_S + KILL_S:
-        patient = time.monotonic() - started < GRACE_S
+        in_grace_period = time.monotonic() - started < GRACE_S
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(ProcessLookupError):
-                if not patient:
+                if not in_grace_period:
                     os.kill(process.pid, signal.SIGKILL)
-                elif process.pid not in asked:
-                    asked.add(process.pid)
+                elif process.pid not in terminated:
+                    terminated.add(process.pid)
                     os.kill(process.pid, signal.SIGTERM)
         time.sleep(0.02)
 
 
 def _find_packages() -> None:
-    """Add site-packages and PYTHONPATH, without which it starts (-ES): they would cost each run a tenth of a second."""
+    """Add site-packages and PYTHONPATH, which `-ES` leaves out to save each run a tenth of a second."""
     site.main()
     sys.path.extend(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
 
@@ -107,7 +108,7 @@ def _oom_counts() -> OomCounts:
 
 
 def _has_children() -> bool:
-    """Whether a child is left; collects the exit status of those that have ended."""
+    """Whether a child process is left. It collects the exit status of ended ones."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,4 +1,4 @@
-"""Cells and their records as tables, with a dash where nothing was measured."""
+"""Tables of cells and their records, with a dash for missing measurements."""
 
 from __future__ import annotations
 
@@ -26,105 +26,105 @@ _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
     "GPU GiB", "host GiB", "state MiB/rank", "ring MiB/step",
 )  # fmt: skip
-# With --details alone: what fits into 120 columns and a screen comes without.
+# Columns that only --details shows: the others fit into 120 columns, and _MAX_ROWS rows into a screen.
 _DETAILS = {"train loss", "host GiB", "state MiB/rank", "ring MiB/step"}
 _MAX_ROWS = 18
-# Every other state is listed with its reason.
+# Cells in other states are listed with their reasons.
 _NEEDS_NO_REASON = ("ok", "to do")
 
 
 def result_tables(cells: Sequence[Cell | Search], root: Path, details: bool) -> Iterator[str | TextTable]:
-    """Yield one row per cell that has a record, and the answer of each search; without details what a screen takes."""
+    """Yield a table with a row per cell that has a record, and one of the searches; by default they fit a screen."""
     if plain := [cell for cell in cells if isinstance(cell, Cell)]:
         rows = []
         for cell in plain:
             with suppress(RecordError):
                 rows.append(_result_row(cell, read_run(root / cell.id)))
         rows.sort(key=lambda row: row[:5])
-        shown = rows if details else rows[:_MAX_ROWS]
+        visible = rows if details else rows[:_MAX_ROWS]
         places = [
             place for place, column in enumerate(_RESULT_COLUMNS)
-            if details or (column not in _DETAILS and any(row[place] != "-" for row in shown))
+            if details or (column not in _DETAILS and any(row[place] != "-" for row in visible))
         ]  # fmt: skip
-        if shown:
+        if visible:
             columns = [_RESULT_COLUMNS[place] for place in places]
-            yield TextTable(columns, [[row[place] for place in places] for row in shown])
-        if len(shown) < len(rows):
-            yield f"and {len(rows) - len(shown)} more; --details prints all of them with memory and communication"
+            yield TextTable(columns, [[row[place] for place in places] for row in visible])
+        if len(visible) < len(rows):
+            yield f"and {len(rows) - len(visible)} more; --details prints all of them with memory and communication"
     if searches := [cell for cell in cells if isinstance(cell, Search)]:
         yield _search_table(searches, root)
 
 
 def status_verdict(plan: Plan, run_flags: str, report_flags: str) -> str:
-    """How many cells are done, how the others ended, and the command that comes next."""
+    """Return one line with the number of finished cells, the states of the others, and the next command."""
     counts = Counter(record.state for part in plan.slices for _, record in cell_states(part.cells, part.root))
-    is_left = any(any(True for _ in left_to_run(part.cells, part.root)) for part in plan.slices)
+    has_remaining = any(any(True for _ in left_to_run(part.cells, part.root)) for part in plan.slices)
     done, _ = counts.pop("ok", 0), counts.pop("to do", 0)
-    others = "".join(f", {count} {state}" for state, count in counts.most_common())
+    other_states = "".join(f", {count} {state}" for state, count in counts.most_common())
     has_searches = any(part.searches for part in plan.slices)
     cells = f"{done} runs" if has_searches else f"{done} of {sum(len(part.cells) for part in plan.slices)} cells"
-    retry = "; after a fix, study run --retry runs those again" * bool(counts and not is_left)
-    following = f"run {run_flags}" if is_left else f"report {report_flags}"
-    return f"{plan.name}: {cells} done{others}; next: study {following}{retry}"
+    retry = "; after a fix, study run --retry runs those again" * bool(counts and not has_remaining)
+    following = f"run {run_flags}" if has_remaining else f"report {report_flags}"
+    return f"{plan.name}: {cells} done{other_states}; next: study {following}{retry}"
 
 
 def status_tables(part: Slice) -> Iterator[TextTable]:
-    """Yield each cell that is neither ok nor to do with its reason, then the searches."""
-    if others := _with_reasons(cell_states(part.cells, part.root)):
-        yield TextTable(("state", "cell", "reason"), sorted(others))
+    """Yield a table of the cells that ended but are not ok, with their reasons, and one of the searches."""
+    if reasons := _with_reasons(cell_states(part.cells, part.root)):
+        yield TextTable(("state", "cell", "reason"), sorted(reasons))
     if part.searches:
         yield _search_table(part.searches, part.root)
 
 
 def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
-    """Yield a row per slice in running order; then each cell that is not ok, and the searches that began."""
-    rows, others = [], []
+    """Yield a table of the slices in running order, one of the cells that are not ok, and those of begun searches."""
+    rows, reasons = [], []
     for part in slices:
         states = cell_states(part.cells, part.root)
-        left = list(left_to_run(part.cells, part.root))
+        remaining = list(left_to_run(part.cells, part.root))
         counts = Counter(record.state for _, record in states)
         rows.append(
             [part.suite.name, " ".join(part.only) or "-", str(len(part.cells)), str(counts["ok"]),
-             str(_count_not_ok(counts)), str(len(left)), format_duration(sum(seconds for _, seconds in left))]
+             str(_count_not_ok(counts)), str(len(remaining)), format_duration(sum(seconds for _, seconds in remaining))]
         )  # fmt: skip
-        others += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]
+        reasons += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]
     yield TextTable(("suite", "part", "cells", "ok", "not ok", "left", "time left"), rows)
-    if others:
-        yield TextTable(("state", "suite", "cell", "reason"), sorted(others))
+    if reasons:
+        yield TextTable(("state", "suite", "cell", "reason"), sorted(reasons))
     for part in slices:
         if begun := [search for search in part.searches if search.states(part.root)]:
             yield _search_table(begun, part.root)
 
 
 def remaining_of(plan: Plan) -> tuple[Remaining, ...]:
-    """Return what a series has still to measure, for its report."""
-    # Needs pandas, which a sweep does not.
+    """Return the unmeasured cells of each slice of a series, for its report."""
+    # These imports need pandas, which a sweep does not.
     from study.records.frames import Remaining
     from study.records.workloads import word_for
 
-    # A cell's name: the strategy, and the settings that differ among the cells of its suite.
+    # A cell's name has the strategy, and the settings that differ among the cells of its suite.
     names: dict[Path, dict[str, str]] = {}
     for root in plan.roots():
-        ones = {cell.id: example_of(cell) for part in plan.slices if part.root == root for cell in part.cells}
-        settings = {id: {**one.config.to_dict(), "repeat": one.repeat} for id, one in ones.items()}
+        examples = {cell.id: example_of(cell) for part in plan.slices if part.root == root for cell in part.cells}
+        settings = {id: {**example.config.to_dict(), "repeat": example.repeat} for id, example in examples.items()}
         values: defaultdict[str, set[str]] = defaultdict(set)
-        for each in settings.values():
-            for key, value in each.items():
+        for cell_settings in settings.values():
+            for key, value in cell_settings.items():
                 values[key].add(str(value))
         names[root] = {
-            id: ", ".join([ones[id].arm, *(word_for(key, value) for key, value in each.items()
-                                           if len(values[key]) > 1 and value)])
-            for id, each in settings.items()
+            id: ", ".join([examples[id].arm, *(word_for(key, value) for key, value in cell_settings.items()
+                                               if len(values[key]) > 1 and value)])
+            for id, cell_settings in settings.items()
         }  # fmt: skip
-    found = []
+    remaining = []
     for part in plan.slices:
         counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
-        left = list(left_to_run(part.cells, part.root))
-        found.append(Remaining(
+        unanswered = list(left_to_run(part.cells, part.root))
+        remaining.append(Remaining(
             part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], _count_not_ok(counts),
-            sum(seconds for _, seconds in left), [names[part.root][cell.id] for cell, _ in left],
+            sum(seconds for _, seconds in unanswered), [names[part.root][cell.id] for cell, _ in unanswered],
         ))  # fmt: skip
-    return tuple(found)
+    return tuple(remaining)
 
 
 def _count_not_ok(counts: Counter[str]) -> int:
@@ -138,19 +138,19 @@ def _with_reasons(states: Sequence[tuple[Cell, CellState]]) -> list[tuple[str, .
 def _search_table(searches: Sequence[Search], root: Path) -> TextTable:
     rows = []
     for search in searches:
-        found, cell = search.what_fits(root), search.first
+        result, cell = search.what_fits(root), search.first
         model = "-" if search.axis == "largest_model" else cell.config.model_name
         rows.append(
             [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
-             found.state, found.answer, str(len(found.states)),
-             found.why_not_more or "-"]
+             result.state, result.answer, str(len(result.states)),
+             result.why_not_more or "-"]
         )  # fmt: skip
     columns = "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more"
     return TextTable(columns, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
 
 
 def _result_row(cell: Cell, run: Run) -> list[str]:
-    # A run that did not end ok may have a summary of what it measured, which is not a result.
+    # A failed run may have a summary of its measurements, which are not results.
     summary = run.summary if run.state == "ok" else {}
     accuracy = summary.get("eval_accuracy")
     places = summary.get("state_bytes_per_rank", {}).values()

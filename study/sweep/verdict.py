@@ -1,4 +1,4 @@
-"""The end of a cell, judged by evidence where its own processes could not write it."""
+"""The ending of a cell, judged by evidence if the cell's processes could not write it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from study.records.outcome import SMALLER_ON_THE_HOST, Ending, ending_of, ending
 from study.records.schema import RecordError
 from study.sweep import supervise
 
-# States that a further run would repeat: their cells are answered, and run again on request only.
+# Another run would end in the same state: these cells are answered, and run again only with --retry.
 ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
 StoppedBy = Literal["time limit", "user"]
 _LAST_LINES = 15
 
 _SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
-# Releases of Slurm spell it in two ways, after the step's name or the time.
+# Releases of Slurm print one of these two lines, after the step's name or the time.
 _OOM_BY_SLURM = re.compile(r"error: Detected \d+ oom[-_]kill event|^srun: error: .*: Out Of Memory$", re.MULTILINE)
 _OOM_ON_NODE = re.compile(rf"^{re.escape(supervise.OOM_MARK)}(\d+): (\d+) (\d+)$", re.MULTILINE)
-# When a task ends badly srun ends the others, and their node prints the same words.
+# When a task fails, srun ends the others, and their node prints the same line.
 _CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+)[^*]*)? \*\*\*")
 _BY_SRUN = re.compile(r"_step_signal: Terminating StepId|^srun: error: .*: task", re.MULTILINE)
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
@@ -43,21 +43,23 @@ class CellState:
 
     @property
     def why(self) -> str:
+        """The reason, with the hint in parentheses."""
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
 
     def is_answered(self, retry: bool) -> bool:
-        # A damaged record may be of a newer version, so it is replaced on request only.
+        """Whether `study run` would not run the cell again."""
+        # A damaged record may be of a newer version, so only --retry replaces it.
         return self.state == "ok" or (not retry and self.state in {*ANSWERED, "damaged"})
 
 
 @dataclasses.dataclass(frozen=True)
 class ExitEvidence:
-    """Evidence that is there when the last process of a cell is gone."""
+    """Evidence of a cell's ending, complete when all its processes have ended."""
 
     launcher_status: int
     stopped_by: StoppedBy | None
     time_limit_s: float
-    # Of this attempt, as study/train.py wrote them.
+    # Written by study/train.py in this attempt.
     status: Mapping[str, Any] | None
     refusal: UserError | None
     printed: str
@@ -66,19 +68,20 @@ class ExitEvidence:
 
     @property
     def text(self) -> str:
+        """The run's log and output."""
         return f"{self.log}\n{self.printed}"
 
 
 def judge(evidence: ExitEvidence) -> Ending:
-    """Return the state, reason and hint of a run by what the run, the launcher, Slurm and the kernel report."""
+    """Return the ending of a run by the reports of the run itself, the launcher, Slurm and the kernel."""
     status, printed = evidence.status, evidence.printed
-    said = Ending(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
-    if said is not None and said.state in ("ok", "oom", "unsupported"):
-        # Whatever the processes did on their way out.
-        return said
+    reported = Ending(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
+    if reported is not None and reported.state in ("ok", "oom", "unsupported"):
+        # However the processes exited.
+        return reported
     if evidence.stopped_by == "time limit":
         reason = f"ended after its {evidence.time_limit_s:g} s"
-        return Ending("timeout", reason, "raise time_limit_s, or find out what it waits for")
+        return Ending("timeout", reason, "raise time_limit_s, or find the cause in log.txt")
     if evidence.stopped_by == "user":
         return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
     if evidence.refusal is not None:
@@ -92,12 +95,12 @@ def judge(evidence: ExitEvidence) -> Ending:
     killed = _signals(printed, evidence.launcher_status)
     if 9 in killed:
         return _judge_sigkill(evidence)
-    if ran_out := ending_of_text(said.reason if said else evidence.text, evidence.text):
-        # The run may have found out by itself.
-        return said if said and ran_out.reason.partition(" (")[0] in said.reason else ran_out
-    # When one rank dies, the launcher ends the others, whose own reason is not the cause.
-    if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(printed)):
-        return said
+    if ran_out := ending_of_text(reported.reason if reported else evidence.text, evidence.text):
+        # The run may have reported it itself.
+        return reported if reported and ran_out.reason.partition(" (")[0] in reported.reason else ran_out
+    # When one rank fails, the launcher ends the others, whose reason is not the cause.
+    if reported is not None and not (reported.state == "interrupted" and _EXIT_STATUS.search(printed)):
+        return reported
     lines = last_lines(evidence.text, 3)
     how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {evidence.launcher_status}"
     return Ending("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
@@ -106,32 +109,33 @@ def judge(evidence: ExitEvidence) -> Ending:
 def _judge_sigkill(evidence: ExitEvidence) -> Ending:
     counted = _OOM_ON_NODE.findall(evidence.printed)
     places = {"": evidence.ooms} | {f" on node {node}": OomCounts(int(n), int(hit)) for node, n, hit in counted}
-    # A node whose own limit was reached comes before one that shares its kernel.
-    for where, ooms in sorted(places.items(), key=lambda item: -item[1].cgroup_limit_hit):
+    # A node whose cgroup reached its limit comes before nodes that share its kernel.
+    for place, ooms in sorted(places.items(), key=lambda item: -item[1].cgroup_limit_hit):
         if ooms.killed:
-            who = "the host's memory ran out, and its OOM killer"
+            killer = "the host's memory ran out, and its OOM killer"
             if ooms.cgroup_limit_hit:
-                who = "the cgroup's memory limit was reached, and the kernel"
-            return Ending("oom", f"{who} killed a process{where}", SMALLER_ON_THE_HOST)
-    return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
+                killer = "the cgroup's memory limit was reached, and the kernel"
+            return Ending("oom", f"{killer} killed a process{place}", SMALLER_ON_THE_HOST)
+    return Ending("interrupted", "a process was ended by SIGKILL, but not for its memory", "run it again")
 
 
 def _signals(printed: str, launcher_status: int) -> set[int]:
-    """Signals that ended a rank, as torchrun and Accelerate report them, or the supervisor itself."""
-    numbers = {int(next(filter(None, found.groups()))) for found in _SIGNALLED.finditer(printed)}
+    """Return the signals that ended the supervisor, or a rank as torchrun and Accelerate report it."""
+    numbers = {int(next(filter(None, match.groups()))) for match in _SIGNALLED.finditer(printed)}
     if launcher_status == 128 + signal.SIGKILL:
-        # The launcher itself, in the form that a shell, the supervisor and srun pass on.
+        # The launcher itself was killed; a shell, the supervisor and srun return this status.
         numbers.add(signal.SIGKILL)
     return numbers | ({-launcher_status} if launcher_status < 0 else set())
 
 
 def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
-    """The last lines, without frames of tracebacks and the launcher's messages."""
+    """Return the last lines, without frames of tracebacks and the launcher's messages."""
     lines = [line.strip()[:300] for line in without_secrets(text).splitlines() if not _NOISE.search(line)]
     return lines[-count:]
 
 
 def attempt_of(directory: Path) -> int:
+    """Return the number of the last attempt; 0 without a readable record."""
     try:
         return int(read_status(directory)["attempt"])
     except RecordError:
@@ -139,7 +143,7 @@ def attempt_of(directory: Path) -> int:
 
 
 def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
-    """Write to status.json how the attempt ended. No process of the run is left to write it."""
+    """Write the attempt's ending to status.json, after all processes of the run have ended."""
     if attempt_of(directory) <= attempt_before:
         RunWriter(directory).close(ending.state, ending.reason, ending.hint)
         return
@@ -149,6 +153,7 @@ def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
 
 
 def cell_state(directory: Path) -> CellState:
+    """Return the state of the record in a directory."""
     if not (directory / "status.json").exists():
         return CellState("to do")
     try:
