@@ -15,7 +15,7 @@ def load_frames(folder: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     from study.config.strategies import from_root
     from study.records.frames import read_records
 
-    if not (found := from_root(folder)).exists():
+    if not (path := from_root(folder)).exists():
         raise UserError(f"there is no folder {folder}, neither here nor in the checkout", "name another records_dir")
-    records = read_records(found)
+    records = read_records(path)
     return records.runs, records.steps

@@ -115,13 +115,13 @@ def drawings(name: str, subjects: Iterable[tuple[str, _T]], draw: Callable[[str,
     """Return a numbered drawing of each subject that has something to draw."""
     with matplotlib.rc_context(SETTINGS):
         drawn = [draw(subject, data) for subject, data in subjects]
-    return [each._replace(name=f"{name}_{place}") for place, each in enumerate(drawn, 1) if each is not None]
+    return [drawing._replace(name=f"{name}_{place}") for place, drawing in enumerate(drawn, 1) if drawing is not None]
 
 
 def per_workload(name: str, runs: pd.DataFrame, draw: Callable[[str, pd.DataFrame], Drawing | None]) -> list[Drawing]:
     """Draw each workload or, where there are many, those with most runs."""
     largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:MOST_WORKLOADS]
-    return drawings(name, ((str(each), runs[runs["workload"] == each]) for each in sorted(largest)), draw)
+    return drawings(name, ((str(workload), runs[runs["workload"] == workload]) for workload in sorted(largest)), draw)
 
 
 def finished(records: Records) -> pd.DataFrame:
@@ -223,8 +223,8 @@ def bars(
     for kind, sizes in parts.fillna(0).items():
         fill, widths = fills.get(str(kind), OTHER), sizes.to_numpy()
         # A bar of no width would take the margin from the plot.
-        seen = widths > 0
-        axes.barh(rows[seen], widths[seen], left=ends[seen], height=0.72, color=fill.colour, hatch=fill.hatch,
+        visible = widths > 0
+        axes.barh(rows[visible], widths[visible], left=ends[visible], height=0.72, color=fill.colour, hatch=fill.hatch,
                   edgecolor="white", linewidth=0.4)  # fmt: skip
         ends = ends + widths
     if marks is not None:
@@ -282,10 +282,10 @@ class StrategyLine(NamedTuple):
 
 
 def plot_lines(
-    axes: Axes, lines: Iterable[StrategyLine], ticks: Mapping[float, str], more: Sequence[EndLabel] = (), **look: Any
+    axes: Axes, lines: Iterable[StrategyLine], ticks: Mapping[float, str], extra: Sequence[EndLabel] = (), **look: Any
 ) -> None:
     """Draw lines on a logarithmic scale with a label at the end of each; `more` are the labels of other lines."""
-    ends = list(more)
+    ends = list(extra)
     for line in lines:
         style = style_of(line.strategy)
         axes.plot(line.x, line.y, markersize=8, **style.line)
@@ -334,8 +334,8 @@ def label_points(
     ends = []
     for arm, (x, y) in points.iterrows():
         style = style_of(strategies[str(arm)])
-        one, other = single.loc[[arm]].to_numpy(dtype=float).T
-        single_runs(axes, one, other, style.colour)
+        xs, ys = single.loc[[arm]].to_numpy(dtype=float).T
+        single_runs(axes, xs, ys, style.colour)
         axes.plot(x, y, markersize=9.5, **style.points)
         ends.append(EndLabel(x, y, label_of(str(arm), notes), style.colour))
     axes.grid()

@@ -60,19 +60,19 @@ def span(values: Iterable[float], form: Callable[[float], str]) -> str:
 
 
 def names(arms: Sequence[str]) -> str:
-    shown = [f"`{name}`" for name in dict.fromkeys(arms)]
-    more = len(shown) - _MOST_NAMES
+    quoted = [f"`{name}`" for name in dict.fromkeys(arms)]
+    more = len(quoted) - _MOST_NAMES
     if more > 0:
-        shown[_MOST_NAMES:] = [f"{more} more"]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0]
+        quoted[_MOST_NAMES:] = [f"{more} more"]
+    return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
 def times_text(value: float) -> str:
     return f"{value:.2f}"
 
 
-def change_text(share: float) -> str:
-    return percent(share, signed=True)
+def change_text(fraction: float) -> str:
+    return percent(fraction, signed=True)
 
 
 Table = Callable[[Records], pd.DataFrame]
@@ -140,12 +140,12 @@ class PageSection:
 
 def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
     parts = [f"# {title}"]
-    for each in sections:
-        parts += [f"{'#' * each.level} {each.title}" if each.title else "", each.text]
-        sentence = markdown_text(each.sentence)
-        parts.append(f"**{each.verdict.capitalize()}.** {sentence}" if each.verdict else sentence)
-        parts += [table_markdown(table) for table in (each.table, *each.tables.values()) if table is not None]
-        parts.append("\n".join(f"- {markdown_text(str(getattr(note, 'text', note)))}" for note in each.notes))
+    for section in sections:
+        parts += [f"{'#' * section.level} {section.title}" if section.title else "", section.text]
+        sentence = markdown_text(section.sentence)
+        parts.append(f"**{section.verdict.capitalize()}.** {sentence}" if section.verdict else sentence)
+        parts += [table_markdown(table) for table in (section.table, *section.tables.values()) if table is not None]
+        parts.append("\n".join(f"- {markdown_text(str(getattr(note, 'text', note)))}" for note in section.notes))
     return "\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
 
 
@@ -268,9 +268,9 @@ def table_html(frame: pd.DataFrame) -> Markup:
 
 def _class_of_column(texts: pd.Series) -> str:
     """Numbers, or texts that a table made of numbers and of "not measured" signs, stand at the right."""
-    known = [text for text in texts if text not in (NOT_MEASURED, "", *_OUTCOMES)]
+    values = [text for text in texts if text not in (NOT_MEASURED, "", *_OUTCOMES)]
     width = texts.str.len().max()
-    if known and width <= _LONG_TEXT / 2 and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d", text) for text in known):
+    if values and width <= _LONG_TEXT / 2 and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d", text) for text in values):
         return "n"
     return "long" if width > _LONG_TEXT else "short"
 

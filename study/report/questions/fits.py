@@ -83,9 +83,9 @@ class Fit:
             return float(self.largest[_VALUE[self.axis]])
         return float(self.largest["model_parameters"]) / 1e6
 
-    def over_plain(self, found: Sequence[Fit]) -> float:
+    def over_plain(self, results: Sequence[Fit]) -> float:
         """Return its size over that of plain training; the ratio of two lower bounds would mean nothing."""
-        plain = [each for each in found if each._limits == self._limits and each.arm == "single" and each.size > 0]
+        plain = [fit for fit in results if fit._limits == self._limits and fit.arm == "single" and fit.size > 0]
         return NAN if not plain or plain[0].what_fits.is_open or self.what_fits.is_open else self.size / plain[0].size
 
     @property
@@ -106,14 +106,14 @@ def fits(records: Records) -> list[Fit]:
         row = rungs[name][min(rungs[name])]
         model = f", {row['model_name_or_path']}" if search["axis"] == _MICRO_BATCH else ""
         kinds[f"{row['task']}{model}: {_WHAT[search['axis']]}"].append((search, row))
-    found = []
+    results = []
     for kind, searches in kinds.items():
         settings = [key for key in _SETTINGS if key != _VALUE[searches[0][0]["axis"]]]
         differing = [key for key in settings if len({str(row[key]) for _, row in searches}) > 1]
         for search, row in searches:
             words = [word_for(key, row[key]) for key in differing if not pd.isna(row[key])]
-            found.append(_fit(search, rungs[search["id"]], ", ".join([kind, *words])))
-    return sorted(found, key=lambda fit: (
+            results.append(_fit(search, rungs[search["id"]], ", ".join([kind, *words])))
+    return sorted(results, key=lambda fit: (
         fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.any["strategy"]), fit.arm, fit.id,
     ))  # fmt: skip
 
@@ -131,11 +131,11 @@ def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
 
 
 def answer(records: Records) -> Answer | None:
-    found = fits(records)
-    if not found:
+    results = fits(records)
+    if not results:
         return None
-    ratios = [(ratio, fit) for fit in found if (ratio := fit.over_plain(found)) > 0 and fit.arm != "single"]
-    sentence = f"{len(found)} searches ran, and none is comparable with plain training under the same memory limit."
+    ratios = [(ratio, fit) for fit in results if (ratio := fit.over_plain(results)) > 0 and fit.arm != "single"]
+    sentence = f"{len(results)} searches ran, and none is comparable with plain training under the same memory limit."
     if ratios:
         ratio, best = max(ratios, key=lambda entry: entry[0])
         sentence = (
@@ -144,33 +144,33 @@ def answer(records: Records) -> Answer | None:
         )
     table = pd.DataFrame(
         {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.within, "answer": fit.what_fits.answer}
-        for fit in found
+        for fit in results
     )
     table = table.pivot_table(
         index=["Workload", "Strategy"], columns="within", values="answer", aggfunc=", ".join, sort=False
     )
     notes = [
         f"`{fit.arm}` within {fit.within}: a larger one fits too, so the order of sizes is not the order of memory."
-        for fit in found
+        for fit in results
         if fit.bracket.fits_against_the_order
     ]
     return Answer(sentence, table.reset_index().rename_axis(columns=None).fillna("-"), tuple(notes))
 
 
 def fits_table(records: Records) -> pd.DataFrame:
-    found = fits(records)
+    results = fits(records)
     return pd.DataFrame(
         {
             "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.within, "Precision": fit.any["precision"],
             "Largest that fits": fit.what_fits.answer,
-            "x plain": fit.over_plain(found),
+            "x plain": fit.over_plain(results),
             "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
             "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
             "Smallest that does not": fit.value(fit.bracket.too_large) or "-",
             "Why not more": fit.what_fits.why_not_more or "-",
             "Probes": len(fit.rungs),
         }
-        for fit in found
+        for fit in results
     )  # fmt: skip
 
 
@@ -195,12 +195,12 @@ def what_fits(records: Records) -> list[canvas.Drawing]:
     return canvas.drawings("what_fits", subjects.items(), _bars)
 
 
-def _bars(subject: str, found: list[Fit]) -> canvas.Drawing:
-    limits = list(dict.fromkeys(fit.within for fit in found))
-    arms = list(dict.fromkeys(fit.arm for fit in found))
+def _bars(subject: str, results: list[Fit]) -> canvas.Drawing:
+    limits = list(dict.fromkeys(fit.within for fit in results))
+    arms = list(dict.fromkeys(fit.arm for fit in results))
     figure, panels = canvas.sheet_of_rows(len(arms), 0.34, columns=len(limits), sharex=True, sharey=True)
     for axes, limit in zip(panels, limits, strict=True):
-        for fit in (fit for fit in found if fit.within == limit):
+        for fit in (fit for fit in results if fit.within == limit):
             row = arms.index(fit.arm)
             axes.barh(row, fit.size, height=0.66, color=canvas.style_of(fit.any["strategy"]).colour)
             largest = fit.value(fit.bracket.fits).rsplit("/", 1)[-1] or "none"
@@ -208,12 +208,12 @@ def _bars(subject: str, found: list[Fit]) -> canvas.Drawing:
             canvas.write_right_of(axes, bound + largest, (fit.size, row))
         canvas.rows_of_arms(axes, arms, {})
         axes.margins(x=0.3)
-        axes.set(xlim=(0, None), xlabel="samples" if found[0].axis == _MICRO_BATCH else "million parameters")
+        axes.set(xlim=(0, None), xlabel="samples" if results[0].axis == _MICRO_BATCH else "million parameters")
         axes.set_title(limit, size=9.5, loc="left")
         canvas.plain_ticks(axes.xaxis)
         axes.locator_params(axis="x", nbins=4)
     subtitle = "Each answer is bounded by a run that fitted and one that did not; with ≥ nothing larger was tried."
-    words = "; ".join(f"{fit.arm} within {fit.within} {fit.what_fits.answer}" for fit in found)
+    words = "; ".join(f"{fit.arm} within {fit.within} {fit.what_fits.answer}" for fit in results)
     return canvas.finish(figure, "What fits", subject, subtitle, words)
 
 

@@ -54,21 +54,21 @@ def sent_mib(arm: StrategyRuns) -> float:
 
 
 def _memory_answer(records: Records) -> Answer | None:
-    found = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
-    if found is None:
+    comparison = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
+    if comparison is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {found.names} in model state."
-    if found.ratios:
-        share, leanest = found.ratios[0]
-        base = found.references[leanest.workload].name
-        sentence = f"Sharding reduces the model state of a rank to {percent(share)} of `{base}`'s (`{leanest.name}`)."
+    sentence = f"No sharding strategy here is comparable with {comparison.names} in model state."
+    if comparison.ratios:
+        ratio, leanest = comparison.ratios[0]
+        base = comparison.references[leanest.workload].name
+        sentence = f"Sharding reduces the model state of a rank to {percent(ratio)} of `{base}`'s (`{leanest.name}`)."
     columns: Columns = {
-        f"State, % of {found.plain_names}": found.cell(percent),
+        f"State, % of {comparison.plain_names}": comparison.cell(percent),
         "Peak, GiB": lambda arm: arm.peak_gib[0],
     }
-    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in found.references.values()))
+    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in comparison.references.values()))
     note = f"State is parameters, gradients and optimizer states; the peak is that of the {peak}."
-    return side_by_side(sentence, without_offload(found.workloads), columns, note)
+    return side_by_side(sentence, without_offload(comparison.workloads), columns, note)
 
 
 def memory_table(records: Records) -> pd.DataFrame:
@@ -136,15 +136,15 @@ def _state(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
     subtitle = f"On the device: {_range(device, unit)}"
     if device.nunique() == 1:
         subtitle = f"All strategies have the same on the device: {format_number(device.iloc[0])} {unit}."
-    shown = {kind: canvas.STATE[kind] for kind in STATE_KINDS}
+    kinds = {kind: canvas.STATE[kind] for kind in STATE_KINDS}
     if sum(map(any, totals.values())) > 1:
-        shown |= {place: canvas.Fill("#9aa2ab", canvas.PLACES[place]) for place, total in totals.items() if any(total)}
+        kinds |= {place: canvas.Fill("#9aa2ab", canvas.PLACES[place]) for place, total in totals.items() if any(total)}
     words = "; ".join(
         f"{arm} " + ", ".join(f"{format_number(total[arm])} {unit} {_WORDS[place]}"
                               for place, total in totals.items() if total[arm])
         for arm in state.index
     )  # fmt: skip
-    legend = canvas.legend_of_fills(shown, _WORDS)
+    legend = canvas.legend_of_fills(kinds, _WORDS)
     return canvas.finish(figure, "Model state on one rank", workload, subtitle, words, notes, legend)
 
 
@@ -170,7 +170,7 @@ def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     for axes, (places, peaks, xlabel) in zip(sides, panels, strict=True):
         # State first, then up to each peak what that peak has more; the first peak is the one in numbers.
         columns = {kind: [f"{kind}_bytes_{place}" for place in places] for kind in STATE_KINDS}
-        parts = pd.DataFrame({kind: medians[of_it].sum(axis="columns") / GIB for kind, of_it in columns.items()})
+        parts = pd.DataFrame({kind: medians[group].sum(axis="columns") / GIB for kind, group in columns.items()})
         for kind, column in peaks.items():
             parts[kind] = (medians[column] - parts.sum(axis="columns")).clip(lower=0)
         canvas.bars(axes, parts, canvas.STATE, medians[peaks["rest"]].map(format_number), xlabel, notes)
@@ -189,19 +189,19 @@ MEMORY = Question(
 
 
 def _offload_answer(records: Records) -> Answer | None:
-    moved = {workload: [arm for arm in found if arm.is_offloaded] for workload, found in workloads(records).items()}
-    found = {workload: arms for workload, arms in moved.items() if any(len(a.ended) and a.same_stage for a in arms)}
-    if not found:
+    moved = {workload: [arm for arm in arms if arm.is_offloaded] for workload, arms in workloads(records).items()}
+    offloaded = {workload: arms for workload, arms in moved.items() if any(len(a.ended) and a.same_stage for a in arms)}
+    if not offloaded:
         return None
-    times = Comparison(found, STEP, lambda arm: arm.same_stage)
-    fair = [arm for arms in found.values() for arm in compared(arms) if arm.same_stage]
+    times = Comparison(offloaded, STEP, lambda arm: arm.same_stage)
+    fair = [arm for arms in offloaded.values() for arm in compared(arms) if arm.same_stage]
     freed = [_freed(arm) for arm in fair]
-    no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in found.values())
+    no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence = "No strategy with offload is comparable with the same stage without it."
     if not pd.isna(freed).all():
         sentence = f"Offload frees {span(freed, percent)} of the model state on the device and"
         if no_gpu:
-            nvme = [share for share, arm in zip(freed, fair, strict=True)
+            nvme = [fraction for fraction, arm in zip(freed, fair, strict=True)
                     if arm.value("offload_optimizer") == "nvme"]  # fmt: skip
             frees = f"NVMe offload frees {span(nvme, percent)} of the model state" if nvme else "NVMe was not used"
             sentence = f"Without a GPU, CPU offload frees nothing; {frees}; offload"
@@ -217,15 +217,15 @@ def _offload_answer(records: Records) -> Answer | None:
     notes = ["Compared with the same stage without offload.", *times.notes]
     if no_gpu:
         notes += ["There is no GPU: CPU offload stays in the same memory, and only NVMe offload leaves it."]
-    return side_by_side(sentence, found, columns, *notes)
+    return side_by_side(sentence, offloaded, columns, *notes)
 
 
 def _freed(arm: StrategyRuns) -> float:
     """Return the share of the same stage's model state in scarce memory that this strategy does not need there."""
     runs = arm.workload_runs
     places = fast_memory(arm.workload_runs)
-    kept = state_bytes(runs[(runs["arm"] == arm.same_stage) & (runs["status_state"] == "ok")], places)
-    return 1 - state_bytes(arm.ended, places) / kept if kept > 0 else NAN
+    baseline_bytes = state_bytes(runs[(runs["arm"] == arm.same_stage) & (runs["status_state"] == "ok")], places)
+    return 1 - state_bytes(arm.ended, places) / baseline_bytes if baseline_bytes > 0 else NAN
 
 
 def offload_table(records: Records) -> pd.DataFrame:
@@ -245,9 +245,9 @@ def offload_table(records: Records) -> pd.DataFrame:
             "Time, x without": ratio_text(ratio) if moved else "1",
         }
 
-    every = list(real_arms(records))
-    stages = {(arm.workload, arm.value("zero_stage")) for arm in every if arm.is_offloaded}
-    return table_of((arm for arm in every if (arm.workload, arm.value("zero_stage")) in stages), figures)
+    strategies = list(real_arms(records))
+    stages = {(arm.workload, arm.value("zero_stage")) for arm in strategies if arm.is_offloaded}
+    return table_of((arm for arm in strategies if (arm.workload, arm.value("zero_stage")) in stages), figures)
 
 
 def offload(records: Records) -> list[canvas.Drawing]:
@@ -257,7 +257,7 @@ def offload(records: Records) -> list[canvas.Drawing]:
 def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     """Draw an arrow from each stage without offload to the same with it: memory freed to the left, time paid up."""
     strategies, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
-    moved = {arm.name: kept for arm in group_by_strategy(runs) if arm.is_offloaded and (kept := arm.same_stage)}
+    moved = {arm.name: plain for arm in group_by_strategy(runs) if arm.is_offloaded and (plain := arm.same_stage)}
     moves = {arm: moved[arm] for arm in strategies if arm in moved}
     if not moves:
         return None
@@ -267,22 +267,22 @@ def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     single = pd.DataFrame({"arm": runs["arm"], "state": state / size, "ms": runs[STEP] * 1e3}).set_index("arm")
     points = single.groupby("arm").agg({"state": "median", "ms": geometric_mean})
     figure, (axes,) = canvas.sheet(3.9)
-    for arm, kept in moves.items():
-        axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[kept]), arrowprops={
+    for arm, plain in moves.items():
+        axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[plain]), arrowprops={
             "arrowstyle": "->", "color": canvas.style_of(strategies[arm]).colour, "linewidth": 1.2,
             "shrinkA": 5, "shrinkB": 5, "alpha": 0.7,
         })  # fmt: skip
-    shown = list(dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair)))
+    listed = list(dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair)))
     where = "on the device" if len(places) == 1 else "in memory"
     axes.set(xlabel=f"model state left {where}, {unit} per rank", ylabel="step time, ms")
-    canvas.label_points(axes, points.loc[shown], strategies, notes, single)
-    state_of, ms_of = points["state"].map(format_number), points["ms"].map(format_number)
+    canvas.label_points(axes, points.loc[listed], strategies, notes, single)
+    states, times = points["state"].map(format_number), points["ms"].map(format_number)
     words = ", ".join(
-        f"{arm} leaves {state_of[arm]} of {state_of[kept]} {unit}, {ms_of[arm]} ms instead of {ms_of[kept]} ms"
-        for arm, kept in moves.items()
+        f"{arm} leaves {states[arm]} of {states[plain]} {unit}, {times[arm]} ms instead of {times[plain]} ms"
+        for arm, plain in moves.items()
     )
     subtitle = "An arrow leads from a stage without offload to the same stage with it."
-    shown_notes = {arm: notes[arm] for arm in shown}
+    shown_notes = {arm: notes[arm] for arm in listed}
     return canvas.finish(figure, "Memory and time of offload", workload, subtitle, words, shown_notes)
 
 
@@ -294,16 +294,18 @@ OFFLOAD = Question(
 
 
 def _traffic_answer(records: Records) -> Answer | None:
-    found = compare_with_reference(records, sent_mib)
-    if found is None:
+    comparison = compare_with_reference(records, sent_mib)
+    if comparison is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {found.names} in ring bytes."
-    if found.ratios:
-        ratios, most = span((ratio for ratio, _ in found.ratios), times_text), found.ratios[-1][1].name
-        sentence = f"Sharding sends {ratios} times the ring bytes (NCCL) of {found.names} per step, most with `{most}`."
-    columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {found.plain_names}": found.cell(times_text)}
+    sentence = f"No sharding strategy here is comparable with {comparison.names} in ring bytes."
+    if comparison.ratios:
+        ratios, most = span((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1].name
+        sentence = (
+            f"Sharding sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step, most with `{most}`."
+        )
+    columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
     note = "Ring bytes: what one rank sends in one step if every collective is a ring, as with NCCL. Gloo differs."
-    return side_by_side(sentence, without_offload(found.workloads), columns, note)
+    return side_by_side(sentence, without_offload(comparison.workloads), columns, note)
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
@@ -334,7 +336,7 @@ def traffic(records: Records) -> list[canvas.Drawing]:
 def _traffic(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
     first, notes = runs.drop_duplicates("arm").set_index("arm"), canvas.confounds_of(runs)
     counted = {arm: json.loads(first.loc[arm, "collectives"]) for arm in canvas.arms_of(runs)}
-    sizes = {arm: {kind: each["wire_bytes_per_rank"] for kind, each in one.items()} for arm, one in counted.items()}
+    sizes = {arm: {kind: row["wire_bytes_per_rank"] for kind, row in kinds.items()} for arm, kinds in counted.items()}
     sent = pd.DataFrame(sizes).T.fillna(0)
     sent = sent[[*(kind for kind in canvas.TRAFFIC if kind in sent), *sorted(set(sent) - set(canvas.TRAFFIC))]]
     unit, size = canvas.unit_for(sent.sum(axis="columns").max())
@@ -366,17 +368,17 @@ _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 
 
 def _neighbours_answer(records: Records) -> Answer | None:
-    found: dict[str, list[StrategyRuns]] = {}
+    grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
         if len(arm.ended):
-            found.setdefault(arm.workload, []).append(arm)
+            grouped.setdefault(arm.workload, []).append(arm)
     # Fewer ranks are in the details.
-    most = {workload: max(arm.ranks for arm in of_it) for workload, of_it in found.items()}
-    shown = {workload: [arm for arm in of_it if arm.ranks in (1, most[workload])] for workload, of_it in found.items()}
+    most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
+    chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     sentences = []
-    for workload in by_arms(shown):
+    for workload in by_arms(chosen):
         # The least of ZeRO's stages and their neighbours, where both were measured.
-        many = [arm for arm in shown[workload] if arm.ranks > 1]
+        many = [arm for arm in chosen[workload] if arm.ranks > 1]
         strategies = {str(arm.value("strategy")) for arm in many}
         least = []
         for figure, words in ((StrategyRuns.state_mib, "state"), (_kept_mib, "memory kept for backward"),
@@ -398,15 +400,15 @@ def _neighbours_answer(records: Records) -> Answer | None:
         " pass of one micro-batch leaves allocated, without parameters that stay gathered.",
         "All strategies of a workload use the same samples in each step.",
     )
-    return side_by_side(sentences[0], shown, columns, *notes)
+    return side_by_side(sentences[0], chosen, columns, *notes)
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
     """Return those of workloads in which a neighbour of ZeRO ran: the real ones or, without any, virtual ones."""
     for runs in (real(records).runs, virtual(records).runs):
-        found = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
-        if found:
-            yield from found
+        strategies = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
+        if strategies:
+            yield from strategies
             return
 
 

@@ -71,10 +71,10 @@ def _no_profile() -> tempfile.TemporaryDirectory[str]:
 
 def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder: Path, time_limit_s: float) -> None:
     """Run `notebook` with `folder` as its working directory and write it, with its outputs, to `output`."""
-    known = papermill.inspect_notebook(str(notebook))
-    if unknown := sorted(set(parameters) - set(known)):
+    accepted = papermill.inspect_notebook(str(notebook))
+    if unknown := sorted(set(parameters) - set(accepted)):
         raise UserError(
-            f"{notebook.name} has no parameter {', '.join(unknown)}", f"use {', '.join(sorted(known)) or 'none'}"
+            f"{notebook.name} has no parameter {', '.join(unknown)}", f"use {', '.join(sorted(accepted)) or 'none'}"
         )
     deadline = time.monotonic() + time_limit_s
     try:
@@ -143,8 +143,8 @@ def build(
     """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
-    found = answers(records, resting)
-    names = list(dict.fromkeys(question.notebook for question in found if question.notebook))
+    answered = answers(records, resting)
+    names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     try:
         check_place(output, _wanted(names))
         # On the same file system, also where the output is a link to a folder.
@@ -156,7 +156,7 @@ def build(
     try:
         write_parquet(records, folder)
         failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
-        _write_pages(records, suite, folder, found, failures, [*facts, *_facts(records)])
+        _write_pages(records, suite, folder, answered, failures, [*facts, *_facts(records)])
         put_in_place(folder, output)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -190,18 +190,18 @@ def _run_notebooks(
 
 
 def _write_pages(
-    records: Records, suite: str, folder: Path, found: Mapping[Question, Answer], failures: Mapping[str, str],
+    records: Records, suite: str, folder: Path, answered: Mapping[Question, Answer], failures: Mapping[str, str],
     facts: Sequence[str],
 ) -> None:  # fmt: skip
-    drawn = {question: {name: draw(records) for name, draw in question.figures.items()} for question in found}
+    drawn = {question: {name: draw(records) for name, draw in question.figures.items()} for question in answered}
     heads: dict[str, list[str]] = {}
-    for name in dict.fromkeys(question.notebook for question in found if question.notebook):
+    for name in dict.fromkeys(question.notebook for question in answered if question.notebook):
         # The title and the question of a page are the first cell of its notebook.
         first = nbformat.read(folder / f"{name}.ipynb", as_version=4).cells[0].source
         heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
     pages = {"index": suite, **{name: title for name, (title, _) in heads.items()}}
-    cards = [_card(question, answer, drawn, records) for question, answer in found.items()]
-    unanswered = [f"{each.title} {each.nothing}" for each in QUESTIONS if each not in found]
+    cards = [_card(question, answer, drawn, records) for question, answer in answered.items()]
+    unanswered = [f"{question.title} {question.nothing}" for question in QUESTIONS if question not in answered]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
     lists = [
         PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),
@@ -210,21 +210,21 @@ def _write_pages(
         ),
         PageSection("Not answered by these records", notes=unanswered),
     ]  # fmt: skip
-    lists = [each for each in lists if each.notes]
+    lists = [section for section in lists if section.notes]
     lead = PageSection(text=markdown_text(" · ".join(facts)))
     texts = {
         "summary.md": page_markdown(markdown_text(suite), [lead, *cards, *lists]),
         "index.html": page_html("index.html.j2", suite, pages, "index", facts=facts, cards=cards, lists=lists),
     }
     for name, (_, words) in heads.items():
-        mine = [question for question in found if question.notebook == name]
-        sections = [part for question in mine for part in _details(question, found[question], drawn, records)]
+        chosen = [question for question in answered if question.notebook == name]
+        sections = [part for question in chosen for part in _details(question, answered[question], drawn, records)]
         texts[f"{name}.html"] = page_html(
             "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name)
         )
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    for drawing in (each for figures in drawn.values() for drawings in figures.values() for each in drawings):
+    for drawing in (drawing for figures in drawn.values() for drawings in figures.values() for drawing in drawings):
         (folder / FIGURES).mkdir(exist_ok=True)
         (folder / FIGURES / f"{drawing.name}.png").write_bytes(as_png(drawing.figure))
         (folder / FIGURES / f"{drawing.name}.svg").write_bytes(as_svg(drawing.figure))
@@ -267,10 +267,10 @@ def _facts(records: Records) -> list[str]:
     if runs.empty:
         return ["no run yet" if records.remaining and not records.refused else "no readable run"]
     states = runs["status_state"].value_counts()
-    others = "".join(f", {count} {state}" for state, count in states.items() if state != "ok")
+    outcomes = "".join(f", {count} {state}" for state, count in states.items() if state != "ok")
     days = sorted({str(start)[:10] for start in runs["status_started_at"].dropna()})
     return [
-        f"{len(runs)} runs{others}",
+        f"{len(runs)} runs{outcomes}",
         *_few(runs["cpu"]),
         *("no accelerator" if names == "[]" else ", ".join(json.loads(names)) for names in _few(runs["devices"])),
         *(f"torch {version}" for version in _few(runs["torch_version"])),

@@ -55,16 +55,16 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
     output = options.output or Path(REPORTS) / name
     remaining = remaining_of(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
-    kept = _folder_of_parquet(name, output)
+    report_folder = _folder_of_parquet(name, output)
     has_runs = any(next(root.glob("**/status.json"), None) is not None for root in roots)
     if options.runs_dir and not has_runs and not plan:
         raise UserError(f"--runs_dir {runs_dir} has no records of {name}", "name the folder above that of the suite")
-    if kept is not None and not has_runs and not (plan and is_empty(kept)):
-        records = read_parquet(kept)
+    if report_folder is not None and not has_runs and not (plan and is_empty(report_folder)):
+        records = read_parquet(report_folder)
     elif has_runs or plan or roots[0].is_dir():
         records = read_runs(runs_dir if plan else roots[0], roots, remaining)
-        if kept is not None and kept == output and (lost := runs_only_in(kept, records)):
-            missing = f"{len(lost)} runs of the report in {kept} are not below {runs_dir} ({lost[0]})"
+        if report_folder is not None and report_folder == output and (lost := runs_only_in(report_folder, records)):
+            missing = f"{len(lost)} runs of the report in {report_folder} are not below {runs_dir} ({lost[0]})"
             if not options.drop_missing:
                 raise UserError(
                     f"{missing}: the report has their only records", "name another --output, or add --drop_missing"
@@ -113,9 +113,9 @@ def _facts_of_suite(suite: str, runs_dir: Path) -> list[str]:
     except UserError:
         return []
     states = [record.state for part in parts for _, record in cell_states(part.cells, part.root)]
-    left = states.count("to do")
-    facts = [f"{left} of {len(states)} runs have no record yet"] if 0 < left < len(states) else []
-    return facts + [others for part in parts if (others := part.runs_of_others())]
+    unstarted = states.count("to do")
+    facts = [f"{unstarted} of {len(states)} runs have no record yet"] if 0 < unstarted < len(states) else []
+    return facts + [notice for part in parts if (notice := part.runs_of_others())]
 
 
 def _folder_of_parquet(name: str, output: Path) -> Path | None:

@@ -26,24 +26,24 @@ _TABLES = {RUNS_FILE: {"run", "status_state"}, STEPS_FILE: {"run", "step", "step
 Digests = Mapping[str, str]
 
 
-def check_place(output: Path, wanted: Iterable[str], built: Digests | None = None) -> None:
+def check_place(output: Path, names: Iterable[str], built: Digests | None = None) -> None:
     """Refuse what a report may not replace; `built` are the digests of its files, once there are some."""
     if not os.path.lexists(output):
         return
     if not output.is_dir():
         raise UserError(f"--output {output} is a file", "name a folder")
     listed = _listed(output)
-    own = {*_own_files(output, _both(listed or {}, built or {})), *([] if listed is None else [LIST])}
+    replaceable = {*_own_files(output, _both(listed or {}, built or {})), *([] if listed is None else [LIST])}
     # A folder that is no report might be anybody's: a home, a repository.
-    foreign = sorted(file.name for file in output.iterdir() if file.name not in own)
+    foreign = sorted(file.name for file in output.iterdir() if file.name not in replaceable)
     if listed is None and foreign:
         raise UserError(
             f"--output {output} has {foreign[0]}, and no {LIST} of a report",
             "name a folder of its own, or remove a report of an earlier version",
         )
-    for name in sorted(wanted):
+    for name in sorted(names):
         place = output / name
-        is_own = _is_real_folder(place) if name == FIGURES else name in own
+        is_own = _is_real_folder(place) if name == FIGURES else name in replaceable
         if os.path.lexists(place) and not is_own:
             raise UserError(
                 f"--output {output} has {name}, which is not as a report wrote it",
