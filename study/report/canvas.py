@@ -1,4 +1,4 @@
-"""What all figures share: strategies' styles, the sheet with its title, bars, lines, and labels that do not overlap."""
+"""Parts shared by all figures: strategies' styles, the figure with its title, bars, lines, labels without overlap."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LINES_ONLY = "1234+x_|"
 
 
 class Style(NamedTuple):
-    """How a strategy looks in every figure, table and page, also in black and white and to a colour-blind reader."""
+    """Color, marker and dashes of a strategy in every figure, table and page; also distinct in black and white."""
 
     colour: str
     marker: str
@@ -35,16 +35,20 @@ class Style(NamedTuple):
 
     @property
     def points(self) -> dict[str, Any]:
+        """Return keyword arguments of matplotlib for markers without a line."""
         # A marker of lines only is all edge.
         edge = {"markeredgecolor": self.colour} if self.marker in _LINES_ONLY else {}
         return {"color": self.colour, "marker": self.marker, "linestyle": "", **edge}
 
     @property
     def line(self) -> dict[str, Any]:
+        """Return keyword arguments of matplotlib for a line with markers."""
         return self.points | {"linestyle": self.dash}
 
 
 class Fill(NamedTuple):
+    """Color and hatch of a bar."""
+
     colour: str
     hatch: str = ""
 
@@ -108,46 +112,49 @@ class Drawing(NamedTuple):
 
 
 def style_of(strategy: object) -> Style:
+    """Return the style of a strategy; a gray one if the registry does not have it."""
     return STRATEGIES.get(str(strategy), UNKNOWN)
 
 
 def drawings(name: str, subjects: Iterable[tuple[str, _T]], draw: Callable[[str, _T], Drawing | None]) -> list[Drawing]:
-    """Return a numbered drawing of each subject that has something to draw."""
+    """Return the drawings of all subjects, numbered; subjects without data have none."""
     with matplotlib.rc_context(SETTINGS):
         drawn = [draw(subject, data) for subject, data in subjects]
     return [drawing._replace(name=f"{name}_{place}") for place, drawing in enumerate(drawn, 1) if drawing is not None]
 
 
 def per_workload(name: str, runs: pd.DataFrame, draw: Callable[[str, pd.DataFrame], Drawing | None]) -> list[Drawing]:
-    """Draw each workload or, where there are many, those with most runs."""
+    """Return a drawing per workload; at most `MOST_WORKLOADS`, those with most runs."""
     largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:MOST_WORKLOADS]
     return drawings(name, ((str(workload), runs[runs["workload"] == workload]) for workload in sorted(largest)), draw)
 
 
 def finished(records: Records) -> pd.DataFrame:
-    """Return the real runs that ended well: only they have a loss and a time."""
+    """Return the real runs that succeeded: only they have a loss and a step time."""
     runs = real(records).runs
     return runs[runs["status_state"] == "ok"]
 
 
 def arms_of(runs: pd.DataFrame) -> dict[str, str]:
-    """Return the strategy of each arm, from plain training to the most offloaded."""
+    """Return the strategy's name by its label, from plain training to the most offloaded."""
     arms = runs.drop_duplicates("arm")
     places = zip(arms["strategy"].map(strategy_order), arms["world_size"], arms["arm"], arms["strategy"], strict=True)
     return {str(arm): strategy for _, _, arm, strategy in sorted(places)}
 
 
 def confounds_of(runs: pd.DataFrame, column: str = "confounded") -> dict[str, str]:
-    """Return what breaks the comparison, by arm; empty where nothing does."""
+    """Return the reasons why a strategy's runs are not comparable, by its label; an empty text if they are."""
     return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}
 
 
 def sheet(height_in: float, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure one page column wide, and its axes."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False, **grid)[0])
 
 
 def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure whose height fits the number of rows, and its axes."""
     return sheet(0.75 + row_in * rows, columns, **grid)
 
 
@@ -155,7 +162,7 @@ def finish(
     figure: Figure, title: str, subject: str, subtitle: str, words: str, notes: Mapping[str, str] | None = None,
     legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "",
 ) -> Drawing:  # fmt: skip
-    """Put the title above the plot, and below it the legend and what breaks the comparison of marked strategies."""
+    """Return the figure with its title, its legend, and footnotes for the strategies that are not comparable."""
     titles, subtitles = _wrapped(title, _TITLE_LETTERS), [*_wrapped(subject), *_wrapped(subtitle)]
     reasons: dict[str, list[str]] = {}
     for arm, reason in (notes or {}).items():
@@ -191,21 +198,23 @@ def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
 
 
 def label_of(arm: str, notes: Mapping[str, str]) -> str:
-    """Return the arm on at most two lines, with a dagger when it is confounded."""
+    """Return a strategy's label on at most two lines, with a dagger if it is confounded."""
     lines = _wrapped(f"{arm} †" if notes.get(arm) else arm, _LABEL_LETTERS)
     return "\n".join(lines if len(lines) <= 2 else [lines[0], f"{lines[1][: _LABEL_LETTERS - 1]}…"])
 
 
 def unit_for(largest_bytes: float) -> tuple[str, int]:
+    """Return the unit of bytes for an axis, and its size."""
     return ("GiB", 2**30) if largest_bytes >= 2**30 else ("MiB", 2**20)
 
 
 def plain_ticks(axis: Any) -> None:
+    """Format the axis ticks as plain numbers, without an exponent."""
     axis.set_major_formatter(lambda value, _position: f"{value:,.10g}")
 
 
 def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:
-    """Make one row per arm, the first on top."""
+    """Label one row per strategy, the first at the top."""
     names = [label_of(arm, notes) for arm in arms]
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
@@ -218,7 +227,7 @@ def bars(
     axes: Axes, parts: pd.DataFrame, fills: Mapping[str, Fill], texts: Iterable[str], xlabel: str,
     notes: Mapping[str, str], *, marks: Sequence[float] | None = None, margin: float = 0.1,
 ) -> None:  # fmt: skip
-    """Draw a bar per row, its parts one after the other and a text behind it; a mark is an upright line across it."""
+    """Draw one stacked bar per row with a text at its end; `marks` are vertical lines across the bars."""
     rows, ends = np.arange(len(parts)), np.zeros(len(parts))
     for kind, sizes in parts.fillna(0).items():
         fill, widths = fills.get(str(kind), OTHER), sizes.to_numpy()
@@ -239,10 +248,12 @@ def bars(
 
 
 def write_right_of(axes: Axes, text: str, place: tuple[float, float]) -> None:
+    """Write a text to the right of a point."""
     axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9)
 
 
 def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list[Patch]:
+    """Return a legend entry per fill."""
     return [
         Patch(facecolor=fill.colour, hatch=fill.hatch, edgecolor="white", label=words.get(kind, kind.replace("_", "-")))
         for kind, fill in fills.items()
@@ -250,7 +261,7 @@ def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list
 
 
 def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
-    """Return each arm with the line and marker of its strategy."""
+    """Return a legend entry per strategy, with its line and marker."""
     styles = {arm: style_of(strategy) for arm, strategy in arms.items()}
     return [
         Line2D([], [], label=label_of(arm, notes), **style.line | {"markeredgecolor": style.colour})
@@ -259,12 +270,14 @@ def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Li
 
 
 def single_runs(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str) -> None:
-    """Draw every run next to their median, where they are few."""
+    """Draw the single runs of a point, unless there are many."""
     if 1 < len(x) < SHOWN_BELOW:
         axes.plot(x, y, ".", color=colour, markersize=5, alpha=0.7)
 
 
 class EndLabel(NamedTuple):
+    """A text at the end of a line."""
+
     x: float
     y: float
     text: str
@@ -272,7 +285,7 @@ class EndLabel(NamedTuple):
 
 
 class StrategyLine(NamedTuple):
-    """A line of a strategy over numbers such as ranks; `points` are those of the single runs at each of them."""
+    """A strategy's line over a quantity such as ranks; `points` has the single runs at each of its values."""
 
     label: str
     strategy: str
@@ -284,7 +297,7 @@ class StrategyLine(NamedTuple):
 def plot_lines(
     axes: Axes, lines: Iterable[StrategyLine], ticks: Mapping[float, str], extra: Sequence[EndLabel] = (), **look: Any
 ) -> None:
-    """Draw lines on a logarithmic scale with a label at the end of each; `more` are the labels of other lines."""
+    """Draw lines over a logarithmic axis with a label at the end of each; `extra` labels belong to other lines."""
     ends = list(extra)
     for line in lines:
         style = style_of(line.strategy)
@@ -302,7 +315,7 @@ def plot_lines(
 
 
 def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
-    """Write each text to the right of its point, moved up or down where it would cover another."""
+    """Write each text to the right of its point, shifted up or down if it would overlap another."""
     figure, gap_points = axes.figure, 12
     assert isinstance(figure, Figure)
     notes = [
@@ -330,7 +343,7 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
 def label_points(
     axes: Axes, points: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str], single: pd.DataFrame
 ) -> None:
-    """Draw a named marker for each arm, on axes that start at 0, and small ones for its runs where they are few."""
+    """Draw a labelled marker per strategy on axes that start at 0, and its single runs unless there are many."""
     ends = []
     for arm, (x, y) in points.iterrows():
         style = style_of(strategies[str(arm)])

@@ -1,4 +1,4 @@
-"""The document model: a page is a title and sections; one renderer makes HTML, Markdown or a terminal's table of it."""
+"""The document model: a page is a title and sections, rendered as HTML, as Markdown, or as a terminal's table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_NAMES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A cell with an address; without one it is its text."""
+    """A table cell with an address; without an address it is plain text."""
 
     text: str
     address: str
@@ -42,6 +42,7 @@ class Link:
 
 
 def cell_text(value: object) -> str:
+    """Return a value as the text of a table cell."""
     if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
         return NOT_MEASURED
     if isinstance(value, float):
@@ -50,16 +51,18 @@ def cell_text(value: object) -> str:
 
 
 def known(value: float, form: Callable[[float], str]) -> str:
+    """Return the formatted value; the sign for "not measured" if it is NaN."""
     return NOT_MEASURED if math.isnan(value) else form(value)
 
 
 def span(values: Iterable[float], form: Callable[[float], str]) -> str:
-    """The lowest and the highest of the known values."""
+    """Return the lowest and the highest value as a text, without NaN."""
     measured = [value for value in values if not math.isnan(value)]
     return " to ".join(dict.fromkeys(form(end) for end in (min(measured), max(measured))))
 
 
 def names(arms: Sequence[str]) -> str:
+    """Return strategies as an English list, with a count after the first three."""
     quoted = [f"`{name}`" for name in dict.fromkeys(arms)]
     more = len(quoted) - _MOST_NAMES
     if more > 0:
@@ -68,10 +71,12 @@ def names(arms: Sequence[str]) -> str:
 
 
 def times_text(value: float) -> str:
+    """Return a ratio with two decimals."""
     return f"{value:.2f}"
 
 
 def change_text(fraction: float) -> str:
+    """Return a relative change in percent, with its sign."""
     return percent(fraction, signed=True)
 
 
@@ -81,7 +86,7 @@ Figures = Callable[[Records], list[Drawing]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """The first screen: one sentence, a small table, and what a reader must know beside the table."""
+    """The first screen of a question: one sentence, a small table, and notes that the reader needs with the table."""
 
     sentence: str
     table: pd.DataFrame
@@ -90,6 +95,8 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
+    """A question of a report: its answer, its tables, its figures and its page."""
+
     name: str
     # As a reader asks it.
     title: str
@@ -106,7 +113,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Note:
-    """A line of a list, with what a page of HTML shows below it."""
+    """A line of a list, with HTML below it that Markdown omits."""
 
     text: str
     below: Markup | str = ""
@@ -114,7 +121,7 @@ class Note:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PageSection:
-    """A heading and what stands below it. All but `text` may quote a record, and is escaped."""
+    """A heading and its content. Every field but `text` may quote a record, and is escaped."""
 
     title: str = ""
     # This project's own words; Markdown where they go into a document.
@@ -139,6 +146,7 @@ class PageSection:
 
 
 def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
+    """Return the page as Markdown."""
     parts = [f"# {title}"]
     for section in sections:
         parts += [f"{'#' * section.level} {section.title}" if section.title else "", section.text]
@@ -150,6 +158,7 @@ def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
 
 
 def table_markdown(frame: pd.DataFrame) -> str:
+    """Return a data frame as a Markdown table."""
     columns = [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
     lines = [columns, ["---"] * len(columns), *frame.itertuples(index=False, name=None)]
     return "".join(f"| {' | '.join(map(_cell_markdown, line))} |\n" for line in lines)
@@ -165,7 +174,7 @@ _CODE = re.compile(r"`([\w.,:=+/() -]+)`")
 
 
 def markdown_text(text: str) -> str:
-    """One line that Markdown shows as it is, but for names between backticks: no markup of a record's gets through."""
+    """Return one line that Markdown shows literally, except names between backticks: a record cannot inject markup."""
     parts = _CODE.split(" ".join(text.split()))
     return "".join(f"`{part}`" if turn % 2 else _plain(part) for turn, part in enumerate(parts))
 
@@ -190,7 +199,7 @@ _DOTS_PER_INCH, _COLOURS = 200, 128
 
 
 def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
-    """`pages` are the titles of all pages by name, this one among them."""
+    """Return a page as HTML; `pages` has the title of every page by its name, including this one."""
     css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
     content |= {"suite": suite, "pages": pages, "current": current, "css": css, "refused_shown": _REFUSED_SHOWN}
     return _templates().get_template(template).render(content)
@@ -207,29 +216,31 @@ def _templates() -> jinja2.Environment:
 
 
 def slug(words: str) -> str:
-    """The name of a class or of an anchor."""
+    """Return the text as a name for CSS classes and anchors."""
     return re.sub(r"[^\w-]+", "-", words)
 
 
 def code_html(text: str) -> Markup:
-    """Escaped, with names between backticks as code; a figure and its % stay on one line."""
+    """Return the escaped text with names between backticks as code; a number and its % stay on one line."""
     parts = [Markup("<code>{}</code>").format(part) if turn % 2 else Markup.escape(part)
              for turn, part in enumerate(_CODE.split(text.replace(" %", "\u00a0%")))]  # fmt: skip
     return Markup("").join(parts)
 
 
 def link_html(text: str, address: str) -> Markup:
+    """Return a link; the escaped text if there is no address."""
     return Markup('<a href="{}">{}</a>').format(address, text) if address else Markup.escape(text)
 
 
 def png_html(drawing: Drawing) -> Markup:
+    """Return the figure as an embedded image."""
     content = base64.b64encode(as_png(drawing.figure)).decode()
     return Markup('<img src="data:image/png;base64,{}" alt="{}">').format(content, drawing.alt)
 
 
 @functools.lru_cache(64)
 def as_png(figure: Figure) -> bytes:
-    """In as few colours as the eye needs: a third of the size. A page embeds it, and a folder keeps it."""
+    """Return a PNG with 128 colors, a third of its full size. Pages embed it, and the folder has it as a file."""
     with matplotlib.rc_context(SETTINGS):
         full, small = io.BytesIO(), io.BytesIO()
         figure.savefig(full, format="png", dpi=_DOTS_PER_INCH)
@@ -241,6 +252,7 @@ def as_png(figure: Figure) -> bytes:
 
 
 def as_svg(figure: Figure) -> bytes:
+    """Return an SVG image without a date, so that equal figures are equal files."""
     with matplotlib.rc_context(SETTINGS):
         drawn = io.BytesIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
@@ -248,7 +260,7 @@ def as_svg(figure: Figure) -> bytes:
 
 
 def table_html(frame: pd.DataFrame) -> Markup:
-    """A table in a container of its own that scrolls; a row of its own names the workload of those below it."""
+    """Return a table in a scrolling container; a header row names the workload of the rows below it."""
     is_grouped = _GROUPS in frame.columns
     groups = [cell_text(value) for value in frame[_GROUPS]] if is_grouped else [""] * len(frame)
     frame = frame.drop(columns=_GROUPS) if is_grouped else frame
@@ -267,7 +279,7 @@ def table_html(frame: pd.DataFrame) -> Markup:
 
 
 def _class_of_column(texts: pd.Series) -> str:
-    """Numbers, or texts that a table made of numbers and of "not measured" signs, stand at the right."""
+    """Return the CSS class of a column. Numbers are aligned right, also if some cells are "not measured"."""
     values = [text for text in texts if text not in (NOT_MEASURED, "", *_OUTCOMES)]
     width = texts.str.len().max()
     if values and width <= _LONG_TEXT / 2 and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d", text) for text in values):
@@ -276,7 +288,7 @@ def _class_of_column(texts: pd.Series) -> str:
 
 
 def _cell(value: object, css_class: str) -> tuple[str, str, str]:
-    """With its classes, and the colour of the strategy that it names."""
+    """Return a cell's text, its CSS classes, and the color of the strategy that it names."""
     text = cell_text(value)
     if isinstance(value, Link) and value.address:
         return link_html(value.text, value.address), css_class, ""

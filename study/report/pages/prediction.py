@@ -34,6 +34,7 @@ OWN_KINDS = {"resident": "own real ranks", "resident_returned": "own virtual ran
 
 
 def read(folder: Path) -> pd.DataFrame:
+    """Return the scored rows that a report wrote."""
     file = folder / SCORES
     if not file.is_file():
         raise UserError(f"there is no {file}", "make it: python -m study.report.pages.prediction report")
@@ -41,17 +42,17 @@ def read(folder: Path) -> pd.DataFrame:
 
 
 def counted(scores: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that arithmetic does not refuse."""
+    """Return the rows without those refused as arithmetically impossible."""
     return scores[scores["refused"].isna()]
 
 
 def page(rows: pd.DataFrame) -> pd.Series:
-    """Return the page of each row: several sources of one page share a box, a code base and an author."""
+    """Return the web page of each row: the sources on one page share hardware, code and an author."""
     return rows["url"].str.split("#").str[0]
 
 
 def foretold(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
-    """Compare predictions made before a suite ran with those of today's rules for the same ranks."""
+    """Return errors of predictions made before a suite ran, and of today's rules for the same ranks."""
     rows = pd.read_csv(folder / FORETOLD)
     now = scores[scores["source"] == OWN].set_index("name")["peak_error"].reindex(rows["suite"] + " " + rows["run"])
     rows = rows.assign(then=rows["predicted_gib"] / rows["measured_gib"] - 1, now=now.to_numpy())
@@ -66,6 +67,7 @@ def foretold(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def headline(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return the errors of peak memory and step time over published and own rows, next to their aims."""
     rows = counted(scores)
     study_rows, published = rows[rows["source"] == OWN], rows[rows["source"] != OWN]
     study_peaks = [
@@ -104,7 +106,7 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Errors by source, by strategy, by device; rows that fitted a constant are left out of time."""
+    """Return errors grouped by a column; step times exclude rows that fitted a constant."""
     lines = []
     for name, rows in counted(scores).groupby(column, sort=False):
         scored = rows[rows["use"] == "score"]
@@ -116,6 +118,7 @@ def by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def each(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return every row with its measured and its predicted figures."""
     rows = counted(scores)
     return pd.DataFrame({
         "source": rows["source"], "run": rows["name"], "precision": rows["precision"],
@@ -128,6 +131,7 @@ def each(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def refused(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows refused as impossible, with the reason."""
     rows = scores[scores["refused"].notna()]
     return pd.DataFrame({"source": rows["source"], "run": rows["name"], "why": rows["refused"]})
 
@@ -166,10 +170,12 @@ _INTERVALS_HEAD = """\
 
 
 def all_rows() -> list[Measured]:
+    """Return the published rows and the study's own."""
     return published_rows() + own_rows()
 
 
 def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
+    """Return a row per measurement with its prediction and its errors."""
     scored = [score(row) for row in rows]
     return pd.DataFrame(
         [dataclasses.asdict(row) | {"peak_error": row.peak_error, "step_error": row.step_error} for row in scored]
@@ -177,7 +183,7 @@ def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
 
 
 def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
-    """Score other estimators on published rows and on own records separately: the two differ in difficulty."""
+    """Return scores of other estimators, for published rows and own records separately: they differ in difficulty."""
     lines = []
     for what in ("published", "own records"):
         # No other estimator knows of adapters.
@@ -192,6 +198,7 @@ def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
 
 
 def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
+    """Write the report of predictions, and the intervals of the predictor."""
     rows = all_rows()
     frame = scores_frame(rows)
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,6 +209,7 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
 
 
 def summary(frame: pd.DataFrame, folder: Path) -> str:
+    """Return summary.md."""
     rows = pd.read_parquet(folder / LEAGUE)
     estimators = pd.DataFrame({
         "rows": rows["rows"], "tool": rows["tool"], "peaks it predicts": rows["peaks"],
@@ -238,7 +246,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
 
 
 def _interval(ratios: pd.Series, pages: pd.Series) -> tuple[float, float]:
-    """The quantiles where each page has the same weight."""
+    """Return the two quantiles of the ratios; each page has the same weight."""
     order = ratios.sort_values()
     weights = 1 / pages.groupby(pages).transform("count")
     below = weights[order.index].cumsum() - weights[order.index] / 2
@@ -247,7 +255,7 @@ def _interval(ratios: pd.Series, pages: pd.Series) -> tuple[float, float]:
 
 
 def intervals_text(frame: pd.DataFrame) -> str:
-    """Shares of the predicted figure, as study/predictor/time.py takes them."""
+    """Return the intervals of study/predictor/time.py as YAML: measured values as fractions of the predicted."""
     rows = counted(frame)
     study_rows, published = (rows[(rows["source"] == OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]

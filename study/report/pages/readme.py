@@ -50,7 +50,7 @@ def latest_release_cells(cells: list[ReleaseCell]) -> list[ReleaseCell]:
 
 
 def gpu_faults(cell: ReleaseCell) -> list[Cause]:
-    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes by another fault."""
+    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes from another fault."""
     faults = cell.causes
     if cell.verdict.kind == "crashes":
         candidates = known_faults(cell.versions, on_gpu=True)
@@ -134,11 +134,12 @@ _BLOCKS: dict[str, Callable[[str, Path], str]] = {
 
 
 def rewritten(text: str, root: Path) -> str:
-    """Return the text with every marked block made anew, from the folder that its marker names."""
+    """Return the text with every marked block regenerated from the folder that its marker names."""
     return _BLOCK.sub(lambda match: f"{match[1]}{_BLOCKS[match['name']](match['source'], root)}\n{match[4]}", text)
 
 
 def main() -> int:
+    """Rewrite the blocks; return 1 if `--check` finds a stale one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a table is stale")
     options = parser.parse_args()

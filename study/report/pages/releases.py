@@ -62,7 +62,7 @@ Accelerate.
 
 
 def control(rows: Sequence[Row]) -> Iterator[PageSection]:
-    """Yield a table for each control that ran: a line per stack, a sign per caller and number of micro-steps."""
+    """Yield a table per control that ran: one row per stack, one sign per caller and number of micro-batches."""
     judged = [row for row in rows if row.get("precision") == "fp32" and row.get("clipping")]
     single_pass = [row for row in judged if row["loss"] == "inside"]
     several = [row for row in judged if "-" in row["caller"]]
@@ -89,11 +89,12 @@ def _stack_order(name: str) -> tuple[Any, ...]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON file."""
     return list(json.loads(file.read_text(encoding="utf-8")))
 
 
 def is_right(row: Row) -> bool | None:
-    """Return whether a case of the control agrees with a plain loop to rounding; None where it ended in an error."""
+    """Whether a case of the control equals a plain loop up to rounding; None if it raised an error."""
     if row.get("error"):
         return None
     most = _ROUNDING["fp32" if row["precision"] == "fp32" else "bf16"]
@@ -112,6 +113,7 @@ times it is the worst run. A cause that strikes by chance does something else in
 
 
 def losses(records: Records, cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> Iterator[PageSection]:
+    """Yield the table of losses and norms of the cells that diverge."""
     accumulated = [cell for cell in cells if cell.precision == "fp32" and cell.micro_steps > 1 and cell.max_norm]
     wrong = [cell for cell in accumulated if cell.verdict.kind == "different"]
     if not wrong:
@@ -194,7 +196,7 @@ installable, a dot not run. Left of the bar: one micro-step; right of it: four.
 
 
 def page(records: Records) -> str:
-    """The page of docs/: what a user of each release meets, by rows of releases that behave alike."""
+    """Return docs/releases.md: the faults of each release, one row per group of releases with the same ones."""
     cells, answer = clipped(release_cells(records)), QUESTION.answer(records) or _NOTHING
     letters = lettered(cells)
     today = [cell for cell in cells if cell.precision == "fp32" and not cell.is_of_its_time]
@@ -233,6 +235,7 @@ def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Dat
 
 
 def details(records: Records, bare: Sequence[dict[str, Any]]) -> str:
+    """Return reports/releases/causes.md: the grid, the causes and the control."""
     return page_markdown("Releases: grid, causes and records", [PageSection(text=_MADE), *_sections(records, bare)])
 
 
@@ -325,6 +328,7 @@ _GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unkn
 
 
 def main() -> None:
+    """Write both pages."""
     records = read_parquet(REPORT)
     PAGE.write_text(page(records), encoding="utf-8")
     DETAILS.write_text(details(records, read_rows(REPORT / BARE)), encoding="utf-8")

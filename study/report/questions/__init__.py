@@ -20,7 +20,7 @@ TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, tabl
 
 
 def answers(records: Records, resting: Sequence[runs.Resting] = ()) -> dict[Question, Answer]:
-    """Return the questions that these records answer; `resting` are the claims of the ledger that depend on them."""
+    """Return the questions that these records answer; `resting` are the ledger's claims that depend on them."""
     answered = {runs.CLAIMS: runs.claims_answer(resting)}
     questions = QUESTIONS
     if (about_releases := releases.QUESTION.answer(records)) is not None:

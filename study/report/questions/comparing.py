@@ -1,4 +1,4 @@
-"""Compare strategies with a reference, and lay several workloads next to each other in one small table."""
+"""Comparison of strategies with a reference, and a small table over several workloads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
 
 
 def real_arms(records: Records) -> Iterator[StrategyRuns]:
+    """Return the strategies of the real runs."""
     return group_by_strategy(real(records).runs)
 
 
 def workloads(records: Records) -> dict[str, list[StrategyRuns]]:
-    """Return the strategies of each workload in which a run ended well."""
+    """Return the strategies of each workload in which a run succeeded."""
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in real_arms(records):
         grouped.setdefault(arm.workload, []).append(arm)
@@ -36,17 +37,18 @@ def workloads(records: Records) -> dict[str, list[StrategyRuns]]:
 
 
 def compared(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> list[StrategyRuns]:
-    """Return those that ended well and break no invariant, except the baseline."""
+    """Return the strategies that succeeded and violate no invariant, without the baseline."""
     return [arm for arm in strategies if arm.baseline is not None and not arm.is_baseline and arm.is_fair(confound)]
 
 
 def is_plain(arm: StrategyRuns) -> bool:
+    """Whether the strategy is a baseline."""
     return arm.value("strategy") in BASELINES
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceComparison:
-    """A figure of the sharding strategies as a multiple of the reference's, in the workloads whose reference has it."""
+    """A figure of the sharding strategies relative to the reference, in the workloads whose reference has it."""
 
     workloads: dict[str, list[StrategyRuns]]
     references: dict[str, StrategyRuns]
@@ -54,32 +56,37 @@ class ReferenceComparison:
     sharding: list[StrategyRuns]
 
     def ratio(self, arm: StrategyRuns) -> float:
+        """Return the figure over that of the reference in the same workload."""
         return self.figure(arm) / self.figure(self.references[arm.workload])
 
     @property
     def ratios(self) -> list[tuple[float, StrategyRuns]]:
+        """Return the known ratios with their strategies, the smallest first."""
         pairs = [(ratio, arm) for arm in self.sharding if not pd.isna(ratio := self.ratio(arm))]
         return sorted(pairs, key=lambda entry: (entry[0], entry[1].name))
 
     @property
     def names(self) -> str:
+        """Return the names of the references, as code."""
         return names([base.name for base in self.references.values()])
 
     @property
     def plain_names(self) -> str:
+        """Return the names of the references, as plain text."""
         return self.names.replace("`", "")
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
+        """Return a function that formats the ratio of a strategy for a table."""
         return lambda arm: known(self.ratio(arm), form)
 
 
 def compare_with_reference(
     records: Records, figure: Callable[[StrategyRuns], float], on_any_ranks: bool = False
 ) -> ReferenceComparison | None:
-    """Return None where no reference has the figure: fair DDP on the most ranks it ran on, else the baseline.
+    """Return the comparison with fair DDP on the most ranks, else the baseline; None if no reference has the figure.
 
-    Strategies that break an invariant or offload are not compared, nor are other numbers of ranks than the reference's;
-    `on_any_ranks` allows these for what is the same on any number under a plain training.
+    Strategies that violate an invariant or offload are excluded, as are other numbers of ranks than the reference's.
+    `on_any_ranks` includes these for figures that plain training has equal on any number of ranks.
     """
     grouped, references, sharding = workloads(records), {}, []
     for workload, strategies in grouped.items():
@@ -116,21 +123,22 @@ class Comparison:
             self._differences |= {(workload, name): difference for (name, _), difference in pair_differences.items()}
 
     def of(self, arm: StrategyRuns) -> Difference | None:
+        """Return the difference of a strategy from its base; None without one."""
         return self._differences.get((arm.workload, arm.name))
 
     def significant(self, arms: Iterable[StrategyRuns]) -> list[float]:
-        """Return the ratios of those that differ significantly."""
+        """Return the ratios that differ significantly from 1."""
         return [difference.ratio.center for arm in arms if (difference := self.of(arm)) and difference.is_significant]
 
     def sentence(self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str = "") -> str:
-        """Return the lead, the range of the significant ratios, the end, and how many are not significant."""
+        """Return a sentence: lead, range of the significant ratios, end, and the number that is not significant."""
         ratios = self.significant(arms)
         rest = len(arms) - len(ratios)
         remainder = f"; {rest} of {len(arms)} strategies are {NOT_SIGNIFICANT}" if rest else ""
         return f"{lead} {span(ratios, form)}{end}{remainder}."
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
-        """Return a cell's text: the ratio with its interval, and a sign before one that is not significant."""
+        """Return a formatter of a strategy's ratio with its interval; a sign marks one that is not significant."""
 
         def text(arm: StrategyRuns) -> str:
             difference = self.of(arm)
@@ -144,12 +152,13 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Return the note that explains `~`, if any ratio has it."""
         unsure = any(difference.is_unsure for difference in self._differences.values())
         return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.",) if unsure else ()
 
 
 def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
-    """Return the noise of like runs and the least significant difference; once where all workloads have the same."""
+    """Return the noise note of each workload; a single one if all are equal."""
     notes: dict[str, list[str]] = {}
     for workload, strategies in by_workload.items():
         notes.setdefault(noise_note(strategies, figure), []).append(workload)
@@ -157,6 +166,7 @@ def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
 
 
 def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
+    """Return the residual SD of a workload's runs and the least significant difference, as a sentence."""
     runs = strategies[0].workload_runs
     floor, seeds = noise(runs, figure), by_seed(runs, figure).count()
     if floor is None:
@@ -171,7 +181,7 @@ def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
 
 
 def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:
-    """Leave out offload that is compared with its own stage, which is a question of its own."""
+    """Return the workloads without offload, except where the same stage did not run without it."""
     return {
         workload: [arm for arm in arms if not (arm.is_offloaded and len(arm.ended) and arm.same_stage)]
         for workload, arms in by_workload.items()
@@ -181,18 +191,19 @@ def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:
 def table_of(
     strategies: Iterable[StrategyRuns], figures: Callable[[StrategyRuns], Row], confound: str = "confounded"
 ) -> pd.DataFrame:
+    """Return a table with one row per strategy."""
     return frame(arm.row(figures(arm), confound) for arm in strategies)
 
 
 def by_arms(by_workload: Workloads) -> list[str]:
-    """Return the workloads, that with most strategies first."""
+    """Return the workloads, the one with most strategies first."""
     return sorted(by_workload, key=lambda workload: -len(by_workload[workload]))
 
 
 def side_by_side(sentence: str, by_workload: Workloads, columns: Columns, *notes: str) -> Answer:
-    """Return one row per strategy, one column per figure and workload, with notes on what is not comparable.
+    """Return an answer with one row per strategy and one column per figure and workload.
 
-    Where there are many workloads, these are the ones with most strategies.
+    Its notes name the strategies that are not comparable. Of many workloads it has those with most strategies.
     """
     chosen = by_arms(by_workload)[:_MOST_WORKLOADS]
     strategies = [arm for workload in chosen for arm in by_workload[workload]]
@@ -219,7 +230,7 @@ def _cell(arm: StrategyRuns, value: Callable[[StrategyRuns], str | float], is_fi
 
 
 def notes_on(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:
-    """Return what breaks a comparison, and which runs did not end well: each reason once, with its strategies."""
+    """Return the reasons against a comparison and the runs that did not succeed: each once, with its strategies."""
     reasons: dict[str, dict[str, None]] = {}
     for arm in strategies:
         if len(arm.ended) and not arm.is_fair(confound):

@@ -1,4 +1,4 @@
-"""The largest micro-batch or model that fits, by how the probes of each search ended."""
+"""The largest micro-batch or model that fits, from the outcomes of each search's probes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """One search: its probes by their place on the ladder, and the bracket that they leave."""
+    """One search: its probes by their position on the ladder, and the resulting bracket."""
 
     id: str
     axis: str
@@ -44,10 +44,12 @@ class Fit:
 
     @property
     def any(self) -> Row:
+        """Return the record of one probe, for the settings that all of them share."""
         return next(iter(self.rungs.values()))
 
     @property
     def cap_gib(self) -> float | None:
+        """Return the memory limit in GiB; None without a limit."""
         cap = self.any["device_memory_cap_gib"]
         return None if pd.isna(cap) else float(cap)
 
@@ -64,9 +66,11 @@ class Fit:
 
     @property
     def largest(self) -> Row | None:
+        """Return the record of the largest probe that fitted; None if none did."""
         return None if self.bracket.fits is None else self.rungs[self.bracket.fits]
 
     def value(self, place: int | None) -> str:
+        """Return the size of a probe as a text."""
         return "" if place is None else f"{self.rungs[place][_VALUE[self.axis]]}"
 
     @property
@@ -76,7 +80,7 @@ class Fit:
 
     @property
     def size(self) -> float:
-        """The length of its bar: samples, or millions of parameters; 0 where nothing fits, NaN where not known."""
+        """Return the length of its bar: samples, or millions of parameters; 0 if nothing fits, NaN if unknown."""
         if self.largest is None:
             return 0.0 if self.bracket.too_large == 0 else NAN
         if self.axis == _MICRO_BATCH:
@@ -84,7 +88,7 @@ class Fit:
         return float(self.largest["model_parameters"]) / 1e6
 
     def over_plain(self, results: Sequence[Fit]) -> float:
-        """Return its size over that of plain training; the ratio of two lower bounds would mean nothing."""
+        """Return its size over that of plain training; NaN if either is only a lower bound."""
         plain = [fit for fit in results if fit._limits == self._limits and fit.arm == "single" and fit.size > 0]
         return NAN if not plain or plain[0].what_fits.is_open or self.what_fits.is_open else self.size / plain[0].size
 
@@ -95,6 +99,7 @@ class Fit:
 
 
 def fits(records: Records) -> list[Fit]:
+    """Return the searches, by workload, memory limit and strategy."""
     rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
     about: dict[str, Row] = {}
     for row in probes(records).runs.to_dict("records"):
@@ -131,6 +136,7 @@ def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
 
 
 def answer(records: Records) -> Answer | None:
+    """Return the sizes that fit, by strategy and memory limit; None without a search."""
     results = fits(records)
     if not results:
         return None
@@ -158,6 +164,7 @@ def answer(records: Records) -> Answer | None:
 
 
 def fits_table(records: Records) -> pd.DataFrame:
+    """Return a row per search with the largest size that fits and the smallest that does not."""
     results = fits(records)
     return pd.DataFrame(
         {
@@ -175,7 +182,7 @@ def fits_table(records: Records) -> pd.DataFrame:
 
 
 def probes_table(records: Records) -> pd.DataFrame:
-    """Return every probe as it ended: one that ran out of memory is a row like any other."""
+    """Return a row per probe with its outcome, including those that ran out of memory."""
     return pd.DataFrame(
         {
             "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.within, "Tried": fit.value(place),

@@ -1,4 +1,4 @@
-"""Do strategies train the same model? Losses against the workload's baseline, seed by seed, and their curves."""
+"""Losses of strategies compared with the workload's baseline, seed by seed, and their curves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Verdict = Literal["same", "other", "open"]
 
 
 class StepDifference(NamedTuple):
-    """The largest difference at any step, as a share of the reference's loss at that step."""
+    """The largest difference at any step, relative to the reference's loss at that step."""
 
     share: float = NAN
     nats: float = NAN
@@ -40,7 +40,7 @@ class StepDifference(NamedTuple):
 
 
 def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> StepDifference:
-    """Compare pairs of runs step by step; the second of each is the reference."""
+    """Return the largest difference between paired runs at any step; the second of each pair is the reference."""
     differences = []
     for pair in pairs:
         if all(run in steps for run in pair):
@@ -56,7 +56,7 @@ def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> S
 
 
 def largest_rerun_difference(runs: pd.DataFrame, steps: Steps) -> StepDifference:
-    """Compare reruns of the same strategy and seed: the machine alone makes their difference."""
+    """Return the largest difference between reruns of the same strategy and seed, which is due to the machine alone."""
     ended = runs[runs["status_state"] == "ok"]
     reruns = ended.groupby(["arm", "seed"], dropna=False)["run"].apply(list)
     return largest_step_difference((pair for same in reruns for pair in itertools.combinations(same, 2)), steps)
@@ -84,7 +84,7 @@ class _LossComparison(NamedTuple):
 
 
 def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_LossComparison]:
-    """Compare each strategy step by step or, where dropout draws other masks under each, by its seeds."""
+    """Compare each strategy with the baseline step by step; by seeds if dropout masks differ between strategies."""
     by_seed = Comparison({strategies[0].workload: strategies}, _EVALUATION, lambda arm: arm.baseline)
     chance = _CHANCE * largest_rerun_difference(strategies[0].workload_runs, steps).share
     rows = []
@@ -122,12 +122,13 @@ def _test(arm: StrategyRuns) -> Equivalence:
 
 
 def _of_reducible(fraction: float, loss: float, floors: pd.Series) -> float:
-    """Return a share of the loss as a share of what training can still reduce; NaN where no floor is known."""
+    """Return a fraction of the loss as a fraction of the loss above its floor; NaN if the floor is unknown."""
     floor = one_value(floors)
     return fraction * loss / (loss - floor) if floor is not None and loss > floor else NAN
 
 
 def answer(records: Records) -> Answer | None:
+    """Return whether the losses differ, per workload; None without a comparison."""
     steps, grouped = steps_by_run(real(records)), workloads(records)
     by_workload = {workload: _compare_losses(group, steps) for workload, group in grouped.items()}
     comparisons = list(itertools.chain(*by_workload.values()))
@@ -206,6 +207,7 @@ def _notes(comparisons: Sequence[_LossComparison]) -> Iterable[str]:
 
 
 def loss_table(records: Records) -> pd.DataFrame:
+    """Return a row per strategy with its losses and its differences from the baseline."""
     steps = steps_by_run(real(records))
 
     def figures(arm: StrategyRuns) -> Row:
@@ -240,16 +242,18 @@ _FLOAT32_ROUNDING = 2.0**-24
 
 
 def loss_curves(records: Records) -> list[canvas.Drawing]:
+    """Draw the training losses of each workload."""
     return canvas.per_workload("loss", canvas.finished(records), functools.partial(_curves, records.steps))
 
 
 def loss_differences(records: Records) -> list[canvas.Drawing]:
+    """Draw the difference of each strategy from the baseline, step by step."""
     runs = canvas.finished(records)
     return canvas.per_workload("loss_difference", runs, functools.partial(_differences, records.steps))
 
 
 def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """Return losses step by run, of long runs averaged over neighbouring steps."""
+    """Return losses by step and run; of long runs the means over adjacent steps."""
     table = steps[steps["run"].isin(runs["run"])].pivot(index="step", columns="run", values="loss")
     table = table.dropna(axis="columns", how="all")
     stride = math.ceil(len(table) / MOST_POINTS)
@@ -357,7 +361,7 @@ def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
 
 
 def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw the largest difference so far, in bold, between any run and the baseline's with its seed."""
+    """Draw the difference of each run from the baseline's with the same seed; bold is its maximum so far."""
     losses, baseline = _losses(steps, runs), baseline_arm(runs)
     # With dropout each strategy draws its own masks, and a step shows nothing.
     if baseline is None or losses.empty or runs["arm"].nunique() < 2 or has_dropout(runs):

@@ -1,4 +1,4 @@
-"""Memory and communication of one rank, what offload frees and costs, and ZeRO next to other ways to shard a model."""
+"""Memory and communication of one rank, benefit and cost of offload, and alternatives to ZeRO."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"
 
 
 def step_s(arm: StrategyRuns) -> float:
+    """Return the geometric mean over seeds of the median step time, in seconds."""
     return arm.middle(STEP).center
 
 
 def sent_mib(arm: StrategyRuns) -> float:
-    """Return ring bytes: an all-reduce sends twice its size, a gather or a scatter once."""
+    """Return ring bytes per step, in MiB: an all-reduce sends twice its size, a gather or a scatter once."""
     sent = arm.ended["collectives"].map(ring_bytes_of)
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
@@ -72,7 +73,7 @@ def _memory_answer(records: Records) -> Answer | None:
 
 
 def memory_table(records: Records) -> pd.DataFrame:
-    """Return the memory of the rank with most of it."""
+    """Return the memory of the rank with most of it, by strategy."""
 
     def figures(arm: StrategyRuns) -> Row:
         runs = arm.workload_runs
@@ -106,13 +107,14 @@ _HOST_PEAK = {"rest": "host_peak_rss_gib"}
 
 
 def model_state(records: Records) -> list[canvas.Drawing]:
-    """Draw bytes of model state on one rank, from live tensors: a virtual rank's are real too."""
+    """Draw bytes of model state on one rank, counted on live tensors: those of a virtual rank are real too."""
     runs = without_probes(records).runs
     measured = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
     return canvas.per_workload("model_state", measured, _state)
 
 
 def peak_memory(records: Records) -> list[canvas.Drawing]:
+    """Draw the peak memory of one rank, split into model state and the rest."""
     return canvas.per_workload("peak_memory", canvas.finished(records), _peak)
 
 
@@ -154,7 +156,7 @@ def _range(sizes: pd.Series, unit: str) -> str:
 
 
 def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw the device and the host next to each other; without an accelerator only the process."""
+    """Draw the peaks of device and host next to each other; without an accelerator only that of the process."""
     on_device = bool(runs["peak_memory_gib_allocated"].notna().any())
     if not on_device and runs["host_peak_rss_gib"].isna().all():
         return None
@@ -221,7 +223,7 @@ def _offload_answer(records: Records) -> Answer | None:
 
 
 def _freed(arm: StrategyRuns) -> float:
-    """Return the share of the same stage's model state in scarce memory that this strategy does not need there."""
+    """Return the fraction of the same stage's model state that offload removes from scarce memory."""
     runs = arm.workload_runs
     places = fast_memory(arm.workload_runs)
     baseline_bytes = state_bytes(runs[(runs["arm"] == arm.same_stage) & (runs["status_state"] == "ok")], places)
@@ -229,7 +231,7 @@ def _freed(arm: StrategyRuns) -> float:
 
 
 def offload_table(records: Records) -> pd.DataFrame:
-    """Return each strategy with offload, and those of the same stages without it."""
+    """Return a row per strategy with offload, and the same stages without it."""
 
     def figures(arm: StrategyRuns) -> Row:
         moved, plain = arm.is_offloaded, arm.same_stage
@@ -251,11 +253,12 @@ def offload_table(records: Records) -> pd.DataFrame:
 
 
 def offload(records: Records) -> list[canvas.Drawing]:
+    """Draw the memory that offload frees against the time that it costs."""
     return canvas.per_workload("offload", canvas.finished(records), _offload)
 
 
 def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw an arrow from each stage without offload to the same with it: memory freed to the left, time paid up."""
+    """Draw an arrow from each stage without offload to the same stage with it: left is less memory, up is slower."""
     strategies, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
     moved = {arm.name: plain for arm in group_by_strategy(runs) if arm.is_offloaded and (plain := arm.same_stage)}
     moves = {arm: moved[arm] for arm in strategies if arm in moved}
@@ -309,6 +312,7 @@ def _traffic_answer(records: Records) -> Answer | None:
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
+    """Return communication per step, by strategy."""
     return table_of(
         real_arms(records),
         lambda arm: {
@@ -328,7 +332,7 @@ def _by_collective(arm: StrategyRuns) -> str:
 
 
 def traffic(records: Records) -> list[canvas.Drawing]:
-    """Draw what one rank sends in one step; a virtual rank's is real too."""
+    """Draw the ring bytes of one rank in one step; those of a virtual rank are real too."""
     runs = without_probes(records).runs
     return canvas.per_workload("traffic", runs[(runs["status_state"] == "ok") & runs["collectives"].notna()], _traffic)
 
@@ -404,7 +408,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
-    """Return those of workloads in which a neighbour of ZeRO ran: the real ones or, without any, virtual ones."""
+    """Yield strategies of workloads that ran an alternative to ZeRO: real ones, or virtual ones if there are none."""
     for runs in (real(records).runs, virtual(records).runs):
         strategies = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
         if strategies:
@@ -424,6 +428,7 @@ def _kept_mib(arm: StrategyRuns, figure: str = "forward_holds_bytes") -> float:
 
 
 def neighbours_table(records: Records) -> pd.DataFrame:
+    """Return memory and communication of ZeRO and its alternatives, by strategy."""
     return table_of(
         _neighbour_arms(records),
         lambda arm: {

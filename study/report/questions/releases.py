@@ -1,4 +1,4 @@
-"""Which releases of DeepSpeed compute the gradients that one process computes, under each strategy."""
+"""DeepSpeed releases that compute the gradients of one process, under each strategy."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from study.report.document import Answer, Question
 
 
 def answer(records: Records) -> Answer | None:
+    """Return the number of releases that diverge, and the releases to avoid; None without records of releases."""
     cells = release_cells(records)
     if not cells:
         return None
@@ -98,6 +99,7 @@ def _avoided(cells: Sequence[ReleaseCell]) -> str:
 
 
 def verdict_table(records: Records) -> pd.DataFrame:
+    """Return a row per case with its verdict."""
     cells = release_cells(records)
     letters = lettered(clipped(cells))
 
@@ -128,6 +130,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
 
 
 def cause_table(records: Records) -> pd.DataFrame:
+    """Return a row per cause with its releases and strategies."""
     cells = release_cells(records)
     rows = []
     for cause, letter in lettered(clipped(cells)).items():
@@ -153,18 +156,19 @@ _WORDS = {
 
 
 def clipped(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
-    """Return those that clip gradients, where any does: figures are of one clipping, and the table has both."""
+    """Return the cells with gradient clipping, or all if none clips: a figure shows one setting, the table both."""
     all_cells = list(cells)
     return [cell for cell in all_cells if cell.max_norm] or all_cells
 
 
 def lettered(cells: Iterable[ReleaseCell]) -> dict[Cause, str]:
-    """Return the causes that any case has, each with its letter in all grids."""
+    """Return the causes that occur, each with its letter in all grids."""
     cause_ids = {cause.id for cell in cells for cause in cell.causes}
     return dict(zip((cause for cause in read_causes() if cause.id in cause_ids), _LETTERS, strict=False))
 
 
 def release_grid(records: Records) -> list[canvas.Drawing]:
+    """Draw a grid of releases and strategies for each precision and kind of stack."""
     cells = clipped(release_cells(records))
     letters = lettered(cells)
     precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
@@ -230,7 +234,7 @@ def _kind(cell: ReleaseCell) -> str:
 
 
 def fault_curves(records: Records) -> list[canvas.Drawing]:
-    """Draw the faults that a user would see next to the right curves: in fp32, the largest difference of each cause."""
+    """Draw the loss curves of faults in fp32 next to the right ones: of each cause the largest difference."""
     cells = clipped(release_cells(records))
     worst_by_cause: dict[str, ReleaseCell] = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""The runs behind a report: how they ended, their noise, what a plan still lacks, and the claims that use them."""
+"""The runs of a report: their outcomes, their noise, the remaining part of a plan, and the claims that use them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _remaining_answer(records: Records) -> Answer | None:
 
 
 def _row(suite: str, slices: Sequence[Remaining], part: str = "") -> dict[str, object]:
-    """Return one row; it may have more runs than planned, because each probe of a search is one."""
+    """Return a row of a suite; it may have more runs than planned, because every probe of a search is a run."""
     missing = sum(len(item.left) for item in slices)
     return {
         "Suite": suite,
@@ -48,16 +48,18 @@ def _row(suite: str, slices: Sequence[Remaining], part: str = "") -> dict[str, o
 
 
 def _parts(records: Records) -> list[tuple[Remaining, str]]:
-    """Return each slice with the part of its suite that it is."""
+    """Return each slice with the name of its part of the suite."""
     first = {item.suite: item for item in reversed(records.remaining)}
     return [(item, item.only or ("all" if first[item.suite] is item else "the rest")) for item in records.remaining]
 
 
 def slices_table(records: Records) -> pd.DataFrame:
+    """Return a row per slice with its planned and its remaining runs."""
     return pd.DataFrame([_row(item.suite, [item], part) for item, part in _parts(records)])
 
 
 def left_table(records: Records) -> pd.DataFrame:
+    """Return the remaining runs of each slice."""
     rows = [{"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)}
             for item, part in _parts(records) if item.left]  # fmt: skip
     return pd.DataFrame(rows)
@@ -70,7 +72,7 @@ REMAINING = Question(
 
 
 class Resting(NamedTuple):
-    """A claim with what these records show of it."""
+    """A claim that depends on these records, with their evidence."""
 
     claim: str
     # Of its entry among all claims, relative to the report; empty where there is no way to it.
@@ -81,6 +83,7 @@ class Resting(NamedTuple):
 
 
 def claims_answer(resting: Sequence[Resting]) -> Answer | None:
+    """Return the claims and their verdicts; None without claims."""
     if not resting:
         return None
     rows = [
@@ -120,6 +123,7 @@ def _runs_answer(records: Records) -> Answer | None:
 
 
 def summary_table(records: Records) -> pd.DataFrame:
+    """Return the main figures of each strategy."""
     return table_of(
         real_arms(records),
         lambda arm: {
@@ -135,7 +139,7 @@ def summary_table(records: Records) -> pd.DataFrame:
 
 
 def controls_table(records: Records) -> pd.DataFrame:
-    """Return standard deviations of like runs, and DeepSpeed's overhead at stage 0."""
+    """Return the noise of each workload, and DeepSpeed's overhead at stage 0."""
     rows = []
     for workload, strategies in workloads(records).items():
         runs = strategies[0].workload_runs

@@ -1,4 +1,4 @@
-"""Throughput by number of ranks, machines, batch and model size, over one device or the baseline."""
+"""Throughput by number of ranks, machines, batch and model size, relative to one device or the baseline."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _has_several(arm: StrategyRuns) -> bool:
 
 
 def _one_device(arm: StrategyRuns) -> str | None:
-    """Return the strategy on one rank that the others are compared with: plain training where it ran."""
+    """Return the reference strategy on one rank: plain training if it ran."""
     return baseline_arm(arm.workload_runs[arm.workload_runs["world_size"] == 1])
 
 
@@ -76,6 +76,8 @@ def _speedup(arm: StrategyRuns) -> Interval:
 
 
 def single_vs_multi_table(records: Records) -> pd.DataFrame:
+    """Return throughput, efficiency and memory by number of ranks."""
+
     def figures(arm: StrategyRuns) -> Row:
         speedup, count, base = _speedup(arm), arm.ranks or None, _one_device(arm)
         return {
@@ -92,11 +94,12 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
 
 
 def scaling(records: Records) -> list[canvas.Drawing]:
+    """Draw the speedup by number of ranks."""
     return canvas.per_workload("scaling", canvas.finished(records), _scaling)
 
 
 def _scaling(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw strong scaling: the global batch is part of the workload, so it is the same for every number of ranks."""
+    """Draw strong scaling: all points have the same global batch, because it is part of the workload."""
     timed = runs[runs[SPEED].notna()]
     if timed["world_size"].nunique() < 2:
         return None
@@ -172,6 +175,7 @@ def _nodes_answer(records: Records) -> Answer | None:
 
 
 def nodes_table(records: Records) -> pd.DataFrame:
+    """Return throughput, memory and communication by number of machines, measured and predicted."""
     rows = over_nodes(records)
     table = {
         "Model": rows["model"], "Strategy": rows["line"], "Scaling": rows["scaling"], "Machines": rows["machines"],
@@ -188,13 +192,14 @@ def nodes_table(records: Records) -> pd.DataFrame:
 
 
 def efficiency(records: Records) -> list[canvas.Drawing]:
+    """Draw the efficiency or the communication by number of machines, per model and kind of scaling."""
     rows = over_nodes(records)
     subjects = [(f"{model}, {kind}", group) for (model, kind), group in rows.groupby(["model", "scaling"])]
     return canvas.drawings("nodes", subjects, _node_lines)
 
 
 def _node_lines(subject: str, rows: pd.DataFrame) -> canvas.Drawing:
-    """Draw what each rank sends in groups that span machines or, where it was timed, its efficiency."""
+    """Draw the efficiency; for planned jobs, which are not timed, the bytes sent in groups that span machines."""
     title, unit, subtitle = "Speed per rank", "% of the ideal", "Relative to the fewest machines."
     is_planned = rows["scaling"].iloc[0] == PLANNED
     if is_planned:
@@ -228,7 +233,7 @@ NODES = Question(
 
 
 def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
-    """Answer for the subject with most strategies; the others are in the details."""
+    """Return the answer for the subject with most strategies; the details have the others."""
     speed = speed_beside_baseline(real(records).runs, column)
     if speed.empty:
         return None
@@ -267,6 +272,8 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
 
 
 def batch_size_table(records: Records) -> pd.DataFrame:
+    """Return throughput and communication by global batch."""
+
     def figures(arm: StrategyRuns) -> Row:
         batch = arm.value("global_batch_size")
         return {
@@ -284,6 +291,8 @@ def batch_size_table(records: Records) -> pd.DataFrame:
 
 
 def model_size_table(records: Records) -> pd.DataFrame:
+    """Return memory and step time by model size."""
+
     def figures(arm: StrategyRuns) -> Row:
         return {
             "Model": arm.value("model_name_or_path"),
@@ -300,10 +309,12 @@ def model_size_table(records: Records) -> pd.DataFrame:
 
 
 def batch_size(records: Records) -> list[canvas.Drawing]:
+    """Draw throughput relative to the baseline by global batch."""
     return _by_subject(records, "batch_size", "global_batch_size", "Speed by global batch", "global batch, samples")
 
 
 def model_size(records: Records) -> list[canvas.Drawing]:
+    """Draw throughput relative to the baseline by model size."""
     xlabel = "model size, million parameters"
     return _by_subject(records, "model_size", "model_name_or_path", "Speed by model size", xlabel)
 

@@ -1,4 +1,4 @@
-"""Time of an optimizer step, what it is spent on, throughput against memory, and which strategy to use on this box."""
+"""Step time and its profile, throughput against memory, and the recommended strategy for this machine."""
 
 from __future__ import annotations
 
@@ -69,12 +69,13 @@ def _time_answer(records: Records) -> Answer | None:
 
 
 def noise_fact(records: Records) -> list[str]:
-    """Return the noise for the head of the first page, where all workloads have the same."""
+    """Return the noise note for the head of the first page; empty if the workloads have different ones."""
     notes = {noise_note(strategies, STEP).rstrip(".") for strategies in workloads(records).values()}
     return list(notes) if len(notes) == 1 else []
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
+    """Return step time, throughput and utilization by strategy."""
     by_workload: dict[str, list[StrategyRuns]] = {}
     for arm in real_arms(records):
         by_workload.setdefault(arm.workload, []).append(arm)
@@ -115,6 +116,7 @@ _MOST_DOTS = 120
 
 
 def step_time(records: Records) -> list[canvas.Drawing]:
+    """Draw the step times of each workload."""
     runs = canvas.finished(records)
     return canvas.per_workload("step_time", runs[runs[STEP].notna()], functools.partial(_step_time, records.steps))
 
@@ -154,6 +156,7 @@ def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas
 
 
 def frontier(records: Records) -> list[canvas.Drawing]:
+    """Draw throughput against peak memory."""
     return canvas.per_workload("frontier", canvas.finished(records), _frontier)
 
 
@@ -207,7 +210,7 @@ Profiled = tuple[StrategyRuns, dict[str, Any]]
 
 
 def _profiled_arms(records: Records) -> Iterator[Profiled]:
-    """Return each with the profile of its first run that has one: profiles are not averaged."""
+    """Yield each profiled strategy with the profile of its first run that has one: profiles are not averaged."""
     for arm in group_by_strategy(real(records).runs):
         profiled = arm.ended["profile"].dropna()
         if len(profiled):
@@ -215,7 +218,7 @@ def _profiled_arms(records: Records) -> Iterator[Profiled]:
 
 
 def _parts_ms(profile: dict[str, Any]) -> dict[str, float]:
-    """Return milliseconds of a step by kind of work, and those in which nothing ran."""
+    """Return milliseconds of a step by kind of work, and the idle ones."""
     seconds = {**profile["categories_s_per_step"], "idle": profile["idle_s_per_step"]}
     return {kind: 1e3 * seconds[kind] for kind in (*PROFILE_CATEGORIES, "idle")}
 
@@ -237,7 +240,7 @@ def _profile_answer(records: Records) -> Answer | None:
 
 
 def step_profile_table(records: Records) -> pd.DataFrame:
-    """Return the time of a step by kind of work, and the FLOP rate during the model's own arithmetic."""
+    """Return the time of a step by kind of work, and the FLOP rate of the model's own arithmetic."""
 
     def figures(arm: StrategyRuns, profile: dict[str, Any]) -> Row:
         seconds = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
@@ -276,6 +279,7 @@ def kernels_table(records: Records) -> pd.DataFrame:
 
 
 def step_profile(records: Records) -> list[canvas.Drawing]:
+    """Draw the time of a step by kind of work."""
     profiled: dict[str, dict[str, Profiled]] = {}
     for arm, profile in _profiled_arms(records):
         profiled.setdefault(arm.workload, {})[arm.name] = (arm, profile)
@@ -369,9 +373,9 @@ def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_un
 
 
 def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
-    """Return the fastest and all that are not significantly slower.
+    """Return the fastest strategy and all that are not significantly slower.
 
-    Any strategy may turn out the fastest, so every two are one family of tests.
+    Any strategy may be the fastest, so all pairs are one family of tests.
     """
     ranked = [arm.name for arm in sorted(judged, key=step_s)]
     tests = differences(judged[0].workload_runs, STEP, itertools.combinations(ranked, 2))
@@ -380,7 +384,7 @@ def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
 
 
 def _seeds(runs: pd.DataFrame) -> str:
-    """Return the seeds for 80 % power where these two are the only ones; each further pair needs more."""
+    """Return the seeds for 80 % power if these two strategies are the only ones; each further pair needs more."""
     estimate = noise(runs, STEP)
     needed = None if estimate is None else seeds_needed(math.log(1.05), estimate.share * math.sqrt(2))
     return "not known" if estimate is None else f"{needed}" if needed else "over ten thousand"

@@ -1,4 +1,4 @@
-"""Virtual ranks: their model state against the ZeRO paper, the effect of each setting, and how they were measured."""
+"""Virtual ranks: model state compared with the ZeRO paper, effects of settings, and how the ranks were measured."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _difference(row: Summary) -> float:
 
 
 def _in_the_papers_precision(records: Records) -> list[Summary]:
-    """Return any other models with the paper's formula for their parameters, as shipped: few settings change state."""
+    """Return the other models as shipped, with the paper's formula for their parameters: few settings change state."""
     return [
         row | {"paper_bytes": papers_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
         for row in summaries(records)
@@ -99,7 +99,7 @@ def _by_strategy(rows: Sequence[Summary]) -> pd.DataFrame:
 
 
 def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
-    """Return one row per model and number of ranks: GB per stage, and in brackets by the paper's formula."""
+    """Return GB of state per stage by model and number of ranks, and the paper's formula in brackets."""
     table: dict[tuple[str, int], dict[str, object]] = {}
     for row in rows:
         about = "" if row["extrapolated"] is None else "~ "
@@ -109,6 +109,7 @@ def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
 
 
 def table1_table(records: Records) -> pd.DataFrame:
+    """Return a row per case with its model state and that of the paper's formula."""
     return pd.DataFrame(
         {
             "Model": row["model"], "Ranks": row["world_size"], "Strategy": row["strategy"],
@@ -127,6 +128,7 @@ def table1_table(records: Records) -> pd.DataFrame:
 
 
 def table1(records: Records) -> list[canvas.Drawing]:
+    """Draw the model state of one rank by number of ranks, per model."""
     models: defaultdict[str, list[Summary]] = defaultdict(list)
     for row in table1_rows(records):
         models[row["model"]].append(row)
@@ -134,7 +136,7 @@ def table1(records: Records) -> list[canvas.Drawing]:
 
 
 def _curves(model: str, rows: Sequence[Summary]) -> canvas.Drawing:
-    """Draw the paper's bytes for the model's nominal size as a line; a hollow point is extrapolated."""
+    """Draw measured state as points and the paper's bytes for the nominal size as a line; hollow is extrapolated."""
     figure, (axes,) = canvas.sheet(3.4)
     strategies = {row["strategy"]: row["strategy"] for row in rows}
     for strategy in strategies:
@@ -227,7 +229,7 @@ def _settings_answer(records: Records) -> Answer | None:
 
 
 def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
-    """Return the range before and after; empty where the figure did not change, or is not known of both."""
+    """Return the ranges before and after; empty if the figure did not change, or one of the two is unknown."""
     figures = [(figure(before), figure(after)) for before, after in pairs]
     figures = [pair for pair in figures if not math.isnan(sum(pair))]
     if not any(abs(after - before) > _NOTABLE * max(abs(before), abs(after)) for before, after in figures):
@@ -236,7 +238,7 @@ def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary]
 
 
 def settings_table(records: Records) -> pd.DataFrame:
-    """Return memory in GB, and the ring bytes of one step as multiples of the model's weights."""
+    """Return memory in GB, and ring bytes of one step as multiples of the model's weights."""
     return pd.DataFrame(
         {
             **_case(row),
@@ -269,7 +271,7 @@ def _payloads(row: Summary) -> str:
 
 
 def setting_effects_table(records: Records) -> pd.DataFrame:
-    """Return each changed figure; empty where it did not change, ? where one of the two is not known."""
+    """Return the figures that each setting changes: empty if unchanged, ? if one of the two is unknown."""
 
     def change(before: float, after: float) -> str:
         if math.isnan(before + after):
@@ -286,6 +288,7 @@ def setting_effects_table(records: Records) -> pd.DataFrame:
 
 
 def settings(records: Records) -> list[canvas.Drawing]:
+    """Draw the communication of one step by stage and setting."""
     grouped: defaultdict[tuple[str, int], list[Summary]] = defaultdict(list)
     for row in summaries(records):
         # Where a collective cannot be extrapolated, half a bar would mislead.
@@ -321,7 +324,7 @@ def _bars(subject: str, rows: Sequence[Summary]) -> canvas.Drawing:
 
 
 def _label(row: Summary) -> str:
-    """Return a label short enough for the side of a figure: the first of the changed settings."""
+    """Return a label that fits beside a figure: the strategy and the first changed setting."""
     if row["setting"] == AS_SHIPPED:
         return str(row["strategy"])
     first = row["setting"].split(",")[0]
@@ -372,7 +375,7 @@ def _layers_answer(records: Records) -> Answer | None:
 
 
 def lines_table(records: Records) -> pd.DataFrame:
-    """Compare extrapolations with complete models, where one ran completely and at three depths."""
+    """Compare extrapolated models with completely measured ones, for the cases that have both."""
     rows = []
     for depths in groups(records):
         complete, line = whole(depths), line_over(depths)
@@ -388,7 +391,7 @@ def lines_table(records: Records) -> pd.DataFrame:
 
 
 def virtual_runs_table(records: Records) -> pd.DataFrame:
-    """Return every run as it ended; a model at three depths is three runs."""
+    """Return a row per run; an extrapolated model has three runs, one per depth."""
     return pd.DataFrame(
         {
             "Strategy": run["strategy"],

@@ -48,14 +48,15 @@ _ERROR_TAG = "papermill-error-cell-tag"
 
 
 class NotebookFailed(Exception):
-    """A cell raised, ran out of time or lost its kernel; the notebook on disk has the output of those before it."""
+    """A cell raised, timed out or lost its kernel; the notebook on disk has the output of the cells before it."""
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels with the running Python, whatever kernel `python3` names on this machine."""
+    """Kernel manager that starts the running Python, whatever kernel `python3` is on this machine."""
 
     @property
     def kernel_spec(self) -> KernelSpec:
+        """Return the kernel's command and environment."""
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}",
                    "--HistoryManager.enabled=False", "--log-level=CRITICAL"]  # fmt: skip
         # A warning would put paths of this machine into the report.
@@ -65,7 +66,7 @@ class ThisInterpreter(AsyncKernelManager):
 
 @functools.cache
 def _no_profile() -> tempfile.TemporaryDirectory[str]:
-    """Make an empty profile: a user's would run its start-up files, and may be in a read-only folder."""
+    """Return an empty IPython profile: a user's would run its start-up files, and may be in a read-only folder."""
     return tempfile.TemporaryDirectory(prefix="zero-study-ipython-")
 
 
@@ -97,7 +98,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
 
 
 def _place(output: Path, index: int | None = None) -> str:
-    """Return number, name and first line of the failed cell: by papermill's index, else the last one it started."""
+    """Return number, name and first line of the failed cell: papermill's index, else the last cell that started."""
     cells = _own_cells(nbformat.read(output, as_version=4))
     if index is None:
         started = [place for place, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
@@ -113,7 +114,7 @@ def _own_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _settle(output: Path) -> None:
-    """Remove times, paths and random names: the same records give the same notebook."""
+    """Remove times, paths and random ids, so that the same records give the same notebook."""
     notebook = nbformat.read(output, as_version=4)
     notebook.metadata.pop("papermill", None)
     notebook.cells = _own_cells(notebook)
@@ -137,9 +138,9 @@ def build(
     records: Records, suite: str, output: Path, *, resting: Sequence[Resting] = (), notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
 ) -> dict[str, str]:  # fmt: skip
-    """Build the report in a folder next to `output`, then move it there; return each failed notebook's reason.
+    """Build the report in a folder next to `output` and move it there; return the reason of each failed notebook.
 
-    `facts` are not in the records; they open the first page.
+    `facts` are lines for the head of the first page that the records do not have.
     """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
@@ -168,7 +169,7 @@ def build(
 
 
 def _wanted(names: Sequence[str]) -> set[str]:
-    """Return the files that are known before anything is drawn; figures are checked when the report is put in place."""
+    """Return the file names known before drawing; figures are checked when the report is published."""
     return {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ()),
             *(f"{name}.{kind}" for name in names for kind in ("ipynb", "html"))}  # fmt: skip
 
@@ -231,7 +232,7 @@ def _write_pages(
 
 
 def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) -> PageSection:
-    """A question on the first page; the tables of one without a page of its own are folded there."""
+    """Return a question's section of the first page; its tables are folded there if it has no page."""
     tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
     more = link_html("Figures and details", f"{question.notebook}.html")
     return PageSection(
@@ -244,7 +245,7 @@ def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) ->
 
 
 def _details(question: Question, answer: Answer, drawn: Drawn, records: Records) -> Iterator[PageSection]:
-    """A question on a page of its own: every figure, then every table."""
+    """Yield the sections of a question's page: all figures, then all tables."""
     drawings = [drawing for figures in drawn[question].values() for drawing in figures]
     files = [f"{drawing.name}.{kind}" for drawing in drawings for kind in ("png", "svg")]
     links = Markup(" ").join(link_html(name, f"{FIGURES}/{name}") for name in files)

@@ -1,4 +1,4 @@
-"""`study report`: finds a suite's records and builds its report. Libraries that draw are imported when needed."""
+"""`study report`: reads a suite's records and builds its report. Plotting libraries are imported only when needed."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ REPORTS = "reports"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `study report`."""
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, a suite's path, or a name in reports/")
     parser.add_argument(
         "--runs_dir", type=folder_argument, metavar="DIR", help="where records are kept; runs by default"
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Sequence[Resting]]) -> int:
-    """`resting` returns the published claims that rest on the records of a report at its place."""
+    """Build the report; `resting` returns the published claims that depend on a report's records, given its folder."""
     with extra("report"):
         from study.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.site.build import build
@@ -89,13 +90,14 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
 
 
 def say(line: str) -> None:
+    """Print a line to stderr."""
     print(line, file=sys.stderr)
 
 
 def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
-    """Return the name of a suite and, where it is made of others, its plan.
+    """Return the name of a suite and, if it consists of other suites, its plan.
 
-    Records decide: a folder of them is enough, and no suite file need be there any more.
+    A folder of records is enough: the suite file may be gone.
     """
     try:
         read = read_suite(find_suite(suite))
@@ -107,7 +109,7 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
 
 
 def _facts_of_suite(suite: str, runs_dir: Path) -> list[str]:
-    """Return how many runs of a suite have not begun, where some have, and which ones no cell of it asked for."""
+    """Return how many runs of a suite have not begun, if only some have, and the runs that no cell of it planned."""
     try:
         parts = plan_suite(suite, this_box(), runs_dir).slices
     except UserError:
@@ -119,6 +121,6 @@ def _facts_of_suite(suite: str, runs_dir: Path) -> list[str]:
 
 
 def _folder_of_parquet(name: str, output: Path) -> Path | None:
-    """Return the folder of an earlier report."""
+    """Return the folder of an earlier report; None if there is none."""
     folders = dict.fromkeys((output, Path(REPORTS) / name, REPOSITORY / REPORTS / name))
     return next((folder for folder in folders if (folder / RUNS_PATH).exists()), None)

@@ -27,7 +27,7 @@ Digests = Mapping[str, str]
 
 
 def check_place(output: Path, names: Iterable[str], built: Digests | None = None) -> None:
-    """Refuse what a report may not replace; `built` are the digests of its files, once there are some."""
+    """Raise UserError for files that a report may not replace; `built` has the digests of the new report's files."""
     if not os.path.lexists(output):
         return
     if not output.is_dir():
@@ -52,7 +52,7 @@ def check_place(output: Path, names: Iterable[str], built: Digests | None = None
 
 
 def put_in_place(folder: Path, output: Path) -> None:
-    """Move each file of `folder` in one step, the first page last; then remove the earlier report's other files."""
+    """Move each file of `folder` atomically, the first page last; then remove the other files of the earlier report."""
     new = {name: _sha256(file) for name, file in _plain_files(folder).items()}
     try:
         check_place(output, {*new, LIST, *(FIGURES for name in new if "/" in name)}, new)
@@ -71,7 +71,7 @@ def put_in_place(folder: Path, output: Path) -> None:
 
 
 def _own_files(folder: Path, digests: Digests) -> dict[str, Path]:
-    """Return the files in it that a report made and nobody has changed."""
+    """Return the files of the folder that a report wrote and that are unchanged since."""
     return {
         name: file for name, file in _plain_files(folder).items()
         if _sha256(file) in digests.get(name, "").split() or _is_table(name, file)
@@ -79,7 +79,7 @@ def _own_files(folder: Path, digests: Digests) -> dict[str, Path]:
 
 
 def _plain_files(folder: Path) -> dict[str, Path]:
-    """Return the files at the two places of a report; never a link, nor anything behind one."""
+    """Return the files in the report's two folders, without links or files behind them."""
     places = [folder, *([folder / FIGURES] if _is_real_folder(folder / FIGURES) else [])]
     return {
         file.relative_to(folder).as_posix(): file
@@ -92,7 +92,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _listed(folder: Path) -> Digests | None:
-    """Return the digests in the folder's list; None where there is no list of a report."""
+    """Return the digests in the folder's list; None if it has no list of a report."""
     file = folder / LIST
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
