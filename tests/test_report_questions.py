@@ -189,7 +189,7 @@ def test_a_seed_that_diverges_under_one_strategy_only_is_another_loss(reason: st
     if reason == "lost":
         assert line["Same loss"] == "2 of 2"
         return
-    assert "`zero3` diverged to NaN where its baseline did not (seed 2)." in loss.sentence
+    assert "`zero3` diverged to NaN, but its baseline did not (seed 2)." in loss.sentence
     assert (line["Same loss"], line["Worst strategy"], line["Max difference"]) == ("1 of 2", "zero3", "NaN")
 
 
@@ -204,12 +204,12 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
     loss = answers_of(records)["loss"]
     assert loss.sentence.startswith("Yes, under 1 of 3 strategies: `zero3` differs"), loss.sentence
     assert loss.table["Same loss"].tolist() == ["0 of 3"]
-    assert "Not known: above the margin, but below 2 times the difference of reruns." in notes(loss)
+    assert "Inconclusive: above the margin, but below 2 times the difference of reruns." in notes(loss)
     alike = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
-    assert answers_of(alike)["loss"].sentence.startswith("Not known under 2 of 2 strategies")
+    assert answers_of(alike)["loss"].sentence.startswith("Inconclusive under 2 of 2 strategies")
     once = answers_of(dataclasses.replace(alike, runs=alike.runs[alike.runs["repeat"] == 1]))["loss"]
     assert once.sentence.startswith("Yes, under 2 of 2 strategies")
-    assert "There are no reruns, so how far chance alone changes a loss is not known." in notes(once)
+    assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
 
 
 def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None:
@@ -226,7 +226,9 @@ def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None
     assert line["Equivalent"].startswith("equivalent (")
     assert line["of the loss there"] == "-"
     one = dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 1])
-    assert answers_of(one)["loss"].sentence.startswith("Not known under 2 of 2 strategies: their differences are not")
+    assert answers_of(one)["loss"].sentence.startswith(
+        "Inconclusive under 2 of 2 strategies: their differences are neither"
+    )
 
 
 def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
@@ -438,9 +440,9 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     (tmp_path / "broken" / "status.json").write_text("{")
     found = answers_of(tmp_path)
     assert list(found) == ["layers", "runs"]
-    assert found["runs"].sentence == "1 runs ended well and 1 did not; 1 records were refused."
+    assert found["runs"].sentence == "1 runs succeeded and 1 did not; 1 records were excluded."
     assert dict(zip(found["runs"].table["Outcome"], found["runs"].table["Runs"], strict=True)) == {"failed": 1, "ok": 1}
-    assert "2 different boxes" in notes(found["runs"])
+    assert "2 different machines" in notes(found["runs"])
     assert "there is no loss, no accuracy, and no throughput" in notes(found["layers"])
 
 

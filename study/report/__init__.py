@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def load_frames(folder: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return one row per run and one per step, read from a runs directory or a report here or in the checkout."""
-    # Commands import this package too, and most of them need no tables.
+    # Imported here because commands import this package, and most of them need no tables.
     from study.config.errors import UserError
     from study.config.strategies import from_root
     from study.records.frames import read_records

@@ -21,7 +21,7 @@ from study.records.frames import Records, real
 from study.records.statistics import SHOWN_BELOW
 from study.records.workloads import strategy_order
 
-# A dash pattern as matplotlib takes it: the offset, then lengths of ink and gap.
+# A dash pattern of matplotlib: the offset, then the lengths of dashes and gaps.
 Dash = tuple[int, tuple[float, ...]]
 _LINES_ONLY = "1234+x_|"
 
@@ -36,7 +36,7 @@ class Style(NamedTuple):
     @property
     def points(self) -> dict[str, Any]:
         """Return keyword arguments of matplotlib for markers without a line."""
-        # A marker of lines only is all edge.
+        # A marker without a face has only an edge color.
         edge = {"markeredgecolor": self.colour} if self.marker in _LINES_ONLY else {}
         return {"color": self.colour, "marker": self.marker, "linestyle": "", **edge}
 
@@ -55,7 +55,7 @@ class Fill(NamedTuple):
 
 STRATEGIES: Mapping[str, Style] = {name: Style(row.colour, row.marker, (0, row.dash)) for name, row in REGISTRY.items()}
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
-# Colours show what the bytes are, hatches where they are.
+# The color is the kind of bytes, the hatch their place.
 STATE = {
     "params": Fill("#31688e"), "grads": Fill("#e8a33d"), "optimizer": Fill("#7a5195"), "rest": Fill("#b9c0c8"),
     "reserved": Fill("#dbe0e5"), "outside": Fill("#eff1f3"),
@@ -66,7 +66,7 @@ TRAFFIC = {
     "all_gather": Fill("#db3502", "\\\\\\\\"), "broadcast": Fill("#e0a98f", "xxxx"),
     "all_to_all": Fill("#7a5195", "...."),
 }  # fmt: skip
-# In the order in which the time of a step is stacked; idle comes last.
+# In the stacking order of the bars.
 PROFILE = {
     "matmul": Fill("#0a35b3"), "attention": Fill("#2b98ff", "////"), "elementwise": Fill("#e8a33d"),
     "optimizer": Fill("#7a5195", "\\\\"), "copies": Fill("#018228", "xxxx"), "collectives": Fill("#db3502", "////"),
@@ -79,9 +79,9 @@ RELEASES = {
 }  # fmt: skip
 OTHER = Fill("#b0b6bd")
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
-# A line to read others against.
+# A reference line.
 GUIDE: Any = {"color": QUIET, "linestyle": (0, (4, 3)), "linewidth": 1.1}
-# One column of a page, and a whole telephone: type is large against the figure, because a phone halves it.
+# One column of a page, or the width of a phone, which halves it: therefore the fonts are large.
 WIDTH_IN = 4.8
 SETTINGS: Any = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10.5,
@@ -90,13 +90,13 @@ SETTINGS: Any = {
     "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": False, "grid.color": FAINT, "grid.linewidth": 0.8,
     **{f"{axis}tick.{key}": value for axis in "xy" for key, value in
        {"color": "#aeb5bd", "labelcolor": QUIET, "labelsize": 9.5, "major.size": 3}.items()},
-    # A name from a record may have a dollar sign.
+    # A record's name may contain a dollar sign.
     "text.color": INK, "text.parse_math": False, "lines.markeredgecolor": "white", "legend.frameon": False,
     "hatch.linewidth": 0.7, "hatch.color": "#ffffffb0", "figure.facecolor": "#ffffff", "savefig.facecolor": "#ffffff",
-    # The same figure gives the same file.
+    # Equal figures are equal files.
     "svg.hashsalt": "zero-study", "svg.fonttype": "path",
 }  # fmt: skip
-# More than this many workloads in one notebook are too many; the tables have them all.
+# Workloads drawn in one notebook; the tables have all of them.
 MOST_WORKLOADS = 6
 _TITLE_IN, _LINE_IN = 0.25, 0.185
 _TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS = 46, 64, 26
@@ -184,7 +184,7 @@ def finish(
     ):  # fmt: skip
         figure.text(0.012, place_in / height_in, "\n".join(text), **manner)  # type: ignore[arg-type]
     if legend:
-        # Room is made above, so the layout need not look for any.
+        # The figure already has space for the legend.
         figure.legend(
             handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
             fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85, handlelength=2.4,
@@ -231,7 +231,7 @@ def bars(
     rows, ends = np.arange(len(parts)), np.zeros(len(parts))
     for kind, sizes in parts.fillna(0).items():
         fill, widths = fills.get(str(kind), OTHER), sizes.to_numpy()
-        # A bar of no width would take the margin from the plot.
+        # A bar of zero width would remove the plot's margin.
         visible = widths > 0
         axes.barh(rows[visible], widths[visible], left=ends[visible], height=0.72, color=fill.colour, hatch=fill.hatch,
                   edgecolor="white", linewidth=0.4)  # fmt: skip
@@ -327,11 +327,11 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
         for label in labels
     ]  # fmt: skip
     per_point = figure.dpi / 72
-    # Twice: the labels take room from the axes, and that moves the points.
+    # Twice, because the labels shrink the axes, which moves the points.
     for _ in range(2):
         figure.draw_without_rendering()
         heights = axes.transData.transform([(label.x, label.y) for label in labels])[:, 1] / per_point
-        # The places nearest to the wanted ones that are a gap apart.
+        # The positions closest to the points' heights with a minimum distance between them.
         order, gaps, places = np.argsort(heights, kind="stable"), size * 1.25 * np.arange(len(labels)), heights.copy()
         places[order] = isotonic_regression(heights[order] - gaps).x + gaps
         for note, height, place in zip(notes, heights, places, strict=True):

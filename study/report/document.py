@@ -26,7 +26,7 @@ from study.config.text import NOT_MEASURED, format_number, percent
 from study.records.frames import Records
 from study.report.canvas import SETTINGS, STRATEGIES, Drawing
 
-# A sentence names at most so many.
+# Strategies that a sentence names before it counts the rest.
 _MOST_NAMES = 3
 
 
@@ -98,16 +98,15 @@ class Question:
     """A question of a report: its answer, its tables, its figures and its page."""
 
     name: str
-    # As a reader asks it.
     title: str
-    # None where the records hold nothing that answers it; then a report says `nothing`.
+    # Returns None if the records do not answer it; then the report prints `nothing`.
     answer: Callable[[Records], Answer | None]
     nothing: str
     tables: Mapping[str, Table]
     figures: Mapping[str, Figures] = dataclasses.field(default_factory=dict)
-    # The figure that stands on the first screen instead of the small table.
+    # The figure on the first screen in place of the small table.
     first_figure: str | None = None
-    # The page of its figures and tables, and the notebook in notebooks/; without one its tables are on the first page.
+    # Name of its page and of its notebook in notebooks/. Without one, the first page has its tables.
     notebook: str | None = None
 
 
@@ -124,19 +123,19 @@ class PageSection:
     """A heading and its content. Every field but `text` may quote a record, and is escaped."""
 
     title: str = ""
-    # This project's own words; Markdown where they go into a document.
+    # Text of this project, Markdown if the page is a document.
     text: str = ""
-    # One word before the sentence, such as a verdict.
+    # One word in front of the sentence.
     verdict: str = ""
     sentence: str = ""
     table: pd.DataFrame | None = None
     notes: Sequence[str | Note] = ()
-    # A page of HTML shows them in place of the table.
+    # HTML shows them in place of the table.
     drawings: Sequence[Drawing] = ()
     # Further tables by title; folded in HTML.
     tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
     level: int = 2
-    # Of HTML: its classes, and what ends it.
+    # For HTML: CSS classes, anchor, and the end of the section.
     classes: str = ""
     anchor: str = ""
     below: Markup | str = ""
@@ -169,7 +168,7 @@ def _cell_markdown(cell: object) -> str:
     return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
 
 
-# A name between backticks, and nothing that could be markup of a record's.
+# A name between backticks, without characters that a record could use for markup.
 _CODE = re.compile(r"`([\w.,:=+/() -]+)`")
 
 
@@ -187,7 +186,7 @@ def _plain(text: str) -> str:
 # HTML
 
 TEMPLATES = Path(__file__).parent / "site" / "templates"
-# So many refused records fit on a page that opens with answers; summary.md has the rest.
+# Refused records listed on the first page, which starts with answers; summary.md has all of them.
 _REFUSED_SHOWN = 50
 _LONG_TEXT = 40
 _GROUPS = "Workload"
@@ -244,7 +243,7 @@ def as_png(figure: Figure) -> bytes:
     with matplotlib.rc_context(SETTINGS):
         full, small = io.BytesIO(), io.BytesIO()
         figure.savefig(full, format="png", dpi=_DOTS_PER_INCH)
-    # Median cut, the default, would mix the colours of arms that have few points.
+    # Median cut, the default, would mix colors of strategies with few points.
     tree, plain = Image.Quantize.FASTOCTREE, Image.Dither.NONE
     image = Image.open(full).convert("RGB").quantize(_COLOURS, method=tree, dither=plain)
     image.save(small, format="png", optimize=True)

@@ -24,9 +24,9 @@ from study.report.document import PageSection, markdown_text, page_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
 SCORES, LEAGUE = "scores.parquet", "league.parquet"
-# Predictions by earlier commits of suites that had not run then, and that corrected the rules since.
+# Predictions of earlier commits for suites that ran afterwards, and that corrected the rules since.
 FORETOLD = "foretold.csv"
-# The aims for published rows, and for own records.
+# Aimed errors of published rows, and of own records.
 AIMS = {"peak": 0.10, "step": 0.15, "own peak": 0.05}
 OWN = "own"
 # Own records by `peak_kind`.
@@ -160,7 +160,7 @@ def _said(value: object) -> str:
     return "" if value is None or pd.isna(value) else "fits" if value else "out of memory"
 
 
-# Of scored rows, this share lies within an interval. Each page counts the same: a reader's box is of none of them.
+# Fraction of scored rows within an interval. Pages have equal weight: a reader's hardware is on none of them.
 WITHIN = 0.8
 _INTERVALS_HEAD = """\
 # Written by `python -m study.report.pages.prediction report`: between which shares of a predicted figure
@@ -186,7 +186,7 @@ def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
     """Return scores of other estimators, for published rows and own records separately: they differ in difficulty."""
     lines = []
     for what in ("published", "own records"):
-        # No other estimator knows of adapters.
+        # No other estimator supports adapters.
         group = [
             row for row in rows
             if (row.source == OWN) == (what == "own records")
@@ -261,7 +261,7 @@ def intervals_text(frame: pd.DataFrame) -> str:
     scored = published[published["use"] == "score"]
     timed = scored[~scored["offloads"]]
     steps = timed["step_s"] / timed["predicted_step_s"]
-    # Memory of a GPU above weights and optimizer, and of a process without one.
+    # Memory of a GPU above weights and optimizer; below, memory of a process without a GPU.
     peaks = published[published["use_memory"] == "score"]
     above, predicted = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
     processes = study_rows[study_rows["peak_kind"] == "resident"]
@@ -281,7 +281,7 @@ def intervals_text(frame: pd.DataFrame) -> str:
             table[what] |= {} if page_rows is None else {"pages": pages.nunique()}
     offloaded = scored[scored["offloads"]]
     if len(values := (offloaded["step_s"] / offloaded["predicted_step_s"]).dropna()):
-        # Too few for an interval: the ends of all.
+        # Too few rows for an interval: their minimum and maximum.
         table["offload_step_s"] = {
             "low": round(float(values.min()), 3), "high": round(float(values.max()), 3), "rows": len(values)
         }  # fmt: skip

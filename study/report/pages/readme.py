@@ -1,4 +1,4 @@
-"""The marked blocks of README.md and docs/: tables of the records in git, and what `study advise` prints.
+"""The marked blocks of README.md and docs/: tables of the records in git, and output of `study advise`.
 
 python -m study.report.pages.readme            rewrites them
 python -m study.report.pages.readme --check    exit status 1 when one is stale
@@ -28,14 +28,14 @@ from study.report.questions.releases import clipped, lettered
 from study.report.questions.virtual import state_by_stage
 from study.virtual.records import table1_rows
 
-# A block names what it is made of: `<!-- releases: reports/releases -->` up to `<!-- end of releases -->`.
+# A block names its source: `<!-- releases: reports/releases -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 _LATEST_RELEASES = 8
 _HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
              "step time, published, offload: no interval")  # fmt: skip
-# The answer, and the strategies without offload.
+# The lines of the answer and of the strategies without offload.
 _ADVISE_LINES = 11
-# The documents that have such blocks.
+# Documents with marked blocks.
 DOCUMENTS = ("README.md", "docs/method.md")
 
 

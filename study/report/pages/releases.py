@@ -27,7 +27,7 @@ from study.report.questions.releases import KINDS, QUESTION, clipped, lettered
 NOT_RUN = "\N{MIDDLE DOT}"
 Row = Mapping[str, Any]
 INSTALLED = "installed"
-# The rounding of a loss or a norm. The installed release differs by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
+# Rounding of a loss or a norm. The installed release differs by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
 _ROUNDING = {"fp32": 1e-5, "bf16": 2e-3}
 Asked = Sequence[tuple[str, int]]
 _ONE: Asked = [("bare", 4), ("boundary", 4), ("accelerate", 4)]
@@ -124,7 +124,7 @@ def losses(records: Records, cells: Sequence[ReleaseCell], letters: Mapping[Caus
     groups: dict[tuple[str, ...], list[ReleaseCell]] = {}
     for cell in wrong:
         signs = "".join(letters[cause] for cause in cell.causes) or "?"
-        # No steps are kept of a run whose first loss is NaN.
+        # A run whose first loss is NaN has no recorded steps.
         worst_steps = steps.get(cell.worst_run)
         figures = (cell.verdict.reason, "none") if worst_steps is None else _figures(worst_steps)
         groups.setdefault((*figures, signs), []).append(cell)
@@ -148,7 +148,7 @@ def _short(loss: float) -> str:
 
 PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
 DETAILS = REPORT / "causes.md"
-# DeepSpeed without this project's trainer: records of study/releases/bare.py, which is in the history up to 7ff8d96.
+# DeepSpeed without this project's trainer: records of study/releases/bare.py, in the history up to 7ff8d96.
 BARE = "bare.json"
 _MADE = """\
 <!-- Made by `make releases` from the records in reports/releases and study/releases/causes.yaml. Change those. -->
@@ -253,7 +253,7 @@ def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
     for cause, letter in letters.items():
         yield PageSection(text=_cause(cause, letter, [cell for cell in cells if cause in cell.causes]))
     yield from losses(records, cells, letters)
-    # The strategies that each reason stopped, by stack.
+    # Strategies that do not run, by stack and reason.
     stopped: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         if cell.verdict.kind in ("crashes", "refuses", "not installable"):

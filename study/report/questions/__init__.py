@@ -24,7 +24,7 @@ def answers(records: Records, resting: Sequence[runs.Resting] = ()) -> dict[Ques
     answered = {runs.CLAIMS: runs.claims_answer(resting)}
     questions = QUESTIONS
     if (about_releases := releases.QUESTION.answer(records)) is not None:
-        # Each stack is a workload of its own there: other questions would have too many.
+        # Each stack is a separate workload, too many for the other questions.
         answered[releases.QUESTION] = about_releases
         questions = (runs.REMAINING, releases.QUESTION, runs.CLAIMS, runs.RUNS)
     pairs = ((question, answered.get(question) or question.answer(records)) for question in questions)

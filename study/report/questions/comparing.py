@@ -14,12 +14,12 @@ from study.records.strategy_runs import Row, StrategyRuns, comparable, frame, gr
 from study.records.workloads import BASELINES, strategy_order
 from study.report.document import Answer, cell_text, known, names, span
 
-# So many workloads stand next to each other on the first screen, and so many notes below them.
+# Workloads side by side on the first screen, and notes below them.
 _MOST_WORKLOADS, _MOST_NOTES = 2, 6
 _CONFOUNDED = " †"
 UNSURE = "~ "
 Workloads = Mapping[str, Sequence[StrategyRuns]]
-# The cells of a column, by its heading.
+# The function that computes a column's cells, by the column's heading.
 Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
 
 

@@ -22,7 +22,7 @@ from study.sweep.verdict import CellState
 _MICRO_BATCH = "largest_micro_batch"
 _VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_name_or_path"}
 _WHAT = {_MICRO_BATCH: "largest micro-batch", "largest_model": "largest model"}
-# Searches that differ in one of these are not of one kind.
+# Settings that distinguish kinds of searches.
 _SETTINGS = (
     "precision", "seq_length", "world_size", "per_device_train_batch_size", "gradient_checkpointing", "torch_compile",
     "attn_implementation", "data", "weights", "peft", "optimizer", "bf16_states",
@@ -39,7 +39,7 @@ class Fit:
     last: int
     rungs: dict[int, Row]
     bracket: Bracket
-    # The model, and what differs from other searches of its kind, apart from strategy and memory limit.
+    # The model, and the settings other than strategy and memory limit that differ between searches of this kind.
     subject: str
 
     @property
@@ -124,10 +124,10 @@ def fits(records: Records) -> list[Fit]:
 
 
 def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
-    # An interrupted probe shows nothing.
+    # An interrupted probe is not evidence.
     states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
     bracket = examine(states, search["last"])
-    # The search may have begun elsewhere: the probe shows where it stopped, not what would come next from here.
+    # The search may have started at another rung: a failed probe ended it, so there is no next one.
     low, high = (-1 if bracket.fits is None else bracket.fits), bracket.too_large or search["last"] + 1
     stopped = [place for place, state in states.items() if low < place < high and state not in ("ok", "oom")]
     if bracket.next is not None and stopped:

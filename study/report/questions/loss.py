@@ -24,7 +24,7 @@ from study.report.document import Answer, Question, known, names
 from study.report.questions.comparing import Comparison, compared, notes_on, real_arms, table_of, workloads
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
-# A multiple of the difference between reruns that is no evidence: more pairs than reruns have a larger maximum.
+# Differences up to this multiple of the reruns' are not evidence: more pairs have a larger maximum.
 _CHANCE = 2.0
 Steps = dict[str, pd.DataFrame]
 Verdict = Literal["same", "other", "open"]
@@ -47,7 +47,7 @@ def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> S
             losses, baseline = (steps[run]["loss"].to_numpy() for run in pair)
             count = min(len(losses), len(baseline))
             gaps, reference = np.abs(losses[:count] - baseline[:count]), np.abs(baseline[:count])
-            # A loss of exactly 0 has no shares. Runs with a step that has no loss are not compared.
+            # A loss of exactly 0 has no relative difference. Runs with a step without a loss are not compared.
             shares = np.divide(gaps, reference, out=np.where(gaps > 0, np.inf, gaps), where=reference > 0)
             if count and not np.isnan(shares).any():
                 at = int(np.argmax(shares))
@@ -73,10 +73,10 @@ def _diverged_seeds(arm: StrategyRuns) -> list[int]:
 
 class _LossComparison(NamedTuple):
     arm: StrategyRuns
-    # The difference and its margin as shares of the baseline's loss there; infinite where a seed diverged to NaN.
+    # Difference and margin relative to the baseline's loss at that step; infinite if a seed diverged to NaN.
     difference: float
     margin: float
-    # The margin as a share of the loss above the known floor.
+    # The margin relative to the loss above the known floor.
     reducible_margin: float
     verdict: Verdict
     test: Equivalence
@@ -143,9 +143,9 @@ def answer(records: Records) -> Answer | None:
                 comparison.verdict for comparison in group if comparison.by == "steps" and comparison.verdict != "same"
             ]
             if beyond and math.isnan(rerun):
-                asides.append("There are no reruns, so how far chance alone changes a loss is not known.")
+                asides.append("There are no reruns, so the run-to-run variation of the loss is unknown.")
             elif "open" in beyond:
-                asides.append(f"Not known: above the margin, but below {_CHANCE:g} times the difference of reruns.")
+                asides.append(f"Inconclusive: above the margin, but below {_CHANCE:g} times the difference of reruns.")
             tested = [comparison.test for comparison in group if comparison.test.verdict != "no test"]
             equal = sum(test.verdict == "equivalent" for test in tested)
             rows.append({
@@ -176,19 +176,19 @@ def _sentence(comparisons: Sequence[_LossComparison]) -> str:
         what = f"`{worst.arm.name}` differs from its baseline by {percent(worst.difference)}"
         if math.isinf(worst.difference):
             seeds = ", ".join(map(str, _diverged_seeds(worst.arm)))
-            what = f"`{worst.arm.name}` diverged to NaN where its baseline did not (seed {seeds})"
+            what = f"`{worst.arm.name}` diverged to NaN, but its baseline did not (seed {seeds})"
         return f"Yes, under {len(different)} of {count} strategies: {what}."
     if not unsure:
         return f"No: under all {count} comparable strategies the loss is within {percent(largest)} of their baseline's."
     return (
-        f"Not known under {len(unsure)} of {count} strategies: their differences are not significant, and equivalence"
-        f" is not shown either; max difference {percent(largest)}."
+        f"Inconclusive under {len(unsure)} of {count} strategies: their differences are neither significant nor within"
+        f" the margin of equivalence; max difference {percent(largest)}."
     )
 
 
 def _notes(comparisons: Sequence[_LossComparison]) -> Iterable[str]:
     if any(comparison.by == "steps" for comparison in comparisons):
-        yield "Max difference: at any step, as a share of the baseline's loss at that step."
+        yield "Max difference: at any step, relative to the baseline's loss at that step."
     if above := [
         comparison.reducible_margin for comparison in comparisons if not math.isnan(comparison.reducible_margin)
     ]:
@@ -197,7 +197,7 @@ def _notes(comparisons: Sequence[_LossComparison]) -> Iterable[str]:
         n = "-".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
         yield f"Equivalent: two one-sided tests (TOST) of evaluation losses, seed by seed (n = {n})."
     if any(comparison.by == "seeds" for comparison in comparisons):
-        yield "With dropout, masks differ between strategies: evaluation losses are compared by seed, and no steps."
+        yield "With dropout, masks differ between strategies: evaluation losses are compared by seed, not by step."
     if any(comparison.by == "steps" and comparison.margin > LOSS_MARGIN for comparison in comparisons):
         yield (
             f"The margin of a step in bf16 is {percent(BF16_SPACING)}, the spacing of bf16 numbers. It was"
@@ -231,12 +231,12 @@ def loss_table(records: Records) -> pd.DataFrame:
     return table_of(real_arms(records), figures, _CONFOUND)
 
 
-# A curve has no more points than a printed column can show; longer runs are averaged over neighbouring steps.
+# Points of a curve that a printed column can show; longer runs are averaged over adjacent steps.
 MOST_POINTS = 300
 _MOST_LABELS = 8
-# Curves nearer than this share of the plot's height look like one line, and get one label.
+# Curves closer than this fraction of the plot's height look like one line, and share a label.
 _ONE_LINE = 0.006
-# Where a difference of exactly 0 is drawn, below every difference that float32 can show here.
+# Height at which a difference of 0 is drawn, below all differences of float32 losses.
 _ZERO = 1e-9
 _FLOAT32_ROUNDING = 2.0**-24
 
@@ -263,11 +263,11 @@ def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    # A repeat computes the same curve, and would count twice in the median.
+    # A repeat has the same curve as the first run, and would count twice in the median.
     runs = runs.drop_duplicates(["arm", "seed"])
     all_losses = _losses(steps, runs)
     runs = runs[runs["run"].isin(all_losses.columns)]
-    # Strategies agree or not on the seeds that all of them ran; other seeds are the background to that.
+    # Strategies are compared on the seeds that all of them ran; other seeds are drawn as background.
     shared = runs[runs.groupby("seed")["arm"].transform("nunique") == runs["arm"].nunique()]
     runs = runs if shared.empty else shared
     losses = all_losses[runs["run"]]
@@ -288,7 +288,7 @@ def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Dr
     background = all_losses.drop(columns=losses.columns)
     axes.plot(background.index, background, color=canvas.QUIET, linewidth=0.6, alpha=0.35, zorder=1)
     for group in groups:
-        # Lines that cover each other have their markers in turns, so that every strategy is seen.
+        # Overlapping lines have their markers at different steps, so that every strategy is visible.
         for turn, arm in enumerate(group):
             style, curve = canvas.style_of(strategies[arm]), medians[arm]
             stride = max(len(group), len(curve) // 24, 1)
@@ -363,14 +363,14 @@ def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
 def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     """Draw the difference of each run from the baseline's with the same seed; bold is its maximum so far."""
     losses, baseline = _losses(steps, runs), baseline_arm(runs)
-    # With dropout each strategy draws its own masks, and a step shows nothing.
+    # With dropout, masks differ between strategies, so steps are not comparable.
     if baseline is None or losses.empty or runs["arm"].nunique() < 2 or has_dropout(runs):
         return None
     runs = runs[runs["run"].isin(losses.columns)]
     gaps = {}
     for arm in canvas.arms_of(runs):
         gap_of_pairs = [losses[run] - losses[reference] for run, reference in paired_runs(runs, arm, baseline)]
-        # A step without a loss is no difference of 0.
+        # A step without a loss is not a difference of 0.
         measured = [gap for gap in gap_of_pairs if gap.notna().all()]
         if arm != baseline and measured:
             gaps[arm] = pd.concat(measured, axis="columns").abs().max(axis="columns")

@@ -99,7 +99,7 @@ _WORDS = {
     "reserved": "reserved, not used", "outside": "outside torch",
     "device": "on the device", "host": "on the host", "nvme": "on NVMe",
 }  # fmt: skip
-# Each peak includes the one before it: tensors, torch's pool of them, and all memory of the device that is in use.
+# Each peak includes the previous one: tensors, torch's caching allocator, and all used memory of the device.
 _DEVICE_PEAKS = {
     "rest": "peak_memory_gib_allocated", "reserved": "peak_memory_gib_reserved", "outside": "peak_memory_gib_device"
 }  # fmt: skip
@@ -167,10 +167,10 @@ def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     subtitle = "Without an accelerator, device and host are one memory, mostly of libraries."
     if on_device:
         panels = [(["device"], _DEVICE_PEAKS, "device, GiB"), (["host"], _HOST_PEAK, "host, GiB")]
-        subtitle = "The number is what torch allocated, and for the host the resident set."
+        subtitle = "The number is the memory that torch allocated, and for the host the resident set."
     figure, sides = canvas.sheet_of_rows(len(medians), columns=len(panels), sharey=True)
     for axes, (places, peaks, xlabel) in zip(sides, panels, strict=True):
-        # State first, then up to each peak what that peak has more; the first peak is the one in numbers.
+        # Model state first, then the rest of each peak above the previous one; the text is the first peak.
         columns = {kind: [f"{kind}_bytes_{place}" for place in places] for kind in STATE_KINDS}
         parts = pd.DataFrame({kind: medians[group].sum(axis="columns") / GIB for kind, group in columns.items()})
         for kind, column in peaks.items():
@@ -185,7 +185,7 @@ def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
 
 MEMORY = Question(
     "memory", "How much memory does a rank need?", _memory_answer,
-    nothing="No run here ended well with its model state measured.", tables={"memory": memory_table},
+    nothing="No run here succeeded with its model state measured.", tables={"memory": memory_table},
     figures={"model_state": model_state, "peak_memory": peak_memory}, notebook="peak_memory",
 )  # fmt: skip
 
@@ -276,8 +276,8 @@ def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
             "shrinkA": 5, "shrinkB": 5, "alpha": 0.7,
         })  # fmt: skip
     listed = list(dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair)))
-    where = "on the device" if len(places) == 1 else "in memory"
-    axes.set(xlabel=f"model state left {where}, {unit} per rank", ylabel="step time, ms")
+    place = "on the device" if len(places) == 1 else "in memory"
+    axes.set(xlabel=f"model state left {place}, {unit} per rank", ylabel="step time, ms")
     canvas.label_points(axes, points.loc[listed], strategies, notes, single)
     states, times = points["state"].map(format_number), points["ms"].map(format_number)
     words = ", ".join(
@@ -307,7 +307,7 @@ def _traffic_answer(records: Records) -> Answer | None:
             f"Sharding sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step, most with `{most}`."
         )
     columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
-    note = "Ring bytes: what one rank sends in one step if every collective is a ring, as with NCCL. Gloo differs."
+    note = "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."
     return side_by_side(sentence, without_offload(comparison.workloads), columns, note)
 
 
@@ -346,7 +346,7 @@ def _traffic(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
     unit, size = canvas.unit_for(sent.sum(axis="columns").max())
     sent /= size
     totals = sent.sum(axis="columns")
-    # All parameters, where a run has them unpartitioned.
+    # Bytes of all parameters, from the runs that do not partition them.
     unpartitioned = runs[(runs["zero_stage"].fillna(0) < 3) & (runs["distributed_type"] != "FSDP")]
     weights = float(unpartitioned["params_bytes_device"].max()) / size
     subtitle = "Ring bytes (NCCL) of one rank; an all-reduce sends twice its size."
@@ -376,12 +376,12 @@ def _neighbours_answer(records: Records) -> Answer | None:
     for arm in _neighbour_arms(records):
         if len(arm.ended):
             grouped.setdefault(arm.workload, []).append(arm)
-    # Fewer ranks are in the details.
+    # The details have the other numbers of ranks.
     most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     sentences = []
     for workload in by_arms(chosen):
-        # The least of ZeRO's stages and their neighbours, where both were measured.
+        # The strategies with the least memory and traffic, if both ZeRO and an alternative to it ran.
         many = [arm for arm in chosen[workload] if arm.ranks > 1]
         strategies = {str(arm.value("strategy")) for arm in many}
         least = []
@@ -400,8 +400,8 @@ def _neighbours_answer(records: Records) -> Answer | None:
         "Calls": lambda arm: arm.median("comm_calls_per_step"),
     }  # fmt: skip
     notes = (
-        "State: parameters, gradients and optimizer states of the rank with most. Kept for backward: what the forward"
-        " pass of one micro-batch leaves allocated, without parameters that stay gathered.",
+        "State: parameters, gradients and optimizer states of the rank with most. Kept for backward: bytes that the"
+        " forward pass of one micro-batch leaves allocated, without gathered parameters.",
         "All strategies of a workload use the same samples in each step.",
     )
     return side_by_side(sentences[0], chosen, columns, *notes)
@@ -416,7 +416,7 @@ def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
             return
 
 
-# Before, parameters that FSDP's root had gathered were missing here, and those that one rank has alone as well.
+# Earlier records omit parameters that FSDP's root had gathered, and those of a shard group of one rank.
 _COUNTED_RIGHT_SINCE = "2026-11-23T09"
 
 
@@ -446,7 +446,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
 
 
 NEIGHBOURS = Question(
-    "neighbours", "How much memory and communication do ZeRO's neighbours need?", _neighbours_answer,
+    "neighbours", "How much memory and communication do alternatives to ZeRO need?", _neighbours_answer,
     nothing="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
     tables={"neighbours": neighbours_table}, notebook="neighbours",
 )  # fmt: skip

@@ -33,14 +33,14 @@ def answer(records: Records) -> Answer | None:
     ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
     wrong = {cell.release for cell in bad}
     good = sorted(ran - wrong, key=release_order)
-    # A cause of one case may be hidden on a GPU, and that of another not.
+    # A release counts as hidden only if a GPU hides the causes of all its cases.
     hidden = wrong - {cell.release for cell in bad if not cell.gpu_hides_it}
     sentence = (
         f"With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
         f" one process under some strategy, {len(hidden)} of them by a fault that a GPU does not show."
         f" Equal to it under all strategies: {', '.join(good) or 'none'}."
     )
-    # A fault that strikes by chance may be absent anywhere.
+    # A race condition may be absent from any run.
     steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
     compared = [cell.of_its_time for cell in steady if cell.of_its_time in ("equal", "different")]
     full, half, engine = (ROUNDING[precision] for precision in ("fp32", "bf16", "bf16-engine"))
@@ -65,7 +65,7 @@ def answer(records: Records) -> Answer | None:
             f" cause of {kinds.count(set())} is not known."
         )
     if lucky := sum(cell.is_lucky for cell in cells):
-        notes.append(f"{lucky} cases agree although a fault strikes them by chance: they are no evidence.")
+        notes.append(f"{lucky} cases agree although their releases have a race condition: they are not evidence.")
     return Answer(sentence, avoid_table(records), tuple(notes))
 
 
@@ -276,7 +276,7 @@ def _curves(
     words = "; ".join(f"{cell.release} {cell.strategy} differs by {cell.verdict.size:.2g}" for cell in drawn)
     legend = [Patch(facecolor=look["color"], label=label) for label, look in looks.items()]
     subtitle = "The same samples and the same initial weights; each run ended without an error."
-    return canvas.finish(figure, "What a user sees of a fault", subject, subtitle, words, legend=legend)
+    return canvas.finish(figure, "Loss curves of the faults", subject, subtitle, words, legend=legend)
 
 
 QUESTION = Question(

@@ -30,7 +30,7 @@ def _remaining_answer(records: Records) -> Answer | None:
         sentence = f"{planned - missing} of {planned} runs and searches are measured; {missing} remain, about {time}."
     suites = dict.fromkeys(item.suite for item in slices)
     table = pd.DataFrame([_row(suite, [item for item in slices if item.suite == suite]) for suite in suites])
-    return Answer(sentence, table, ("Times are by earlier records and the suites' arithmetic.",))
+    return Answer(sentence, table, ("Times are estimates from earlier records and the suites' arithmetic.",))
 
 
 def _row(suite: str, slices: Sequence[Remaining], part: str = "") -> dict[str, object]:
@@ -75,7 +75,7 @@ class Resting(NamedTuple):
     """A claim that depends on these records, with their evidence."""
 
     claim: str
-    # Of its entry among all claims, relative to the report; empty where there is no way to it.
+    # Link to its entry among all claims, relative to the report; empty if there is no relative path.
     address: str
     verdict: str
     says: str
@@ -106,11 +106,11 @@ def _runs_answer(records: Records) -> Answer | None:
     if runs.empty:
         return None
     lost = int((runs["status_state"] != "ok").sum())
-    sentence = f"{len(runs) - lost} runs ended well and {lost} did not; {len(records.refused)} records were refused."
+    sentence = f"{len(runs) - lost} runs succeeded and {lost} did not; {len(records.refused)} records were excluded."
     notes = []
     machines = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
     if len(machines) > 1:
-        notes.append(f"They are from {len(machines)} different boxes; comparisons mark runs of another box.")
+        notes.append(f"They come from {len(machines)} different machines; comparisons mark runs of another machine.")
     counts = [len(arm.ended) for strategies in workloads(records).values() for arm in strategies if len(arm.ended)]
     if counts:
         several = f"{min(counts)} to {max(counts)} runs of each strategy."

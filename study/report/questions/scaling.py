@@ -103,7 +103,7 @@ def _scaling(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     timed = runs[runs[SPEED].notna()]
     if timed["world_size"].nunique() < 2:
         return None
-    # One line per strategy whatever its ranks; an override or another trainer is another line.
+    # One line per strategy over all numbers of ranks; an override or another trainer is a separate line.
     timed = timed.assign(line=timed["arm"].str.replace(r" x\d+", "", regex=True), fair=timed["confounded"] == "")
     speed = timed.groupby(["line", "strategy", "world_size"]).agg(
         {SPEED: geometric_mean, "fair": "min", "arm": "first"}
@@ -111,7 +111,7 @@ def _scaling(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     fair = speed[speed["fair"]] if speed["fair"].any() else speed
     start = fair[fair["world_size"] == fair["world_size"].min()].sort_values(SPEED).iloc[-1]
     base, fewest = str(start["line"]), int(start["world_size"])
-    # As in the tables: seed by seed, where they have one in common.
+    # As in the tables, seed by seed if the two have a seed in common.
     pairs = {arm: paired_ratio(timed, SPEED, arm, start["arm"]).center for arm in timed["arm"].unique()}
     speed["speedup"] = speed["arm"].map(pairs).fillna(speed[SPEED] / start[SPEED])
     counts = [int(world_size) for world_size in sorted(speed["world_size"].unique())]
@@ -214,7 +214,7 @@ def _node_lines(subject: str, rows: pd.DataFrame) -> canvas.Drawing:
     for line, group in rows.groupby("line"):
         group = group.sort_values("world_size").drop_duplicates("machines", keep="last")
         height = group["across"] / MIB if is_planned else 100 * group["efficiency"]
-        # The table has the settings themselves.
+        # The label only counts the settings; the table lists them.
         arm, *settings = line.split(", ")
         name = f"{arm}, {len(settings)} setting{'s'[: len(settings) > 1]}" if settings else arm
         label, x = f"{name} {format_number(height.iloc[-1])}", group["machines"].tolist()
@@ -250,7 +250,7 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     several = fair[fair.groupby("arm")["place"].transform("nunique") > 1]
     sentence = f"No strategy is comparable with `{baseline}` at more than one place."
     if len(several):
-        # The question is about the strategy that shards most.
+        # The sentence is about the strategy that shards most.
         arm = several.iloc[-1]["arm"]
         ends = [several[several["arm"] == arm].iloc[place] for place in (0, -1)]
         speeds = " and ".join(

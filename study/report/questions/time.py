@@ -88,7 +88,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
             words = arm.role if arm.is_baseline else "no baseline"
         elif not arm.is_fair():
             words = "not judged"
-        # The model's FLOPs per second over what the device reached in plain matrix products.
+        # Model FLOP/s, to be divided by the rate that the device reached in plain matrix products.
         steps_per_s = runs["tokens_per_s"] / (runs["global_batch_size"] * runs["seq_length"]).astype(float)
         flops_per_s = runs["model_flops_per_step"] * steps_per_s / runs["world_size"].astype(float)
         return {
@@ -111,7 +111,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
     return table_of((arm for arms in by_workload.values() for arm in arms), figures)
 
 
-# Points of single steps that one row can show as points.
+# Single steps drawn per row; more would merge into a bar.
 _MOST_DOTS = 120
 
 
@@ -164,7 +164,7 @@ def _frontier(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     on_device = runs["peak_memory_gib_allocated"].notna().any()
     memory = "peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"
     arms, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
-    # As in the tables: a repeat of a seed is not a seed of its own.
+    # As in the tables, repeats of a seed count as one seed.
     speeds = pd.Series({arm: middle(runs, "tokens_per_s", arm).center for arm in arms})
     points = pd.DataFrame({memory: runs.groupby("arm")[memory].median(), "tokens_per_s": speeds}).dropna()
     if len(points) < 2:
@@ -189,11 +189,11 @@ def _frontier(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
 
 
 TIME = Question(
-    "time", "How long does a step take?", _time_answer, nothing="No run here that ended well has timed steps.",
+    "time", "How long does a step take?", _time_answer, nothing="No successful run here has timed steps.",
     tables={"runtime": runtime_table}, figures={"step_time": step_time, "frontier": frontier}, notebook="runtime",
 )  # fmt: skip
 
-# The kinds of work that the FLOPs of a model are counted over.
+# The kinds of work counted in a model's FLOPs.
 _MODEL_FLOPS_KINDS = ("matmul", "attention")
 _LABELS = {
     "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise and norms",
@@ -204,7 +204,7 @@ _DEVICES = {
     "cuda": "Kernels of one GPU; idle is the GPU without one, waiting for the host.",
     "cpu": "Operators of one rank; idle is the time between them, which is Python and waiting.",
 }
-# As a share of the step; a smaller overlap is not visible.
+# As a fraction of the step; a smaller overlap is not visible.
 _VISIBLE_OVERLAP = 0.01
 Profiled = tuple[StrategyRuns, dict[str, Any]]
 
@@ -236,7 +236,7 @@ def _profile_answer(records: Records) -> Answer | None:
     products, idle = (span(table[column], percent) for column in columns)
     table[columns] = table[columns].map(percent)
     sentence = f"Matrix products and attention take {products} of a step; {idle} of it is idle."
-    return Answer(sentence, table, ("Profiled steps are slower, and are in no other time here.",))
+    return Answer(sentence, table, ("Profiled steps are slower, and excluded from all other times here.",))
 
 
 def step_profile_table(records: Records) -> pd.DataFrame:
@@ -244,7 +244,7 @@ def step_profile_table(records: Records) -> pd.DataFrame:
 
     def figures(arm: StrategyRuns, profile: dict[str, Any]) -> Row:
         seconds = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
-        # With gradient checkpointing that time has products which are no FLOPs of the model's.
+        # With gradient checkpointing, that time includes recomputation, which is not counted in the model's FLOPs.
         has_rate = seconds and not arm.ended["gradient_checkpointing"].any()
         rate = arm.median("model_flops_per_step") / arm.ended["world_size"].iloc[0] / seconds if has_rate else NAN
         devices = json.loads(arm.value("devices") or "[]") if profile["device"] == "cuda" else []
@@ -322,7 +322,7 @@ PROFILE = Question(
 
 def _advice_answer(records: Records) -> Answer | None:
     runs = real(records).runs
-    # Profiling slows a run down, and nobody trains so.
+    # Profiling slows a run down, so profiled runs are excluded.
     by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
     rows, best, unjudged = [], [], []
     for workload, strategies in by_workload.items():
@@ -337,7 +337,7 @@ def _advice_answer(records: Records) -> Answer | None:
         places = fast_memory(timed[0].workload_runs)
         states = [(size, arm.name) for arm in timed if not math.isnan(size := arm.state_mib(places))]
         least = min(states, default=(0.0, ""))[0]
-        # State is counted, not measured: one run is enough.
+        # State is counted on tensors, not sampled: one run is enough.
         smallest = f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
         rows.append({
             "Workload": workload,
@@ -353,7 +353,7 @@ def _advice_answer(records: Records) -> Answer | None:
     if unjudged:
         notes.append(f"Fewer than three seeds, so not judged: {names(unjudged)}.")
     if any(has_no_gpu(arm.workload_runs) for arm in arms):
-        notes.append("This box has no GPU: these records do not show what a stage costs or saves on one.")
+        notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
     table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged))
     return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *notes_on(arms)))
 
@@ -391,6 +391,6 @@ def _seeds(runs: pd.DataFrame) -> str:
 
 
 ADVICE = Question(
-    "advice", "Which configuration should I use on this box?", _advice_answer,
-    nothing="Nothing can be recommended: no run with a time ended well.", tables={},
+    "advice", "Which configuration should I use on this machine?", _advice_answer,
+    nothing="There is no recommendation: no timed run succeeded.", tables={},
 )  # fmt: skip

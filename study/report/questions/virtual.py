@@ -171,12 +171,12 @@ def _curves(model: str, rows: Sequence[Summary]) -> canvas.Drawing:
 
 
 TABLE1 = Question(
-    "table1", "Does one of N ranks need the memory that the ZeRO paper says?", _table1_answer,
+    "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", _table1_answer,
     nothing="No virtual run here is of a ZeRO stage in the paper's mixed precision.", tables={"table1": table1_table},
     figures={"table1": table1}, notebook="virtual_cluster",
 )  # fmt: skip
 
-# Below this a difference in traffic or memory is padding and bookkeeping.
+# Smaller differences in traffic or memory are padding and bookkeeping.
 _NOTABLE = 0.01
 _THREE_DIGITS = "{:.3g}".format
 _X_PAPER, _X_WEIGHTS = "Ring bytes (NCCL), x paper", "Ring bytes (NCCL), x weights"
@@ -198,7 +198,7 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
     "Gradients in the bucket, GB": lambda row: known(row, "grads_in_bucket_bytes") / GB,
     "Buffers, GB": lambda row: buffer_bytes(row) / GB,
 }
-# The figures of a row for all cases of a setting, and of a row for each case.
+# Figures of a row that merges all cases of a setting, and of a row per case.
 _OF_A_SETTING = (_X_PAPER, "Calls", "State, GB", "Gradients in the bucket, GB", "Buffers, GB")
 _OF_A_CASE = tuple(name for name in _FIGURES if name not in (_X_PAPER, "State, GB"))
 
@@ -291,7 +291,7 @@ def settings(records: Records) -> list[canvas.Drawing]:
     """Draw the communication of one step by stage and setting."""
     grouped: defaultdict[tuple[str, int], list[Summary]] = defaultdict(list)
     for row in summaries(records):
-        # Where a collective cannot be extrapolated, half a bar would mislead.
+        # If a collective cannot be extrapolated, a bar without it would mislead.
         if row["strategy"] in STAGES and not math.isnan(relative_ring_bytes(row)):
             grouped[row["model"], row["world_size"]].append(row)
     subjects = []
@@ -349,13 +349,13 @@ def _layers_answer(records: Records) -> Answer | None:
     lost = runs[runs["status_state"] != "ok"]
     sentence = (
         f"{len(cases) - lines} of {len(cases)} cases are measured completely and {lines} are extrapolated over layers;"
-        f" {len(lost)} of {len(runs)} runs did not end well."
+        f" {len(lost)} of {len(runs)} runs did not succeed."
     )
     table = []
     for model in dict.fromkeys(row["model"] for row in cases):
         rows = [row for row in cases if row["model"] == model]
         fits = [row["extrapolated"] for row in rows if row["extrapolated"] is not None]
-        # A collective's or a buffer's name without what was counted of it.
+        # The name of a collective or a buffer, without the suffix of the counted quantity.
         bent = sorted({name.rsplit(".", 1)[0] for fit in fits for name in fit["not_linear"]})
         residual = max((fit["largest_residual_at_target"] for fit in fits), default=0.0)
         table.append({

@@ -59,7 +59,7 @@ class ThisInterpreter(AsyncKernelManager):
         """Return the kernel's command and environment."""
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}",
                    "--HistoryManager.enabled=False", "--log-level=CRITICAL"]  # fmt: skip
-        # A warning would put paths of this machine into the report.
+        # Warnings contain paths of this machine.
         environment = {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "IPYTHONDIR": _no_profile().name}
         return KernelSpec(argv=command, language="python", display_name="Python 3", env=environment)
 
@@ -81,7 +81,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
     try:
         papermill.execute_notebook(
             str(notebook), str(output), parameters=dict(parameters), progress_bar=False,
-            # Not `cwd`: that moves this whole process, and notebooks run side by side.
+            # Not `cwd`, which changes the folder of the whole process: notebooks run concurrently.
             resources={"metadata": {"path": str(folder)}},
             start_timeout=START_LIMIT_S, kernel_manager_class=ThisInterpreter,
             timeout_func=lambda _cell: max(1, int(deadline - time.monotonic())),
@@ -128,9 +128,9 @@ def _settle(output: Path) -> None:
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 TIME_LIMIT_S = 600.0
-# A kernel keeps one core busy, and half a gigabyte.
+# Concurrent kernels; each uses a CPU core and half a gigabyte.
 _AT_ONCE = 2
-# The drawings of an answered question by the name of its figure.
+# The drawings of each answered question by the figure's name.
 Drawn = Mapping[Question, Mapping[str, Sequence[Drawing]]]
 
 
@@ -148,7 +148,7 @@ def build(
     names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     try:
         check_place(output, _wanted(names))
-        # On the same file system, also where the output is a link to a folder.
+        # On the same file system, even if the output is a link to a folder.
         target = output.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))

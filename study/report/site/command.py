@@ -36,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=folder_argument,
         metavar="DIR",
-        help="where the report goes; your own files there stay; reports/SUITE by default",
+        help="folder of the report, reports/SUITE by default; it may contain files of yours",
     )
     parser.add_argument(
         "--drop_missing",
         action="store_true",
-        help="replace a report also where it has runs whose records are nowhere else",
+        help="replace a report even if it has the only records of some runs",
     )
 
 
@@ -75,16 +75,16 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
         parquet = Path(REPORTS) / name / RUNS_PATH
         raise UserError(
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
-            f"run: study run {name}, or name their place with --runs_dir",
+            f"run: study run {name}, or name their folder with --runs_dir",
         )
     facts = _facts_of_suite(options.suite, runs_dir) if has_runs and not plan else []
     for fact in facts:
         say(f"notice: {fact}")
-    # `timeout` ends it without a partial report.
+    # SIGTERM, which `timeout` sends, leaves no partial report.
     with raising_on(Terminated(), signal.SIGTERM):
         failures = build(records, name, output, resting=resting(records, name, output), say=say, facts=facts)
     if records.refused:
-        say(f"{len(records.refused)} records left out; the report says which and why")
+        say(f"{len(records.refused)} records excluded; the report lists them with the reasons")
     print(output / "index.html")
     return 1 if failures else 0
 

@@ -20,9 +20,9 @@ from study.records.frames import RUNS_FILE, STEPS_FILE
 FIGURES = "figures"
 LIST = "files.json"
 _MADE_BY = "study report"
-# A report is made again from its tables alone, wherever they were copied to: these columns identify them.
+# A report can be rebuilt from copies of its tables alone: these columns identify them.
 _TABLES = {RUNS_FILE: {"run", "status_state"}, STEPS_FILE: {"run", "step", "step_time_s"}}
-# The sha256 of each file by name; several, separated by spaces, while a report is replaced.
+# SHA-256 of each file by its name; while a report is replaced, two of them, separated by a space.
 Digests = Mapping[str, str]
 
 
@@ -34,12 +34,12 @@ def check_place(output: Path, names: Iterable[str], built: Digests | None = None
         raise UserError(f"--output {output} is a file", "name a folder")
     listed = _listed(output)
     replaceable = {*_own_files(output, _both(listed or {}, built or {})), *([] if listed is None else [LIST])}
-    # A folder that is no report might be anybody's: a home, a repository.
+    # A folder without a report may be a home or a repository.
     foreign = sorted(file.name for file in output.iterdir() if file.name not in replaceable)
     if listed is None and foreign:
         raise UserError(
             f"--output {output} has {foreign[0]}, and no {LIST} of a report",
-            "name a folder of its own, or remove a report of an earlier version",
+            "name a separate folder, or remove the report of an earlier version",
         )
     for name in sorted(names):
         place = output / name
