@@ -350,7 +350,7 @@ ADVICE: dict[str, tuple[list[tuple[dict[str, float], tuple[int, ...]]], str, str
                      "Fewer than three seeds, so not judged: `zero0`."),
     "one run each": ([({"ddp": 1.0, "zero2": 0.1}, (1,))],
                      "No advice on time: with fewer than three seeds, differences are not significant.", "not judged",
-                     "This box has no GPU"),
+                     "This machine has no GPU"),
 }  # fmt: skip
 
 

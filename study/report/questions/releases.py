@@ -65,7 +65,7 @@ def answer(records: Records) -> Answer | None:
             f" cause of {kinds.count(set())} is not known."
         )
     if lucky := sum(cell.is_lucky for cell in cells):
-        notes.append(f"{lucky} cases agree although their releases have a race condition: they are not evidence.")
+        notes.append(f"{lucky} cases agree although a fault strikes them by chance: they are no evidence.")
     return Answer(sentence, avoid_table(records), tuple(notes))
 
 
