@@ -191,7 +191,7 @@ def test_a_seed_that_diverges_under_one_strategy_only_is_another_loss(reason: st
     if reason == "lost":
         assert line["Same loss"] == "2 of 2"
         return
-    assert "`zero3` diverged to NaN where its baseline did not (seed 2)." in loss.sentence
+    assert "`zero3` diverged to NaN, but its baseline did not (seed 2)." in loss.sentence
     assert (line["Same loss"], line["Worst strategy"], line["Max difference"]) == ("1 of 2", "zero3", "NaN")
 
 
@@ -206,13 +206,13 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
     loss = read_answers(records)["loss"]
     assert loss.sentence.startswith("Yes, under 1 of 3 strategies: `zero3` differs"), loss.sentence
     assert loss.table["Same loss"].tolist() == ["0 of 3"]
-    assert "Not known: above the margin, but below 2 times the difference of reruns." in notes(loss)
+    assert "Inconclusive: above the margin, but below 2 times the difference of reruns." in notes(loss)
     without_zero3 = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
-    assert read_answers(without_zero3)["loss"].sentence.startswith("Not known under 2 of 2 strategies")
+    assert read_answers(without_zero3)["loss"].sentence.startswith("Inconclusive under 2 of 2 strategies")
     runs = without_zero3.runs[without_zero3.runs["repeat"] == 1]
     once = read_answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
     assert once.sentence.startswith("Yes, under 2 of 2 strategies")
-    assert "There are no reruns, so how far chance alone changes a loss is not known." in notes(once)
+    assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
 
 
 def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None:
@@ -230,7 +230,9 @@ def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None
     assert line["of the loss there"] == "-"
     seed_1 = dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 1])
     loss = read_answers(seed_1)["loss"]
-    assert loss.sentence.startswith("Not known under 2 of 2 strategies: their differences are not")
+    assert loss.sentence.startswith(
+        "Inconclusive under 2 of 2 strategies: their differences are neither"
+    )
 
 
 def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
@@ -352,7 +354,7 @@ ADVICE: dict[str, tuple[list[tuple[dict[str, float], tuple[int, ...]]], str, str
                      "Fewer than three seeds, so not judged: `zero0`."),
     "one run each": ([({"ddp": 1.0, "zero2": 0.1}, (1,))],
                      "No advice on time: with fewer than three seeds, differences are not significant.", "not judged",
-                     "This box has no GPU"),
+                     "This machine has no GPU"),
 }  # fmt: skip
 
 
@@ -442,10 +444,10 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     (tmp_path / "broken" / "status.json").write_text("{")
     by_name = read_answers(tmp_path)
     assert list(by_name) == ["layers", "runs"]
-    assert by_name["runs"].sentence == "1 runs ended well and 1 did not; 1 records were refused."
+    assert by_name["runs"].sentence == "1 runs succeeded and 1 did not; 1 records were excluded."
     outcomes = by_name["runs"].table
     assert dict(zip(outcomes["Outcome"], outcomes["Runs"], strict=True)) == {"failed": 1, "ok": 1}
-    assert "2 different boxes" in notes(by_name["runs"])
+    assert "2 different machines" in notes(by_name["runs"])
     assert "there is no loss, no accuracy, and no throughput" in notes(by_name["layers"])
 
 

@@ -168,7 +168,7 @@ def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Pa
     assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")
     assert line["Outcome"] == "unsupported: takes about 55 GiB"
     answer = answered(LAYERS.answer(records))
-    assert answer.sentence.endswith("; 1 of 1 runs did not end well.")
+    assert answer.sentence.endswith("; 1 of 1 runs did not succeed.")
     assert answer.notes[-1] == "1 of `gpt-1t` ended unsupported, such as: takes about 55 GiB."
 
 

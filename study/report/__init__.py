@@ -1,4 +1,4 @@
-"""Questions, plots and pages of records. `load_frames` is where a notebook begins."""
+"""Questions, figures and pages of a report. A notebook starts with `load_frames`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 def load_frames(folder: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return one row per run and one per step, of a runs directory or a report, by its path here or in the checkout."""
-    # Commands import this package too, and most of them need no tables.
+    """Return one row per run and one per step, read from a runs directory or a report here or in the checkout."""
+    # Imported here because commands import this package, and most of them need no tables.
     from study.config.errors import UserError
     from study.config.strategies import from_root
     from study.records.frames import read_records
 
-    if not (found := from_root(folder)).exists():
+    if not (path := from_root(folder)).exists():
         raise UserError(f"there is no folder {folder}, neither here nor in the checkout", "name another records_dir")
-    records = read_records(found)
+    records = read_records(path)
     return records.runs, records.steps

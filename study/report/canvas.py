@@ -1,4 +1,4 @@
-"""What all figures share: strategies' styles, the sheet with its title, bars, lines, and labels that do not overlap."""
+"""Parts shared by all figures: strategies' styles, the figure with its title, bars, lines, labels without overlap."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from study.records.frames import Records, real
 from study.records.statistics import SHOWN_BELOW
 from study.records.workloads import strategy_order
 
-# A dash pattern as matplotlib takes it: the offset, then lengths of ink and gap.
+# A dash pattern of matplotlib: the offset, then the lengths of dashes and gaps.
 Dash = tuple[int, tuple[float, ...]]
 _LINES_ONLY = "1234+x_|"
 
 
 class Style(NamedTuple):
-    """How a strategy looks in every figure, table and page, also in black and white and to a colour-blind reader."""
+    """Color, marker and dashes of a strategy in every figure, table and page; also distinct in black and white."""
 
     colour: str
     marker: str
@@ -35,23 +35,27 @@ class Style(NamedTuple):
 
     @property
     def points(self) -> dict[str, Any]:
-        # A marker of lines only is all edge.
+        """Return keyword arguments of matplotlib for markers without a line."""
+        # A marker without a face has only an edge color.
         edge = {"markeredgecolor": self.colour} if self.marker in _LINES_ONLY else {}
         return {"color": self.colour, "marker": self.marker, "linestyle": "", **edge}
 
     @property
     def line(self) -> dict[str, Any]:
+        """Return keyword arguments of matplotlib for a line with markers."""
         return self.points | {"linestyle": self.dash}
 
 
 class Fill(NamedTuple):
+    """Color and hatch of a bar."""
+
     colour: str
     hatch: str = ""
 
 
 STRATEGIES: Mapping[str, Style] = {name: Style(row.colour, row.marker, (0, row.dash)) for name, row in REGISTRY.items()}
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
-# Colours show what the bytes are, hatches where they are.
+# The color is the kind of bytes, the hatch their place.
 STATE = {
     "params": Fill("#31688e"), "grads": Fill("#e8a33d"), "optimizer": Fill("#7a5195"), "rest": Fill("#b9c0c8"),
     "reserved": Fill("#dbe0e5"), "outside": Fill("#eff1f3"),
@@ -62,7 +66,7 @@ TRAFFIC = {
     "all_gather": Fill("#db3502", "\\\\\\\\"), "broadcast": Fill("#e0a98f", "xxxx"),
     "all_to_all": Fill("#7a5195", "...."),
 }  # fmt: skip
-# In the order in which the time of a step is stacked; idle comes last.
+# In the stacking order of the bars.
 PROFILE = {
     "matmul": Fill("#0a35b3"), "attention": Fill("#2b98ff", "////"), "elementwise": Fill("#e8a33d"),
     "optimizer": Fill("#7a5195", "\\\\"), "copies": Fill("#018228", "xxxx"), "collectives": Fill("#db3502", "////"),
@@ -75,9 +79,9 @@ RELEASES = {
 }  # fmt: skip
 OTHER = Fill("#b0b6bd")
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
-# A line to read others against.
+# A reference line.
 GUIDE: Any = {"color": QUIET, "linestyle": (0, (4, 3)), "linewidth": 1.1}
-# One column of a page, and a whole telephone: type is large against the figure, because a phone halves it.
+# One column of a page, or the width of a phone, which halves it: therefore the fonts are large.
 WIDTH_IN = 4.8
 SETTINGS: Any = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10.5,
@@ -86,13 +90,13 @@ SETTINGS: Any = {
     "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": False, "grid.color": FAINT, "grid.linewidth": 0.8,
     **{f"{axis}tick.{key}": value for axis in "xy" for key, value in
        {"color": "#aeb5bd", "labelcolor": QUIET, "labelsize": 9.5, "major.size": 3}.items()},
-    # A name from a record may have a dollar sign.
+    # A record's name may contain a dollar sign.
     "text.color": INK, "text.parse_math": False, "lines.markeredgecolor": "white", "legend.frameon": False,
     "hatch.linewidth": 0.7, "hatch.color": "#ffffffb0", "figure.facecolor": "#ffffff", "savefig.facecolor": "#ffffff",
-    # The same figure gives the same file.
+    # Equal figures are equal files.
     "svg.hashsalt": "zero-study", "svg.fonttype": "path",
 }  # fmt: skip
-# More than this many workloads in one notebook are too many; the tables have them all.
+# Workloads drawn in one notebook; the tables have all of them.
 MOST_WORKLOADS = 6
 _TITLE_IN, _LINE_IN = 0.25, 0.185
 _TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS = 46, 64, 26
@@ -108,46 +112,49 @@ class Drawing(NamedTuple):
 
 
 def style_of(strategy: object) -> Style:
+    """Return the style of a strategy; a gray one if the registry does not have it."""
     return STRATEGIES.get(str(strategy), UNKNOWN)
 
 
 def drawings(name: str, subjects: Iterable[tuple[str, _T]], draw: Callable[[str, _T], Drawing | None]) -> list[Drawing]:
-    """Return a numbered drawing of each subject that has something to draw."""
+    """Return the drawings of all subjects, numbered; subjects without data have none."""
     with matplotlib.rc_context(SETTINGS):
         drawn = [draw(subject, data) for subject, data in subjects]
-    return [each._replace(name=f"{name}_{place}") for place, each in enumerate(drawn, 1) if each is not None]
+    return [drawing._replace(name=f"{name}_{place}") for place, drawing in enumerate(drawn, 1) if drawing is not None]
 
 
 def per_workload(name: str, runs: pd.DataFrame, draw: Callable[[str, pd.DataFrame], Drawing | None]) -> list[Drawing]:
-    """Draw each workload or, where there are many, those with most runs."""
+    """Return a drawing per workload; at most `MOST_WORKLOADS`, those with most runs."""
     largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:MOST_WORKLOADS]
-    return drawings(name, ((str(each), runs[runs["workload"] == each]) for each in sorted(largest)), draw)
+    return drawings(name, ((str(workload), runs[runs["workload"] == workload]) for workload in sorted(largest)), draw)
 
 
 def finished(records: Records) -> pd.DataFrame:
-    """Return the real runs that ended well: only they have a loss and a time."""
+    """Return the real runs that succeeded: only they have a loss and a step time."""
     runs = real(records).runs
     return runs[runs["status_state"] == "ok"]
 
 
 def arms_of(runs: pd.DataFrame) -> dict[str, str]:
-    """Return the strategy of each arm, from plain training to the most offloaded."""
+    """Return the strategy's name by its label, from plain training to the most offloaded."""
     arms = runs.drop_duplicates("arm")
     places = zip(arms["strategy"].map(strategy_order), arms["world_size"], arms["arm"], arms["strategy"], strict=True)
     return {str(arm): strategy for _, _, arm, strategy in sorted(places)}
 
 
 def confounds_of(runs: pd.DataFrame, column: str = "confounded") -> dict[str, str]:
-    """Return what breaks the comparison, by arm; empty where nothing does."""
+    """Return the reasons why a strategy's runs are not comparable, by its label; an empty text if they are."""
     return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}
 
 
 def sheet(height_in: float, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure one page column wide, and its axes."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False, **grid)[0])
 
 
 def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure whose height fits the number of rows, and its axes."""
     return sheet(0.75 + row_in * rows, columns, **grid)
 
 
@@ -155,7 +162,7 @@ def finish(
     figure: Figure, title: str, subject: str, subtitle: str, words: str, notes: Mapping[str, str] | None = None,
     legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "",
 ) -> Drawing:  # fmt: skip
-    """Put the title above the plot, and below it the legend and what breaks the comparison of marked strategies."""
+    """Return the figure with its title, its legend, and footnotes for the strategies that are not comparable."""
     titles, subtitles = _wrapped(title, _TITLE_LETTERS), [*_wrapped(subject), *_wrapped(subtitle)]
     reasons: dict[str, list[str]] = {}
     for arm, reason in (notes or {}).items():
@@ -177,7 +184,7 @@ def finish(
     ):  # fmt: skip
         figure.text(0.012, place_in / height_in, "\n".join(text), **manner)  # type: ignore[arg-type]
     if legend:
-        # Room is made above, so the layout need not look for any.
+        # The figure already has space for the legend.
         figure.legend(
             handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
             fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85, handlelength=2.4,
@@ -191,21 +198,23 @@ def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
 
 
 def label_of(arm: str, notes: Mapping[str, str]) -> str:
-    """Return the arm on at most two lines, with a dagger when it is confounded."""
+    """Return a strategy's label on at most two lines, with a dagger if it is confounded."""
     lines = _wrapped(f"{arm} †" if notes.get(arm) else arm, _LABEL_LETTERS)
     return "\n".join(lines if len(lines) <= 2 else [lines[0], f"{lines[1][: _LABEL_LETTERS - 1]}…"])
 
 
 def unit_for(largest_bytes: float) -> tuple[str, int]:
+    """Return the unit of bytes for an axis, and its size."""
     return ("GiB", 2**30) if largest_bytes >= 2**30 else ("MiB", 2**20)
 
 
 def plain_ticks(axis: Any) -> None:
+    """Format the axis ticks as plain numbers, without an exponent."""
     axis.set_major_formatter(lambda value, _position: f"{value:,.10g}")
 
 
 def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:
-    """Make one row per arm, the first on top."""
+    """Label one row per strategy, the first at the top."""
     names = [label_of(arm, notes) for arm in arms]
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
@@ -218,13 +227,13 @@ def bars(
     axes: Axes, parts: pd.DataFrame, fills: Mapping[str, Fill], texts: Iterable[str], xlabel: str,
     notes: Mapping[str, str], *, marks: Sequence[float] | None = None, margin: float = 0.1,
 ) -> None:  # fmt: skip
-    """Draw a bar per row, its parts one after the other and a text behind it; a mark is an upright line across it."""
+    """Draw one stacked bar per row with a text at its end; `marks` are vertical lines across the bars."""
     rows, ends = np.arange(len(parts)), np.zeros(len(parts))
     for kind, sizes in parts.fillna(0).items():
         fill, widths = fills.get(str(kind), OTHER), sizes.to_numpy()
-        # A bar of no width would take the margin from the plot.
-        seen = widths > 0
-        axes.barh(rows[seen], widths[seen], left=ends[seen], height=0.72, color=fill.colour, hatch=fill.hatch,
+        # A bar of zero width would remove the plot's margin.
+        visible = widths > 0
+        axes.barh(rows[visible], widths[visible], left=ends[visible], height=0.72, color=fill.colour, hatch=fill.hatch,
                   edgecolor="white", linewidth=0.4)  # fmt: skip
         ends = ends + widths
     if marks is not None:
@@ -239,10 +248,12 @@ def bars(
 
 
 def write_right_of(axes: Axes, text: str, place: tuple[float, float]) -> None:
+    """Write a text to the right of a point."""
     axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9)
 
 
 def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list[Patch]:
+    """Return a legend entry per fill."""
     return [
         Patch(facecolor=fill.colour, hatch=fill.hatch, edgecolor="white", label=words.get(kind, kind.replace("_", "-")))
         for kind, fill in fills.items()
@@ -250,7 +261,7 @@ def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list
 
 
 def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
-    """Return each arm with the line and marker of its strategy."""
+    """Return a legend entry per strategy, with its line and marker."""
     styles = {arm: style_of(strategy) for arm, strategy in arms.items()}
     return [
         Line2D([], [], label=label_of(arm, notes), **style.line | {"markeredgecolor": style.colour})
@@ -259,12 +270,14 @@ def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Li
 
 
 def single_runs(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str) -> None:
-    """Draw every run next to their median, where they are few."""
+    """Draw the single runs of a point, unless there are many."""
     if 1 < len(x) < SHOWN_BELOW:
         axes.plot(x, y, ".", color=colour, markersize=5, alpha=0.7)
 
 
 class EndLabel(NamedTuple):
+    """A text at the end of a line."""
+
     x: float
     y: float
     text: str
@@ -272,7 +285,7 @@ class EndLabel(NamedTuple):
 
 
 class StrategyLine(NamedTuple):
-    """A line of a strategy over numbers such as ranks; `points` are those of the single runs at each of them."""
+    """A strategy's line over a quantity such as ranks; `points` has the single runs at each of its values."""
 
     label: str
     strategy: str
@@ -282,10 +295,10 @@ class StrategyLine(NamedTuple):
 
 
 def plot_lines(
-    axes: Axes, lines: Iterable[StrategyLine], ticks: Mapping[float, str], more: Sequence[EndLabel] = (), **look: Any
+    axes: Axes, lines: Iterable[StrategyLine], ticks: Mapping[float, str], extra: Sequence[EndLabel] = (), **look: Any
 ) -> None:
-    """Draw lines on a logarithmic scale with a label at the end of each; `more` are the labels of other lines."""
-    ends = list(more)
+    """Draw lines over a logarithmic axis with a label at the end of each; `extra` labels belong to other lines."""
+    ends = list(extra)
     for line in lines:
         style = style_of(line.strategy)
         axes.plot(line.x, line.y, markersize=8, **style.line)
@@ -302,7 +315,7 @@ def plot_lines(
 
 
 def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
-    """Write each text to the right of its point, moved up or down where it would cover another."""
+    """Write each text to the right of its point, shifted up or down if it would overlap another."""
     figure, gap_points = axes.figure, 12
     assert isinstance(figure, Figure)
     notes = [
@@ -314,11 +327,11 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
         for label in labels
     ]  # fmt: skip
     per_point = figure.dpi / 72
-    # Twice: the labels take room from the axes, and that moves the points.
+    # Twice, because the labels shrink the axes, which moves the points.
     for _ in range(2):
         figure.draw_without_rendering()
         heights = axes.transData.transform([(label.x, label.y) for label in labels])[:, 1] / per_point
-        # The places nearest to the wanted ones that are a gap apart.
+        # The positions closest to the points' heights with a minimum distance between them.
         order, gaps, places = np.argsort(heights, kind="stable"), size * 1.25 * np.arange(len(labels)), heights.copy()
         places[order] = isotonic_regression(heights[order] - gaps).x + gaps
         for note, height, place in zip(notes, heights, places, strict=True):
@@ -330,12 +343,12 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
 def label_points(
     axes: Axes, points: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str], single: pd.DataFrame
 ) -> None:
-    """Draw a named marker for each arm, on axes that start at 0, and small ones for its runs where they are few."""
+    """Draw a labelled marker per strategy on axes that start at 0, and its single runs unless there are many."""
     ends = []
     for arm, (x, y) in points.iterrows():
         style = style_of(strategies[str(arm)])
-        one, other = single.loc[[arm]].to_numpy(dtype=float).T
-        single_runs(axes, one, other, style.colour)
+        xs, ys = single.loc[[arm]].to_numpy(dtype=float).T
+        single_runs(axes, xs, ys, style.colour)
         axes.plot(x, y, markersize=9.5, **style.points)
         ends.append(EndLabel(x, y, label_of(str(arm), notes), style.colour))
     axes.grid()

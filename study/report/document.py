@@ -1,4 +1,4 @@
-"""The document model: a page is a title and sections; one renderer makes HTML, Markdown or a terminal's table of it."""
+"""The document model: a page is a title and sections, rendered as HTML, as Markdown, or as a terminal's table."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from study.config.text import NOT_MEASURED, format_number, percent
 from study.records.frames import Records
 from study.report.canvas import SETTINGS, STRATEGIES, Drawing
 
-# A sentence names at most so many.
+# Strategies that a sentence names before it counts the rest.
 _MOST_NAMES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A cell with an address; without one it is its text."""
+    """A table cell with an address; without an address it is plain text."""
 
     text: str
     address: str
@@ -42,6 +42,7 @@ class Link:
 
 
 def cell_text(value: object) -> str:
+    """Return a value as the text of a table cell."""
     if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
         return NOT_MEASURED
     if isinstance(value, float):
@@ -50,29 +51,33 @@ def cell_text(value: object) -> str:
 
 
 def known(value: float, form: Callable[[float], str]) -> str:
+    """Return the formatted value; the sign for "not measured" if it is NaN."""
     return NOT_MEASURED if math.isnan(value) else form(value)
 
 
 def span(values: Iterable[float], form: Callable[[float], str]) -> str:
-    """The lowest and the highest of the known values."""
+    """Return the lowest and the highest value as a text, without NaN."""
     measured = [value for value in values if not math.isnan(value)]
     return " to ".join(dict.fromkeys(form(end) for end in (min(measured), max(measured))))
 
 
 def names(arms: Sequence[str]) -> str:
-    shown = [f"`{name}`" for name in dict.fromkeys(arms)]
-    more = len(shown) - _MOST_NAMES
+    """Return strategies as an English list, with a count after the first three."""
+    quoted = [f"`{name}`" for name in dict.fromkeys(arms)]
+    more = len(quoted) - _MOST_NAMES
     if more > 0:
-        shown[_MOST_NAMES:] = [f"{more} more"]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0]
+        quoted[_MOST_NAMES:] = [f"{more} more"]
+    return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
 def times_text(value: float) -> str:
+    """Return a ratio with two decimals."""
     return f"{value:.2f}"
 
 
-def change_text(share: float) -> str:
-    return percent(share, signed=True)
+def change_text(fraction: float) -> str:
+    """Return a relative change in percent, with its sign."""
+    return percent(fraction, signed=True)
 
 
 Table = Callable[[Records], pd.DataFrame]
@@ -81,7 +86,7 @@ Figures = Callable[[Records], list[Drawing]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """The first screen: one sentence, a small table, and what a reader must know beside the table."""
+    """The first screen of a question: one sentence, a small table, and notes that the reader needs with the table."""
 
     sentence: str
     table: pd.DataFrame
@@ -90,23 +95,24 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
+    """A question of a report: its answer, its tables, its figures and its page."""
+
     name: str
-    # As a reader asks it.
     title: str
-    # None where the records hold nothing that answers it; then a report says `nothing`.
+    # Returns None if the records do not answer it; then the report prints `nothing`.
     answer: Callable[[Records], Answer | None]
     nothing: str
     tables: Mapping[str, Table]
     figures: Mapping[str, Figures] = dataclasses.field(default_factory=dict)
-    # The figure that stands on the first screen instead of the small table.
+    # The figure on the first screen in place of the small table.
     first_figure: str | None = None
-    # The page of its figures and tables, and the notebook in notebooks/; without one its tables are on the first page.
+    # Name of its page and of its notebook in notebooks/. Without one, the first page has its tables.
     notebook: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Note:
-    """A line of a list, with what a page of HTML shows below it."""
+    """A line of a list, with HTML below it that Markdown omits."""
 
     text: str
     below: Markup | str = ""
@@ -114,22 +120,22 @@ class Note:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PageSection:
-    """A heading and what stands below it. All but `text` may quote a record, and is escaped."""
+    """A heading and its content. Every field but `text` may quote a record, and is escaped."""
 
     title: str = ""
-    # This project's own words; Markdown where they go into a document.
+    # Text of this project, Markdown if the page is a document.
     text: str = ""
-    # One word before the sentence, such as a verdict.
+    # One word in front of the sentence.
     verdict: str = ""
     sentence: str = ""
     table: pd.DataFrame | None = None
     notes: Sequence[str | Note] = ()
-    # A page of HTML shows them in place of the table.
+    # HTML shows them in place of the table.
     drawings: Sequence[Drawing] = ()
     # Further tables by title; folded in HTML.
     tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
     level: int = 2
-    # Of HTML: its classes, and what ends it.
+    # For HTML: CSS classes, anchor, and the end of the section.
     classes: str = ""
     anchor: str = ""
     below: Markup | str = ""
@@ -139,17 +145,19 @@ class PageSection:
 
 
 def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
+    """Return the page as Markdown."""
     parts = [f"# {title}"]
-    for each in sections:
-        parts += [f"{'#' * each.level} {each.title}" if each.title else "", each.text]
-        sentence = markdown_text(each.sentence)
-        parts.append(f"**{each.verdict.capitalize()}.** {sentence}" if each.verdict else sentence)
-        parts += [table_markdown(table) for table in (each.table, *each.tables.values()) if table is not None]
-        parts.append("\n".join(f"- {markdown_text(str(getattr(note, 'text', note)))}" for note in each.notes))
+    for section in sections:
+        parts += [f"{'#' * section.level} {section.title}" if section.title else "", section.text]
+        sentence = markdown_text(section.sentence)
+        parts.append(f"**{section.verdict.capitalize()}.** {sentence}" if section.verdict else sentence)
+        parts += [table_markdown(table) for table in (section.table, *section.tables.values()) if table is not None]
+        parts.append("\n".join(f"- {markdown_text(str(getattr(note, 'text', note)))}" for note in section.notes))
     return "\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
 
 
 def table_markdown(frame: pd.DataFrame) -> str:
+    """Return a data frame as a Markdown table."""
     columns = [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
     lines = [columns, ["---"] * len(columns), *frame.itertuples(index=False, name=None)]
     return "".join(f"| {' | '.join(map(_cell_markdown, line))} |\n" for line in lines)
@@ -160,12 +168,12 @@ def _cell_markdown(cell: object) -> str:
     return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
 
 
-# A name between backticks, and nothing that could be markup of a record's.
+# A name between backticks, without characters that a record could use for markup.
 _CODE = re.compile(r"`([\w.,:=+/() -]+)`")
 
 
 def markdown_text(text: str) -> str:
-    """One line that Markdown shows as it is, but for names between backticks: no markup of a record's gets through."""
+    """Return one line that Markdown shows literally, except names between backticks: a record cannot inject markup."""
     parts = _CODE.split(" ".join(text.split()))
     return "".join(f"`{part}`" if turn % 2 else _plain(part) for turn, part in enumerate(parts))
 
@@ -178,7 +186,7 @@ def _plain(text: str) -> str:
 # HTML
 
 TEMPLATES = Path(__file__).parent / "site" / "templates"
-# So many refused records fit on a page that opens with answers; summary.md has the rest.
+# Refused records listed on the first page, which starts with answers; summary.md has all of them.
 _REFUSED_SHOWN = 50
 _LONG_TEXT = 40
 _GROUPS = "Workload"
@@ -190,7 +198,7 @@ _DOTS_PER_INCH, _COLOURS = 200, 128
 
 
 def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
-    """`pages` are the titles of all pages by name, this one among them."""
+    """Return a page as HTML; `pages` has the title of every page by its name, including this one."""
     css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
     content |= {"suite": suite, "pages": pages, "current": current, "css": css, "refused_shown": _REFUSED_SHOWN}
     return _templates().get_template(template).render(content)
@@ -207,33 +215,35 @@ def _templates() -> jinja2.Environment:
 
 
 def slug(words: str) -> str:
-    """The name of a class or of an anchor."""
+    """Return the text as a name for CSS classes and anchors."""
     return re.sub(r"[^\w-]+", "-", words)
 
 
 def code_html(text: str) -> Markup:
-    """Escaped, with names between backticks as code; a figure and its % stay on one line."""
+    """Return the escaped text with names between backticks as code; a number and its % stay on one line."""
     parts = [Markup("<code>{}</code>").format(part) if turn % 2 else Markup.escape(part)
              for turn, part in enumerate(_CODE.split(text.replace(" %", "\u00a0%")))]  # fmt: skip
     return Markup("").join(parts)
 
 
 def link_html(text: str, address: str) -> Markup:
+    """Return a link; the escaped text if there is no address."""
     return Markup('<a href="{}">{}</a>').format(address, text) if address else Markup.escape(text)
 
 
 def png_html(drawing: Drawing) -> Markup:
+    """Return the figure as an embedded image."""
     content = base64.b64encode(as_png(drawing.figure)).decode()
     return Markup('<img src="data:image/png;base64,{}" alt="{}">').format(content, drawing.alt)
 
 
 @functools.lru_cache(64)
 def as_png(figure: Figure) -> bytes:
-    """In as few colours as the eye needs: a third of the size. A page embeds it, and a folder keeps it."""
+    """Return a PNG with 128 colors, a third of its full size. Pages embed it, and the folder has it as a file."""
     with matplotlib.rc_context(SETTINGS):
         full, small = io.BytesIO(), io.BytesIO()
         figure.savefig(full, format="png", dpi=_DOTS_PER_INCH)
-    # Median cut, the default, would mix the colours of arms that have few points.
+    # Median cut, the default, would mix colors of strategies with few points.
     tree, plain = Image.Quantize.FASTOCTREE, Image.Dither.NONE
     image = Image.open(full).convert("RGB").quantize(_COLOURS, method=tree, dither=plain)
     image.save(small, format="png", optimize=True)
@@ -241,6 +251,7 @@ def as_png(figure: Figure) -> bytes:
 
 
 def as_svg(figure: Figure) -> bytes:
+    """Return an SVG image without a date, so that equal figures are equal files."""
     with matplotlib.rc_context(SETTINGS):
         drawn = io.BytesIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
@@ -248,7 +259,7 @@ def as_svg(figure: Figure) -> bytes:
 
 
 def table_html(frame: pd.DataFrame) -> Markup:
-    """A table in a container of its own that scrolls; a row of its own names the workload of those below it."""
+    """Return a table in a scrolling container; a header row names the workload of the rows below it."""
     is_grouped = _GROUPS in frame.columns
     groups = [cell_text(value) for value in frame[_GROUPS]] if is_grouped else [""] * len(frame)
     frame = frame.drop(columns=_GROUPS) if is_grouped else frame
@@ -267,16 +278,16 @@ def table_html(frame: pd.DataFrame) -> Markup:
 
 
 def _class_of_column(texts: pd.Series) -> str:
-    """Numbers, or texts that a table made of numbers and of "not measured" signs, stand at the right."""
-    known = [text for text in texts if text not in (NOT_MEASURED, "", *_OUTCOMES)]
+    """Return the CSS class of a column. Numbers are aligned right, also if some cells are "not measured"."""
+    values = [text for text in texts if text not in (NOT_MEASURED, "", *_OUTCOMES)]
     width = texts.str.len().max()
-    if known and width <= _LONG_TEXT / 2 and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d", text) for text in known):
+    if values and width <= _LONG_TEXT / 2 and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d", text) for text in values):
         return "n"
     return "long" if width > _LONG_TEXT else "short"
 
 
 def _cell(value: object, css_class: str) -> tuple[str, str, str]:
-    """With its classes, and the colour of the strategy that it names."""
+    """Return a cell's text, its CSS classes, and the color of the strategy that it names."""
     text = cell_text(value)
     if isinstance(value, Link) and value.address:
         return link_html(value.text, value.address), css_class, ""

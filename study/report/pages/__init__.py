@@ -1,1 +1,1 @@
-"""Pages with a layout of their own: releases, predictions, the blocks of the README."""
+"""Pages with a special layout: releases, predictions, the blocks of the README."""

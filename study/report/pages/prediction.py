@@ -24,9 +24,9 @@ from study.report.document import PageSection, markdown_text, page_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
 SCORES, LEAGUE = "scores.parquet", "league.parquet"
-# Predictions by earlier commits of suites that had not run then, and that corrected the rules since.
+# Predictions of earlier commits for suites that ran afterwards, and that corrected the rules since.
 FORETOLD = "foretold.csv"
-# The aims for published rows, and for own records.
+# Aimed errors of published rows, and of own records.
 AIMS = {"peak": 0.10, "step": 0.15, "own peak": 0.05}
 OWN = "own"
 # Own records by `peak_kind`.
@@ -34,6 +34,7 @@ OWN_KINDS = {"resident": "own real ranks", "resident_returned": "own virtual ran
 
 
 def read(folder: Path) -> pd.DataFrame:
+    """Return the scored rows that a report wrote."""
     file = folder / SCORES
     if not file.is_file():
         raise UserError(f"there is no {file}", "make it: python -m study.report.pages.prediction report")
@@ -41,35 +42,36 @@ def read(folder: Path) -> pd.DataFrame:
 
 
 def counted(scores: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that arithmetic does not refuse."""
+    """Return the rows without those refused as arithmetically impossible."""
     return scores[scores["refused"].isna()]
 
 
 def page(rows: pd.DataFrame) -> pd.Series:
-    """Return the page of each row: several sources of one page share a box, a code base and an author."""
+    """Return the web page of each row: the sources on one page share hardware, code and an author."""
     return rows["url"].str.split("#").str[0]
 
 
 def foretold(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
-    """Compare predictions made before a suite ran with those of today's rules for the same ranks."""
+    """Return errors of predictions made before a suite ran, and of today's rules for the same ranks."""
     rows = pd.read_csv(folder / FORETOLD)
     now = scores[scores["source"] == OWN].set_index("name")["peak_error"].reindex(rows["suite"] + " " + rows["run"])
     rows = rows.assign(then=rows["predicted_gib"] / rows["measured_gib"] - 1, now=now.to_numpy())
     return pd.DataFrame([
         {
-            "suite": suite, "predicted by": some["predicted_by"].iloc[0], "rows": len(some),
-            "median error": _percent(some["then"].abs().median()), "worst": _percent(some["then"].abs().max()),
-            "worst since": _percent(some["now"].abs().max()),
+            "suite": suite, "predicted by": group["predicted_by"].iloc[0], "rows": len(group),
+            "median error": _percent(group["then"].abs().median()), "worst": _percent(group["then"].abs().max()),
+            "worst since": _percent(group["now"].abs().max()),
         }
-        for suite, some in rows.groupby("suite", sort=False)
+        for suite, group in rows.groupby("suite", sort=False)
     ])  # fmt: skip
 
 
 def headline(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return the errors of peak memory and step time over published and own rows, next to their aims."""
     rows = counted(scores)
-    own, published = rows[rows["source"] == OWN], rows[rows["source"] != OWN]
-    own_peaks = [
-        (f"peak memory, {what}", own[own["peak_kind"] == kind]["peak_error"], AIMS["own peak"])
+    study_rows, published = rows[rows["source"] == OWN], rows[rows["source"] != OWN]
+    study_peaks = [
+        (f"peak memory, {what}", study_rows[study_rows["peak_kind"] == kind]["peak_error"], AIMS["own peak"])
         for kind, what in OWN_KINDS.items()
     ]
     scored = published[published["use"] == "score"]
@@ -80,31 +82,31 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
         ("step time, published, rows that fitted nothing", scored["step_error"], AIMS["step"]),
         ("step time, pages that fitted nothing", scored[~fitted]["step_error"], AIMS["step"]),
         ("step time, published, offload: no interval", offloaded["step_error"], AIMS["step"]),
-        *own_peaks,
-        ("step time, own GPU runs", own["step_error"], AIMS["step"]),
+        *study_peaks,
+        ("step time, own GPU runs", study_rows["step_error"], AIMS["step"]),
     ]
     return pd.DataFrame([_line(what, errors, f"{aim:.0%}") for what, errors, aim in kinds if errors.notna().any()])
 
 
 def fits(scores: pd.DataFrame) -> pd.DataFrame:
     """Count right and wrong answers: a wrong "fits" costs a run, a wrong "does not fit" a chance."""
-    found = []
+    counts = []
     rows = counted(scores)
-    for what, some in (("published", rows[rows["source"] != OWN]), ("own records", rows[rows["source"] == OWN])):
-        known = some.dropna(subset=["fits", "predicted_fits"])
-        if len(known):
-            said, was = known["predicted_fits"].astype(bool), known["fits"].astype(bool)
-            found.append({
-                "rows": what, "judged": len(known), "right": _percent((said == was).mean()),
-                "of those that ran out, called": f"{int((~said & ~was).sum())} of {int((~was).sum())}",
-                "said to fit, and did not": int((said & ~was).sum()),
-                "said not to fit, and did": int((~said & was).sum()),
+    for what, group in (("published", rows[rows["source"] != OWN]), ("own records", rows[rows["source"] == OWN])):
+        judged = group.dropna(subset=["fits", "predicted_fits"])
+        if len(judged):
+            predicted, measured = judged["predicted_fits"].astype(bool), judged["fits"].astype(bool)
+            counts.append({
+                "rows": what, "judged": len(judged), "right": _percent((predicted == measured).mean()),
+                "of those that ran out, called": f"{int((~predicted & ~measured).sum())} of {int((~measured).sum())}",
+                "said to fit, and did not": int((predicted & ~measured).sum()),
+                "said not to fit, and did": int((~predicted & measured).sum()),
             })  # fmt: skip
-    return pd.DataFrame(found)
+    return pd.DataFrame(counts)
 
 
 def by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Errors by source, by strategy, by device; rows that fitted a constant are left out of time."""
+    """Return errors grouped by a column; step times exclude rows that fitted a constant."""
     lines = []
     for name, rows in counted(scores).groupby(column, sort=False):
         scored = rows[rows["use"] == "score"]
@@ -116,6 +118,7 @@ def by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def each(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return every row with its measured and its predicted figures."""
     rows = counted(scores)
     return pd.DataFrame({
         "source": rows["source"], "run": rows["name"], "precision": rows["precision"],
@@ -128,6 +131,7 @@ def each(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def refused(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows refused as impossible, with the reason."""
     rows = scores[scores["refused"].notna()]
     return pd.DataFrame({"source": rows["source"], "run": rows["name"], "why": rows["refused"]})
 
@@ -140,12 +144,12 @@ def _line(what: str, errors: pd.Series, aim: str | None) -> dict[str, object]:
     return {**line, "worst": _percent(sizes.max()), "leans": _signed(errors.dropna().median())}
 
 
-def _percent(share: float) -> str:
-    return "not measured" if pd.isna(share) else f"{share:.1%}"
+def _percent(fraction: float) -> str:
+    return "not measured" if pd.isna(fraction) else f"{fraction:.1%}"
 
 
-def _signed(share: float) -> str:
-    return "" if pd.isna(share) else f"{share:+.0%}"
+def _signed(fraction: float) -> str:
+    return "" if pd.isna(fraction) else f"{fraction:+.0%}"
 
 
 def _number(value: float) -> str:
@@ -156,7 +160,7 @@ def _said(value: object) -> str:
     return "" if value is None or pd.isna(value) else "fits" if value else "out of memory"
 
 
-# Of scored rows, this share lies within an interval. Each page counts the same: a reader's box is of none of them.
+# Fraction of scored rows within an interval. Pages have equal weight: a reader's hardware is on none of them.
 WITHIN = 0.8
 _INTERVALS_HEAD = """\
 # Written by `python -m study.report.pages.prediction report`: between which shares of a predicted figure
@@ -166,10 +170,12 @@ _INTERVALS_HEAD = """\
 
 
 def all_rows() -> list[Measured]:
+    """Return the published rows and the study's own."""
     return published_rows() + own_rows()
 
 
 def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
+    """Return a row per measurement with its prediction and its errors."""
     scored = [score(row) for row in rows]
     return pd.DataFrame(
         [dataclasses.asdict(row) | {"peak_error": row.peak_error, "step_error": row.step_error} for row in scored]
@@ -177,21 +183,22 @@ def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
 
 
 def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
-    """Score other estimators on published rows and on own records separately: the two differ in difficulty."""
+    """Return scores of other estimators, for published rows and own records separately: they differ in difficulty."""
     lines = []
     for what in ("published", "own records"):
-        # No other estimator knows of adapters.
-        some = [
+        # No other estimator supports adapters.
+        group = [
             row for row in rows
             if (row.source == OWN) == (what == "own records")
             and not impossible(row) and row.request.shape.lora_rank is None
         ]  # fmt: skip
-        if some:
-            lines += [{"rows": what, **dataclasses.asdict(one)} for one in standings(some)]
+        if group:
+            lines += [{"rows": what, **dataclasses.asdict(standing)} for standing in standings(group)]
     return pd.DataFrame(lines)
 
 
 def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
+    """Write the report of predictions, and the intervals of the predictor."""
     rows = all_rows()
     frame = scores_frame(rows)
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,6 +209,7 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
 
 
 def summary(frame: pd.DataFrame, folder: Path) -> str:
+    """Return summary.md."""
     rows = pd.read_parquet(folder / LEAGUE)
     estimators = pd.DataFrame({
         "rows": rows["rows"], "tool": rows["tool"], "peaks it predicts": rows["peaks"],
@@ -209,22 +217,22 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         "fit or not, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
         "of those that ran out, called": rows["called"].astype(str) + " of " + rows["ran_out"].astype(str),
     })  # fmt: skip
-    used = "\n".join(f"- `{each.id}`: [{markdown_text(each.title)}]({each.url}){each.note and ': '}"
-                     f"{markdown_text(each.note)}" for each in sources())  # fmt: skip
-    unused = "\n".join(f"- [{markdown_text(each['what'])}]({each['url']}): {markdown_text(each['why'])}"
-                       for each in refused_sources())  # fmt: skip
+    used = "\n".join(f"- `{source.id}`: [{markdown_text(source.title)}]({source.url}){source.note and ': '}"
+                     f"{markdown_text(source.note)}" for source in sources())  # fmt: skip
+    unused = "\n".join(f"- [{markdown_text(source['what'])}]({source['url']}): {markdown_text(source['why'])}"
+                       for source in refused_sources())  # fmt: skip
     lead = (
         "Made by `make prediction`; `notebooks/prediction.ipynb` has the same rows, to group and to plot. An error is"
         " predicted over measured, less one. Rows that fitted a constant of time score no time, and rows by which a"
         " rule of memory was chosen score no memory."
     )
-    own = (
+    caveat = (
         "Own peaks show how well the rules fit: each kind of own record corrected some. Two suites were predicted"
         " before they ran, and before they corrected the rules:"
     )
     return page_markdown("Predictions compared with measurements", [
         PageSection(text=lead, table=headline(frame)),
-        PageSection(text=own, table=foretold(FOLDER, frame)),
+        PageSection(text=caveat, table=foretold(FOLDER, frame)),
         PageSection("Fits, or runs out of memory", table=fits(frame)),
         PageSection("Other estimators", table=estimators),
         PageSection("State and traffic of own records", table=own_table()),
@@ -238,7 +246,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
 
 
 def _interval(ratios: pd.Series, pages: pd.Series) -> tuple[float, float]:
-    """The quantiles where each page has the same weight."""
+    """Return the two quantiles of the ratios; each page has the same weight."""
     order = ratios.sort_values()
     weights = 1 / pages.groupby(pages).transform("count")
     below = weights[order.index].cumsum() - weights[order.index] / 2
@@ -247,35 +255,35 @@ def _interval(ratios: pd.Series, pages: pd.Series) -> tuple[float, float]:
 
 
 def intervals_text(frame: pd.DataFrame) -> str:
-    """Shares of the predicted figure, as study/predictor/time.py takes them."""
+    """Return the intervals of study/predictor/time.py as YAML: measured values as fractions of the predicted."""
     rows = counted(frame)
-    own, published = (rows[(rows["source"] == OWN) == is_own] for is_own in (True, False))
+    study_rows, published = (rows[(rows["source"] == OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     timed = scored[~scored["offloads"]]
     steps = timed["step_s"] / timed["predicted_step_s"]
-    # Memory of a GPU above weights and optimizer, and of a process without one.
+    # Memory of a GPU above weights and optimizer; below, memory of a process without a GPU.
     peaks = published[published["use_memory"] == "score"]
-    above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
-    processes = own[own["peak_kind"] == "resident"]
+    above, predicted = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
+    processes = study_rows[study_rows["peak_kind"] == "resident"]
     process = processes["peak_gib"] / processes["predicted_peak_gib"]
-    ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
-    compared = list(own_compared())
+    ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / predicted, "process": process}
+    comparisons = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):
-        some = [one for one in compared if one.figure == figure and one.measured > 1000]
-        ratios[what] = pd.Series([one.measured / one.predicted for one in some], dtype="float64")
+        matches = [row for row in comparisons if row.figure == figure and row.measured > 1000]
+        ratios[what] = pd.Series([row.measured / row.predicted for row in matches], dtype="float64")
     table = {}
-    for what, found in ratios.items():
-        if len(found := found.dropna()):
-            of_pages = rows.loc[found.index] if what in ("step_s", "tokens", "above_state") else None
-            pages = pd.Series(0, found.index) if of_pages is None else page(of_pages)
-            low, high = _interval(found, pages)
-            table[what] = {"low": round(low, 3), "high": round(high, 3), "rows": len(found)}
-            table[what] |= {} if of_pages is None else {"pages": pages.nunique()}
+    for what, values in ratios.items():
+        if len(values := values.dropna()):
+            page_rows = rows.loc[values.index] if what in ("step_s", "tokens", "above_state") else None
+            pages = pd.Series(0, values.index) if page_rows is None else page(page_rows)
+            low, high = _interval(values, pages)
+            table[what] = {"low": round(low, 3), "high": round(high, 3), "rows": len(values)}
+            table[what] |= {} if page_rows is None else {"pages": pages.nunique()}
     offloaded = scored[scored["offloads"]]
-    if len(found := (offloaded["step_s"] / offloaded["predicted_step_s"]).dropna()):
-        # Too few for an interval: the ends of all.
+    if len(values := (offloaded["step_s"] / offloaded["predicted_step_s"]).dropna()):
+        # Too few rows for an interval: their minimum and maximum.
         table["offload_step_s"] = {
-            "low": round(float(found.min()), 3), "high": round(float(found.max()), 3), "rows": len(found)
+            "low": round(float(values.min()), 3), "high": round(float(values.max()), 3), "rows": len(values)
         }  # fmt: skip
     return _INTERVALS_HEAD.format(within=WITHIN) + yaml.safe_dump(table, sort_keys=False)
 

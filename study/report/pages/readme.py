@@ -1,4 +1,4 @@
-"""The marked blocks of README.md and docs/: tables of the records in git, and what `study advise` prints.
+"""The marked blocks of README.md and docs/: tables of the records in git, and output of `study advise`.
 
 python -m study.report.pages.readme            rewrites them
 python -m study.report.pages.readme --check    exit status 1 when one is stale
@@ -28,14 +28,14 @@ from study.report.questions.releases import clipped, lettered
 from study.report.questions.virtual import state_by_stage
 from study.virtual.records import table1_rows
 
-# A block names what it is made of: `<!-- releases: reports/releases -->` up to `<!-- end of releases -->`.
+# A block names its source: `<!-- releases: reports/releases -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 _LATEST_RELEASES = 8
 _HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
              "step time, published, offload: no interval")  # fmt: skip
-# The answer, and the strategies without offload.
+# The lines of the answer and of the strategies without offload.
 _ADVISE_LINES = 11
-# The documents that have such blocks.
+# Documents with marked blocks.
 DOCUMENTS = ("README.md", "docs/method.md")
 
 
@@ -50,12 +50,12 @@ def latest_release_cells(cells: list[ReleaseCell]) -> list[ReleaseCell]:
 
 
 def gpu_faults(cell: ReleaseCell) -> list[Cause]:
-    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes by another fault."""
+    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes from another fault."""
     faults = cell.causes
     if cell.verdict.kind == "crashes":
-        known = known_faults(cell.versions, on_gpu=True)
-        faults = tuple(each for each in known if each.shows_in(cell.strategy, cell.micro_steps, cell.precision))
-    return [each for each in faults if each.gpu != "hidden"]
+        candidates = known_faults(cell.versions, on_gpu=True)
+        faults = tuple(cause for cause in candidates if cause.shows_in(cell.strategy, cell.micro_steps, cell.precision))
+    return [cause for cause in faults if cause.gpu != "hidden"]
 
 
 def _by_source(cell: ReleaseCell) -> str:
@@ -66,24 +66,24 @@ def releases_table(folder: Path) -> str:
     """Return the latest releases with the faults expected on a GPU, then one line per fault with its fix."""
     records = read_parquet(folder)
     cells = release_cells(records)
-    shown, letters = latest_release_cells(cells), lettered(clipped(cells))
+    latest, letters = latest_release_cells(cells), lettered(clipped(cells))
     lines, met = [], set[Cause]()
-    for release in sorted({cell.release for cell in shown}, key=release_order, reverse=True):
+    for release in sorted({cell.release for cell in latest}, key=release_order, reverse=True):
         line = {"DeepSpeed": release}
         for column, several in (("no accumulation", False), ("accumulation", True)):
-            cells_of = [cell for cell in shown if cell.release == release and (cell.micro_steps > 1) == several]
+            column_cells = [cell for cell in latest if cell.release == release and (cell.micro_steps > 1) == several]
             struck: dict[Cause, list[str]] = {}
-            for cell in cells_of:
+            for cell in column_cells:
                 for cause in gpu_faults(cell):
                     struck.setdefault(cause, []).append(f"`{cell.strategy}`{_by_source(cell)}")
             met |= struck.keys()
             faults = [f"{letters[cause]}: {', '.join(names)}" for cause, names in struck.items()]
-            line[column] = "; ".join(faults) or f"no fault{max(map(_by_source, cells_of))}"
+            line[column] = "; ".join(faults) or f"no fault{max(map(_by_source, column_cells))}"
         lines.append(line)
-    runs = records.runs[records.runs["run"].isin({run for cell in shown for run in cell.runs})]
+    runs = records.runs[records.runs["run"].isin({run for cell in latest for run in cell.runs})]
     started = runs["status_started_at"].dropna().str[:10]
     days = " to ".join(dict.fromkeys((started.min(), started.max())))
-    versions = sorted({f"{name} {cell.versions[name]}" for cell in shown for name in PACKAGES[1:]})
+    versions = sorted({f"{name} {cell.versions[name]}" for cell in latest for name in PACKAGES[1:]})
     fixes = [
         f"- {letter}: {cause.title}; fixed in {cause.left.release} by"
         f" [#{cause.left.change.rpartition('/')[2]}]({cause.left.change})"
@@ -97,11 +97,11 @@ def advise_output(model: str, hardware: str) -> str:
     """Return the first lines that `study advise` prints."""
     parser, out = argparse.ArgumentParser(), io.StringIO()
     advise_command.add_arguments(parser)
-    asked = ["--model_name_or_path", model, "--hardware", hardware]
+    arguments = ["--model_name_or_path", model, "--hardware", hardware]
     with contextlib.redirect_stdout(out):
-        advise_command.run(parser.parse_args(asked))
+        advise_command.run(parser.parse_args(arguments))
     lines = out.getvalue().splitlines()[:_ADVISE_LINES]
-    return "\n".join(["```", f"$ study advise {' '.join(asked)}", *lines, "...", "```"])
+    return "\n".join(["```", f"$ study advise {' '.join(arguments)}", *lines, "...", "```"])
 
 
 def errors_table(folder: Path) -> str:
@@ -113,8 +113,8 @@ def errors_table(folder: Path) -> str:
         "median error": rows["median_error"].map("{:.0%}".format), "worst": rows["worst_error"].map("{:.0%}".format),
         "fit or OOM, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
     })  # fmt: skip
-    found = headline(read(folder)).set_index("figure")
-    peaks, steps, offload = (found.loc[name] for name in _HELD_OUT)
+    errors = headline(read(folder)).set_index("figure")
+    peaks, steps, offload = (errors.loc[name] for name in _HELD_OUT)
     short = "short" if offload["leans"].startswith("-") else "long"
     return (
         f"{table_markdown(table)}\n"
@@ -129,16 +129,17 @@ _BLOCKS: dict[str, Callable[[str, Path], str]] = {
     "table": lambda folder, root: table_markdown(state_by_stage(table1_rows(read_parquet(root / folder)))),
     "releases": lambda folder, root: releases_table(root / folder),
     "errors": lambda folder, root: errors_table(root / folder),
-    "advise": lambda asked, _root: advise_output(*asked.split()),
+    "advise": lambda arguments, _root: advise_output(*arguments.split()),
 }
 
 
 def rewritten(text: str, root: Path) -> str:
-    """Return the text with every marked block made anew, from the folder that its marker names."""
+    """Return the text with every marked block regenerated from the folder that its marker names."""
     return _BLOCK.sub(lambda match: f"{match[1]}{_BLOCKS[match['name']](match['source'], root)}\n{match[4]}", text)
 
 
 def main() -> int:
+    """Rewrite the blocks; return 1 if `--check` finds a stale one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a table is stale")
     options = parser.parse_args()

@@ -27,7 +27,7 @@ from study.report.questions.releases import KINDS, QUESTION, clipped, lettered
 NOT_RUN = "\N{MIDDLE DOT}"
 Row = Mapping[str, Any]
 INSTALLED = "installed"
-# The rounding of a loss or a norm. The installed release differs by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
+# Rounding of a loss or a norm. The installed release differs by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
 _ROUNDING = {"fp32": 1e-5, "bf16": 2e-3}
 Asked = Sequence[tuple[str, int]]
 _ONE: Asked = [("bare", 4), ("boundary", 4), ("accelerate", 4)]
@@ -62,24 +62,24 @@ Accelerate.
 
 
 def control(rows: Sequence[Row]) -> Iterator[PageSection]:
-    """Yield a table for each control that ran: a line per stack, a sign per caller and number of micro-steps."""
+    """Yield a table per control that ran: one row per stack, one sign per caller and number of micro-batches."""
     judged = [row for row in rows if row.get("precision") == "fp32" and row.get("clipping")]
-    one = [row for row in judged if row["loss"] == "inside"]
+    single_pass = [row for row in judged if row["loss"] == "inside"]
     several = [row for row in judged if "-" in row["caller"]]
-    for title, text, mine, asked in (
-        ("The bare control", _CONTROL, one, _ONE),
+    for title, text, matching, cases in (
+        ("The bare control", _CONTROL, single_pass, _ONE),
         ("Several backward passes in a step", _SEVERAL, several, _SEVERAL_ASKED),
     ):
-        if mine:
+        if matching:
             signs = {
                 (row["stack"], row["strategy"], row["caller"], row["accumulation"]):
-                {True: "=", False: "!", None: "x"}[is_right(row)] for row in mine
+                {True: "=", False: "!", None: "x"}[is_right(row)] for row in matching
             }  # fmt: skip
-            strategies = list(dict.fromkeys(row["strategy"] for row in mine))
+            strategies = list(dict.fromkeys(row["strategy"] for row in matching))
             lines = [
-                {"Stack": stack, **{f"`{name}`": " / ".join(signs.get((stack, name, *each), NOT_RUN) for each in asked)
+                {"Stack": stack, **{f"`{name}`": " / ".join(signs.get((stack, name, *case), NOT_RUN) for case in cases)
                                     for name in strategies}}
-                for stack in sorted({row["stack"] for row in mine}, key=_stack_order)
+                for stack in sorted({row["stack"] for row in matching}, key=_stack_order)
             ]  # fmt: skip
             yield PageSection(title, text, table=pd.DataFrame(lines))
 
@@ -89,11 +89,12 @@ def _stack_order(name: str) -> tuple[Any, ...]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON file."""
     return list(json.loads(file.read_text(encoding="utf-8")))
 
 
 def is_right(row: Row) -> bool | None:
-    """Return whether a case of the control agrees with a plain loop to rounding; None where it ended in an error."""
+    """Whether a case of the control equals a plain loop up to rounding; None if it raised an error."""
     if row.get("error"):
         return None
     most = _ROUNDING["fp32" if row["precision"] == "fp32" else "bf16"]
@@ -112,22 +113,23 @@ times it is the worst run. A cause that strikes by chance does something else in
 
 
 def losses(records: Records, cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> Iterator[PageSection]:
-    asked = [cell for cell in cells if cell.precision == "fp32" and cell.micro_steps > 1 and cell.max_norm]
-    wrong = [cell for cell in asked if cell.verdict.kind == "different"]
+    """Yield the table of losses and norms of the cells that diverge."""
+    accumulated = [cell for cell in cells if cell.precision == "fp32" and cell.micro_steps > 1 and cell.max_norm]
+    wrong = [cell for cell in accumulated if cell.verdict.kind == "different"]
     if not wrong:
         return
     steps = steps_by_run(records)
-    right = sorted({_figures(steps[cell.single]) for cell in asked if cell.single})
+    right = sorted({_figures(steps[cell.single]) for cell in accumulated if cell.single})
     rows: list[tuple[str, ...]] = [("any", "single", *figures, "") for figures in right]
     groups: dict[tuple[str, ...], list[ReleaseCell]] = {}
     for cell in wrong:
         signs = "".join(letters[cause] for cause in cell.causes) or "?"
-        # No steps are kept of a run whose first loss is NaN.
-        taken = steps.get(cell.worst_run)
-        figures = (cell.verdict.reason, "none") if taken is None else _figures(taken)
+        # A run whose first loss is NaN has no recorded steps.
+        worst_steps = steps.get(cell.worst_run)
+        figures = (cell.verdict.reason, "none") if worst_steps is None else _figures(worst_steps)
         groups.setdefault((*figures, signs), []).append(cell)
-    for line, mine in groups.items():
-        stacks, strategies = ({getattr(cell, name): None for cell in mine} for name in ("stack", "strategy"))
+    for line, group in groups.items():
+        stacks, strategies = ({getattr(cell, name): None for cell in group} for name in ("stack", "strategy"))
         rows.append((", ".join(stacks), ", ".join(strategies), *line))
     table = pd.DataFrame(rows, columns=["Stack", "Strategy", "Losses", "First norm", "Cause"])
     yield PageSection("Losses and norms", _LOSSES_HEAD, table=table)
@@ -135,9 +137,9 @@ def losses(records: Records, cells: Sequence[ReleaseCell], letters: Mapping[Caus
 
 def _figures(steps: pd.DataFrame) -> tuple[str, str]:
     values = steps["loss"].tolist()
-    shown = [*map(_short, values[:_SHOWN]), *(["..."] if len(values) > _SHOWN + 1 else []), _short(values[-1])]
+    texts = [*map(_short, values[:_SHOWN]), *(["..."] if len(values) > _SHOWN + 1 else []), _short(values[-1])]
     norm = steps["grad_norm"].iloc[0]
-    return ", ".join(shown), "not reported" if pd.isna(norm) else f"{norm:.4g}"
+    return ", ".join(texts), "not reported" if pd.isna(norm) else f"{norm:.4g}"
 
 
 def _short(loss: float) -> str:
@@ -146,7 +148,7 @@ def _short(loss: float) -> str:
 
 PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
 DETAILS = REPORT / "causes.md"
-# DeepSpeed without this project's trainer: records of study/releases/bare.py, which is in the history up to 7ff8d96.
+# DeepSpeed without this project's trainer: records of study/releases/bare.py, in the history up to 7ff8d96.
 BARE = "bare.json"
 _MADE = """\
 <!-- Made by `make releases` from the records in reports/releases and study/releases/causes.yaml. Change those. -->
@@ -194,7 +196,7 @@ installable, a dot not run. Left of the bar: one micro-step; right of it: four.
 
 
 def page(records: Records) -> str:
-    """The page of docs/: what a user of each release meets, by rows of releases that behave alike."""
+    """Return docs/releases.md: the faults of each release, one row per group of releases with the same ones."""
     cells, answer = clipped(release_cells(records)), QUESTION.answer(records) or _NOTHING
     letters = lettered(cells)
     today = [cell for cell in cells if cell.precision == "fp32" and not cell.is_of_its_time]
@@ -222,35 +224,36 @@ def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Dat
                 sign = "crashes " * (kind == "crashes") + "".join(letters[cause] for cause in causes)
                 names = by_column[column].setdefault(sign.strip() or "?", [])
                 names += [f"`{cell.strategy}`"] * (f"`{cell.strategy}`" not in names)
-        return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in each.items()) or "none"
-                     for each in by_column)  # fmt: skip
+        return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in entries.items()) or "none"
+                     for entries in by_column)  # fmt: skip
 
     rows = itertools.groupby(sorted({cell.release for cell in cells}, key=release_order), key=faults)
     columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
     return pd.DataFrame(
-        {"DeepSpeed": ", ".join(releases), **dict(zip(columns, found, strict=True))} for found, releases in rows
+        {"DeepSpeed": ", ".join(releases), **dict(zip(columns, texts, strict=True))} for texts, releases in rows
     ).iloc[::-1]
 
 
 def details(records: Records, bare: Sequence[dict[str, Any]]) -> str:
+    """Return reports/releases/causes.md: the grid, the causes and the control."""
     return page_markdown("Releases: grid, causes and records", [PageSection(text=_MADE), *_sections(records, bare)])
 
 
 def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
     cells, answer = release_cells(records), QUESTION.answer(records) or _NOTHING
-    letters = lettered(shown := clipped(cells))
+    letters = lettered(visible := clipped(cells))
     yield PageSection(text=f"**{markdown_text(answer.sentence)}**", notes=answer.notes)
     yield PageSection("The grid", _LEGEND)
-    for precision in sorted({cell.precision for cell in shown}, key=lambda name: (name != "fp32", name)):
-        for of_its_time, words in KINDS.items():
-            mine = [cell for cell in shown if cell.precision == precision and cell.is_of_its_time == of_its_time]
-            if mine:
-                yield PageSection(f"{precision}, {words}", table=_grid(mine, letters), level=3)
+    for precision in sorted({cell.precision for cell in visible}, key=lambda name: (name != "fp32", name)):
+        for is_contemporary, words in KINDS.items():
+            group = [cell for cell in visible if cell.precision == precision and cell.is_of_its_time == is_contemporary]
+            if group:
+                yield PageSection(f"{precision}, {words}", table=_grid(group, letters), level=3)
     yield PageSection("Causes")
     for cause, letter in letters.items():
         yield PageSection(text=_cause(cause, letter, [cell for cell in cells if cause in cell.causes]))
     yield from losses(records, cells, letters)
-    # The strategies that each reason stopped, by stack.
+    # Strategies that do not run, by stack and reason.
     stopped: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         if cell.verdict.kind in ("crashes", "refuses", "not installable"):
@@ -275,8 +278,8 @@ def _grid(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> pd.DataFra
     for release in sorted({cell.release for cell in cells}, key=release_order):
         row = {"DeepSpeed": release}
         for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
-            mine = [cell for cell in cells if (cell.release, cell.strategy) == (release, strategy)]
-            halves = [[cell for cell in mine if (cell.micro_steps > 1) == several] for several in (False, True)]
+            matching = [cell for cell in cells if (cell.release, cell.strategy) == (release, strategy)]
+            halves = [[cell for cell in matching if (cell.micro_steps > 1) == several] for several in (False, True)]
             row[f"`{strategy}`"] = " / ".join(_sign(half, letters) for half in halves)
         rows.append(row)
     return pd.DataFrame(rows)
@@ -293,20 +296,20 @@ def _sign(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> str:
 
 
 def _cause(cause: Cause, letter: str, cells: Sequence[ReleaseCell]) -> str:
-    seen, beside = ", ".join(dict.fromkeys(cell.stack for cell in cells)), "with Accelerate and torch of its time"
-    then = f"not seen {beside}" if any(cell.of_its_time for cell in cells) else f"not run {beside}"
-    if of_its_time := dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time):
-        then = f"seen in {', '.join(of_its_time)} {beside} too"
+    stacks, suffix = ", ".join(dict.fromkeys(cell.stack for cell in cells)), "with Accelerate and torch of its time"
+    then = f"not seen {suffix}" if any(cell.of_its_time for cell in cells) else f"not run {suffix}"
+    if releases := dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time):
+        then = f"seen in {', '.join(releases)} {suffix} too"
     strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(cell.strategy for cell in cells))
-    seen += " (in some runs only)" * cause.sometimes
+    stacks += " (in some runs only)" * cause.sometimes
     lines = [
         f"### {letter}: {markdown_text(cause.title)}\n",
         f"{markdown_text(cause.says)}\n",
         f"- Whose: {_WHOSE[cause.blame]}; {then}",
-        f"- Seen here in {len(cells)} cells: DeepSpeed {seen}; {strategies}"
+        f"- Seen here in {len(cells)} cells: DeepSpeed {stacks}; {strategies}"
         + ("; only where steps are accumulated" if cause.accumulation == "several" else ""),
-        *(f"- Read in {each.package} {each.release}, `{each.file}`, lines {each.lines}: {markdown_text(each.says)}"
-          for each in cause.lines),
+        *(f"- Read in {line.package} {line.release}, `{line.file}`, lines {line.lines}: {markdown_text(line.says)}"
+          for line in cause.lines),
         *(f"- {word} {' '.join(filter(None, [change.release, change.change]))}"
           for word, change in (("Came with", cause.entered), ("Gone in", cause.left)) if change != Change()),
         *([f"- Shown by: {markdown_text(cause.proof)}"] if cause.proof else []),
@@ -325,6 +328,7 @@ _GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unkn
 
 
 def main() -> None:
+    """Write both pages."""
     records = read_parquet(REPORT)
     PAGE.write_text(page(records), encoding="utf-8")
     DETAILS.write_text(details(records, read_rows(REPORT / BARE)), encoding="utf-8")

@@ -20,12 +20,12 @@ TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, tabl
 
 
 def answers(records: Records, resting: Sequence[runs.Resting] = ()) -> dict[Question, Answer]:
-    """Return the questions that these records answer; `resting` are the claims of the ledger that depend on them."""
-    given = {runs.CLAIMS: runs.claims_answer(resting)}
-    asked = QUESTIONS
+    """Return the questions that these records answer; `resting` are the ledger's claims that depend on them."""
+    answered = {runs.CLAIMS: runs.claims_answer(resting)}
+    questions = QUESTIONS
     if (about_releases := releases.QUESTION.answer(records)) is not None:
-        # Each stack is a workload of its own there: other questions would have too many.
-        given[releases.QUESTION] = about_releases
-        asked = (runs.REMAINING, releases.QUESTION, runs.CLAIMS, runs.RUNS)
-    found = ((question, given.get(question) or question.answer(records)) for question in asked)
-    return {question: answer for question, answer in found if answer is not None}
+        # Each stack is a separate workload, too many for the other questions.
+        answered[releases.QUESTION] = about_releases
+        questions = (runs.REMAINING, releases.QUESTION, runs.CLAIMS, runs.RUNS)
+    pairs = ((question, answered.get(question) or question.answer(records)) for question in questions)
+    return {question: answer for question, answer in pairs if answer is not None}

@@ -1,4 +1,4 @@
-"""Compare strategies with a reference, and lay several workloads next to each other in one small table."""
+"""Comparison of strategies with a reference, and a small table over several workloads."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from study.records.strategy_runs import Row, StrategyRuns, comparable, frame, gr
 from study.records.workloads import BASELINES, strategy_order
 from study.report.document import Answer, cell_text, known, names, span
 
-# So many workloads stand next to each other on the first screen, and so many notes below them.
+# Workloads side by side on the first screen, and notes below them.
 _MOST_WORKLOADS, _MOST_NOTES = 2, 6
 _CONFOUNDED = " †"
 UNSURE = "~ "
 Workloads = Mapping[str, Sequence[StrategyRuns]]
-# The cells of a column, by its heading.
+# The function that computes a column's cells, by the column's heading.
 Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
 
 
 def real_arms(records: Records) -> Iterator[StrategyRuns]:
+    """Return the strategies of the real runs."""
     return group_by_strategy(real(records).runs)
 
 
 def workloads(records: Records) -> dict[str, list[StrategyRuns]]:
-    """Return the strategies of each workload in which a run ended well."""
+    """Return the strategies of each workload in which a run succeeded."""
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in real_arms(records):
         grouped.setdefault(arm.workload, []).append(arm)
-    return {workload: found for workload, found in grouped.items() if any(len(arm.ended) for arm in found)}
+    return {workload: arms for workload, arms in grouped.items() if any(len(arm.ended) for arm in arms)}
 
 
-def compared(found: Iterable[StrategyRuns], confound: str = "confounded") -> list[StrategyRuns]:
-    """Return those that ended well and break no invariant, except the baseline."""
-    return [arm for arm in found if arm.baseline is not None and not arm.is_baseline and arm.is_fair(confound)]
+def compared(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> list[StrategyRuns]:
+    """Return the strategies that succeeded and violate no invariant, without the baseline."""
+    return [arm for arm in strategies if arm.baseline is not None and not arm.is_baseline and arm.is_fair(confound)]
 
 
 def is_plain(arm: StrategyRuns) -> bool:
+    """Whether the strategy is a baseline."""
     return arm.value("strategy") in BASELINES
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceComparison:
-    """A figure of the sharding strategies as a multiple of the reference's, in the workloads whose reference has it."""
+    """A figure of the sharding strategies relative to the reference, in the workloads whose reference has it."""
 
     workloads: dict[str, list[StrategyRuns]]
     references: dict[str, StrategyRuns]
@@ -54,83 +56,89 @@ class ReferenceComparison:
     sharding: list[StrategyRuns]
 
     def ratio(self, arm: StrategyRuns) -> float:
+        """Return the figure over that of the reference in the same workload."""
         return self.figure(arm) / self.figure(self.references[arm.workload])
 
     @property
     def ratios(self) -> list[tuple[float, StrategyRuns]]:
-        found = [(ratio, arm) for arm in self.sharding if not pd.isna(ratio := self.ratio(arm))]
-        return sorted(found, key=lambda entry: (entry[0], entry[1].name))
+        """Return the known ratios with their strategies, the smallest first."""
+        pairs = [(ratio, arm) for arm in self.sharding if not pd.isna(ratio := self.ratio(arm))]
+        return sorted(pairs, key=lambda entry: (entry[0], entry[1].name))
 
     @property
     def names(self) -> str:
+        """Return the names of the references, as code."""
         return names([base.name for base in self.references.values()])
 
     @property
     def plain_names(self) -> str:
+        """Return the names of the references, as plain text."""
         return self.names.replace("`", "")
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
+        """Return a function that formats the ratio of a strategy for a table."""
         return lambda arm: known(self.ratio(arm), form)
 
 
 def compare_with_reference(
     records: Records, figure: Callable[[StrategyRuns], float], on_any_ranks: bool = False
 ) -> ReferenceComparison | None:
-    """Return None where no reference has the figure: fair DDP on the most ranks it ran on, else the baseline.
+    """Return the comparison with fair DDP on the most ranks, else the baseline; None if no reference has the figure.
 
-    Strategies that break an invariant or offload are not compared, nor are other numbers of ranks than the reference's;
-    `on_any_ranks` allows these for what is the same on any number under a plain training.
+    Strategies that violate an invariant or offload are excluded, as are other numbers of ranks than the reference's.
+    `on_any_ranks` includes these for figures that plain training has equal on any number of ranks.
     """
-    found, references, sharding = workloads(records), {}, []
-    for workload, of_it in found.items():
-        ddp = [arm for arm in of_it if arm.name.split(" ")[0] == "ddp" and ", " not in arm.name and arm.is_fair()]
+    grouped, references, sharding = workloads(records), {}, []
+    for workload, strategies in grouped.items():
+        ddp = [arm for arm in strategies if arm.name.split(" ")[0] == "ddp" and ", " not in arm.name and arm.is_fair()]
         base = max(
             ddp,
             key=lambda arm: arm.ranks,
-            default=next((arm for arm in of_it if arm.is_baseline and len(arm.ended)), None),
+            default=next((arm for arm in strategies if arm.is_baseline and len(arm.ended)), None),
         )
         if base is None or not figure(base) > 0:
             continue
         references[workload] = base
         sharding += [
-            arm for arm in of_it
+            arm for arm in strategies
             if arm.name != base.name and arm.is_fair() and not arm.is_offloaded and not is_plain(arm)
             and (arm.ranks == base.ranks or (on_any_ranks and is_plain(base)))
         ]  # fmt: skip
     if not references:
         return None
-    return ReferenceComparison({workload: found[workload] for workload in references}, references, figure, sharding)
+    return ReferenceComparison({workload: grouped[workload] for workload in references}, references, figure, sharding)
 
 
 class Comparison:
     """A figure of each strategy over another strategy's, seed by seed, and its significance within a workload."""
 
-    def __init__(self, found: Workloads, figure: str, base_of: Callable[[StrategyRuns], str | None]):
-        self._base_of = base_of
+    def __init__(self, by_workload: Workloads, figure: str, find_base: Callable[[StrategyRuns], str | None]):
+        self._base_of = find_base
         self._differences: dict[tuple[str, str], Difference] = {}
-        for workload, of_it in found.items():
+        for workload, arms in by_workload.items():
             bases = {
-                arm.name: base for arm in of_it if len(arm.ended) and (base := base_of(arm)) not in (None, arm.name)
+                arm.name: base for arm in arms if len(arm.ended) and (base := find_base(arm)) not in (None, arm.name)
             }
-            of_pairs = differences(of_it[0].workload_runs, figure, bases.items()) if bases else {}
-            self._differences |= {(workload, name): found for (name, _), found in of_pairs.items()}
+            pair_differences = differences(arms[0].workload_runs, figure, bases.items()) if bases else {}
+            self._differences |= {(workload, name): difference for (name, _), difference in pair_differences.items()}
 
     def of(self, arm: StrategyRuns) -> Difference | None:
+        """Return the difference of a strategy from its base; None without one."""
         return self._differences.get((arm.workload, arm.name))
 
     def significant(self, arms: Iterable[StrategyRuns]) -> list[float]:
-        """Return the ratios of those that differ significantly."""
-        return [found.ratio.center for arm in arms if (found := self.of(arm)) and found.is_significant]
+        """Return the ratios that differ significantly from 1."""
+        return [difference.ratio.center for arm in arms if (difference := self.of(arm)) and difference.is_significant]
 
     def sentence(self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str = "") -> str:
-        """Return the lead, the range of the significant ratios, the end, and how many are not significant."""
+        """Return a sentence: lead, range of the significant ratios, end, and the number that is not significant."""
         ratios = self.significant(arms)
         rest = len(arms) - len(ratios)
-        others = f"; {rest} of {len(arms)} strategies are {NOT_SIGNIFICANT}" if rest else ""
-        return f"{lead} {span(ratios, form)}{end}{others}."
+        remainder = f"; {rest} of {len(arms)} strategies are {NOT_SIGNIFICANT}" if rest else ""
+        return f"{lead} {span(ratios, form)}{end}{remainder}."
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
-        """Return a cell's text: the ratio with its interval, and a sign before one that is not significant."""
+        """Return a formatter of a strategy's ratio with its interval; a sign marks one that is not significant."""
 
         def text(arm: StrategyRuns) -> str:
             difference = self.of(arm)
@@ -144,25 +152,27 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Return the note that explains `~`, if any ratio has it."""
         unsure = any(difference.is_unsure for difference in self._differences.values())
         return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.",) if unsure else ()
 
 
-def noise_notes(found: Workloads, figure: str) -> tuple[str, ...]:
-    """Return the noise of like runs and the least significant difference; once where all workloads have the same."""
+def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
+    """Return the noise note of each workload; a single one if all are equal."""
     notes: dict[str, list[str]] = {}
-    for workload, of_it in found.items():
-        notes.setdefault(noise_note(of_it, figure), []).append(workload)
-    return tuple(note if len(notes) == 1 else f"{', '.join(of)}: {note}" for note, of in notes.items())
+    for workload, strategies in by_workload.items():
+        notes.setdefault(noise_note(strategies, figure), []).append(workload)
+    return tuple(note if len(notes) == 1 else f"{', '.join(group)}: {note}" for note, group in notes.items())
 
 
-def noise_note(of_it: Sequence[StrategyRuns], figure: str) -> str:
-    runs = of_it[0].workload_runs
+def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
+    """Return the residual SD of a workload's runs and the least significant difference, as a sentence."""
+    runs = strategies[0].workload_runs
     floor, seeds = noise(runs, figure), by_seed(runs, figure).count()
     if floor is None:
         return "One run of each strategy: the noise is not known, so no difference in time is significant."
     words = f"Residual SD of like runs: {percent(floor.share)} ({floor.df} degrees of freedom)."
-    tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= SMALLEST_SAMPLE for arm in of_it)
+    tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= SMALLEST_SAMPLE for arm in strategies)
     smallest = floor.least_significant_difference(int(seeds.max()), tested - 1)
     if smallest is None:
         return f"{words} Fewer than three seeds: no test."
@@ -170,45 +180,46 @@ def noise_note(of_it: Sequence[StrategyRuns], figure: str) -> str:
     return f"{words} With {int(seeds.max())} seeds, {least}."
 
 
-def without_offload(found: Workloads) -> dict[str, list[StrategyRuns]]:
-    """Leave out offload that is compared with its own stage, which is a question of its own."""
+def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:
+    """Return the workloads without offload, except where the same stage did not run without it."""
     return {
         workload: [arm for arm in arms if not (arm.is_offloaded and len(arm.ended) and arm.same_stage)]
-        for workload, arms in found.items()
+        for workload, arms in by_workload.items()
     }
 
 
 def table_of(
-    found: Iterable[StrategyRuns], figures: Callable[[StrategyRuns], Row], confound: str = "confounded"
+    strategies: Iterable[StrategyRuns], figures: Callable[[StrategyRuns], Row], confound: str = "confounded"
 ) -> pd.DataFrame:
-    return frame(arm.row(figures(arm), confound) for arm in found)
+    """Return a table with one row per strategy."""
+    return frame(arm.row(figures(arm), confound) for arm in strategies)
 
 
-def by_arms(found: Workloads) -> list[str]:
-    """Return the workloads, that with most strategies first."""
-    return sorted(found, key=lambda workload: -len(found[workload]))
+def by_arms(by_workload: Workloads) -> list[str]:
+    """Return the workloads, the one with most strategies first."""
+    return sorted(by_workload, key=lambda workload: -len(by_workload[workload]))
 
 
-def side_by_side(sentence: str, found: Workloads, columns: Columns, *notes: str) -> Answer:
-    """Return one row per strategy, one column per figure and workload, with notes on what is not comparable.
+def side_by_side(sentence: str, by_workload: Workloads, columns: Columns, *notes: str) -> Answer:
+    """Return an answer with one row per strategy and one column per figure and workload.
 
-    Where there are many workloads, these are the ones with most strategies.
+    Its notes name the strategies that are not comparable. Of many workloads it has those with most strategies.
     """
-    chosen = by_arms(found)[:_MOST_WORKLOADS]
-    shown = [arm for workload in chosen for arm in found[workload]]
-    places = {arm.name: strategy_order(arm.value("strategy")) for arm in shown}
+    chosen = by_arms(by_workload)[:_MOST_WORKLOADS]
+    strategies = [arm for workload in chosen for arm in by_workload[workload]]
+    places = {arm.name: strategy_order(arm.value("strategy")) for arm in strategies}
     order = sorted(places, key=lambda name: places[name])
     cells = {("", "Strategy"): order}
     for workload in chosen:
         for place, (heading, value) in enumerate(columns.items()):
-            texts = {arm.name: _cell(arm, value, place == 0) for arm in found[workload]}
+            texts = {arm.name: _cell(arm, value, place == 0) for arm in by_workload[workload]}
             cells[workload, heading] = [texts.get(name, NOT_MEASURED) for name in order]
     table = pd.DataFrame(cells)
     if len(chosen) == 1:
         table.columns = table.columns.droplevel(0)
-    more = len(found) - len(chosen)
+    more = len(by_workload) - len(chosen)
     hidden = (f"In the details: {more} more of the workloads.",) if more else ()
-    return Answer(sentence, table, (*notes, *notes_on(shown), *hidden))
+    return Answer(sentence, table, (*notes, *notes_on(strategies), *hidden))
 
 
 def _cell(arm: StrategyRuns, value: Callable[[StrategyRuns], str | float], is_first: bool) -> str:
@@ -218,10 +229,10 @@ def _cell(arm: StrategyRuns, value: Callable[[StrategyRuns], str | float], is_fi
     return text if arm.is_fair() or text == NOT_MEASURED else text + _CONFOUNDED
 
 
-def notes_on(found: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:
-    """Return what breaks a comparison, and which runs did not end well: each reason once, with its strategies."""
+def notes_on(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:
+    """Return the reasons against a comparison and the runs that did not succeed: each once, with its strategies."""
     reasons: dict[str, dict[str, None]] = {}
-    for arm in found:
+    for arm in strategies:
         if len(arm.ended) and not arm.is_fair(confound):
             why = f"not a fair comparison{_CONFOUNDED}, {comparable(arm.ended, arm.baseline, confound)}"
             reasons.setdefault(why, {})[arm.name] = None
@@ -229,7 +240,7 @@ def notes_on(found: Iterable[StrategyRuns], confound: str = "confounded") -> tup
         for state, reason in zip(lost["status_state"], lost["status_reason"], strict=True):
             why = f"ended {state}{f', {reason}' if isinstance(reason, str) and reason else ''}"
             reasons.setdefault(why, {})[arm.name] = None
-    notes = [f"{', '.join(f'`{name}`' for name in of_arms)}: {reason}." for reason, of_arms in reasons.items()]
+    notes = [f"{', '.join(f'`{name}`' for name in arms)}: {reason}." for reason, arms in reasons.items()]
     if len(notes) > _MOST_NOTES:
         notes[_MOST_NOTES:] = [f"In the details: {len(notes) - _MOST_NOTES} more of these notes."]
     return tuple(notes)

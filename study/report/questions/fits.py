@@ -1,4 +1,4 @@
-"""The largest micro-batch or model that fits, by how the probes of each search ended."""
+"""The largest micro-batch or model that fits, from the outcomes of each search's probes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from study.sweep.verdict import CellState
 _MICRO_BATCH = "largest_micro_batch"
 _VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_name_or_path"}
 _WHAT = {_MICRO_BATCH: "largest micro-batch", "largest_model": "largest model"}
-# Searches that differ in one of these are not of one kind.
+# Settings that distinguish kinds of searches.
 _SETTINGS = (
     "precision", "seq_length", "world_size", "per_device_train_batch_size", "gradient_checkpointing", "torch_compile",
     "attn_implementation", "data", "weights", "peft", "optimizer", "bf16_states",
@@ -32,22 +32,24 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """One search: its probes by their place on the ladder, and the bracket that they leave."""
+    """One search: its probes by their position on the ladder, and the resulting bracket."""
 
     id: str
     axis: str
     last: int
     rungs: dict[int, Row]
     bracket: Bracket
-    # The model, and what differs from other searches of its kind, apart from strategy and memory limit.
+    # The model, and the settings other than strategy and memory limit that differ between searches of this kind.
     subject: str
 
     @property
     def any(self) -> Row:
+        """Return the record of one probe, for the settings that all of them share."""
         return next(iter(self.rungs.values()))
 
     @property
     def cap_gib(self) -> float | None:
+        """Return the memory limit in GiB; None without a limit."""
         cap = self.any["device_memory_cap_gib"]
         return None if pd.isna(cap) else float(cap)
 
@@ -64,9 +66,11 @@ class Fit:
 
     @property
     def largest(self) -> Row | None:
+        """Return the record of the largest probe that fitted; None if none did."""
         return None if self.bracket.fits is None else self.rungs[self.bracket.fits]
 
     def value(self, place: int | None) -> str:
+        """Return the size of a probe as a text."""
         return "" if place is None else f"{self.rungs[place][_VALUE[self.axis]]}"
 
     @property
@@ -76,16 +80,16 @@ class Fit:
 
     @property
     def size(self) -> float:
-        """The length of its bar: samples, or millions of parameters; 0 where nothing fits, NaN where not known."""
+        """Return the length of its bar: samples, or millions of parameters; 0 if nothing fits, NaN if unknown."""
         if self.largest is None:
             return 0.0 if self.bracket.too_large == 0 else NAN
         if self.axis == _MICRO_BATCH:
             return float(self.largest[_VALUE[self.axis]])
         return float(self.largest["model_parameters"]) / 1e6
 
-    def over_plain(self, found: Sequence[Fit]) -> float:
-        """Return its size over that of plain training; the ratio of two lower bounds would mean nothing."""
-        plain = [each for each in found if each._limits == self._limits and each.arm == "single" and each.size > 0]
+    def over_plain(self, results: Sequence[Fit]) -> float:
+        """Return its size over that of plain training; NaN if either is only a lower bound."""
+        plain = [fit for fit in results if fit._limits == self._limits and fit.arm == "single" and fit.size > 0]
         return NAN if not plain or plain[0].what_fits.is_open or self.what_fits.is_open else self.size / plain[0].size
 
     @property
@@ -95,6 +99,7 @@ class Fit:
 
 
 def fits(records: Records) -> list[Fit]:
+    """Return the searches, by workload, memory limit and strategy."""
     rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
     about: dict[str, Row] = {}
     for row in probes(records).runs.to_dict("records"):
@@ -106,23 +111,23 @@ def fits(records: Records) -> list[Fit]:
         row = rungs[name][min(rungs[name])]
         model = f", {row['model_name_or_path']}" if search["axis"] == _MICRO_BATCH else ""
         kinds[f"{row['task']}{model}: {_WHAT[search['axis']]}"].append((search, row))
-    found = []
+    results = []
     for kind, searches in kinds.items():
         settings = [key for key in _SETTINGS if key != _VALUE[searches[0][0]["axis"]]]
         differing = [key for key in settings if len({str(row[key]) for _, row in searches}) > 1]
         for search, row in searches:
             words = [word_for(key, row[key]) for key in differing if not pd.isna(row[key])]
-            found.append(_fit(search, rungs[search["id"]], ", ".join([kind, *words])))
-    return sorted(found, key=lambda fit: (
+            results.append(_fit(search, rungs[search["id"]], ", ".join([kind, *words])))
+    return sorted(results, key=lambda fit: (
         fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.any["strategy"]), fit.arm, fit.id,
     ))  # fmt: skip
 
 
 def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
-    # An interrupted probe shows nothing.
+    # An interrupted probe is not evidence.
     states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
     bracket = examine(states, search["last"])
-    # The search may have begun elsewhere: the probe shows where it stopped, not what would come next from here.
+    # The search may have started at another rung: a failed probe ended it, so there is no next one.
     low, high = (-1 if bracket.fits is None else bracket.fits), bracket.too_large or search["last"] + 1
     stopped = [place for place, state in states.items() if low < place < high and state not in ("ok", "oom")]
     if bracket.next is not None and stopped:
@@ -131,11 +136,12 @@ def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
 
 
 def answer(records: Records) -> Answer | None:
-    found = fits(records)
-    if not found:
+    """Return the sizes that fit, by strategy and memory limit; None without a search."""
+    results = fits(records)
+    if not results:
         return None
-    ratios = [(ratio, fit) for fit in found if (ratio := fit.over_plain(found)) > 0 and fit.arm != "single"]
-    sentence = f"{len(found)} searches ran, and none is comparable with plain training under the same memory limit."
+    ratios = [(ratio, fit) for fit in results if (ratio := fit.over_plain(results)) > 0 and fit.arm != "single"]
+    sentence = f"{len(results)} searches ran, and none is comparable with plain training under the same memory limit."
     if ratios:
         ratio, best = max(ratios, key=lambda entry: entry[0])
         sentence = (
@@ -144,38 +150,39 @@ def answer(records: Records) -> Answer | None:
         )
     table = pd.DataFrame(
         {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.within, "answer": fit.what_fits.answer}
-        for fit in found
+        for fit in results
     )
     table = table.pivot_table(
         index=["Workload", "Strategy"], columns="within", values="answer", aggfunc=", ".join, sort=False
     )
     notes = [
         f"`{fit.arm}` within {fit.within}: a larger one fits too, so the order of sizes is not the order of memory."
-        for fit in found
+        for fit in results
         if fit.bracket.fits_against_the_order
     ]
     return Answer(sentence, table.reset_index().rename_axis(columns=None).fillna("-"), tuple(notes))
 
 
 def fits_table(records: Records) -> pd.DataFrame:
-    found = fits(records)
+    """Return a row per search with the largest size that fits and the smallest that does not."""
+    results = fits(records)
     return pd.DataFrame(
         {
             "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.within, "Precision": fit.any["precision"],
             "Largest that fits": fit.what_fits.answer,
-            "x plain": fit.over_plain(found),
+            "x plain": fit.over_plain(results),
             "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
             "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
             "Smallest that does not": fit.value(fit.bracket.too_large) or "-",
             "Why not more": fit.what_fits.why_not_more or "-",
             "Probes": len(fit.rungs),
         }
-        for fit in found
+        for fit in results
     )  # fmt: skip
 
 
 def probes_table(records: Records) -> pd.DataFrame:
-    """Return every probe as it ended: one that ran out of memory is a row like any other."""
+    """Return a row per probe with its outcome, including those that ran out of memory."""
     return pd.DataFrame(
         {
             "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.within, "Tried": fit.value(place),
@@ -195,12 +202,12 @@ def what_fits(records: Records) -> list[canvas.Drawing]:
     return canvas.drawings("what_fits", subjects.items(), _bars)
 
 
-def _bars(subject: str, found: list[Fit]) -> canvas.Drawing:
-    limits = list(dict.fromkeys(fit.within for fit in found))
-    arms = list(dict.fromkeys(fit.arm for fit in found))
+def _bars(subject: str, results: list[Fit]) -> canvas.Drawing:
+    limits = list(dict.fromkeys(fit.within for fit in results))
+    arms = list(dict.fromkeys(fit.arm for fit in results))
     figure, panels = canvas.sheet_of_rows(len(arms), 0.34, columns=len(limits), sharex=True, sharey=True)
     for axes, limit in zip(panels, limits, strict=True):
-        for fit in (fit for fit in found if fit.within == limit):
+        for fit in (fit for fit in results if fit.within == limit):
             row = arms.index(fit.arm)
             axes.barh(row, fit.size, height=0.66, color=canvas.style_of(fit.any["strategy"]).colour)
             largest = fit.value(fit.bracket.fits).rsplit("/", 1)[-1] or "none"
@@ -208,12 +215,12 @@ def _bars(subject: str, found: list[Fit]) -> canvas.Drawing:
             canvas.write_right_of(axes, bound + largest, (fit.size, row))
         canvas.rows_of_arms(axes, arms, {})
         axes.margins(x=0.3)
-        axes.set(xlim=(0, None), xlabel="samples" if found[0].axis == _MICRO_BATCH else "million parameters")
+        axes.set(xlim=(0, None), xlabel="samples" if results[0].axis == _MICRO_BATCH else "million parameters")
         axes.set_title(limit, size=9.5, loc="left")
         canvas.plain_ticks(axes.xaxis)
         axes.locator_params(axis="x", nbins=4)
     subtitle = "Each answer is bounded by a run that fitted and one that did not; with ≥ nothing larger was tried."
-    words = "; ".join(f"{fit.arm} within {fit.within} {fit.what_fits.answer}" for fit in found)
+    words = "; ".join(f"{fit.arm} within {fit.within} {fit.what_fits.answer}" for fit in results)
     return canvas.finish(figure, "What fits", subject, subtitle, words)
 
 

@@ -1,4 +1,4 @@
-"""Do strategies train the same model? Losses against the workload's baseline, seed by seed, and their curves."""
+"""Losses of strategies compared with the workload's baseline, seed by seed, and their curves."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from study.report.document import Answer, Question, known, names
 from study.report.questions.comparing import Comparison, compared, notes_on, real_arms, table_of, workloads
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
-# A multiple of the difference between reruns that is no evidence: more pairs than reruns have a larger maximum.
+# Differences up to this multiple of the reruns' are not evidence: more pairs have a larger maximum.
 _CHANCE = 2.0
 Steps = dict[str, pd.DataFrame]
 Verdict = Literal["same", "other", "open"]
 
 
 class StepDifference(NamedTuple):
-    """The largest difference at any step, as a share of the reference's loss at that step."""
+    """The largest difference at any step, relative to the reference's loss at that step."""
 
     share: float = NAN
     nats: float = NAN
@@ -40,23 +40,23 @@ class StepDifference(NamedTuple):
 
 
 def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> StepDifference:
-    """Compare pairs of runs step by step; the second of each is the reference."""
-    found = []
+    """Return the largest difference between paired runs at any step; the second of each pair is the reference."""
+    differences = []
     for pair in pairs:
         if all(run in steps for run in pair):
-            mine, its = (steps[run]["loss"].to_numpy() for run in pair)
-            count = min(len(mine), len(its))
-            apart, reference = np.abs(mine[:count] - its[:count]), np.abs(its[:count])
-            # A loss of exactly 0 has no shares. Runs with a step that has no loss are not compared.
-            shares = np.divide(apart, reference, out=np.where(apart > 0, np.inf, apart), where=reference > 0)
+            losses, baseline = (steps[run]["loss"].to_numpy() for run in pair)
+            count = min(len(losses), len(baseline))
+            gaps, reference = np.abs(losses[:count] - baseline[:count]), np.abs(baseline[:count])
+            # A loss of exactly 0 has no relative difference. Runs with a step without a loss are not compared.
+            shares = np.divide(gaps, reference, out=np.where(gaps > 0, np.inf, gaps), where=reference > 0)
             if count and not np.isnan(shares).any():
                 at = int(np.argmax(shares))
-                found.append(StepDifference(float(shares[at]), float(apart[at]), at + 1, float(reference[at])))
-    return max(found, default=StepDifference())
+                differences.append(StepDifference(float(shares[at]), float(gaps[at]), at + 1, float(reference[at])))
+    return max(differences, default=StepDifference())
 
 
 def largest_rerun_difference(runs: pd.DataFrame, steps: Steps) -> StepDifference:
-    """Compare reruns of the same strategy and seed: the machine alone makes their difference."""
+    """Return the largest difference between reruns of the same strategy and seed, which is due to the machine alone."""
     ended = runs[runs["status_state"] == "ok"]
     reruns = ended.groupby(["arm", "seed"], dropna=False)["run"].apply(list)
     return largest_step_difference((pair for same in reruns for pair in itertools.combinations(same, 2)), steps)
@@ -73,22 +73,22 @@ def _diverged_seeds(arm: StrategyRuns) -> list[int]:
 
 class _LossComparison(NamedTuple):
     arm: StrategyRuns
-    # The difference and its margin as shares of the baseline's loss there; infinite where a seed diverged to NaN.
+    # Difference and margin relative to the baseline's loss at that step; infinite if a seed diverged to NaN.
     difference: float
     margin: float
-    # The margin as a share of the loss above the known floor.
+    # The margin relative to the loss above the known floor.
     reducible_margin: float
     verdict: Verdict
     test: Equivalence
     by: Literal["steps", "seeds", "end"]
 
 
-def _compare_losses(found: Sequence[StrategyRuns], steps: Steps) -> list[_LossComparison]:
-    """Compare each strategy step by step or, where dropout draws other masks under each, by its seeds."""
-    by_seed = Comparison({found[0].workload: found}, _EVALUATION, lambda arm: arm.baseline)
-    chance = _CHANCE * largest_rerun_difference(found[0].workload_runs, steps).share
+def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_LossComparison]:
+    """Compare each strategy with the baseline step by step; by seeds if dropout masks differ between strategies."""
+    by_seed = Comparison({strategies[0].workload: strategies}, _EVALUATION, lambda arm: arm.baseline)
+    chance = _CHANCE * largest_rerun_difference(strategies[0].workload_runs, steps).share
     rows = []
-    for arm in (arm for arm in found if arm.baseline is not None and not arm.is_baseline):
+    for arm in (arm for arm in strategies if arm.baseline is not None and not arm.is_baseline):
         pairs, test = _evaluations(arm), _test(arm)
         is_bf16 = str(arm.value("precision")).startswith("bf16")
         margin = max(LOSS_MARGIN, BF16_SPACING) if is_bf16 else LOSS_MARGIN
@@ -107,8 +107,8 @@ def _compare_losses(found: Sequence[StrategyRuns], steps: Steps) -> list[_LossCo
             is_other = difference is not None and difference.is_significant
             verdict = "same" if test.verdict == "equivalent" else "other" if is_other else "open"
             reducible = _of_reducible(LOSS_MARGIN, base, arm.ended["floor_eval_loss"])
-            share = abs(test.mean_difference) / base
-            rows.append(_LossComparison(arm, share, LOSS_MARGIN, reducible, verdict, test, "seeds"))
+            fraction = abs(test.mean_difference) / base
+            rows.append(_LossComparison(arm, fraction, LOSS_MARGIN, reducible, verdict, test, "seeds"))
     return rows
 
 
@@ -121,33 +121,36 @@ def _test(arm: StrategyRuns) -> Equivalence:
     return equivalence(pairs["value"].tolist(), pairs["baseline"].tolist())
 
 
-def _of_reducible(share: float, loss: float, floors: pd.Series) -> float:
-    """Return a share of the loss as a share of what training can still reduce; NaN where no floor is known."""
+def _of_reducible(fraction: float, loss: float, floors: pd.Series) -> float:
+    """Return a fraction of the loss as a fraction of the loss above its floor; NaN if the floor is unknown."""
     floor = one_value(floors)
-    return share * loss / (loss - floor) if floor is not None and loss > floor else NAN
+    return fraction * loss / (loss - floor) if floor is not None and loss > floor else NAN
 
 
 def answer(records: Records) -> Answer | None:
-    steps, found = steps_by_run(real(records)), workloads(records)
-    by_workload = {workload: _compare_losses(of_it, steps) for workload, of_it in found.items()}
-    every = list(itertools.chain(*by_workload.values()))
-    if not every:
+    """Return whether the losses differ, per workload; None without a comparison."""
+    steps, grouped = steps_by_run(real(records)), workloads(records)
+    by_workload = {workload: _compare_losses(group, steps) for workload, group in grouped.items()}
+    comparisons = list(itertools.chain(*by_workload.values()))
+    if not comparisons:
         return None
     rows, asides = list[Row](), list[str]()
-    for workload, of_it in by_workload.items():
-        if of_it:
-            worst = max(of_it, key=lambda one: one.difference)
-            rerun = largest_rerun_difference(found[workload][0].workload_runs, steps).share
-            beyond = [one.verdict for one in of_it if one.by == "steps" and one.verdict != "same"]
+    for workload, group in by_workload.items():
+        if group:
+            worst = max(group, key=lambda comparison: comparison.difference)
+            rerun = largest_rerun_difference(grouped[workload][0].workload_runs, steps).share
+            beyond = [
+                comparison.verdict for comparison in group if comparison.by == "steps" and comparison.verdict != "same"
+            ]
             if beyond and math.isnan(rerun):
-                asides.append("There are no reruns, so how far chance alone changes a loss is not known.")
+                asides.append("There are no reruns, so the run-to-run variation of the loss is unknown.")
             elif "open" in beyond:
-                asides.append(f"Not known: above the margin, but below {_CHANCE:g} times the difference of reruns.")
-            tested = [one.test for one in of_it if one.test.verdict != "no test"]
+                asides.append(f"Inconclusive: above the margin, but below {_CHANCE:g} times the difference of reruns.")
+            tested = [comparison.test for comparison in group if comparison.test.verdict != "no test"]
             equal = sum(test.verdict == "equivalent" for test in tested)
             rows.append({
                 "Workload": workload,
-                "Same loss": f"{sum(one.verdict == 'same' for one in of_it)} of {len(of_it)}",
+                "Same loss": f"{sum(comparison.verdict == 'same' for comparison in group)} of {len(group)}",
                 "Worst strategy": worst.arm.name,
                 "Max difference": "NaN" if math.isinf(worst.difference) else percent(worst.difference),
                 "Rerun of the same strategy": known(rerun, percent),
@@ -155,43 +158,47 @@ def answer(records: Records) -> Answer | None:
                 "Equivalent": f"{equal} of {len(tested)}" if tested else "one seed",
             })  # fmt: skip
     table = pd.DataFrame(rows)
-    in_table = {id(one.arm) for one in every}
-    alone = [arm.name for of_it in found.values() for arm in compared(of_it, _CONFOUND) if id(arm) not in in_table]
+    in_table = {id(comparison.arm) for comparison in comparisons}
+    alone = [arm.name for group in grouped.values() for arm in compared(group, _CONFOUND) if id(arm) not in in_table]
     if alone:
         asides.append(f"Not compared, because the baseline has no run with any of their seeds: {names(alone)}.")
-    notes = (*_notes(every), *dict.fromkeys(asides), *notes_on(itertools.chain(*found.values()), _CONFOUND))
-    return Answer(_sentence(every), table.loc[:, (table != NOT_MEASURED).any()], notes)
+    notes = (*_notes(comparisons), *dict.fromkeys(asides), *notes_on(itertools.chain(*grouped.values()), _CONFOUND))
+    return Answer(_sentence(comparisons), table.loc[:, (table != NOT_MEASURED).any()], notes)
 
 
-def _sentence(every: Sequence[_LossComparison]) -> str:
-    others, unsure = ([one for one in every if one.verdict == verdict] for verdict in ("other", "open"))
-    count, largest = len(every), max(one.difference for one in every)
-    if others:
-        worst = max(others, key=lambda one: one.difference / one.margin)
+def _sentence(comparisons: Sequence[_LossComparison]) -> str:
+    different, unsure = (
+        [comparison for comparison in comparisons if comparison.verdict == verdict] for verdict in ("other", "open")
+    )
+    count, largest = len(comparisons), max(comparison.difference for comparison in comparisons)
+    if different:
+        worst = max(different, key=lambda comparison: comparison.difference / comparison.margin)
         what = f"`{worst.arm.name}` differs from its baseline by {percent(worst.difference)}"
         if math.isinf(worst.difference):
             seeds = ", ".join(map(str, _diverged_seeds(worst.arm)))
-            what = f"`{worst.arm.name}` diverged to NaN where its baseline did not (seed {seeds})"
-        return f"Yes, under {len(others)} of {count} strategies: {what}."
+            what = f"`{worst.arm.name}` diverged to NaN, but its baseline did not (seed {seeds})"
+        return f"Yes, under {len(different)} of {count} strategies: {what}."
     if not unsure:
         return f"No: under all {count} comparable strategies the loss is within {percent(largest)} of their baseline's."
     return (
-        f"Not known under {len(unsure)} of {count} strategies: their differences are not significant, and equivalence"
-        f" is not shown either; max difference {percent(largest)}."
+        f"Inconclusive under {len(unsure)} of {count} strategies: their differences are neither significant nor within"
+        f" the margin of equivalence; max difference {percent(largest)}."
     )
 
 
-def _notes(every: Sequence[_LossComparison]) -> Iterable[str]:
-    if any(one.by == "steps" for one in every):
-        yield "Max difference: at any step, as a share of the baseline's loss at that step."
-    if above := [one.reducible_margin for one in every if not math.isnan(one.reducible_margin)]:
+def _notes(comparisons: Sequence[_LossComparison]) -> Iterable[str]:
+    if any(comparison.by == "steps" for comparison in comparisons):
+        yield "Max difference: at any step, relative to the baseline's loss at that step."
+    if above := [
+        comparison.reducible_margin for comparison in comparisons if not math.isnan(comparison.reducible_margin)
+    ]:
         yield f"The margin is at most {percent(max(above))} of the loss above its floor, which training can reduce."
-    if seeds := sorted({one.test.n for one in every if one.test.verdict != "no test"}):
+    if seeds := sorted({comparison.test.n for comparison in comparisons if comparison.test.verdict != "no test"}):
         n = "-".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
         yield f"Equivalent: two one-sided tests (TOST) of evaluation losses, seed by seed (n = {n})."
-    if any(one.by == "seeds" for one in every):
-        yield "With dropout, masks differ between strategies: evaluation losses are compared by seed, and no steps."
-    if any(one.by == "steps" and one.margin > LOSS_MARGIN for one in every):
+    if any(comparison.by == "seeds" for comparison in comparisons):
+        yield "With dropout, masks differ between strategies: evaluation losses are compared by seed, not by step."
+    if any(comparison.by == "steps" and comparison.margin > LOSS_MARGIN for comparison in comparisons):
         yield (
             f"The margin of a step in bf16 is {percent(BF16_SPACING)}, the spacing of bf16 numbers. It was"
             f" {percent(LOSS_MARGIN)} until a strategy failed it, and was widened after that (reports/LOG.md,"
@@ -200,6 +207,7 @@ def _notes(every: Sequence[_LossComparison]) -> Iterable[str]:
 
 
 def loss_table(records: Records) -> pd.DataFrame:
+    """Return a row per strategy with its losses and its differences from the baseline."""
     steps = steps_by_run(real(records))
 
     def figures(arm: StrategyRuns) -> Row:
@@ -223,27 +231,29 @@ def loss_table(records: Records) -> pd.DataFrame:
     return table_of(real_arms(records), figures, _CONFOUND)
 
 
-# A curve has no more points than a printed column can show; longer runs are averaged over neighbouring steps.
+# Points of a curve that a printed column can show; longer runs are averaged over adjacent steps.
 MOST_POINTS = 300
 _MOST_LABELS = 8
-# Curves nearer than this share of the plot's height look like one line, and get one label.
+# Curves closer than this fraction of the plot's height look like one line, and share a label.
 _ONE_LINE = 0.006
-# Where a difference of exactly 0 is drawn, below every difference that float32 can show here.
+# Height at which a difference of 0 is drawn, below all differences of float32 losses.
 _ZERO = 1e-9
 _FLOAT32_ROUNDING = 2.0**-24
 
 
 def loss_curves(records: Records) -> list[canvas.Drawing]:
+    """Draw the training losses of each workload."""
     return canvas.per_workload("loss", canvas.finished(records), functools.partial(_curves, records.steps))
 
 
 def loss_differences(records: Records) -> list[canvas.Drawing]:
+    """Draw the difference of each strategy from the baseline, step by step."""
     runs = canvas.finished(records)
     return canvas.per_workload("loss_difference", runs, functools.partial(_differences, records.steps))
 
 
 def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """Return losses step by run, of long runs averaged over neighbouring steps."""
+    """Return losses by step and run; of long runs the means over adjacent steps."""
     table = steps[steps["run"].isin(runs["run"])].pivot(index="step", columns="run", values="loss")
     table = table.dropna(axis="columns", how="all")
     stride = math.ceil(len(table) / MOST_POINTS)
@@ -253,42 +263,42 @@ def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    # A repeat computes the same curve, and would count twice in the median.
+    # A repeat has the same curve as the first run, and would count twice in the median.
     runs = runs.drop_duplicates(["arm", "seed"])
-    every_losses = _losses(steps, runs)
-    runs = runs[runs["run"].isin(every_losses.columns)]
-    # Strategies agree or not on the seeds that all of them ran; other seeds are the background to that.
+    all_losses = _losses(steps, runs)
+    runs = runs[runs["run"].isin(all_losses.columns)]
+    # Strategies are compared on the seeds that all of them ran; other seeds are drawn as background.
     shared = runs[runs.groupby("seed")["arm"].transform("nunique") == runs["arm"].nunique()]
     runs = runs if shared.empty else shared
-    losses = every_losses[runs["run"]]
+    losses = all_losses[runs["run"]]
     if losses.empty:
         return None
     strategies, notes = canvas.arms_of(runs), canvas.confounds_of(runs, _CONFOUND)
-    of_arm = {arm: losses[runs.loc[runs["arm"] == arm, "run"]] for arm in strategies}
-    medians = {arm: of_it.median(axis="columns") for arm, of_it in of_arm.items()}
-    low, high = float(every_losses.min().min()), float(every_losses.max().max())
+    arm_losses = {arm: losses[runs.loc[runs["arm"] == arm, "run"]] for arm in strategies}
+    medians = {arm: curves.median(axis="columns") for arm, curves in arm_losses.items()}
+    low, high = float(all_losses.min().min()), float(all_losses.max().max())
     groups: list[list[str]] = []
     for arm, curve in medians.items():
-        near = (one for one in groups if (curve - medians[one[0]]).abs().max() <= (high - low or 1) * _ONE_LINE)
-        if (group := next(near, None)) is None:
+        matches = (arms for arms in groups if (curve - medians[arms[0]]).abs().max() <= (high - low or 1) * _ONE_LINE)
+        if (group := next(matches, None)) is None:
             groups.append([arm])
         else:
             group.append(arm)
     figure, (axes,) = canvas.sheet(2.8)
-    others = every_losses.drop(columns=losses.columns)
-    axes.plot(others.index, others, color=canvas.QUIET, linewidth=0.6, alpha=0.35, zorder=1)
+    background = all_losses.drop(columns=losses.columns)
+    axes.plot(background.index, background, color=canvas.QUIET, linewidth=0.6, alpha=0.35, zorder=1)
     for group in groups:
-        # Lines that cover each other have their markers in turns, so that every strategy is seen.
+        # Overlapping lines have their markers at different steps, so that every strategy is visible.
         for turn, arm in enumerate(group):
             style, curve = canvas.style_of(strategies[arm]), medians[arm]
-            every = max(len(group), len(curve) // 24, 1)
+            stride = max(len(group), len(curve) // 24, 1)
             look = {"linewidth": 1.1, "alpha": 0.55} if turn else {"linewidth": 1.6}
             axes.plot(curve.index, curve, zorder=3 - turn / 100, **style.line | {"marker": ""} | look)
-            axes.plot(curve.index[turn % every :: every], curve.iloc[turn % every :: every], markersize=6.5,
+            axes.plot(curve.index[turn % stride :: stride], curve.iloc[turn % stride :: stride], markersize=6.5,
                       markeredgewidth=0.7, zorder=4, **style.points)  # fmt: skip
-    for arm, of_it in of_arm.items():
-        if of_it.shape[1] > 1:
-            axes.fill_between(of_it.index, of_it.min(axis="columns"), of_it.max(axis="columns"), alpha=0.15,
+    for arm, curves in arm_losses.items():
+        if curves.shape[1] > 1:
+            axes.fill_between(curves.index, curves.min(axis="columns"), curves.max(axis="columns"), alpha=0.15,
                               color=canvas.style_of(strategies[arm]).colour, linewidth=0)  # fmt: skip
     _draw_evaluations(axes, runs, steps)
     _draw_floor(axes, runs, low)
@@ -298,13 +308,13 @@ def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Dr
     canvas.plain_ticks(axes.yaxis)
     if len(groups) > 1:
         _label_groups(axes, groups, medians, strategies, notes)
-    faint = "" if others.empty else " Faint: other seeds, which some strategies ran."
+    faint = "" if background.empty else " Faint: other seeds, which some strategies ran."
     subtitle, largest = f"Each line is the median over the runs of one strategy.{faint}", max(groups, key=len)
     if len(largest) > 1:
-        apart = max(float((medians[arm] - medians[largest[0]]).abs().max()) for arm in largest)
+        spread = max(float((medians[arm] - medians[largest[0]]).abs().max()) for arm in largest)
         count = f"All {len(largest)}" if len(groups) == 1 else f"{len(largest)} of {len(medians)}"
         bands = " The band spans the runs of a strategy." if runs.groupby("arm").size().max() > 1 else ""
-        subtitle = f"{count} strategies lie on one line: max difference {format_number(apart)} at any step.{bands}"
+        subtitle = f"{count} strategies lie on one line: max difference {format_number(spread)} at any step.{bands}"
         subtitle += faint
     words = ", ".join(f"{arm} ends at {format_number(curve.iloc[-1])}" for arm, curve in medians.items())
     return canvas.finish(figure, "Training loss", workload, subtitle, words, notes,
@@ -318,8 +328,8 @@ def _label_groups(
 ) -> None:  # fmt: skip
     """Label the end of the first curve of each group."""
     labels = []
-    for first, *others in itertools.islice(groups, _MOST_LABELS):
-        text = canvas.label_of(first, notes) + (f" + {len(others)} more" if others else "")
+    for first, *rest in itertools.islice(groups, _MOST_LABELS):
+        text = canvas.label_of(first, notes) + (f" + {len(rest)} more" if rest else "")
         curve, colour = curves[first], canvas.style_of(strategies[first]).colour
         labels.append(canvas.EndLabel(curve.index[-1], float(curve.iloc[-1]), text, colour))
     canvas.label_ends(axes, labels, 9.5)
@@ -351,16 +361,16 @@ def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
 
 
 def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw the largest difference so far, in bold, between any run and the baseline's with its seed."""
+    """Draw the difference of each run from the baseline's with the same seed; bold is its maximum so far."""
     losses, baseline = _losses(steps, runs), baseline_arm(runs)
-    # With dropout each strategy draws its own masks, and a step shows nothing.
+    # With dropout, masks differ between strategies, so steps are not comparable.
     if baseline is None or losses.empty or runs["arm"].nunique() < 2 or has_dropout(runs):
         return None
     runs = runs[runs["run"].isin(losses.columns)]
     gaps = {}
     for arm in canvas.arms_of(runs):
-        gap_of_pairs = [losses[run] - losses[its] for run, its in paired_runs(runs, arm, baseline)]
-        # A step without a loss is no difference of 0.
+        gap_of_pairs = [losses[run] - losses[reference] for run, reference in paired_runs(runs, arm, baseline)]
+        # A step without a loss is not a difference of 0.
         measured = [gap for gap in gap_of_pairs if gap.notna().all()]
         if arm != baseline and measured:
             gaps[arm] = pd.concat(measured, axis="columns").abs().max(axis="columns")
@@ -370,12 +380,12 @@ def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canv
     so_far = {arm: gap.clip(lower=_ZERO).cummax().ffill() for arm, gap in gaps.items()}
     figure, (axes,) = canvas.sheet(2.8)
     for turn, (arm, gap) in enumerate(gaps.items()):
-        style, every = canvas.style_of(strategies[arm]), max(len(gap) // 8, 1)
+        style, stride = canvas.style_of(strategies[arm]), max(len(gap) // 8, 1)
         axes.plot(gap.index, gap.clip(lower=_ZERO), color=style.colour, linewidth=0.7, alpha=0.3)
         axes.plot(so_far[arm].index, so_far[arm], linewidth=1.5, markersize=6, markeredgewidth=0.6,
-                  markevery=(turn % every, every), **style.line)  # fmt: skip
-    reruns = [losses[one] - losses[other] for _, same in runs.groupby(["arm", "seed"])["run"]
-              for one, other in itertools.combinations(same, 2)]  # fmt: skip
+                  markevery=(turn % stride, stride), **style.line)  # fmt: skip
+    reruns = [losses[first] - losses[second] for _, same in runs.groupby(["arm", "seed"])["run"]
+              for first, second in itertools.combinations(same, 2)]  # fmt: skip
     peaks = {arm: float(gap.max()) for arm, gap in gaps.items()}
     worst = max(peaks, key=lambda arm: peaks[arm])
     subtitle = f"Max difference from {baseline} at any step: {format_number(peaks[worst])} ({worst})."
@@ -390,16 +400,16 @@ def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canv
     axes.set(yscale="log", ylim=(_ZERO * 0.5, max(max(peaks.values()) * 4, rounding * 40)))
     axes.axhline(rounding, **canvas.GUIDE)
     exponents = range(round(math.log10(_ZERO)), math.floor(math.log10(axes.get_ylim()[1])) + 1)
-    axes.set_yticks([10.0**each for each in exponents], ["0", *map(power_of_ten, exponents[1:])])
+    axes.set_yticks([10.0**exponent for exponent in exponents], ["0", *map(power_of_ten, exponents[1:])])
     axes.minorticks_off()
     axes.grid(axis="y")
     axes.axhspan(axes.get_ylim()[0], _ZERO * 2, color=canvas.INK, alpha=0.05, linewidth=0)
     axes.margins(x=0.02)
     axes.set(xlabel="optimizer step", ylabel="difference in loss, nats")
-    alike: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for arm, curve in so_far.items():
-        alike.setdefault(f"{curve.iloc[-1]:.1e}", []).append(arm)
-    _label_groups(axes, alike.values(), so_far, strategies, notes)
+        groups.setdefault(f"{curve.iloc[-1]:.1e}", []).append(arm)
+    _label_groups(axes, groups.values(), so_far, strategies, notes)
     words = ", ".join(f"{arm} {format_number(peak)}" for arm, peak in peaks.items())
     return canvas.finish(figure, f"Difference from {baseline}", workload, subtitle, words, notes,
                          canvas.legend_of_arms(strategies, notes), legend_columns=2,

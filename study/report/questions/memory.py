@@ -1,4 +1,4 @@
-"""Memory and communication of one rank, what offload frees and costs, and ZeRO next to other ways to shard a model."""
+"""Memory and communication of one rank, benefit and cost of offload, and alternatives to ZeRO."""
 
 from __future__ import annotations
 
@@ -44,35 +44,36 @@ _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"
 
 
 def step_s(arm: StrategyRuns) -> float:
+    """Return the geometric mean over seeds of the median step time, in seconds."""
     return arm.middle(STEP).center
 
 
 def sent_mib(arm: StrategyRuns) -> float:
-    """Return ring bytes: an all-reduce sends twice its size, a gather or a scatter once."""
+    """Return ring bytes per step, in MiB: an all-reduce sends twice its size, a gather or a scatter once."""
     sent = arm.ended["collectives"].map(ring_bytes_of)
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
 def _memory_answer(records: Records) -> Answer | None:
-    found = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
-    if found is None:
+    comparison = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
+    if comparison is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {found.names} in model state."
-    if found.ratios:
-        share, leanest = found.ratios[0]
-        base = found.references[leanest.workload].name
-        sentence = f"Sharding reduces the model state of a rank to {percent(share)} of `{base}`'s (`{leanest.name}`)."
+    sentence = f"No sharding strategy here is comparable with {comparison.names} in model state."
+    if comparison.ratios:
+        ratio, leanest = comparison.ratios[0]
+        base = comparison.references[leanest.workload].name
+        sentence = f"Sharding reduces the model state of a rank to {percent(ratio)} of `{base}`'s (`{leanest.name}`)."
     columns: Columns = {
-        f"State, % of {found.plain_names}": found.cell(percent),
+        f"State, % of {comparison.plain_names}": comparison.cell(percent),
         "Peak, GiB": lambda arm: arm.peak_gib[0],
     }
-    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in found.references.values()))
+    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in comparison.references.values()))
     note = f"State is parameters, gradients and optimizer states; the peak is that of the {peak}."
-    return side_by_side(sentence, without_offload(found.workloads), columns, note)
+    return side_by_side(sentence, without_offload(comparison.workloads), columns, note)
 
 
 def memory_table(records: Records) -> pd.DataFrame:
-    """Return the memory of the rank with most of it."""
+    """Return the memory of the rank with most of it, by strategy."""
 
     def figures(arm: StrategyRuns) -> Row:
         runs = arm.workload_runs
@@ -98,7 +99,7 @@ _WORDS = {
     "reserved": "reserved, not used", "outside": "outside torch",
     "device": "on the device", "host": "on the host", "nvme": "on NVMe",
 }  # fmt: skip
-# Each peak includes the one before it: tensors, torch's pool of them, and all memory of the device that is in use.
+# Each peak includes the previous one: tensors, torch's caching allocator, and all used memory of the device.
 _DEVICE_PEAKS = {
     "rest": "peak_memory_gib_allocated", "reserved": "peak_memory_gib_reserved", "outside": "peak_memory_gib_device"
 }  # fmt: skip
@@ -106,13 +107,14 @@ _HOST_PEAK = {"rest": "host_peak_rss_gib"}
 
 
 def model_state(records: Records) -> list[canvas.Drawing]:
-    """Draw bytes of model state on one rank, from live tensors: a virtual rank's are real too."""
+    """Draw bytes of model state on one rank, counted on live tensors: those of a virtual rank are real too."""
     runs = without_probes(records).runs
     measured = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
     return canvas.per_workload("model_state", measured, _state)
 
 
 def peak_memory(records: Records) -> list[canvas.Drawing]:
+    """Draw the peak memory of one rank, split into model state and the rest."""
     return canvas.per_workload("peak_memory", canvas.finished(records), _peak)
 
 
@@ -136,15 +138,15 @@ def _state(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
     subtitle = f"On the device: {_range(device, unit)}"
     if device.nunique() == 1:
         subtitle = f"All strategies have the same on the device: {format_number(device.iloc[0])} {unit}."
-    shown = {kind: canvas.STATE[kind] for kind in STATE_KINDS}
+    kinds = {kind: canvas.STATE[kind] for kind in STATE_KINDS}
     if sum(map(any, totals.values())) > 1:
-        shown |= {place: canvas.Fill("#9aa2ab", canvas.PLACES[place]) for place, total in totals.items() if any(total)}
+        kinds |= {place: canvas.Fill("#9aa2ab", canvas.PLACES[place]) for place, total in totals.items() if any(total)}
     words = "; ".join(
         f"{arm} " + ", ".join(f"{format_number(total[arm])} {unit} {_WORDS[place]}"
                               for place, total in totals.items() if total[arm])
         for arm in state.index
     )  # fmt: skip
-    legend = canvas.legend_of_fills(shown, _WORDS)
+    legend = canvas.legend_of_fills(kinds, _WORDS)
     return canvas.finish(figure, "Model state on one rank", workload, subtitle, words, notes, legend)
 
 
@@ -154,7 +156,7 @@ def _range(sizes: pd.Series, unit: str) -> str:
 
 
 def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw the device and the host next to each other; without an accelerator only the process."""
+    """Draw the peaks of device and host next to each other; without an accelerator only that of the process."""
     on_device = bool(runs["peak_memory_gib_allocated"].notna().any())
     if not on_device and runs["host_peak_rss_gib"].isna().all():
         return None
@@ -165,12 +167,12 @@ def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     subtitle = "Without an accelerator, device and host are one memory, mostly of libraries."
     if on_device:
         panels = [(["device"], _DEVICE_PEAKS, "device, GiB"), (["host"], _HOST_PEAK, "host, GiB")]
-        subtitle = "The number is what torch allocated, and for the host the resident set."
+        subtitle = "The number is the memory that torch allocated, and for the host the resident set."
     figure, sides = canvas.sheet_of_rows(len(medians), columns=len(panels), sharey=True)
     for axes, (places, peaks, xlabel) in zip(sides, panels, strict=True):
-        # State first, then up to each peak what that peak has more; the first peak is the one in numbers.
+        # Model state first, then the rest of each peak above the previous one; the text is the first peak.
         columns = {kind: [f"{kind}_bytes_{place}" for place in places] for kind in STATE_KINDS}
-        parts = pd.DataFrame({kind: medians[of_it].sum(axis="columns") / GIB for kind, of_it in columns.items()})
+        parts = pd.DataFrame({kind: medians[group].sum(axis="columns") / GIB for kind, group in columns.items()})
         for kind, column in peaks.items():
             parts[kind] = (medians[column] - parts.sum(axis="columns")).clip(lower=0)
         canvas.bars(axes, parts, canvas.STATE, medians[peaks["rest"]].map(format_number), xlabel, notes)
@@ -183,25 +185,25 @@ def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
 
 MEMORY = Question(
     "memory", "How much memory does a rank need?", _memory_answer,
-    nothing="No run here ended well with its model state measured.", tables={"memory": memory_table},
+    nothing="No run here succeeded with its model state measured.", tables={"memory": memory_table},
     figures={"model_state": model_state, "peak_memory": peak_memory}, notebook="peak_memory",
 )  # fmt: skip
 
 
 def _offload_answer(records: Records) -> Answer | None:
-    moved = {workload: [arm for arm in found if arm.is_offloaded] for workload, found in workloads(records).items()}
-    found = {workload: arms for workload, arms in moved.items() if any(len(a.ended) and a.same_stage for a in arms)}
-    if not found:
+    moved = {workload: [arm for arm in arms if arm.is_offloaded] for workload, arms in workloads(records).items()}
+    offloaded = {workload: arms for workload, arms in moved.items() if any(len(a.ended) and a.same_stage for a in arms)}
+    if not offloaded:
         return None
-    times = Comparison(found, STEP, lambda arm: arm.same_stage)
-    fair = [arm for arms in found.values() for arm in compared(arms) if arm.same_stage]
+    times = Comparison(offloaded, STEP, lambda arm: arm.same_stage)
+    fair = [arm for arms in offloaded.values() for arm in compared(arms) if arm.same_stage]
     freed = [_freed(arm) for arm in fair]
-    no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in found.values())
+    no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence = "No strategy with offload is comparable with the same stage without it."
     if not pd.isna(freed).all():
         sentence = f"Offload frees {span(freed, percent)} of the model state on the device and"
         if no_gpu:
-            nvme = [share for share, arm in zip(freed, fair, strict=True)
+            nvme = [fraction for fraction, arm in zip(freed, fair, strict=True)
                     if arm.value("offload_optimizer") == "nvme"]  # fmt: skip
             frees = f"NVMe offload frees {span(nvme, percent)} of the model state" if nvme else "NVMe was not used"
             sentence = f"Without a GPU, CPU offload frees nothing; {frees}; offload"
@@ -217,19 +219,19 @@ def _offload_answer(records: Records) -> Answer | None:
     notes = ["Compared with the same stage without offload.", *times.notes]
     if no_gpu:
         notes += ["There is no GPU: CPU offload stays in the same memory, and only NVMe offload leaves it."]
-    return side_by_side(sentence, found, columns, *notes)
+    return side_by_side(sentence, offloaded, columns, *notes)
 
 
 def _freed(arm: StrategyRuns) -> float:
-    """Return the share of the same stage's model state in scarce memory that this strategy does not need there."""
+    """Return the fraction of the same stage's model state that offload removes from scarce memory."""
     runs = arm.workload_runs
     places = fast_memory(arm.workload_runs)
-    kept = state_bytes(runs[(runs["arm"] == arm.same_stage) & (runs["status_state"] == "ok")], places)
-    return 1 - state_bytes(arm.ended, places) / kept if kept > 0 else NAN
+    baseline_bytes = state_bytes(runs[(runs["arm"] == arm.same_stage) & (runs["status_state"] == "ok")], places)
+    return 1 - state_bytes(arm.ended, places) / baseline_bytes if baseline_bytes > 0 else NAN
 
 
 def offload_table(records: Records) -> pd.DataFrame:
-    """Return each strategy with offload, and those of the same stages without it."""
+    """Return a row per strategy with offload, and the same stages without it."""
 
     def figures(arm: StrategyRuns) -> Row:
         moved, plain = arm.is_offloaded, arm.same_stage
@@ -245,19 +247,20 @@ def offload_table(records: Records) -> pd.DataFrame:
             "Time, x without": ratio_text(ratio) if moved else "1",
         }
 
-    every = list(real_arms(records))
-    stages = {(arm.workload, arm.value("zero_stage")) for arm in every if arm.is_offloaded}
-    return table_of((arm for arm in every if (arm.workload, arm.value("zero_stage")) in stages), figures)
+    strategies = list(real_arms(records))
+    stages = {(arm.workload, arm.value("zero_stage")) for arm in strategies if arm.is_offloaded}
+    return table_of((arm for arm in strategies if (arm.workload, arm.value("zero_stage")) in stages), figures)
 
 
 def offload(records: Records) -> list[canvas.Drawing]:
+    """Draw the memory that offload frees against the time that it costs."""
     return canvas.per_workload("offload", canvas.finished(records), _offload)
 
 
 def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw an arrow from each stage without offload to the same with it: memory freed to the left, time paid up."""
+    """Draw an arrow from each stage without offload to the same stage with it: left is less memory, up is slower."""
     strategies, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
-    moved = {arm.name: kept for arm in group_by_strategy(runs) if arm.is_offloaded and (kept := arm.same_stage)}
+    moved = {arm.name: plain for arm in group_by_strategy(runs) if arm.is_offloaded and (plain := arm.same_stage)}
     moves = {arm: moved[arm] for arm in strategies if arm in moved}
     if not moves:
         return None
@@ -267,22 +270,22 @@ def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     single = pd.DataFrame({"arm": runs["arm"], "state": state / size, "ms": runs[STEP] * 1e3}).set_index("arm")
     points = single.groupby("arm").agg({"state": "median", "ms": geometric_mean})
     figure, (axes,) = canvas.sheet(3.9)
-    for arm, kept in moves.items():
-        axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[kept]), arrowprops={
+    for arm, plain in moves.items():
+        axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[plain]), arrowprops={
             "arrowstyle": "->", "color": canvas.style_of(strategies[arm]).colour, "linewidth": 1.2,
             "shrinkA": 5, "shrinkB": 5, "alpha": 0.7,
         })  # fmt: skip
-    shown = list(dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair)))
-    where = "on the device" if len(places) == 1 else "in memory"
-    axes.set(xlabel=f"model state left {where}, {unit} per rank", ylabel="step time, ms")
-    canvas.label_points(axes, points.loc[shown], strategies, notes, single)
-    state_of, ms_of = points["state"].map(format_number), points["ms"].map(format_number)
+    listed = list(dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair)))
+    place = "on the device" if len(places) == 1 else "in memory"
+    axes.set(xlabel=f"model state left {place}, {unit} per rank", ylabel="step time, ms")
+    canvas.label_points(axes, points.loc[listed], strategies, notes, single)
+    states, times = points["state"].map(format_number), points["ms"].map(format_number)
     words = ", ".join(
-        f"{arm} leaves {state_of[arm]} of {state_of[kept]} {unit}, {ms_of[arm]} ms instead of {ms_of[kept]} ms"
-        for arm, kept in moves.items()
+        f"{arm} leaves {states[arm]} of {states[plain]} {unit}, {times[arm]} ms instead of {times[plain]} ms"
+        for arm, plain in moves.items()
     )
     subtitle = "An arrow leads from a stage without offload to the same stage with it."
-    shown_notes = {arm: notes[arm] for arm in shown}
+    shown_notes = {arm: notes[arm] for arm in listed}
     return canvas.finish(figure, "Memory and time of offload", workload, subtitle, words, shown_notes)
 
 
@@ -294,19 +297,22 @@ OFFLOAD = Question(
 
 
 def _traffic_answer(records: Records) -> Answer | None:
-    found = compare_with_reference(records, sent_mib)
-    if found is None:
+    comparison = compare_with_reference(records, sent_mib)
+    if comparison is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {found.names} in ring bytes."
-    if found.ratios:
-        ratios, most = span((ratio for ratio, _ in found.ratios), times_text), found.ratios[-1][1].name
-        sentence = f"Sharding sends {ratios} times the ring bytes (NCCL) of {found.names} per step, most with `{most}`."
-    columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {found.plain_names}": found.cell(times_text)}
-    note = "Ring bytes: what one rank sends in one step if every collective is a ring, as with NCCL. Gloo differs."
-    return side_by_side(sentence, without_offload(found.workloads), columns, note)
+    sentence = f"No sharding strategy here is comparable with {comparison.names} in ring bytes."
+    if comparison.ratios:
+        ratios, most = span((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1].name
+        sentence = (
+            f"Sharding sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step, most with `{most}`."
+        )
+    columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
+    note = "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."
+    return side_by_side(sentence, without_offload(comparison.workloads), columns, note)
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
+    """Return communication per step, by strategy."""
     return table_of(
         real_arms(records),
         lambda arm: {
@@ -326,7 +332,7 @@ def _by_collective(arm: StrategyRuns) -> str:
 
 
 def traffic(records: Records) -> list[canvas.Drawing]:
-    """Draw what one rank sends in one step; a virtual rank's is real too."""
+    """Draw the ring bytes of one rank in one step; those of a virtual rank are real too."""
     runs = without_probes(records).runs
     return canvas.per_workload("traffic", runs[(runs["status_state"] == "ok") & runs["collectives"].notna()], _traffic)
 
@@ -334,13 +340,13 @@ def traffic(records: Records) -> list[canvas.Drawing]:
 def _traffic(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
     first, notes = runs.drop_duplicates("arm").set_index("arm"), canvas.confounds_of(runs)
     counted = {arm: json.loads(first.loc[arm, "collectives"]) for arm in canvas.arms_of(runs)}
-    sizes = {arm: {kind: each["wire_bytes_per_rank"] for kind, each in one.items()} for arm, one in counted.items()}
+    sizes = {arm: {kind: row["wire_bytes_per_rank"] for kind, row in kinds.items()} for arm, kinds in counted.items()}
     sent = pd.DataFrame(sizes).T.fillna(0)
     sent = sent[[*(kind for kind in canvas.TRAFFIC if kind in sent), *sorted(set(sent) - set(canvas.TRAFFIC))]]
     unit, size = canvas.unit_for(sent.sum(axis="columns").max())
     sent /= size
     totals = sent.sum(axis="columns")
-    # All parameters, where a run has them unpartitioned.
+    # Bytes of all parameters, from the runs that do not partition them.
     unpartitioned = runs[(runs["zero_stage"].fillna(0) < 3) & (runs["distributed_type"] != "FSDP")]
     weights = float(unpartitioned["params_bytes_device"].max()) / size
     subtitle = "Ring bytes (NCCL) of one rank; an all-reduce sends twice its size."
@@ -366,17 +372,17 @@ _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 
 
 def _neighbours_answer(records: Records) -> Answer | None:
-    found: dict[str, list[StrategyRuns]] = {}
+    grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
         if len(arm.ended):
-            found.setdefault(arm.workload, []).append(arm)
-    # Fewer ranks are in the details.
-    most = {workload: max(arm.ranks for arm in of_it) for workload, of_it in found.items()}
-    shown = {workload: [arm for arm in of_it if arm.ranks in (1, most[workload])] for workload, of_it in found.items()}
+            grouped.setdefault(arm.workload, []).append(arm)
+    # The details have the other numbers of ranks.
+    most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
+    chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     sentences = []
-    for workload in by_arms(shown):
-        # The least of ZeRO's stages and their neighbours, where both were measured.
-        many = [arm for arm in shown[workload] if arm.ranks > 1]
+    for workload in by_arms(chosen):
+        # The strategies with the least memory and traffic, if both ZeRO and an alternative to it ran.
+        many = [arm for arm in chosen[workload] if arm.ranks > 1]
         strategies = {str(arm.value("strategy")) for arm in many}
         least = []
         for figure, words in ((StrategyRuns.state_mib, "state"), (_kept_mib, "memory kept for backward"),
@@ -394,23 +400,23 @@ def _neighbours_answer(records: Records) -> Answer | None:
         "Calls": lambda arm: arm.median("comm_calls_per_step"),
     }  # fmt: skip
     notes = (
-        "State: parameters, gradients and optimizer states of the rank with most. Kept for backward: what the forward"
-        " pass of one micro-batch leaves allocated, without parameters that stay gathered.",
+        "State: parameters, gradients and optimizer states of the rank with most. Kept for backward: bytes that the"
+        " forward pass of one micro-batch leaves allocated, without gathered parameters.",
         "All strategies of a workload use the same samples in each step.",
     )
-    return side_by_side(sentences[0], shown, columns, *notes)
+    return side_by_side(sentences[0], chosen, columns, *notes)
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
-    """Return those of workloads in which a neighbour of ZeRO ran: the real ones or, without any, virtual ones."""
+    """Yield strategies of workloads that ran an alternative to ZeRO: real ones, or virtual ones if there are none."""
     for runs in (real(records).runs, virtual(records).runs):
-        found = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
-        if found:
-            yield from found
+        strategies = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
+        if strategies:
+            yield from strategies
             return
 
 
-# Before, parameters that FSDP's root had gathered were missing here, and those that one rank has alone as well.
+# Earlier records omit parameters that FSDP's root had gathered, and those of a shard group of one rank.
 _COUNTED_RIGHT_SINCE = "2026-11-23T09"
 
 
@@ -422,6 +428,7 @@ def _kept_mib(arm: StrategyRuns, figure: str = "forward_holds_bytes") -> float:
 
 
 def neighbours_table(records: Records) -> pd.DataFrame:
+    """Return memory and communication of ZeRO and its alternatives, by strategy."""
     return table_of(
         _neighbour_arms(records),
         lambda arm: {
@@ -439,7 +446,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
 
 
 NEIGHBOURS = Question(
-    "neighbours", "How much memory and communication do ZeRO's neighbours need?", _neighbours_answer,
+    "neighbours", "How much memory and communication do alternatives to ZeRO need?", _neighbours_answer,
     nothing="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
     tables={"neighbours": neighbours_table}, notebook="neighbours",
 )  # fmt: skip

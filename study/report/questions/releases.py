@@ -1,4 +1,4 @@
-"""Which releases of DeepSpeed compute the gradients that one process computes, under each strategy."""
+"""DeepSpeed releases that compute the gradients of one process, under each strategy."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from study.report.document import Answer, Question
 
 
 def answer(records: Records) -> Answer | None:
+    """Return the number of releases that diverge, and the releases to avoid; None without records of releases."""
     cells = release_cells(records)
     if not cells:
         return None
@@ -32,22 +33,22 @@ def answer(records: Records) -> Answer | None:
     ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
     wrong = {cell.release for cell in bad}
     good = sorted(ran - wrong, key=release_order)
-    # A cause of one case may be hidden on a GPU, and that of another not.
+    # A release counts as hidden only if a GPU hides the causes of all its cases.
     hidden = wrong - {cell.release for cell in bad if not cell.gpu_hides_it}
     sentence = (
         f"With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
         f" one process under some strategy, {len(hidden)} of them by a fault that a GPU does not show."
         f" Equal to it under all strategies: {', '.join(good) or 'none'}."
     )
-    # A fault that strikes by chance may be absent anywhere.
+    # A race condition may be absent from any run.
     steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
     compared = [cell.of_its_time for cell in steady if cell.of_its_time in ("equal", "different")]
-    full, half, own = (ROUNDING[precision] for precision in ("fp32", "bf16", "bf16-engine"))
+    full, half, engine = (ROUNDING[precision] for precision in ("fp32", "bf16", "bf16-engine"))
     notes = [
         f"{sum(len(cell.runs) for cell in cells)} runs of {len(cells)} cases, each against `single` with the"
         f" same releases. Equal: within {full.loss:.0e} of a loss and {full.norm:.0e} of a norm in fp32,"
         f" {percent(half.loss)} and {percent(half.norm)} in bf16,"
-        f" {percent(own.loss)} and {percent(own.norm)} in DeepSpeed's own bf16."
+        f" {percent(engine.loss)} and {percent(engine.norm)} in DeepSpeed's own bf16."
     ]
     if compared:
         right = compared.count("equal")
@@ -75,13 +76,13 @@ def avoid_table(records: Records) -> pd.DataFrame:
     columns = {"Strategy": None}
     for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
         row = {"Strategy": strategy}
-        for of_its_time, several in itertools.product(KINDS, (False, True)):
-            mine = [cell for cell in cells if cell.strategy == strategy and cell.is_of_its_time == of_its_time
+        for is_contemporary, several in itertools.product(KINDS, (False, True)):
+            matching = [cell for cell in cells if cell.strategy == strategy and cell.is_of_its_time == is_contemporary
                     and (cell.micro_steps > 1) == several]  # fmt: skip
-            column = f"{'Accumulating' if several else 'One micro-step'}, {KINDS[of_its_time]}"
+            column = f"{'Accumulating' if several else 'One micro-step'}, {KINDS[is_contemporary]}"
             columns[column] = None
-            if mine:
-                row[column] = _avoided(mine)
+            if matching:
+                row[column] = _avoided(matching)
         rows.append(row)
     return pd.DataFrame(rows, columns=list(columns)).dropna(axis="columns", how="all").fillna("not run")
 
@@ -98,6 +99,7 @@ def _avoided(cells: Sequence[ReleaseCell]) -> str:
 
 
 def verdict_table(records: Records) -> pd.DataFrame:
+    """Return a row per case with its verdict."""
     cells = release_cells(records)
     letters = lettered(clipped(cells))
 
@@ -128,14 +130,15 @@ def verdict_table(records: Records) -> pd.DataFrame:
 
 
 def cause_table(records: Records) -> pd.DataFrame:
+    """Return a row per cause with its releases and strategies."""
     cells = release_cells(records)
     rows = []
     for cause, letter in lettered(clipped(cells)).items():
-        mine = [cell for cell in cells if cause in cell.causes]
+        matching = [cell for cell in cells if cause in cell.causes]
         rows.append({
             "": letter, "Cause": cause.title, "Whose": cause.blame,
-            "Releases seen": ", ".join(dict.fromkeys(cell.stack for cell in mine)),
-            "Strategies": ", ".join(dict.fromkeys(cell.strategy for cell in mine)),
+            "Releases seen": ", ".join(dict.fromkeys(cell.stack for cell in matching)),
+            "Strategies": ", ".join(dict.fromkeys(cell.strategy for cell in matching)),
             "On a GPU": f"{cause.gpu}: {cause.gpu_why}", "Instead": cause.instead or "-",
         })  # fmt: skip
     return pd.DataFrame(rows)
@@ -153,26 +156,27 @@ _WORDS = {
 
 
 def clipped(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
-    """Return those that clip gradients, where any does: figures are of one clipping, and the table has both."""
-    every = list(cells)
-    return [cell for cell in every if cell.max_norm] or every
+    """Return the cells with gradient clipping, or all if none clips: a figure shows one setting, the table both."""
+    all_cells = list(cells)
+    return [cell for cell in all_cells if cell.max_norm] or all_cells
 
 
 def lettered(cells: Iterable[ReleaseCell]) -> dict[Cause, str]:
-    """Return the causes that any case has, each with its letter in all grids."""
-    seen = {cause.id for cell in cells for cause in cell.causes}
-    return dict(zip((cause for cause in read_causes() if cause.id in seen), _LETTERS, strict=False))
+    """Return the causes that occur, each with its letter in all grids."""
+    cause_ids = {cause.id for cell in cells for cause in cell.causes}
+    return dict(zip((cause for cause in read_causes() if cause.id in cause_ids), _LETTERS, strict=False))
 
 
 def release_grid(records: Records) -> list[canvas.Drawing]:
-    every = clipped(release_cells(records))
-    letters = lettered(every)
-    precisions = sorted({cell.precision for cell in every}, key=lambda name: (name != "fp32", name))
+    """Draw a grid of releases and strategies for each precision and kind of stack."""
+    cells = clipped(release_cells(records))
+    letters = lettered(cells)
+    precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
     subjects = {
-        f"{precision}, {KINDS[of_its_time]}": [
-            cell for cell in every if cell.is_of_its_time == of_its_time and cell.precision == precision
+        f"{precision}, {KINDS[is_contemporary]}": [
+            cell for cell in cells if cell.is_of_its_time == is_contemporary and cell.precision == precision
         ]
-        for precision, of_its_time in itertools.product(precisions, KINDS)
+        for precision, is_contemporary in itertools.product(precisions, KINDS)
     }
     filled = [item for item in subjects.items() if item[1]]
     return canvas.drawings("release_grid", filled, functools.partial(_grid, letters))
@@ -185,13 +189,13 @@ def _grid(letters: dict[Cause, str], subject: str, cells: Sequence[ReleaseCell])
     width = 0.94 / len(steps)
     figure, (axes,) = canvas.sheet(_ROW_IN * len(releases) + 0.95)
     for cell in cells:
-        left = strategies.index(cell.strategy) + 0.03 + width * steps.index(cell.micro_steps)
+        x = strategies.index(cell.strategy) + 0.03 + width * steps.index(cell.micro_steps)
         row, fill = releases.index(cell.release), canvas.RELEASES[_kind(cell)]
-        axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, facecolor=fill.colour, hatch=fill.hatch,
+        axes.add_patch(Rectangle((x, row + 0.06), width, 0.88, facecolor=fill.colour, hatch=fill.hatch,
                                  edgecolor="white", linewidth=0.5))  # fmt: skip
         text = "".join(letters[cause] for cause in cell.causes) or "?" * (cell.verdict.kind == "different")
         text += "'" * cell.differs_sometimes
-        label = axes.text(left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold",
+        label = axes.text(x + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold",
                           color="white")  # fmt: skip
         label.set_path_effects([withStroke(linewidth=2.5, foreground=fill.colour)])
     axes.set(xlim=(0, len(strategies)), ylim=(len(releases), 0))
@@ -230,19 +234,19 @@ def _kind(cell: ReleaseCell) -> str:
 
 
 def fault_curves(records: Records) -> list[canvas.Drawing]:
-    """Draw the faults that a user would see next to the right curves: in fp32, the largest difference of each cause."""
-    every = clipped(release_cells(records))
-    found: dict[str, ReleaseCell] = {}
-    for cell in every:
+    """Draw the loss curves of faults in fp32 next to the right ones: of each cause the largest difference."""
+    cells = clipped(release_cells(records))
+    worst_by_cause: dict[str, ReleaseCell] = {}
+    for cell in cells:
         if cell.verdict.kind == "different" and cell.precision == "fp32" and cell.verdict.size:
             name = " ".join(cause.id for cause in cell.causes) or f"{cell.strategy} {cell.verdict.what}"
-            if name not in found or (found[name].verdict.size or 0) < cell.verdict.size:
-                found[name] = cell
-    worst = sorted(found.values(), key=lambda cell: -(cell.verdict.size or 0))[:_MOST_CURVES]
+            if name not in worst_by_cause or (worst_by_cause[name].verdict.size or 0) < cell.verdict.size:
+                worst_by_cause[name] = cell
+    worst = sorted(worst_by_cause.values(), key=lambda cell: -(cell.verdict.size or 0))[:_MOST_CURVES]
     steps = steps_by_run(records)
     drawn = [cell for cell in worst if cell.worst_run in steps and cell.single in steps]
     subjects = [("fp32, one run each", drawn)] if drawn else []
-    return canvas.drawings("fault_curves", subjects, functools.partial(_curves, lettered(every), steps))
+    return canvas.drawings("fault_curves", subjects, functools.partial(_curves, lettered(cells), steps))
 
 
 def _curves(
@@ -260,8 +264,8 @@ def _curves(
     for axes, cell in zip(grid, drawn, strict=False):
         for run, look in zip((cell.single, cell.worst_run), looks.values(), strict=True):
             axes.plot(steps[run]["step"], steps[run]["loss"], linewidth=1.6, **look)
-        of = ", ".join(letters[cause] for cause in cell.causes)
-        axes.set_title(f"{cell.release} {cell.strategy}{f' ({of})' if of else ''}", size=8.5, pad=15)
+        causes = ", ".join(letters[cause] for cause in cell.causes)
+        axes.set_title(f"{cell.release} {cell.strategy}{f' ({causes})' if causes else ''}", size=8.5, pad=15)
         about = f"{cell.micro_steps} micro-step{'s'[: cell.micro_steps > 1]}: {cell.verdict.what}"
         axes.text(0, 1.03, about, transform=axes.transAxes, size=8, color=canvas.QUIET)
         axes.grid(axis="y")
@@ -272,7 +276,7 @@ def _curves(
     words = "; ".join(f"{cell.release} {cell.strategy} differs by {cell.verdict.size:.2g}" for cell in drawn)
     legend = [Patch(facecolor=look["color"], label=label) for label, look in looks.items()]
     subtitle = "The same samples and the same initial weights; each run ended without an error."
-    return canvas.finish(figure, "What a user sees of a fault", subject, subtitle, words, legend=legend)
+    return canvas.finish(figure, "Loss curves of the faults", subject, subtitle, words, legend=legend)
 
 
 QUESTION = Question(

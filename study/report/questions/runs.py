@@ -1,4 +1,4 @@
-"""The runs behind a report: how they ended, their noise, what a plan still lacks, and the claims that use them."""
+"""The runs of a report: their outcomes, their noise, the remaining part of a plan, and the claims that use them."""
 
 from __future__ import annotations
 
@@ -20,46 +20,48 @@ def _remaining_answer(records: Records) -> Answer | None:
     slices = records.remaining
     if not slices:
         return None
-    planned, left = sum(each.planned for each in slices), sum(len(each.left) for each in slices)
-    time = format_duration(sum(each.seconds for each in slices))
-    if not left:
+    planned, missing = sum(item.planned for item in slices), sum(len(item.left) for item in slices)
+    time = format_duration(sum(item.seconds for item in slices))
+    if not missing:
         sentence = f"All of it is measured: {planned} runs and searches."
-    elif not any(each.ok + each.other for each in slices):
+    elif not any(item.ok + item.other for item in slices):
         sentence = f"None of it is measured yet: {planned} runs and searches remain, about {time}."
     else:
-        sentence = f"{planned - left} of {planned} runs and searches are measured; {left} remain, about {time}."
-    suites = dict.fromkeys(each.suite for each in slices)
-    table = pd.DataFrame([_row(suite, [each for each in slices if each.suite == suite]) for suite in suites])
-    return Answer(sentence, table, ("Times are by earlier records and the suites' arithmetic.",))
+        sentence = f"{planned - missing} of {planned} runs and searches are measured; {missing} remain, about {time}."
+    suites = dict.fromkeys(item.suite for item in slices)
+    table = pd.DataFrame([_row(suite, [item for item in slices if item.suite == suite]) for suite in suites])
+    return Answer(sentence, table, ("Times are estimates from earlier records and the suites' arithmetic.",))
 
 
 def _row(suite: str, slices: Sequence[Remaining], part: str = "") -> dict[str, object]:
-    """Return one row; it may have more runs than planned, because each probe of a search is one."""
-    left = sum(len(each.left) for each in slices)
+    """Return a row of a suite; it may have more runs than planned, because every probe of a search is a run."""
+    missing = sum(len(item.left) for item in slices)
     return {
         "Suite": suite,
         **({"Part": part} if part else {}),
-        "Planned": sum(each.planned for each in slices),
-        "Runs that ended ok": sum(each.ok for each in slices),
-        "Runs that did not": sum(each.other for each in slices),
-        "Left": left,
-        "Time for it": format_duration(sum(each.seconds for each in slices)) if left else "-",
+        "Planned": sum(item.planned for item in slices),
+        "Runs that ended ok": sum(item.ok for item in slices),
+        "Runs that did not": sum(item.other for item in slices),
+        "Left": missing,
+        "Time for it": format_duration(sum(item.seconds for item in slices)) if missing else "-",
     }
 
 
 def _parts(records: Records) -> list[tuple[Remaining, str]]:
-    """Return each slice with the part of its suite that it is."""
-    first = {each.suite: each for each in reversed(records.remaining)}
-    return [(each, each.only or ("all" if first[each.suite] is each else "the rest")) for each in records.remaining]
+    """Return each slice with the name of its part of the suite."""
+    first = {item.suite: item for item in reversed(records.remaining)}
+    return [(item, item.only or ("all" if first[item.suite] is item else "the rest")) for item in records.remaining]
 
 
 def slices_table(records: Records) -> pd.DataFrame:
-    return pd.DataFrame([_row(each.suite, [each], part) for each, part in _parts(records)])
+    """Return a row per slice with its planned and its remaining runs."""
+    return pd.DataFrame([_row(item.suite, [item], part) for item, part in _parts(records)])
 
 
 def left_table(records: Records) -> pd.DataFrame:
-    rows = [{"Suite": each.suite, "Part": part, "Left": "; ".join(each.left)}
-            for each, part in _parts(records) if each.left]  # fmt: skip
+    """Return the remaining runs of each slice."""
+    rows = [{"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)}
+            for item, part in _parts(records) if item.left]  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -70,10 +72,10 @@ REMAINING = Question(
 
 
 class Resting(NamedTuple):
-    """A claim with what these records show of it."""
+    """A claim that depends on these records, with their evidence."""
 
     claim: str
-    # Of its entry among all claims, relative to the report; empty where there is no way to it.
+    # Link to its entry among all claims, relative to the report; empty if there is no relative path.
     address: str
     verdict: str
     says: str
@@ -81,12 +83,13 @@ class Resting(NamedTuple):
 
 
 def claims_answer(resting: Sequence[Resting]) -> Answer | None:
+    """Return the claims and their verdicts; None without claims."""
     if not resting:
         return None
     rows = [
-        {"Claim": Link(each.claim, each.address), "Verdict": each.verdict, "It says": each.says,
-         "These records": each.found}
-        for each in resting
+        {"Claim": Link(claim.claim, claim.address), "Verdict": claim.verdict, "It says": claim.says,
+         "These records": claim.found}
+        for claim in resting
     ]  # fmt: skip
     sentence = f"The verdicts of {len(rows)} published claims depend on these records, some of them on others too."
     return Answer(sentence, pd.DataFrame(rows).astype(object))
@@ -103,12 +106,12 @@ def _runs_answer(records: Records) -> Answer | None:
     if runs.empty:
         return None
     lost = int((runs["status_state"] != "ok").sum())
-    sentence = f"{len(runs) - lost} runs ended well and {lost} did not; {len(records.refused)} records were refused."
+    sentence = f"{len(runs) - lost} runs succeeded and {lost} did not; {len(records.refused)} records were excluded."
     notes = []
-    boxes = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
-    if len(boxes) > 1:
-        notes.append(f"They are from {len(boxes)} different boxes; comparisons mark runs of another box.")
-    counts = [len(arm.ended) for found in workloads(records).values() for arm in found if len(arm.ended)]
+    machines = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
+    if len(machines) > 1:
+        notes.append(f"They come from {len(machines)} different machines; comparisons mark runs of another machine.")
+    counts = [len(arm.ended) for strategies in workloads(records).values() for arm in strategies if len(arm.ended)]
     if counts:
         several = f"{min(counts)} to {max(counts)} runs of each strategy."
         notes.append("One run of each strategy: no interval." if max(counts) == 1 else several)
@@ -120,6 +123,7 @@ def _runs_answer(records: Records) -> Answer | None:
 
 
 def summary_table(records: Records) -> pd.DataFrame:
+    """Return the main figures of each strategy."""
     return table_of(
         real_arms(records),
         lambda arm: {
@@ -135,27 +139,27 @@ def summary_table(records: Records) -> pd.DataFrame:
 
 
 def controls_table(records: Records) -> pd.DataFrame:
-    """Return standard deviations of like runs, and DeepSpeed's overhead at stage 0."""
+    """Return the noise of each workload, and DeepSpeed's overhead at stage 0."""
     rows = []
-    for workload, found in workloads(records).items():
-        runs = found[0].workload_runs
+    for workload, strategies in workloads(records).items():
+        runs = strategies[0].workload_runs
         for figure, words in (("eval_loss_final", "evaluation loss"), (STEP, "step time")):
             rows.append({
                 "Workload": workload, "Figure": words,
                 "Residual SD after removing strategy and seed effects": _noise_text(noise(runs, figure)),
                 "SD of reruns of the same strategy and seed": _noise_text(repeat_noise(runs, figure)),
-                "Stage 0, x no engine": _overhead(found, figure),
+                "Stage 0, x no engine": _overhead(strategies, figure),
             })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _noise_text(found: Noise | None) -> str:
-    return "not run" if found is None else f"{percent(found.share)} ({found.df} df)"
+def _noise_text(estimate: Noise | None) -> str:
+    return "not run" if estimate is None else f"{percent(estimate.share)} ({estimate.df} df)"
 
 
-def _overhead(found: Sequence[StrategyRuns], figure: str) -> str:
+def _overhead(group: Sequence[StrategyRuns], figure: str) -> str:
     """Return the ratio of stage 0 to plain training on as many ranks, which isolates DeepSpeed's overhead."""
-    strategies = [(arm, arm.value("strategy")) for arm in found if arm.is_fair()]
+    strategies = [(arm, arm.value("strategy")) for arm in group if arm.is_fair()]
     plain = {arm.ranks: arm.name for arm, strategy in strategies if strategy in ("single", "ddp")}
     ratios = [
         ratio.brief("{:.4g}".format)

@@ -1,4 +1,4 @@
-"""Throughput by number of ranks, machines, batch and model size, over one device or the baseline."""
+"""Throughput by number of ranks, machines, batch and model size, relative to one device or the baseline."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ SPEED = "tokens_per_s"
 
 
 def _ranks_answer(records: Records) -> Answer | None:
-    found = {workload: of_it for workload, of_it in workloads(records).items() if _has_several(of_it[0])}
-    speeds = Comparison(found, SPEED, _one_device)
-    several = [arm for of_it in found.values() for arm in of_it if arm.is_fair() and arm.ranks > 1]
+    by_workload = {workload: arms for workload, arms in workloads(records).items() if _has_several(arms[0])}
+    speeds = Comparison(by_workload, SPEED, _one_device)
+    several = [arm for arms in by_workload.values() for arm in arms if arm.is_fair() and arm.ranks > 1]
     several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
     if not several:
         return None
-    one = names([name for of_it in found.values() if (name := _one_device(of_it[0]))])
-    sentence = f"The throughput of several ranks differs from {one} on one device, but is {NOT_SIGNIFICANT}."
+    references = names([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
+    sentence = f"The throughput of several ranks differs from {references} on one device, but is {NOT_SIGNIFICANT}."
     if speeds.significant(several):
-        end = f" times the throughput of {one} on one device"
+        end = f" times the throughput of {references} on one device"
         sentence = speeds.sentence(several, times_text, "Several ranks have", end)
     columns: Columns = {
         "x one device": speeds.cell(times_text),
         "Of the ideal": lambda arm: known(_speedup(arm).center / arm.ranks, percent),
     }
-    return side_by_side(sentence, without_offload(found), columns, *speeds.notes)
+    return side_by_side(sentence, without_offload(by_workload), columns, *speeds.notes)
 
 
 def _has_several(arm: StrategyRuns) -> bool:
@@ -66,22 +66,24 @@ def _has_several(arm: StrategyRuns) -> bool:
 
 
 def _one_device(arm: StrategyRuns) -> str | None:
-    """Return the strategy on one rank that the others are compared with: plain training where it ran."""
+    """Return the reference strategy on one rank: plain training if it ran."""
     return baseline_arm(arm.workload_runs[arm.workload_runs["world_size"] == 1])
 
 
 def _speedup(arm: StrategyRuns) -> Interval:
-    one = _one_device(arm)
-    return interval([]) if one is None else paired_ratio(arm.workload_runs, SPEED, arm.name, one)
+    base = _one_device(arm)
+    return interval([]) if base is None else paired_ratio(arm.workload_runs, SPEED, arm.name, base)
 
 
 def single_vs_multi_table(records: Records) -> pd.DataFrame:
+    """Return throughput, efficiency and memory by number of ranks."""
+
     def figures(arm: StrategyRuns) -> Row:
-        speedup, count, one = _speedup(arm), arm.ranks or None, _one_device(arm)
+        speedup, count, base = _speedup(arm), arm.ranks or None, _one_device(arm)
         return {
             "Ranks": count,
             "Tokens/s": arm.middle(SPEED).center,
-            "x one device": "1 (one device)" if arm.name == one else ratio_text(None if one is None else speedup),
+            "x one device": "1 (one device)" if arm.name == base else ratio_text(None if base is None else speedup),
             "Ideal": count,
             "Efficiency": speedup.center / count if count else NAN,
             "State per rank, MiB": arm.state_mib(),
@@ -92,46 +94,47 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
 
 
 def scaling(records: Records) -> list[canvas.Drawing]:
+    """Draw the speedup by number of ranks."""
     return canvas.per_workload("scaling", canvas.finished(records), _scaling)
 
 
 def _scaling(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw strong scaling: the global batch is part of the workload, so it is the same for every number of ranks."""
+    """Draw strong scaling: all points have the same global batch, because it is part of the workload."""
     timed = runs[runs[SPEED].notna()]
     if timed["world_size"].nunique() < 2:
         return None
-    # One line per strategy whatever its ranks; an override or another trainer is another line.
+    # One line per strategy over all numbers of ranks; an override or another trainer is a separate line.
     timed = timed.assign(line=timed["arm"].str.replace(r" x\d+", "", regex=True), fair=timed["confounded"] == "")
     speed = timed.groupby(["line", "strategy", "world_size"]).agg(
         {SPEED: geometric_mean, "fair": "min", "arm": "first"}
     ).reset_index()  # fmt: skip
     fair = speed[speed["fair"]] if speed["fair"].any() else speed
     start = fair[fair["world_size"] == fair["world_size"].min()].sort_values(SPEED).iloc[-1]
-    one, fewest = str(start["line"]), int(start["world_size"])
-    # As in the tables: seed by seed, where they have one in common.
+    base, fewest = str(start["line"]), int(start["world_size"])
+    # As in the tables, seed by seed if the two have a seed in common.
     pairs = {arm: paired_ratio(timed, SPEED, arm, start["arm"]).center for arm in timed["arm"].unique()}
     speed["speedup"] = speed["arm"].map(pairs).fillna(speed[SPEED] / start[SPEED])
-    counts = [int(each) for each in sorted(speed["world_size"].unique())]
+    counts = [int(world_size) for world_size in sorted(speed["world_size"].unique())]
     figure, (axes,) = canvas.sheet(4.0)
     axes.plot(counts, [count / fewest for count in counts], **canvas.GUIDE)
     lines = []
     for label, line in speed.groupby("line"):
-        line, own = line.sort_values("world_size"), timed[timed["line"] == label]
+        line, line_runs = line.sort_values("world_size"), timed[timed["line"] == label]
         name = canvas.label_of(str(label), {} if line["fair"].all() else {str(label): "confounded"})
-        points = [own.loc[own["world_size"] == count, SPEED] / start[SPEED] for count in line["world_size"]]
+        points = [line_runs.loc[line_runs["world_size"] == count, SPEED] / start[SPEED] for count in line["world_size"]]
         text, x, y = f"{name} {format_number(line['speedup'].iloc[-1])}", line["world_size"], line["speedup"]
         lines.append(canvas.StrategyLine(text, line["strategy"].iloc[0], x.tolist(), y.tolist(), points))
     canvas.plot_lines(
         axes, lines, {count: str(count) for count in counts},
         [canvas.EndLabel(counts[-1], counts[-1] / fewest, "ideal", canvas.QUIET)],
         xlabel="ranks (without an accelerator: cores)",
-        ylabel=f"throughput against {one} on {fewest} rank{'s' if fewest > 1 else ''} (times)",
+        ylabel=f"throughput against {base} on {fewest} rank{'s' if fewest > 1 else ''} (times)",
         xlim=(counts[0] * 0.9, counts[-1] * 1.03),
         ylim=(0, max(counts[-1] / fewest, float(speed["speedup"].max())) * 1.06),
     )  # fmt: skip
     words = ", ".join(f"{row.line} on {row.world_size:.0f}: {format_number(row.speedup)}" for row in speed.itertuples())
-    subtitle = f"The global batch stays the same. Dashed: the throughput of {one} times the ranks."
-    words = f"as multiples of {one} on {fewest}: {words}"
+    subtitle = f"The global batch stays the same. Dashed: the throughput of {base} times the ranks."
+    words = f"as multiples of {base} on {fewest}: {words}"
     return canvas.finish(figure, "Speed by number of ranks", workload, subtitle, words, canvas.confounds_of(runs))
 
 
@@ -158,9 +161,9 @@ def _nodes_answer(records: Records) -> Answer | None:
         sentence = "Nothing here was timed on several machines: virtual ranks measure memory and communication only."
         return Answer(sentence, table, ("A virtual job has machines of eight ranks.", _ACROSS, _PLANNED))
     efficiencies = [
-        f"{span(of_it['efficiency'], percent)} of the ideal with {names(sorted(of_it['line'].unique()))} ({kind})"
+        f"{span(group['efficiency'], percent)} of the ideal with {names(sorted(group['line'].unique()))} ({kind})"
         for kind in (STRONG, WEAK)
-        if len(of_it := timed[timed["scaling"] == kind])
+        if len(group := timed[timed["scaling"] == kind])
     ]
     notes = (
         "Strong: the global batch stays the same. Weak: each rank's share of it does.",
@@ -172,6 +175,7 @@ def _nodes_answer(records: Records) -> Answer | None:
 
 
 def nodes_table(records: Records) -> pd.DataFrame:
+    """Return throughput, memory and communication by number of machines, measured and predicted."""
     rows = over_nodes(records)
     table = {
         "Model": rows["model"], "Strategy": rows["line"], "Scaling": rows["scaling"], "Machines": rows["machines"],
@@ -188,13 +192,14 @@ def nodes_table(records: Records) -> pd.DataFrame:
 
 
 def efficiency(records: Records) -> list[canvas.Drawing]:
+    """Draw the efficiency or the communication by number of machines, per model and kind of scaling."""
     rows = over_nodes(records)
-    subjects = [(f"{model}, {kind}", of_it) for (model, kind), of_it in rows.groupby(["model", "scaling"])]
+    subjects = [(f"{model}, {kind}", group) for (model, kind), group in rows.groupby(["model", "scaling"])]
     return canvas.drawings("nodes", subjects, _node_lines)
 
 
 def _node_lines(subject: str, rows: pd.DataFrame) -> canvas.Drawing:
-    """Draw what each rank sends in groups that span machines or, where it was timed, its efficiency."""
+    """Draw the efficiency; for planned jobs, which are not timed, the bytes sent in groups that span machines."""
     title, unit, subtitle = "Speed per rank", "% of the ideal", "Relative to the fewest machines."
     is_planned = rows["scaling"].iloc[0] == PLANNED
     if is_planned:
@@ -206,17 +211,17 @@ def _node_lines(subject: str, rows: pd.DataFrame) -> canvas.Drawing:
     if guides:
         axes.axhline(100, **canvas.GUIDE)
     lines, words = [], []
-    for line, of_it in rows.groupby("line"):
-        of_it = of_it.sort_values("world_size").drop_duplicates("machines", keep="last")
-        height = of_it["across"] / MIB if is_planned else 100 * of_it["efficiency"]
-        # The table has the settings themselves.
+    for line, group in rows.groupby("line"):
+        group = group.sort_values("world_size").drop_duplicates("machines", keep="last")
+        height = group["across"] / MIB if is_planned else 100 * group["efficiency"]
+        # The label only counts the settings; the table lists them.
         arm, *settings = line.split(", ")
         name = f"{arm}, {len(settings)} setting{'s'[: len(settings) > 1]}" if settings else arm
-        label, x = f"{name} {format_number(height.iloc[-1])}", of_it["machines"].tolist()
-        lines.append(canvas.StrategyLine(label, of_it["strategy"].iloc[0], x, height.tolist()))
+        label, x = f"{name} {format_number(height.iloc[-1])}", group["machines"].tolist()
+        lines.append(canvas.StrategyLine(label, group["strategy"].iloc[0], x, height.tolist()))
         words.append(f"{line} " + ", ".join(f"{format_number(y)} on {n}" for n, y in zip(x, height, strict=True)))
     look = {"xlabel": "machines", "ylabel": unit, "ylim": (0, None)}
-    canvas.plot_lines(axes, lines, {each: f"{each}" for each in machines}, guides, **look)
+    canvas.plot_lines(axes, lines, {count: f"{count}" for count in machines}, guides, **look)
     return canvas.finish(figure, title, subject, subtitle, f"in {unit}: {'; '.join(words)}")
 
 
@@ -228,22 +233,24 @@ NODES = Question(
 
 
 def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
-    """Answer for the subject with most strategies; the others are in the details."""
+    """Return the answer for the subject with most strategies; the details have the others."""
     speed = speed_beside_baseline(real(records).runs, column)
     if speed.empty:
         return None
     subject = speed["subject"].iloc[0]
-    one = speed[speed["subject"] == subject].sort_values("place")
-    sign = (one["significant"] | (one["arm"] == one["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
-    cells = sign + one["percent"].map("{:.0f} %".format) + one["note"].map(lambda note: " †" if note else "")
-    table = one.assign(cell=cells).pivot_table(index="arm", columns="place", values="cell", aggfunc="first", sort=False)
+    chosen = speed[speed["subject"] == subject].sort_values("place")
+    sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
+    cells = sign + chosen["percent"].map("{:.0f} %".format) + chosen["note"].map(lambda note: " †" if note else "")
+    table = chosen.assign(cell=cells).pivot_table(
+        index="arm", columns="place", values="cell", aggfunc="first", sort=False
+    )
     table.columns = [words.format(place) for place in table.columns]
-    baseline = " or ".join(dict.fromkeys(one["baseline"]))
-    fair = one[(one["note"] == "") & (one["arm"] != one["baseline"])]
+    baseline = " or ".join(dict.fromkeys(chosen["baseline"]))
+    fair = chosen[(chosen["note"] == "") & (chosen["arm"] != chosen["baseline"])]
     several = fair[fair.groupby("arm")["place"].transform("nunique") > 1]
     sentence = f"No strategy is comparable with `{baseline}` at more than one place."
     if len(several):
-        # The question is about the strategy that shards most.
+        # The sentence is about the strategy that shards most.
         arm = several.iloc[-1]["arm"]
         ends = [several[several["arm"] == arm].iloc[place] for place in (0, -1)]
         speeds = " and ".join(
@@ -256,7 +263,7 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     notes = [f"Throughput in percent of `{baseline}`, {subject}."]
     if sign.str.len().any():
         notes.append(f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.")
-    confounded = one[one["note"] != ""]
+    confounded = chosen[chosen["note"] != ""]
     for name, note in zip(confounded["arm"], confounded["note"], strict=True):
         notes.append(f"`{name}`: not a fair comparison †, {note}.")
     if more := speed["subject"].nunique() - 1:
@@ -265,6 +272,8 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
 
 
 def batch_size_table(records: Records) -> pd.DataFrame:
+    """Return throughput and communication by global batch."""
+
     def figures(arm: StrategyRuns) -> Row:
         batch = arm.value("global_batch_size")
         return {
@@ -282,6 +291,8 @@ def batch_size_table(records: Records) -> pd.DataFrame:
 
 
 def model_size_table(records: Records) -> pd.DataFrame:
+    """Return memory and step time by model size."""
+
     def figures(arm: StrategyRuns) -> Row:
         return {
             "Model": arm.value("model_name_or_path"),
@@ -298,10 +309,12 @@ def model_size_table(records: Records) -> pd.DataFrame:
 
 
 def batch_size(records: Records) -> list[canvas.Drawing]:
+    """Draw throughput relative to the baseline by global batch."""
     return _by_subject(records, "batch_size", "global_batch_size", "Speed by global batch", "global batch, samples")
 
 
 def model_size(records: Records) -> list[canvas.Drawing]:
+    """Draw throughput relative to the baseline by model size."""
     xlabel = "model size, million parameters"
     return _by_subject(records, "model_size", "model_name_or_path", "Speed by model size", xlabel)
 

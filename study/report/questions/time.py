@@ -1,4 +1,4 @@
-"""Time of an optimizer step, what it is spent on, throughput against memory, and which strategy to use on this box."""
+"""Step time and its profile, throughput against memory, and the recommended strategy for this machine."""
 
 from __future__ import annotations
 
@@ -47,35 +47,39 @@ from study.report.questions.memory import STEP, step_s
 
 
 def _time_answer(records: Records) -> Answer | None:
-    found = compare_with_reference(records, step_s)
-    if found is None:
+    comparison = compare_with_reference(records, step_s)
+    if comparison is None:
         return None
-    times = Comparison(found.workloads, STEP, lambda arm: found.references[arm.workload].name)
-    sentence = f"No sharding strategy here is comparable with {found.names} in step time."
-    if times.significant(found.sharding):
-        end = f" times as long as one of {found.names}"
-        sentence = times.sentence(found.sharding, times_text, "A step with sharded state takes", end)
-    elif found.sharding:
-        sentence = f"The step time of sharding strategies differs from {found.names}, but is {NOT_SIGNIFICANT}."
-    columns: Columns = {"Step, ms": lambda arm: 1e3 * step_s(arm), f"x {found.plain_names}": times.cell(times_text)}
+    times = Comparison(comparison.workloads, STEP, lambda arm: comparison.references[arm.workload].name)
+    sentence = f"No sharding strategy here is comparable with {comparison.names} in step time."
+    if times.significant(comparison.sharding):
+        end = f" times as long as one of {comparison.names}"
+        sentence = times.sentence(comparison.sharding, times_text, "A step with sharded state takes", end)
+    elif comparison.sharding:
+        sentence = f"The step time of sharding strategies differs from {comparison.names}, but is {NOT_SIGNIFICANT}."
+    columns: Columns = {
+        "Step, ms": lambda arm: 1e3 * step_s(arm),
+        f"x {comparison.plain_names}": times.cell(times_text),
+    }
     return side_by_side(
-        sentence, without_offload(found.workloads), columns,
+        sentence, without_offload(comparison.workloads), columns,
         "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
-        *noise_notes(found.workloads, STEP),
+        *noise_notes(comparison.workloads, STEP),
     )  # fmt: skip
 
 
 def noise_fact(records: Records) -> list[str]:
-    """Return the noise for the head of the first page, where all workloads have the same."""
-    notes = {noise_note(of_it, STEP).rstrip(".") for of_it in workloads(records).values()}
+    """Return the noise note for the head of the first page; empty if the workloads have different ones."""
+    notes = {noise_note(strategies, STEP).rstrip(".") for strategies in workloads(records).values()}
     return list(notes) if len(notes) == 1 else []
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
-    every: dict[str, list[StrategyRuns]] = {}
+    """Return step time, throughput and utilization by strategy."""
+    by_workload: dict[str, list[StrategyRuns]] = {}
     for arm in real_arms(records):
-        every.setdefault(arm.workload, []).append(arm)
-    times = Comparison(every, STEP, lambda arm: arm.baseline)
+        by_workload.setdefault(arm.workload, []).append(arm)
+    times = Comparison(by_workload, STEP, lambda arm: arm.baseline)
 
     def figures(arm: StrategyRuns) -> Row:
         runs, difference = arm.ended, times.of(arm)
@@ -84,7 +88,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
             words = arm.role if arm.is_baseline else "no baseline"
         elif not arm.is_fair():
             words = "not judged"
-        # The model's FLOPs per second over what the device reached in plain matrix products.
+        # Model FLOP/s, to be divided by the rate that the device reached in plain matrix products.
         steps_per_s = runs["tokens_per_s"] / (runs["global_batch_size"] * runs["seq_length"]).astype(float)
         flops_per_s = runs["model_flops_per_step"] * steps_per_s / runs["world_size"].astype(float)
         return {
@@ -104,14 +108,15 @@ def runtime_table(records: Records) -> pd.DataFrame:
             "In words": words,
         }
 
-    return table_of((arm for arms in every.values() for arm in arms), figures)
+    return table_of((arm for arms in by_workload.values() for arm in arms), figures)
 
 
-# Points of single steps that one row can show as points.
+# Single steps drawn per row; more would merge into a bar.
 _MOST_DOTS = 120
 
 
 def step_time(records: Records) -> list[canvas.Drawing]:
+    """Draw the step times of each workload."""
     runs = canvas.finished(records)
     return canvas.per_workload("step_time", runs[runs[STEP].notna()], functools.partial(_step_time, records.steps))
 
@@ -132,9 +137,9 @@ def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas
                      linewidth=0)  # fmt: skip
         median, low, high = figures.loc[arm]
         axes.plot([low, high], [row, row], color=style.colour, linewidth=3, solid_capstyle="round")
-        each = runs.loc[runs["arm"] == arm, STEP] * 1e3
-        if 1 < len(each) < SHOWN_BELOW:
-            axes.vlines(each, row - 0.4, row + 0.4, color=canvas.INK, linewidth=1, zorder=5)
+        run_medians = runs.loc[runs["arm"] == arm, STEP] * 1e3
+        if 1 < len(run_medians) < SHOWN_BELOW:
+            axes.vlines(run_medians, row - 0.4, row + 0.4, color=canvas.INK, linewidth=1, zorder=5)
         axes.plot(median, row, markersize=8.5, zorder=4, **style.points)
         axes.annotate(f"{median:,.0f}" if median >= 10 else format_number(median), (1.01, row), va="center", size=9,
                       xycoords=("axes fraction", "data"))  # fmt: skip
@@ -151,6 +156,7 @@ def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas
 
 
 def frontier(records: Records) -> list[canvas.Drawing]:
+    """Draw throughput against peak memory."""
     return canvas.per_workload("frontier", canvas.finished(records), _frontier)
 
 
@@ -158,7 +164,7 @@ def _frontier(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     on_device = runs["peak_memory_gib_allocated"].notna().any()
     memory = "peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"
     arms, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
-    # As in the tables: a repeat of a seed is not a seed of its own.
+    # As in the tables, repeats of a seed count as one seed.
     speeds = pd.Series({arm: middle(runs, "tokens_per_s", arm).center for arm in arms})
     points = pd.DataFrame({memory: runs.groupby("arm")[memory].median(), "tokens_per_s": speeds}).dropna()
     if len(points) < 2:
@@ -183,11 +189,11 @@ def _frontier(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
 
 
 TIME = Question(
-    "time", "How long does a step take?", _time_answer, nothing="No run here that ended well has timed steps.",
+    "time", "How long does a step take?", _time_answer, nothing="No successful run here has timed steps.",
     tables={"runtime": runtime_table}, figures={"step_time": step_time, "frontier": frontier}, notebook="runtime",
 )  # fmt: skip
 
-# The kinds of work that the FLOPs of a model are counted over.
+# The kinds of work counted in a model's FLOPs.
 _MODEL_FLOPS_KINDS = ("matmul", "attention")
 _LABELS = {
     "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise and norms",
@@ -198,13 +204,13 @@ _DEVICES = {
     "cuda": "Kernels of one GPU; idle is the GPU without one, waiting for the host.",
     "cpu": "Operators of one rank; idle is the time between them, which is Python and waiting.",
 }
-# As a share of the step; a smaller overlap is not visible.
+# As a fraction of the step; a smaller overlap is not visible.
 _VISIBLE_OVERLAP = 0.01
 Profiled = tuple[StrategyRuns, dict[str, Any]]
 
 
 def _profiled_arms(records: Records) -> Iterator[Profiled]:
-    """Return each with the profile of its first run that has one: profiles are not averaged."""
+    """Yield each profiled strategy with the profile of its first run that has one: profiles are not averaged."""
     for arm in group_by_strategy(real(records).runs):
         profiled = arm.ended["profile"].dropna()
         if len(profiled):
@@ -212,7 +218,7 @@ def _profiled_arms(records: Records) -> Iterator[Profiled]:
 
 
 def _parts_ms(profile: dict[str, Any]) -> dict[str, float]:
-    """Return milliseconds of a step by kind of work, and those in which nothing ran."""
+    """Return milliseconds of a step by kind of work, and the idle ones."""
     seconds = {**profile["categories_s_per_step"], "idle": profile["idle_s_per_step"]}
     return {kind: 1e3 * seconds[kind] for kind in (*PROFILE_CATEGORIES, "idle")}
 
@@ -225,20 +231,20 @@ def _profile_answer(records: Records) -> Answer | None:
         rows.append((arm.workload, arm.name, wall, multiplied / wall, parts["idle"] / wall))
     if not rows:
         return None
-    shares = ["Matrix products and attention", "Idle"]
-    table = pd.DataFrame(rows, columns=["Workload", "Strategy", "Step, ms", *shares])
-    products, idle = (span(table[share], percent) for share in shares)
-    table[shares] = table[shares].map(percent)
+    columns = ["Matrix products and attention", "Idle"]
+    table = pd.DataFrame(rows, columns=["Workload", "Strategy", "Step, ms", *columns])
+    products, idle = (span(table[column], percent) for column in columns)
+    table[columns] = table[columns].map(percent)
     sentence = f"Matrix products and attention take {products} of a step; {idle} of it is idle."
-    return Answer(sentence, table, ("Profiled steps are slower, and are in no other time here.",))
+    return Answer(sentence, table, ("Profiled steps are slower, and excluded from all other times here.",))
 
 
 def step_profile_table(records: Records) -> pd.DataFrame:
-    """Return the time of a step by kind of work, and the FLOP rate during the model's own arithmetic."""
+    """Return the time of a step by kind of work, and the FLOP rate of the model's own arithmetic."""
 
     def figures(arm: StrategyRuns, profile: dict[str, Any]) -> Row:
         seconds = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
-        # With gradient checkpointing that time has products which are no FLOPs of the model's.
+        # With gradient checkpointing, that time includes recomputation, which is not counted in the model's FLOPs.
         has_rate = seconds and not arm.ended["gradient_checkpointing"].any()
         rate = arm.median("model_flops_per_step") / arm.ended["world_size"].iloc[0] / seconds if has_rate else NAN
         devices = json.loads(arm.value("devices") or "[]") if profile["device"] == "cuda" else []
@@ -273,24 +279,25 @@ def kernels_table(records: Records) -> pd.DataFrame:
 
 
 def step_profile(records: Records) -> list[canvas.Drawing]:
+    """Draw the time of a step by kind of work."""
     profiled: dict[str, dict[str, Profiled]] = {}
     for arm, profile in _profiled_arms(records):
         profiled.setdefault(arm.workload, {})[arm.name] = (arm, profile)
     return canvas.drawings("step_profile", sorted(profiled.items())[: canvas.MOST_WORKLOADS], _step_profile)
 
 
-def _step_profile(workload: str, found: dict[str, Profiled]) -> canvas.Drawing:
-    runs = next(iter(found.values()))[0].workload_runs
-    arms = [arm for arm in canvas.arms_of(runs) if arm in found]
-    notes = {arm: note for arm, note in canvas.confounds_of(runs).items() if arm in found}
-    profiles = pd.DataFrame([found[arm][1] for arm in arms], index=arms)
-    parts = pd.DataFrame([_parts_ms(found[arm][1]) for arm in arms], index=arms)
+def _step_profile(workload: str, profiled: dict[str, Profiled]) -> canvas.Drawing:
+    runs = next(iter(profiled.values()))[0].workload_runs
+    arms = [arm for arm in canvas.arms_of(runs) if arm in profiled]
+    notes = {arm: note for arm, note in canvas.confounds_of(runs).items() if arm in profiled}
+    profiles = pd.DataFrame([profiled[arm][1] for arm in arms], index=arms)
+    parts = pd.DataFrame([_parts_ms(profiled[arm][1]) for arm in arms], index=arms)
     wall = 1e3 * profiles["wall_s_per_step"]
     overlaps = profiles["summed_s_per_step"] - profiles["busy_s_per_step"] > _VISIBLE_OVERLAP * wall / 1e3
     subtitle = " ".join(_DEVICES[device] for device in sorted(set(profiles["device"])))
     if overlaps.any():
         subtitle += " Overlapping work is drawn side by side: the black line is the end of the step."
-    mfu = {arm: found[arm][0].median("mfu") for arm in arms}
+    mfu = {arm: profiled[arm][0].median("mfu") for arm in arms}
     texts = [f"{format_number(wall[arm])} ms" + ("" if pd.isna(mfu[arm]) else f"\nMFU {mfu[arm]:.0%}") for arm in arms]
     marks = wall.where(overlaps, NAN).tolist()
     figure, (axes,) = canvas.sheet_of_rows(len(arms), 0.36)
@@ -315,11 +322,11 @@ PROFILE = Question(
 
 def _advice_answer(records: Records) -> Answer | None:
     runs = real(records).runs
-    # Profiling slows a run down, and nobody trains so.
-    found = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
+    # Profiling slows a run down, so profiled runs are excluded.
+    by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
     rows, best, unjudged = [], [], []
-    for workload, of_it in found.items():
-        timed = [arm for arm in of_it if arm.is_fair() and not math.isnan(step_s(arm))]
+    for workload, strategies in by_workload.items():
+        timed = [arm for arm in strategies if arm.is_fair() and not math.isnan(step_s(arm))]
         if not timed:
             continue
         judged = [arm for arm in timed if arm.middle(STEP).n >= SMALLEST_SAMPLE]
@@ -330,7 +337,7 @@ def _advice_answer(records: Records) -> Answer | None:
         places = fast_memory(timed[0].workload_runs)
         states = [(size, arm.name) for arm in timed if not math.isnan(size := arm.state_mib(places))]
         least = min(states, default=(0.0, ""))[0]
-        # State is counted, not measured: one run is enough.
+        # State is counted on tensors, not sampled: one run is enough.
         smallest = f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
         rows.append({
             "Workload": workload,
@@ -341,12 +348,12 @@ def _advice_answer(records: Records) -> Answer | None:
         })  # fmt: skip
     if not rows:
         return None
-    arms = [arm for of_it in found.values() for arm in of_it]
+    arms = [arm for strategies in by_workload.values() for arm in strategies]
     notes = ["For this model, batch and length only: for a model that does not fit, the order may be reversed."]
     if unjudged:
         notes.append(f"Fewer than three seeds, so not judged: {names(unjudged)}.")
     if any(has_no_gpu(arm.workload_runs) for arm in arms):
-        notes.append("This box has no GPU: these records do not show what a stage costs or saves on one.")
+        notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
     table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged))
     return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *notes_on(arms)))
 
@@ -354,36 +361,36 @@ def _advice_answer(records: Records) -> Answer | None:
 def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool) -> str:
     if len(best) < workloads_timed:
         return f"No advice on time: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
-    everywhere = [name for name in best[0] if all(name in others for others in best)]
-    where = "" if len(best) == 1 else " in every workload here"
+    everywhere = [name for name in best[0] if all(name in fastest for fastest in best)]
+    extent = "" if len(best) == 1 else " in every workload here"
     if not everywhere:
         return "No strategy is among the fastest in every workload here: the table has those of each."
-    of_those = "Of the strategies with three seeds, " if has_unjudged else ""
-    if all(list(others) == everywhere[:1] for others in best):
-        return f"{of_those}`{everywhere[0]}` is the fastest{where}."
+    scope = "Of the strategies with three seeds, " if has_unjudged else ""
+    if all(list(fastest) == everywhere[:1] for fastest in best):
+        return f"{scope}`{everywhere[0]}` is the fastest{extent}."
     nothing = "none" if has_unjudged else "Nothing"
-    return f"{of_those}{nothing} is significantly faster than {names(everywhere)}{where}."
+    return f"{scope}{nothing} is significantly faster than {names(everywhere)}{extent}."
 
 
 def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
-    """Return the fastest and all that are not significantly slower.
+    """Return the fastest strategy and all that are not significantly slower.
 
-    Any strategy may turn out the fastest, so every two are one family of tests.
+    Any strategy may be the fastest, so all pairs are one family of tests.
     """
     ranked = [arm.name for arm in sorted(judged, key=step_s)]
-    found = differences(judged[0].workload_runs, STEP, itertools.combinations(ranked, 2))
-    slower = {name for name in ranked[1:] if found[ranked[0], name].is_significant}
+    tests = differences(judged[0].workload_runs, STEP, itertools.combinations(ranked, 2))
+    slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
     return [arm.name for arm in judged if arm.name not in slower]
 
 
 def _seeds(runs: pd.DataFrame) -> str:
-    """Return the seeds for 80 % power where these two are the only ones; each further pair needs more."""
-    found = noise(runs, STEP)
-    needed = None if found is None else seeds_needed(math.log(1.05), found.share * math.sqrt(2))
-    return "not known" if found is None else f"{needed}" if needed else "over ten thousand"
+    """Return the seeds for 80 % power if these two strategies are the only ones; each further pair needs more."""
+    estimate = noise(runs, STEP)
+    needed = None if estimate is None else seeds_needed(math.log(1.05), estimate.share * math.sqrt(2))
+    return "not known" if estimate is None else f"{needed}" if needed else "over ten thousand"
 
 
 ADVICE = Question(
-    "advice", "Which configuration should I use on this box?", _advice_answer,
-    nothing="Nothing can be recommended: no run with a time ended well.", tables={},
+    "advice", "Which configuration should I use on this machine?", _advice_answer,
+    nothing="There is no recommendation: no timed run succeeded.", tables={},
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Virtual ranks: their model state against the ZeRO paper, the effect of each setting, and how they were measured."""
+"""Virtual ranks: model state compared with the ZeRO paper, effects of settings, and how the ranks were measured."""
 
 from __future__ import annotations
 
@@ -44,89 +44,91 @@ _NEAR = 0.01
 
 
 def _table1_answer(records: Records) -> Answer | None:
-    of_table1 = [one for one in table1_rows(records) if not math.isnan(rank_state_bytes(one))]
-    rows = of_table1 or _in_the_papers_precision(records)
+    paper_models = [row for row in table1_rows(records) if not math.isnan(rank_state_bytes(row))]
+    rows = paper_models or _in_the_papers_precision(records)
     if not rows:
         return None
-    worst = max(rows, key=lambda one: abs(_difference(one)))
+    worst = max(rows, key=lambda row: abs(_difference(row)))
     which = f"`{worst['strategy']}` of `{worst['model']}` at {worst['world_size']} ranks"
     sentence = (
         f"The paper's formula holds within 1 % for {_near(rows)} cases; max difference"
         f" {change_text(_difference(worst))} ({which})."
     )
-    lines = sum(one["extrapolated"] is not None for one in rows)
-    made = f"Measured completely: {len(rows) - lines} of these. Extrapolated over layers: {lines}."
-    if not of_table1:
-        return Answer(sentence, _by_strategy(rows), (made,))
-    notes = ["GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation.", made]
-    excess, kept = rank_state_bytes(worst) - worst["paper_bytes"], known(worst, "kept_whole_bytes")
-    if excess > 0 and kept > 0:
+    lines = sum(row["extrapolated"] is not None for row in rows)
+    coverage = f"Measured completely: {len(rows) - lines} of these. Extrapolated over layers: {lines}."
+    if not paper_models:
+        return Answer(sentence, _by_strategy(rows), (coverage,))
+    notes = ["GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation.", coverage]
+    excess, persistent = rank_state_bytes(worst) - worst["paper_bytes"], known(worst, "kept_whole_bytes")
+    if excess > 0 and persistent > 0:
         notes.append(
-            f"The worst case has {excess / 1e6:.2f} MB more than by the formula, with {kept / 1e6:.2f} MB of persistent"
-            " parameters (`stage3_param_persistence_threshold`)."
+            f"The worst case has {excess / 1e6:.2f} MB more than by the formula, with {persistent / 1e6:.2f} MB of"
+            " persistent parameters (`stage3_param_persistence_threshold`)."
         )
     return Answer(sentence, state_by_stage(rows), tuple(notes))
 
 
 def _near(rows: Sequence[Summary]) -> str:
-    return f"{sum(abs(_difference(one)) <= _NEAR for one in rows)} of {len(rows)}"
+    return f"{sum(abs(_difference(row)) <= _NEAR for row in rows)} of {len(rows)}"
 
 
-def _difference(one: Summary) -> float:
-    return float(rank_state_bytes(one) / one["paper_bytes"] - 1)
+def _difference(row: Summary) -> float:
+    return float(rank_state_bytes(row) / row["paper_bytes"] - 1)
 
 
 def _in_the_papers_precision(records: Records) -> list[Summary]:
-    """Return any other models with the paper's formula for their parameters, as shipped: few settings change state."""
+    """Return the other models as shipped, with the paper's formula for their parameters: few settings change state."""
     return [
-        one | {"paper_bytes": papers_state_bytes(one["model_parameters"], one["stage"], one["world_size"])}
-        for one in summaries(records)
-        if one["strategy"] in STAGES and one["precision"] == "bf16-engine" and one["setting"] == AS_SHIPPED
-        and not math.isnan(rank_state_bytes(one))
+        row | {"paper_bytes": papers_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
+        for row in summaries(records)
+        if row["strategy"] in STAGES and row["precision"] == "bf16-engine" and row["setting"] == AS_SHIPPED
+        and not math.isnan(rank_state_bytes(row))
     ]  # fmt: skip
 
 
 def _by_strategy(rows: Sequence[Summary]) -> pd.DataFrame:
     table = []
-    for strategy in dict.fromkeys(one["strategy"] for one in rows):
-        of_strategy = [one for one in rows if one["strategy"] == strategy]
-        worst = max(of_strategy, key=lambda one: abs(_difference(one)))
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        group = [row for row in rows if row["strategy"] == strategy]
+        worst = max(group, key=lambda row: abs(_difference(row)))
         table.append({
-            "Strategy": strategy, "Within 1 %": _near(of_strategy), "Max difference": change_text(_difference(worst)),
+            "Strategy": strategy, "Within 1 %": _near(group), "Max difference": change_text(_difference(worst)),
             "Which is": f"{worst['model']} at {worst['world_size']}",
         })  # fmt: skip
     return pd.DataFrame(table)
 
 
 def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
-    """Return one row per model and number of ranks: GB per stage, and in brackets by the paper's formula."""
+    """Return GB of state per stage by model and number of ranks, and the paper's formula in brackets."""
     table: dict[tuple[str, int], dict[str, object]] = {}
-    for one in rows:
-        about = "" if one["extrapolated"] is None else "~ "
-        line = table.setdefault((one["model"], one["world_size"]), {"Model": one["model"], "Ranks": one["world_size"]})
-        line[f"{one['strategy']}, GB"] = f"{about}{rank_state_bytes(one) / GB:.4g} ({one['paper_bytes'] / GB:.4g})"
+    for row in rows:
+        about = "" if row["extrapolated"] is None else "~ "
+        line = table.setdefault((row["model"], row["world_size"]), {"Model": row["model"], "Ranks": row["world_size"]})
+        line[f"{row['strategy']}, GB"] = f"{about}{rank_state_bytes(row) / GB:.4g} ({row['paper_bytes'] / GB:.4g})"
     return pd.DataFrame(table.values(), columns=["Model", "Ranks", *(f"{stage}, GB" for stage in STAGES)]).fillna("-")
 
 
 def table1_table(records: Records) -> pd.DataFrame:
+    """Return a row per case with its model state and that of the paper's formula."""
     return pd.DataFrame(
         {
-            "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"],
-            "Paper, GB": one["paper_bytes"] / GB,
-            "Here, GB": rank_state_bytes(one) / GB,
-            "Difference": f"{_difference(one):+.2%}",
-            "Parameters, B": one["model_parameters"] / GB,
-            "Bytes per parameter here": rank_state_bytes(one) / one["model_parameters"],
-            "Bytes per parameter, paper": papers_state_bytes(1, one["stage"], one["world_size"]),
-            "Buffers, not state, GB": buffer_bytes(one) / GB,
-            "Of it persistent parameters, GB": known(one, "kept_whole_bytes") / GB,
-            **made_by(one),
+            "Model": row["model"], "Ranks": row["world_size"], "Strategy": row["strategy"],
+            "Paper, GB": row["paper_bytes"] / GB,
+            "Here, GB": rank_state_bytes(row) / GB,
+            "Difference": f"{_difference(row):+.2%}",
+            "Parameters, B": row["model_parameters"] / GB,
+            "Bytes per parameter here": rank_state_bytes(row) / row["model_parameters"],
+            "Bytes per parameter, paper": papers_state_bytes(1, row["stage"], row["world_size"]),
+            "Buffers, not state, GB": buffer_bytes(row) / GB,
+            "Of it persistent parameters, GB": known(row, "kept_whole_bytes") / GB,
+            **made_by(row),
         }
-        for one in table1_rows(records)
+        for row in table1_rows(records)
     )  # fmt: skip
 
 
 def table1(records: Records) -> list[canvas.Drawing]:
+    """Draw the model state of one rank by number of ranks, per model."""
     models: defaultdict[str, list[Summary]] = defaultdict(list)
     for row in table1_rows(records):
         models[row["model"]].append(row)
@@ -134,15 +136,15 @@ def table1(records: Records) -> list[canvas.Drawing]:
 
 
 def _curves(model: str, rows: Sequence[Summary]) -> canvas.Drawing:
-    """Draw the paper's bytes for the model's nominal size as a line; a hollow point is extrapolated."""
+    """Draw measured state as points and the paper's bytes for the nominal size as a line; hollow is extrapolated."""
     figure, (axes,) = canvas.sheet(3.4)
     strategies = {row["strategy"]: row["strategy"] for row in rows}
     for strategy in strategies:
         style = canvas.style_of(strategy)
-        own = sorted((row for row in rows if row["strategy"] == strategy), key=lambda row: row["world_size"])
-        paper = [row["paper_bytes"] / GB for row in own]
-        axes.plot([row["world_size"] for row in own], paper, linewidth=1.2, **style.line | {"marker": ""})
-        for row in own:
+        points = sorted((row for row in rows if row["strategy"] == strategy), key=lambda row: row["world_size"])
+        paper = [row["paper_bytes"] / GB for row in points]
+        axes.plot([row["world_size"] for row in points], paper, linewidth=1.2, **style.line | {"marker": ""})
+        for row in points:
             fill = style.colour if row["extrapolated"] is None else "white"
             axes.plot(row["world_size"], rank_state_bytes(row) / GB, markersize=8, markerfacecolor=fill,
                       markeredgecolor=style.colour, zorder=4, **style.points)  # fmt: skip
@@ -169,43 +171,43 @@ def _curves(model: str, rows: Sequence[Summary]) -> canvas.Drawing:
 
 
 TABLE1 = Question(
-    "table1", "Does one of N ranks need the memory that the ZeRO paper says?", _table1_answer,
+    "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", _table1_answer,
     nothing="No virtual run here is of a ZeRO stage in the paper's mixed precision.", tables={"table1": table1_table},
     figures={"table1": table1}, notebook="virtual_cluster",
 )  # fmt: skip
 
-# Below this a difference in traffic or memory is padding and bookkeeping.
+# Smaller differences in traffic or memory are padding and bookkeeping.
 _NOTABLE = 0.01
 _THREE_DIGITS = "{:.3g}".format
 _X_PAPER, _X_WEIGHTS = "Ring bytes (NCCL), x paper", "Ring bytes (NCCL), x weights"
 
 
-def _sent_x_paper(one: Summary) -> float:
-    paper = papers_traffic(one["stage"], one["world_size"])
-    return relative_ring_bytes(one) / paper if paper else math.nan
+def _sent_x_paper(row: Summary) -> float:
+    paper = papers_traffic(row["stage"], row["world_size"])
+    return relative_ring_bytes(row) / paper if paper else math.nan
 
 
 _FIGURES: dict[str, Callable[[Summary], float]] = {
     _X_PAPER: _sent_x_paper,
     _X_WEIGHTS: relative_ring_bytes,
-    "Calls": lambda one: known(one, "comm_calls_per_step"),
-    "State, GB": lambda one: rank_state_bytes(one) / GB,
-    "Params, GB": lambda one: state_bytes_of(one, "params") / GB,
-    "Grads, GB": lambda one: state_bytes_of(one, "grads") / GB,
-    "Optimizer, GB": lambda one: state_bytes_of(one, "optimizer") / GB,
-    "Gradients in the bucket, GB": lambda one: known(one, "grads_in_bucket_bytes") / GB,
-    "Buffers, GB": lambda one: buffer_bytes(one) / GB,
+    "Calls": lambda row: known(row, "comm_calls_per_step"),
+    "State, GB": lambda row: rank_state_bytes(row) / GB,
+    "Params, GB": lambda row: state_bytes_of(row, "params") / GB,
+    "Grads, GB": lambda row: state_bytes_of(row, "grads") / GB,
+    "Optimizer, GB": lambda row: state_bytes_of(row, "optimizer") / GB,
+    "Gradients in the bucket, GB": lambda row: known(row, "grads_in_bucket_bytes") / GB,
+    "Buffers, GB": lambda row: buffer_bytes(row) / GB,
 }
-# The figures of a row for all cases of a setting, and of a row for each case.
+# Figures of a row that merges all cases of a setting, and of a row per case.
 _OF_A_SETTING = (_X_PAPER, "Calls", "State, GB", "Gradients in the bucket, GB", "Buffers, GB")
 _OF_A_CASE = tuple(name for name in _FIGURES if name not in (_X_PAPER, "State, GB"))
 
 
 def _settings_answer(records: Records) -> Answer | None:
     shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
-    for one in summaries(records):
-        if one["setting"] == AS_SHIPPED and one["strategy"] in STAGES:
-            shipped[one["strategy"]].append(_sent_x_paper(one))
+    for row in summaries(records):
+        if row["setting"] == AS_SHIPPED and row["strategy"] in STAGES:
+            shipped[row["strategy"]].append(_sent_x_paper(row))
     shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
@@ -221,13 +223,13 @@ def _settings_answer(records: Records) -> Answer | None:
     for (strategy, setting), pairs in changed.items():
         effects = {name: effect for name in _OF_A_SETTING if (effect := _effect(pairs, _FIGURES[name]))}
         rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
-    rows.sort(key=lambda each: each["Strategy"])
+    rows.sort(key=lambda entry: entry["Strategy"])
     notes = ("Effects of settings above 1 % are shown, as shipped → changed.",) if changed else ()
     return Answer(sentence, pd.DataFrame(rows).fillna(""), notes)
 
 
 def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
-    """Return the range before and after; empty where the figure did not change, or is not known of both."""
+    """Return the ranges before and after; empty if the figure did not change, or one of the two is unknown."""
     figures = [(figure(before), figure(after)) for before, after in pairs]
     figures = [pair for pair in figures if not math.isnan(sum(pair))]
     if not any(abs(after - before) > _NOTABLE * max(abs(before), abs(after)) for before, after in figures):
@@ -236,40 +238,40 @@ def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary]
 
 
 def settings_table(records: Records) -> pd.DataFrame:
-    """Return memory in GB, and the ring bytes of one step as multiples of the model's weights."""
+    """Return memory in GB, and ring bytes of one step as multiples of the model's weights."""
     return pd.DataFrame(
         {
-            **_case(one),
-            **{name: _FIGURES[name](one) for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
-            "Persistent parameters, GB": known(one, "kept_whole_bytes") / GB,
-            **{name: _FIGURES[name](one) for name in ("Gradients in the bucket, GB", "Buffers, GB", _X_WEIGHTS)},
-            "Paper, x weights": papers_traffic(one["stage"], one["world_size"]),
-            "Payload, x weights": _payloads(one),
-            "Calls": _FIGURES["Calls"](one),
-            **made_by(one),
+            **_case(row),
+            **{name: _FIGURES[name](row) for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
+            "Persistent parameters, GB": known(row, "kept_whole_bytes") / GB,
+            **{name: _FIGURES[name](row) for name in ("Gradients in the bucket, GB", "Buffers, GB", _X_WEIGHTS)},
+            "Paper, x weights": papers_traffic(row["stage"], row["world_size"]),
+            "Payload, x weights": _payloads(row),
+            "Calls": _FIGURES["Calls"](row),
+            **made_by(row),
         }
-        for one in summaries(records)
+        for row in summaries(records)
     )
 
 
-def _case(one: Summary) -> dict[str, object]:
+def _case(row: Summary) -> dict[str, object]:
     return {
-        "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"], "Precision": one["precision"],
-        "Setting": one["setting"],
+        "Model": row["model"], "Ranks": row["world_size"], "Strategy": row["strategy"], "Precision": row["precision"],
+        "Setting": row["setting"],
     }  # fmt: skip
 
 
-def _payloads(one: Summary) -> str:
-    shown = [
-        f"{name} {'?' if share is None else f'{share:.2f}'}"
-        for name, share in shares(one, "payload_bytes").items()
-        if share is None or share >= BOOKKEEPING
+def _payloads(row: Summary) -> str:
+    texts = [
+        f"{name} {'?' if multiple is None else f'{multiple:.2f}'}"
+        for name, multiple in shares(row, "payload_bytes").items()
+        if multiple is None or multiple >= BOOKKEEPING
     ]
-    return ", ".join(shown) or "nothing"
+    return ", ".join(texts) or "nothing"
 
 
 def setting_effects_table(records: Records) -> pd.DataFrame:
-    """Return each changed figure; empty where it did not change, ? where one of the two is not known."""
+    """Return the figures that each setting changes: empty if unchanged, ? if one of the two is unknown."""
 
     def change(before: float, after: float) -> str:
         if math.isnan(before + after):
@@ -286,11 +288,12 @@ def setting_effects_table(records: Records) -> pd.DataFrame:
 
 
 def settings(records: Records) -> list[canvas.Drawing]:
+    """Draw the communication of one step by stage and setting."""
     grouped: defaultdict[tuple[str, int], list[Summary]] = defaultdict(list)
-    for one in summaries(records):
-        # Where a collective cannot be extrapolated, half a bar would mislead.
-        if one["strategy"] in STAGES and not math.isnan(relative_ring_bytes(one)):
-            grouped[one["model"], one["world_size"]].append(one)
+    for row in summaries(records):
+        # If a collective cannot be extrapolated, a bar without it would mislead.
+        if row["strategy"] in STAGES and not math.isnan(relative_ring_bytes(row)):
+            grouped[row["model"], row["world_size"]].append(row)
     subjects = []
     for (model, world), rows in grouped.items():
         if {row["setting"] for row in rows} != {AS_SHIPPED}:
@@ -300,7 +303,7 @@ def settings(records: Records) -> list[canvas.Drawing]:
 
 
 def _bars(subject: str, rows: Sequence[Summary]) -> canvas.Drawing:
-    rows = sorted(rows, key=lambda one: (one["strategy"], one["setting"] != AS_SHIPPED, one["setting"]))
+    rows = sorted(rows, key=lambda row: (row["strategy"], row["setting"] != AS_SHIPPED, row["setting"]))
     # Only collectives that carry more than bookkeeping.
     sizes = [
         {kind: size for kind, size in shares(row, "wire_bytes_per_rank").items() if size and size >= BOOKKEEPING}
@@ -321,7 +324,7 @@ def _bars(subject: str, rows: Sequence[Summary]) -> canvas.Drawing:
 
 
 def _label(row: Summary) -> str:
-    """Return a label short enough for the side of a figure: the first of the changed settings."""
+    """Return a label that fits beside a figure: the strategy and the first changed setting."""
     if row["setting"] == AS_SHIPPED:
         return str(row["strategy"])
     first = row["setting"].split(",")[0]
@@ -341,18 +344,18 @@ def _layers_answer(records: Records) -> Answer | None:
     runs = virtual(records).runs
     if runs.empty:
         return None
-    found = summaries(records)
-    lines = sum(one["extrapolated"] is not None for one in found)
+    cases = summaries(records)
+    lines = sum(row["extrapolated"] is not None for row in cases)
     lost = runs[runs["status_state"] != "ok"]
     sentence = (
-        f"{len(found) - lines} of {len(found)} cases are measured completely and {lines} are extrapolated over layers;"
-        f" {len(lost)} of {len(runs)} runs did not end well."
+        f"{len(cases) - lines} of {len(cases)} cases are measured completely and {lines} are extrapolated over layers;"
+        f" {len(lost)} of {len(runs)} runs did not succeed."
     )
     table = []
-    for model in dict.fromkeys(one["model"] for one in found):
-        rows = [one for one in found if one["model"] == model]
-        fits = [one["extrapolated"] for one in rows if one["extrapolated"] is not None]
-        # A collective's or a buffer's name without what was counted of it.
+    for model in dict.fromkeys(row["model"] for row in cases):
+        rows = [row for row in cases if row["model"] == model]
+        fits = [row["extrapolated"] for row in rows if row["extrapolated"] is not None]
+        # The name of a collective or a buffer, without the suffix of the counted quantity.
         bent = sorted({name.rsplit(".", 1)[0] for fit in fits for name in fit["not_linear"]})
         residual = max((fit["largest_residual_at_target"] for fit in fits), default=0.0)
         table.append({
@@ -372,23 +375,23 @@ def _layers_answer(records: Records) -> Answer | None:
 
 
 def lines_table(records: Records) -> pd.DataFrame:
-    """Compare extrapolations with complete models, where one ran completely and at three depths."""
+    """Compare extrapolated models with completely measured ones, for the cases that have both."""
     rows = []
     for depths in groups(records):
-        one, line = whole(depths), line_over(depths)
-        if one is not None and line is not None:
-            traffic = relative_ring_bytes(line) / relative_ring_bytes(one) - 1
+        complete, line = whole(depths), line_over(depths)
+        if complete is not None and line is not None:
+            traffic = relative_ring_bytes(line) / relative_ring_bytes(complete) - 1
             rows.append({
-                "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"],
-                "Setting": one["setting"],
-                "State, extrapolated over measured": f"{rank_state_bytes(line) / rank_state_bytes(one) - 1:+.2%}",
+                "Model": complete["model"], "Ranks": complete["world_size"], "Strategy": complete["strategy"],
+                "Setting": complete["setting"],
+                "State, extrapolated over measured": f"{rank_state_bytes(line) / rank_state_bytes(complete) - 1:+.2%}",
                 "Ring bytes (NCCL), extrapolated over measured": "-" if math.isnan(traffic) else f"{traffic:+.2%}",
             })  # fmt: skip
     return pd.DataFrame(rows)
 
 
 def virtual_runs_table(records: Records) -> pd.DataFrame:
-    """Return every run as it ended; a model at three depths is three runs."""
+    """Return a row per run; an extrapolated model has three runs, one per depth."""
     return pd.DataFrame(
         {
             "Strategy": run["strategy"],

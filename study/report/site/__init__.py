@@ -1,1 +1,1 @@
-"""From records to pages: notebooks run, page, the command."""
+"""Building a report from records: notebooks run, pages, and a folder that replaces only its own files."""

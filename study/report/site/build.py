@@ -48,39 +48,40 @@ _ERROR_TAG = "papermill-error-cell-tag"
 
 
 class NotebookFailed(Exception):
-    """A cell raised, ran out of time or lost its kernel; the notebook on disk has the output of those before it."""
+    """A cell raised, timed out or lost its kernel; the notebook on disk has the output of the cells before it."""
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels with the running Python, whatever kernel `python3` names on this machine."""
+    """Kernel manager that starts the running Python, whatever kernel `python3` is on this machine."""
 
     @property
     def kernel_spec(self) -> KernelSpec:
+        """Return the kernel's command and environment."""
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}",
                    "--HistoryManager.enabled=False", "--log-level=CRITICAL"]  # fmt: skip
-        # A warning would put paths of this machine into the report.
+        # Warnings contain paths of this machine.
         environment = {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "IPYTHONDIR": _no_profile().name}
         return KernelSpec(argv=command, language="python", display_name="Python 3", env=environment)
 
 
 @functools.cache
 def _no_profile() -> tempfile.TemporaryDirectory[str]:
-    """Make an empty profile: a user's would run its start-up files, and may be in a read-only folder."""
+    """Return an empty IPython profile: a user's would run its start-up files, and may be in a read-only folder."""
     return tempfile.TemporaryDirectory(prefix="zero-study-ipython-")
 
 
 def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder: Path, time_limit_s: float) -> None:
     """Run `notebook` with `folder` as its working directory and write it, with its outputs, to `output`."""
-    known = papermill.inspect_notebook(str(notebook))
-    if unknown := sorted(set(parameters) - set(known)):
+    accepted = papermill.inspect_notebook(str(notebook))
+    if unknown := sorted(set(parameters) - set(accepted)):
         raise UserError(
-            f"{notebook.name} has no parameter {', '.join(unknown)}", f"use {', '.join(sorted(known)) or 'none'}"
+            f"{notebook.name} has no parameter {', '.join(unknown)}", f"use {', '.join(sorted(accepted)) or 'none'}"
         )
     deadline = time.monotonic() + time_limit_s
     try:
         papermill.execute_notebook(
             str(notebook), str(output), parameters=dict(parameters), progress_bar=False,
-            # Not `cwd`: that moves this whole process, and notebooks run side by side.
+            # Not `cwd`, which changes the folder of the whole process: notebooks run concurrently.
             resources={"metadata": {"path": str(folder)}},
             start_timeout=START_LIMIT_S, kernel_manager_class=ThisInterpreter,
             timeout_func=lambda _cell: max(1, int(deadline - time.monotonic())),
@@ -97,7 +98,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
 
 
 def _place(output: Path, index: int | None = None) -> str:
-    """Return number, name and first line of the failed cell: by papermill's index, else the last one it started."""
+    """Return number, name and first line of the failed cell: papermill's index, else the last cell that started."""
     cells = _own_cells(nbformat.read(output, as_version=4))
     if index is None:
         started = [place for place, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
@@ -113,7 +114,7 @@ def _own_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def _settle(output: Path) -> None:
-    """Remove times, paths and random names: the same records give the same notebook."""
+    """Remove times, paths and random ids, so that the same records give the same notebook."""
     notebook = nbformat.read(output, as_version=4)
     notebook.metadata.pop("papermill", None)
     notebook.cells = _own_cells(notebook)
@@ -127,9 +128,9 @@ def _settle(output: Path) -> None:
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 TIME_LIMIT_S = 600.0
-# A kernel keeps one core busy, and half a gigabyte.
+# Concurrent kernels; each uses a CPU core and half a gigabyte.
 _AT_ONCE = 2
-# The drawings of an answered question by the name of its figure.
+# The drawings of each answered question by the figure's name.
 Drawn = Mapping[Question, Mapping[str, Sequence[Drawing]]]
 
 
@@ -137,17 +138,17 @@ def build(
     records: Records, suite: str, output: Path, *, resting: Sequence[Resting] = (), notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
 ) -> dict[str, str]:  # fmt: skip
-    """Build the report in a folder next to `output`, then move it there; return each failed notebook's reason.
+    """Build the report in a folder next to `output` and move it there; return the reason of each failed notebook.
 
-    `facts` are not in the records; they open the first page.
+    `facts` are lines for the head of the first page that the records do not have.
     """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
-    found = answers(records, resting)
-    names = list(dict.fromkeys(question.notebook for question in found if question.notebook))
+    answered = answers(records, resting)
+    names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     try:
         check_place(output, _wanted(names))
-        # On the same file system, also where the output is a link to a folder.
+        # On the same file system, even if the output is a link to a folder.
         target = output.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
@@ -156,7 +157,7 @@ def build(
     try:
         write_parquet(records, folder)
         failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
-        _write_pages(records, suite, folder, found, failures, [*facts, *_facts(records)])
+        _write_pages(records, suite, folder, answered, failures, [*facts, *_facts(records)])
         put_in_place(folder, output)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -168,7 +169,7 @@ def build(
 
 
 def _wanted(names: Sequence[str]) -> set[str]:
-    """Return the files that are known before anything is drawn; figures are checked when the report is put in place."""
+    """Return the file names known before drawing; figures are checked when the report is published."""
     return {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ()),
             *(f"{name}.{kind}" for name in names for kind in ("ipynb", "html"))}  # fmt: skip
 
@@ -190,18 +191,18 @@ def _run_notebooks(
 
 
 def _write_pages(
-    records: Records, suite: str, folder: Path, found: Mapping[Question, Answer], failures: Mapping[str, str],
+    records: Records, suite: str, folder: Path, answered: Mapping[Question, Answer], failures: Mapping[str, str],
     facts: Sequence[str],
 ) -> None:  # fmt: skip
-    drawn = {question: {name: draw(records) for name, draw in question.figures.items()} for question in found}
+    drawn = {question: {name: draw(records) for name, draw in question.figures.items()} for question in answered}
     heads: dict[str, list[str]] = {}
-    for name in dict.fromkeys(question.notebook for question in found if question.notebook):
+    for name in dict.fromkeys(question.notebook for question in answered if question.notebook):
         # The title and the question of a page are the first cell of its notebook.
         first = nbformat.read(folder / f"{name}.ipynb", as_version=4).cells[0].source
         heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
     pages = {"index": suite, **{name: title for name, (title, _) in heads.items()}}
-    cards = [_card(question, answer, drawn, records) for question, answer in found.items()]
-    unanswered = [f"{each.title} {each.nothing}" for each in QUESTIONS if each not in found]
+    cards = [_card(question, answer, drawn, records) for question, answer in answered.items()]
+    unanswered = [f"{question.title} {question.nothing}" for question in QUESTIONS if question not in answered]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
     lists = [
         PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),
@@ -210,28 +211,28 @@ def _write_pages(
         ),
         PageSection("Not answered by these records", notes=unanswered),
     ]  # fmt: skip
-    lists = [each for each in lists if each.notes]
+    lists = [section for section in lists if section.notes]
     lead = PageSection(text=markdown_text(" · ".join(facts)))
     texts = {
         "summary.md": page_markdown(markdown_text(suite), [lead, *cards, *lists]),
         "index.html": page_html("index.html.j2", suite, pages, "index", facts=facts, cards=cards, lists=lists),
     }
     for name, (_, words) in heads.items():
-        mine = [question for question in found if question.notebook == name]
-        sections = [part for question in mine for part in _details(question, found[question], drawn, records)]
+        chosen = [question for question in answered if question.notebook == name]
+        sections = [part for question in chosen for part in _details(question, answered[question], drawn, records)]
         texts[f"{name}.html"] = page_html(
             "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name)
         )
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    for drawing in (each for figures in drawn.values() for drawings in figures.values() for each in drawings):
+    for drawing in (drawing for figures in drawn.values() for drawings in figures.values() for drawing in drawings):
         (folder / FIGURES).mkdir(exist_ok=True)
         (folder / FIGURES / f"{drawing.name}.png").write_bytes(as_png(drawing.figure))
         (folder / FIGURES / f"{drawing.name}.svg").write_bytes(as_svg(drawing.figure))
 
 
 def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) -> PageSection:
-    """A question on the first page; the tables of one without a page of its own are folded there."""
+    """Return a question's section of the first page; its tables are folded there if it has no page."""
     tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
     more = link_html("Figures and details", f"{question.notebook}.html")
     return PageSection(
@@ -244,7 +245,7 @@ def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) ->
 
 
 def _details(question: Question, answer: Answer, drawn: Drawn, records: Records) -> Iterator[PageSection]:
-    """A question on a page of its own: every figure, then every table."""
+    """Yield the sections of a question's page: all figures, then all tables."""
     drawings = [drawing for figures in drawn[question].values() for drawing in figures]
     files = [f"{drawing.name}.{kind}" for drawing in drawings for kind in ("png", "svg")]
     links = Markup(" ").join(link_html(name, f"{FIGURES}/{name}") for name in files)
@@ -267,10 +268,10 @@ def _facts(records: Records) -> list[str]:
     if runs.empty:
         return ["no run yet" if records.remaining and not records.refused else "no readable run"]
     states = runs["status_state"].value_counts()
-    others = "".join(f", {count} {state}" for state, count in states.items() if state != "ok")
+    outcomes = "".join(f", {count} {state}" for state, count in states.items() if state != "ok")
     days = sorted({str(start)[:10] for start in runs["status_started_at"].dropna()})
     return [
-        f"{len(runs)} runs{others}",
+        f"{len(runs)} runs{outcomes}",
         *_few(runs["cpu"]),
         *("no accelerator" if names == "[]" else ", ".join(json.loads(names)) for names in _few(runs["devices"])),
         *(f"torch {version}" for version in _few(runs["torch_version"])),

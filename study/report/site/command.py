@@ -1,4 +1,4 @@
-"""`study report`: finds a suite's records and builds its report. Libraries that draw are imported when needed."""
+"""`study report`: reads a suite's records and builds its report. Plotting libraries are imported only when needed."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ REPORTS = "reports"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `study report`."""
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, a suite's path, or a name in reports/")
     parser.add_argument(
         "--runs_dir", type=folder_argument, metavar="DIR", help="where records are kept; runs by default"
@@ -35,17 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=folder_argument,
         metavar="DIR",
-        help="where the report goes; your own files there stay; reports/SUITE by default",
+        help="folder of the report, reports/SUITE by default; it may contain files of yours",
     )
     parser.add_argument(
         "--drop_missing",
         action="store_true",
-        help="replace a report also where it has runs whose records are nowhere else",
+        help="replace a report even if it has the only records of some runs",
     )
 
 
 def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Sequence[Resting]]) -> int:
-    """`resting` returns the published claims that rest on the records of a report at its place."""
+    """Build the report; `resting` returns the published claims that depend on a report's records, given its folder."""
     with extra("report"):
         from study.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.site.build import build
@@ -55,16 +56,16 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
     output = options.output or Path(REPORTS) / name
     remaining = remaining_of(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
-    kept = _folder_of_parquet(name, output)
+    report_folder = _folder_of_parquet(name, output)
     has_runs = any(next(root.glob("**/status.json"), None) is not None for root in roots)
     if options.runs_dir and not has_runs and not plan:
         raise UserError(f"--runs_dir {runs_dir} has no records of {name}", "name the folder above that of the suite")
-    if kept is not None and not has_runs and not (plan and is_empty(kept)):
-        records = read_parquet(kept)
+    if report_folder is not None and not has_runs and not (plan and is_empty(report_folder)):
+        records = read_parquet(report_folder)
     elif has_runs or plan or roots[0].is_dir():
         records = read_runs(runs_dir if plan else roots[0], roots, remaining)
-        if kept is not None and kept == output and (lost := runs_only_in(kept, records)):
-            missing = f"{len(lost)} runs of the report in {kept} are not below {runs_dir} ({lost[0]})"
+        if report_folder is not None and report_folder == output and (lost := runs_only_in(report_folder, records)):
+            missing = f"{len(lost)} runs of the report in {report_folder} are not below {runs_dir} ({lost[0]})"
             if not options.drop_missing:
                 raise UserError(
                     f"{missing}: the report has their only records", "name another --output, or add --drop_missing"
@@ -74,28 +75,29 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
         parquet = Path(REPORTS) / name / RUNS_PATH
         raise UserError(
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
-            f"run: study run {name}, or name their place with --runs_dir",
+            f"run: study run {name}, or name their folder with --runs_dir",
         )
     facts = _facts_of_suite(options.suite, runs_dir) if has_runs and not plan else []
     for fact in facts:
         say(f"notice: {fact}")
-    # `timeout` ends it without a partial report.
+    # SIGTERM, which `timeout` sends, leaves no partial report.
     with raising_on(Terminated(), signal.SIGTERM):
         failures = build(records, name, output, resting=resting(records, name, output), say=say, facts=facts)
     if records.refused:
-        say(f"{len(records.refused)} records left out; the report says which and why")
+        say(f"{len(records.refused)} records excluded; the report lists them with the reasons")
     print(output / "index.html")
     return 1 if failures else 0
 
 
 def say(line: str) -> None:
+    """Print a line to stderr."""
     print(line, file=sys.stderr)
 
 
 def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
-    """Return the name of a suite and, where it is made of others, its plan.
+    """Return the name of a suite and, if it consists of other suites, its plan.
 
-    Records decide: a folder of them is enough, and no suite file need be there any more.
+    A folder of records is enough: the suite file may be gone.
     """
     try:
         read = read_suite(find_suite(suite))
@@ -107,18 +109,18 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
 
 
 def _facts_of_suite(suite: str, runs_dir: Path) -> list[str]:
-    """Return how many runs of a suite have not begun, where some have, and which ones no cell of it asked for."""
+    """Return how many runs of a suite have not begun, if only some have, and the runs that no cell of it planned."""
     try:
         parts = plan_suite(suite, this_box(), runs_dir).slices
     except UserError:
         return []
     states = [record.state for part in parts for _, record in cell_states(part.cells, part.root)]
-    left = states.count("to do")
-    facts = [f"{left} of {len(states)} runs have no record yet"] if 0 < left < len(states) else []
-    return facts + [others for part in parts if (others := part.runs_of_others())]
+    unstarted = states.count("to do")
+    facts = [f"{unstarted} of {len(states)} runs have no record yet"] if 0 < unstarted < len(states) else []
+    return facts + [notice for part in parts if (notice := part.runs_of_others())]
 
 
 def _folder_of_parquet(name: str, output: Path) -> Path | None:
-    """Return the folder of an earlier report."""
+    """Return the folder of an earlier report; None if there is none."""
     folders = dict.fromkeys((output, Path(REPORTS) / name, REPOSITORY / REPORTS / name))
     return next((folder for folder in folders if (folder / RUNS_PATH).exists()), None)

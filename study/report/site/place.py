@@ -20,30 +20,30 @@ from study.records.frames import RUNS_FILE, STEPS_FILE
 FIGURES = "figures"
 LIST = "files.json"
 _MADE_BY = "study report"
-# A report is made again from its tables alone, wherever they were copied to: these columns identify them.
+# A report can be rebuilt from copies of its tables alone: these columns identify them.
 _TABLES = {RUNS_FILE: {"run", "status_state"}, STEPS_FILE: {"run", "step", "step_time_s"}}
-# The sha256 of each file by name; several, separated by spaces, while a report is replaced.
+# SHA-256 of each file by its name; while a report is replaced, two of them, separated by a space.
 Digests = Mapping[str, str]
 
 
-def check_place(output: Path, wanted: Iterable[str], built: Digests | None = None) -> None:
-    """Refuse what a report may not replace; `built` are the digests of its files, once there are some."""
+def check_place(output: Path, names: Iterable[str], built: Digests | None = None) -> None:
+    """Raise UserError for files that a report may not replace; `built` has the digests of the new report's files."""
     if not os.path.lexists(output):
         return
     if not output.is_dir():
         raise UserError(f"--output {output} is a file", "name a folder")
     listed = _listed(output)
-    own = {*_own_files(output, _both(listed or {}, built or {})), *([] if listed is None else [LIST])}
-    # A folder that is no report might be anybody's: a home, a repository.
-    foreign = sorted(file.name for file in output.iterdir() if file.name not in own)
+    replaceable = {*_own_files(output, _both(listed or {}, built or {})), *([] if listed is None else [LIST])}
+    # A folder without a report may be a home or a repository.
+    foreign = sorted(file.name for file in output.iterdir() if file.name not in replaceable)
     if listed is None and foreign:
         raise UserError(
             f"--output {output} has {foreign[0]}, and no {LIST} of a report",
-            "name a folder of its own, or remove a report of an earlier version",
+            "name a separate folder, or remove the report of an earlier version",
         )
-    for name in sorted(wanted):
+    for name in sorted(names):
         place = output / name
-        is_own = _is_real_folder(place) if name == FIGURES else name in own
+        is_own = _is_real_folder(place) if name == FIGURES else name in replaceable
         if os.path.lexists(place) and not is_own:
             raise UserError(
                 f"--output {output} has {name}, which is not as a report wrote it",
@@ -52,7 +52,7 @@ def check_place(output: Path, wanted: Iterable[str], built: Digests | None = Non
 
 
 def put_in_place(folder: Path, output: Path) -> None:
-    """Move each file of `folder` in one step, the first page last; then remove the earlier report's other files."""
+    """Move each file of `folder` atomically, the first page last; then remove the other files of the earlier report."""
     new = {name: _sha256(file) for name, file in _plain_files(folder).items()}
     try:
         check_place(output, {*new, LIST, *(FIGURES for name in new if "/" in name)}, new)
@@ -71,7 +71,7 @@ def put_in_place(folder: Path, output: Path) -> None:
 
 
 def _own_files(folder: Path, digests: Digests) -> dict[str, Path]:
-    """Return the files in it that a report made and nobody has changed."""
+    """Return the files of the folder that a report wrote and that are unchanged since."""
     return {
         name: file for name, file in _plain_files(folder).items()
         if _sha256(file) in digests.get(name, "").split() or _is_table(name, file)
@@ -79,7 +79,7 @@ def _own_files(folder: Path, digests: Digests) -> dict[str, Path]:
 
 
 def _plain_files(folder: Path) -> dict[str, Path]:
-    """Return the files at the two places of a report; never a link, nor anything behind one."""
+    """Return the files in the report's two folders, without links or files behind them."""
     places = [folder, *([folder / FIGURES] if _is_real_folder(folder / FIGURES) else [])]
     return {
         file.relative_to(folder).as_posix(): file
@@ -92,7 +92,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _listed(folder: Path) -> Digests | None:
-    """Return the digests in the folder's list; None where there is no list of a report."""
+    """Return the digests in the folder's list; None if it has no list of a report."""
     file = folder / LIST
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
