@@ -71,7 +71,7 @@ def test_a_fault_planted_at_each_stage_is_named_and_the_same_stack_goes_on(tmp_p
     # The same stack goes on from its records; another one is refused.
     again = verify("--only", "ddp", *kept, path=PLANTED)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert "\nPASS: every strategy that runs here computes what one process computes" in again.stdout
+    assert "\nPASS: every strategy that runs here reproduces one process" in again.stdout
     for file in (tmp_path / "runs").glob("*/environment.json"):
         file.write_text(file.read_text().replace('"deepspeed": "', '"deepspeed": "9.'))
     refused = verify("--only", "ddp", *kept)
@@ -96,12 +96,12 @@ def test_an_equal_run_proves_nothing_where_a_race_is_known() -> None:
 def test_where_no_engine_can_be_judged_none_is_said_to_agree() -> None:
     refused = Verdict("refuses", reason="no compiler")
     rows = [VerifyRow("ddp", "fp32", 1, Verdict("equal")), VerifyRow("zero1", "fp32", 1, refused),
-            VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="one process did not end well"))]  # fmt: skip
+            VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="the run of one process failed"))]  # fmt: skip
     found = Verification(("ddp", "zero1", "zero2"), rows)
     assert (found.unverified, found.agrees) == (["zero1", "zero2"], None)
     assert found.answer == "NOT JUDGED: no engine of DeepSpeed could run here; not judged here: zero1, zero2"
     alone = Verification(("ddp",), rows[:1])
-    passed = "PASS: every strategy that runs here computes what one process computes"
+    passed = "PASS: every strategy that runs here reproduces one process"
     assert (alone.agrees, alone.answer) == (True, passed)
 
 
@@ -121,7 +121,7 @@ def test_records_of_another_device_are_not_gone_on_with(tmp_path: Path) -> None:
     write_run(tmp_path, "ddp", gpu=True)
     packages = read_json(next(tmp_path.glob("*/environment.json")))["packages"]
     stack = {name: packages.get(name) for name in PACKAGES}
-    with pytest.raises(UserError, match="has runs on GPUs, and these are others"):
+    with pytest.raises(UserError, match="has runs on GPUs, unlike this machine"):
         _refuse_another_stack(tmp_path, stack, dataclasses.replace(this_box(), gpu_memory_gib=()))
 
 
