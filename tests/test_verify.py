@@ -279,5 +279,5 @@ def test_an_installation_without_engines_is_refused_at_once(tmp_path: Path) -> N
     code = code.replace("sys.exit(", f"sys.path.append({str(tmp_path)!r})\nsys.exit(")
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "not installed here: accelerate, torch" in ended.stderr
-    assert "next to the releases that are to be tested" in ended.stderr
+    assert "next to the releases under test" in ended.stderr
     assert "[train]" not in ended.stderr
