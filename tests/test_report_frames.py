@@ -171,13 +171,13 @@ def test_nothing_is_an_answer_and_no_folder_is_a_mistake(tmp_path: Path) -> None
     assert (len(empty.runs), len(empty.steps), empty.refused) == (0, 0, ())
     write_parquet(empty, tmp_path / "kept")
     same(empty, read_parquet(tmp_path / "kept"))
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         read_records(tmp_path / "nowhere")
 
 
 def test_runs_and_parquet_are_never_mixed(runs: Path) -> None:
     write_parquet(read_records(runs), runs)
-    with pytest.raises(UserError, match="holds both"):
+    with pytest.raises(UserError, match="contains both"):
         read_records(runs)
 
 
@@ -199,7 +199,7 @@ def test_parquet_that_cannot_be_read_says_how_it_is_made(damage: str, runs: Path
     with pytest.raises(UserError) as refusal:
         read_records(kept)
     assert "runs.parquet" in refusal.value.problem
-    assert refusal.value.fix.startswith("remove it, and make it again from its runs: study report ")
+    assert refusal.value.fix.startswith("remove it, and rebuild it from its runs: study report ")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_parquet_whose_notes_cannot_be_read_is_refused(key: bytes, value: bytes,
     write_parquet(read_records(runs), tmp_path)
     table = pq.read_table(tmp_path / RUNS_FILE)
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, key: value}), tmp_path / RUNS_FILE)
-    with pytest.raises(UserError, match="does not say which runs were left out"):
+    with pytest.raises(UserError, match="has no valid list of excluded runs"):
         read_parquet(tmp_path)
 
 
