@@ -214,7 +214,7 @@ def test_a_refusal_halfway_keeps_what_was_measured(tmp_path: Path) -> None:
     assert [run["strategy"] for run in document["runs"]] == ["ddp"]
     (failed,) = document["failed"]
     assert (failed["strategy"], failed["state"]) == ("zero3_nvme", "refused")
-    assert "cannot be created as a folder" in failed["reason"]
+    assert "cannot be a folder" in failed["reason"]
 
 
 @pytest.mark.long
