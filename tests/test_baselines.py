@@ -71,8 +71,8 @@ def test_a_baseline_trains_as_the_study_does_with_a_complete_record(
 @pytest.mark.parametrize(
     ("script", "strategy", "flags", "says"),
     [
-        (BARE_LOOP, "zero3", (), "bare_loop runs single and ddp"),
-        (HF_TRAINER, "fsdp2", (), "hf_trainer does not run fsdp2"),
+        (BARE_LOOP, "zero3", (), "bare_loop supports only single and ddp"),
+        (HF_TRAINER, "fsdp2", (), "hf_trainer does not support fsdp2"),
         (HF_TRAINER, "single", ("--checkpointing_steps", "5"), "without --checkpointing_steps"),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_missed_target_is_named_and_an_uncertain_one_is_undecided() -> None:
     for repeats, overhead, says in (
         (make_repeats(2.0, 1.9, 2.0), 0.001, "study/hf_trainer is 0.950"),
         (make_repeats(2.0, 2.0, 1.9), 0.001, "study/bare_loop is 0.950"),
-        (make_repeats(2.0, 2.1, 2.0), 0.02, "measuring takes 2.00% of a step"),
+        (make_repeats(2.0, 2.1, 2.0), 0.02, "measurement takes 2.00% of a step"),
     ):
         (line,) = bench.compare("case", 1000, repeats, overhead)["missed"]
         assert says in line

@@ -192,7 +192,7 @@ def test_too_few_steps_for_a_profile_are_refused_in_one_line(tmp_path: Path) -> 
 
 def test_a_bare_loop_and_a_virtual_rank_profile_nothing() -> None:
     launched = Launch(read_strategy("single"), 1, 0, 0, 1)
-    with pytest.raises(UserError, match="bare_loop measures nothing inside"):
+    with pytest.raises(UserError, match="bare_loop does not support --profile_steps"):
         refuse(RunConfig(profile_steps=3), launched)
     with pytest.raises(UserError, match="--profile_steps 3: a virtual run"):
         refuse_what_no_virtual_run_has(resolved(RunConfig(profile_steps=3, virtual_world_size=4), False))

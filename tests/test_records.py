@@ -242,7 +242,7 @@ def test_a_running_run_is_not_interrupted_and_in_no_report(tmp_path: Path) -> No
     with take_folder(path, "the run"):
         assert (cell_state(path).state, cell_state(path).is_answered(retry=False)) == ("at work", False)
         assert read_records(tmp_path).refused == (
-            "run/status.json: its run is at work; a report that is made later has it",
+            "run/status.json: its run is still active; a later report will include it",
         )
     assert cell_state(path).state == "interrupted"
     assert list(read_records(tmp_path).runs["status_state"]) == ["interrupted"]
@@ -253,12 +253,12 @@ def test_a_deleted_lock_file_does_not_free_the_folder_of_a_run(tmp_path: Path) -
     with take_folder(path, "the run"):
         (path / LOCK_NAME).unlink()
         assert is_at_work(path)
-        with pytest.raises(Held, match="another run is at work in the run"):
+        with pytest.raises(Held, match="another run is active in the run"):
             refuse_folder_at_work(path, "the run")
-        with pytest.raises(Held, match="another run is at work in the run"):
+        with pytest.raises(Held, match="another run is active in the run"):
             take_folder(path, "the run")
         # The second attempt left a lock file, which does not describe the first.
-        with pytest.raises(Held, match="another run is at work in the run"):
+        with pytest.raises(Held, match="another run is active in the run"):
             take_folder(path, "the run")
     assert not is_at_work(path)
     take_folder(path, "the run").release()

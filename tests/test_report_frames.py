@@ -176,13 +176,13 @@ def test_an_empty_folder_is_valid_and_a_missing_one_is_refused(tmp_path: Path) -
     assert (len(empty.runs), len(empty.steps), empty.refused) == (0, 0, ())
     write_parquet(empty, tmp_path / "kept")
     assert_same_records(empty, read_parquet(tmp_path / "kept"))
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         read_records(tmp_path / "nowhere")
 
 
 def test_runs_and_parquet_are_never_mixed(runs: Path) -> None:
     write_parquet(read_records(runs), runs)
-    with pytest.raises(UserError, match="holds both"):
+    with pytest.raises(UserError, match="contains both"):
         read_records(runs)
 
 
@@ -204,7 +204,7 @@ def test_unreadable_parquet_is_refused_with_its_command(damage: str, runs: Path,
     with pytest.raises(UserError) as refusal:
         read_records(folder)
     assert "runs.parquet" in refusal.value.problem
-    assert refusal.value.fix.startswith("remove it, and make it again from its runs: study report ")
+    assert refusal.value.fix.startswith("remove it, and rebuild it from its runs: study report ")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_parquet_whose_notes_cannot_be_read_is_refused(key: bytes, value: bytes,
     write_parquet(read_records(runs), tmp_path)
     table = pq.read_table(tmp_path / RUNS_FILE)
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, key: value}), tmp_path / RUNS_FILE)
-    with pytest.raises(UserError, match="does not say which runs were left out"):
+    with pytest.raises(UserError, match="has no valid list of excluded runs"):
         read_parquet(tmp_path)
 
 

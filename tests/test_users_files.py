@@ -112,7 +112,7 @@ def test_a_folder_with_another_program_s_status_json_is_not_overwritten(tmp_path
     (tmp_path / "config.json").write_text("mine")
     before = contents(tmp_path)
     result = train_alone("--output_dir", str(tmp_path), "--overwrite_output_dir")
-    assert_is_one_line(result.stderr, ("is not a run's",), "name a new folder")
+    assert_is_one_line(result.stderr, ("is not a run directory",), "name a new folder")
     assert contents(tmp_path) == before
 
 
@@ -125,7 +125,7 @@ def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(
     )  # fmt: skip
     assert result.returncode != 0
     assert contents(tmp_path) == before
-    assert f"--output_dir {photo.parent} holds files, and none is a run's" in result.stderr
+    assert f"--output_dir {photo.parent} contains files, but no run" in result.stderr
     assert not (photo.parent / "new").exists()
 
 
@@ -137,7 +137,7 @@ def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name):
     (tmp_path / "run" / name).symlink_to(tmp_path / "own")
     (tmp_path / "own").mkdir()
     result = train_alone("--output_dir", str(tmp_path / "run"), "--overwrite_output_dir")
-    assert_is_one_line(result.stderr, (f"holds {name}, a link",), "remove the link")
+    assert_is_one_line(result.stderr, (f"contains {name}, a link",), "remove the link")
 
 
 def test_a_link_of_the_user_next_to_the_checkpoints_is_ignored(tmp_path):
@@ -236,12 +236,12 @@ def test_a_folder_is_locked_until_its_last_process_is_gone_and_the_users_files_s
 
     refused = train_alone(*command)
     assert refused.returncode == 2, refused.stderr
-    assert_is_one_line(refused.stderr, (f"another run is at work in --output_dir {folder}: pid",), "wait for it")
+    assert_is_one_line(refused.stderr, (f"another run is active in --output_dir {folder}: pid",), "wait for it")
     assert any(f"kill {rank.pid}" in refused.stderr for rank in orphans)
     # Two ranks: the other one writes nothing into the other launch's record.
     launched = launch("ddp", "study/train.py", *FLAGS, *command)
     assert launched.returncode != 0
-    assert launched.stderr.count("another run is at work in") == 1
+    assert launched.stderr.count("another run is active in") == 1
     assert {name: text for name, text in contents(folder).items() if name in unchanging} == before
     assert read_status(folder)["attempt"] == 1
     assert all(rank.is_running() for rank in orphans)
@@ -288,9 +288,9 @@ def test_a_sweep_skips_folders_with_other_files_or_another_run_and_continues(tmp
     finally:
         holder.communicate()
     assert contents(noted) == {"photo.jpg": PHOTO}
-    assert f"{noted} holds files, and none is a run's (move them away, or name another --runs_dir)" in result.stderr
+    assert f"{noted} contains files, but no run (move them away, or name another --runs_dir)" in result.stderr
     assert [path.name for path in locked.iterdir()] == [".zero-study-run.lock"]
-    assert f"another run is at work in {locked}: pid {holder.pid} on" in result.stderr
+    assert f"another run is active in {locked}: pid {holder.pid} on" in result.stderr
     assert read_run(free).state == "ok"
     assert result.returncode == 1
     assert "Traceback" not in result.stderr

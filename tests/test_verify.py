@@ -71,7 +71,7 @@ def test_a_fault_planted_at_each_stage_is_named_and_the_same_stack_continues(tmp
     # The same stack continues from its records; another stack is rejected.
     second = verify("--only", "ddp", *flags, path=PLANTED)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert "\nPASS: every strategy that runs here computes what one process computes" in second.stdout
+    assert "\nPASS: every strategy that runs here reproduces one process" in second.stdout
     for file in (tmp_path / "runs").glob("*/environment.json"):
         file.write_text(file.read_text().replace('"deepspeed": "', '"deepspeed": "9.'))
     refused = verify("--only", "ddp", *flags)
@@ -96,12 +96,12 @@ def test_an_equal_run_proves_nothing_in_a_release_with_a_known_race() -> None:
 def test_without_a_judged_engine_verification_does_not_pass() -> None:
     refused = Verdict("refuses", reason="no compiler")
     rows = [VerifyRow("ddp", "fp32", 1, Verdict("equal")), VerifyRow("zero1", "fp32", 1, refused),
-            VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="one process did not end well"))]  # fmt: skip
+            VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="the run of one process failed"))]  # fmt: skip
     verification = Verification(("ddp", "zero1", "zero2"), rows)
     assert (verification.unverified, verification.agrees) == (["zero1", "zero2"], None)
     assert verification.answer == "NOT JUDGED: no engine of DeepSpeed could run here; not judged here: zero1, zero2"
     alone = Verification(("ddp",), rows[:1])
-    passed = "PASS: every strategy that runs here computes what one process computes"
+    passed = "PASS: every strategy that runs here reproduces one process"
     assert (alone.agrees, alone.answer) == (True, passed)
 
 
@@ -121,7 +121,7 @@ def test_records_of_another_device_are_not_continued(tmp_path: Path) -> None:
     write_run(tmp_path, "ddp", gpu=True)
     packages = read_json(next(tmp_path.glob("*/environment.json")))["packages"]
     stack = {name: packages.get(name) for name in PACKAGES}
-    with pytest.raises(UserError, match="has runs on GPUs, and these are others"):
+    with pytest.raises(UserError, match="has runs on GPUs, unlike this machine"):
         _refuse_another_stack(tmp_path, stack, dataclasses.replace(this_box(), gpu_memory_gib=()))
 
 
@@ -279,5 +279,5 @@ def test_an_installation_without_engines_is_refused_at_once(tmp_path: Path) -> N
     code = code.replace("sys.exit(", f"sys.path.append({str(tmp_path)!r})\nsys.exit(")
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "not installed here: accelerate, torch" in process.stderr
-    assert "next to the releases that are to be tested" in process.stderr
+    assert "next to the releases under test" in process.stderr
     assert "[train]" not in process.stderr

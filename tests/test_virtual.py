@@ -232,7 +232,7 @@ def test_ctrl_c_is_one_line_and_ends_the_rank(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert stderr.splitlines() == ["zero0: stopped from the keyboard; none of its processes is left"]
+    assert stderr.splitlines() == ["zero0: stopped from the keyboard; all of its processes have ended"]
     (record,) = (file.parent for file in tmp_path.glob("*/status.json"))
     status = read_status(record)
     assert status["state"] == "interrupted"
@@ -260,7 +260,7 @@ def test_depths_beyond_a_threshold_are_used_if_they_fit(tmp_path: Path, monkeypa
         *(f"--engine_override={setting}" for setting in settings), "--runs_dir", str(tmp_path), "--json", timeout=800,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "again over 6 to 8 layers" in result.stderr
+    assert "extrapolating from 6 to 8 layers" in result.stderr
     summary = json.loads(result.stdout)
     fit = summary["extrapolated"]
     assert (fit["depths"], fit["checked_at_depth"], fit["crossed"]) == ([6, 7], 8, [])

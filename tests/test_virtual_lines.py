@@ -239,8 +239,8 @@ def test_a_rank_and_a_line_are_described_with_their_thresholds_and_without_unkno
     tried = dataclasses.replace(extrapolation(result), whole_model={"state": "oom", "reason": "CUDA out of memory"})
     text = "\n".join(describe(dataclasses.replace(result, extrapolated=tried)))
     for phrase in (
-        "crosses max_live_parameters: figures that depend on it are ?; --layers_fit 28,29,30 starts beyond max_live",
-        "the whole model: oom: CUDA out of memory", f"    {STATE_KINDS[0]:<10} 1.000 kB on device",
+        "in between: max_live_parameters; figures that depend on them are ?; --layers_fit 28,29,30 avoids max_live",
+        "run of the whole model: oom: CUDA out of memory", f"    {STATE_KINDS[0]:<10} 1.000 kB on device",
     ):  # fmt: skip
         assert phrase in text
 

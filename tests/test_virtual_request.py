@@ -31,7 +31,7 @@ REFUSALS = {
     "one rank": (("--strategy", "zero3", "--world_size", "1"), "--world_size 1 is out of range"),
     "too many": (("--strategy", "zero3", "--world_size", "1025"), "--world_size 1025 is out of range"),
     "no such rank": ((*ZERO3, "--rank", "4"), "--rank 4 is none of 4"),
-    "single": (("--strategy", "single", "--world_size", "4"), "single is one rank alone"),
+    "single": (("--strategy", "single", "--world_size", "4"), "single has one rank"),
     "no such strategy": (("--strategy", "zero4", "--world_size", "4"), "no strategy is called 'zero4'"),
     "unknown flag": ((*ZERO3, "--nonsense", "1"), "--nonsense"),
     "the rank by its other name": ((*ZERO3, "--virtual_rank", "1"), "--virtual_rank"),
@@ -40,7 +40,7 @@ REFUSALS = {
     "tracker": ((*ZERO3, "--report_to", "tensorboard"), "no losses to report"),
     "evaluation": ((*ZERO3, "--eval_steps", "1"), "--eval_steps 1: a virtual run has no losses to judge"),
     "two steps": ((*ZERO3, "--max_steps", "2"), "a virtual run of 2 steps would watch one that is not like"),
-    "depths": ((*ZERO3, "--layers_fit", "3,2,4"), "does not rise"),
+    "depths": ((*ZERO3, "--layers_fit", "3,2,4"), "is not increasing"),
     "a depth that would be silence for hours": (
         (*ZERO3, "--model_name_or_path", "gpt-tiny", "--layers_fit", "1,2,99999999999"),
         "99999999999 layers of gpt-tiny are out of range",
@@ -50,7 +50,7 @@ REFUSALS = {
     ),
     "a depth of more digits than Python reads": ((*ZERO3, "--layers_fit", f"1,2,{'9' * 5000}"), "is not three depths"),
     "no model": ((*ZERO3, "--model_name_or_path", ""), "--model_name_or_path is empty"),
-    "a preset's namesake": ((*ZERO3, "--model_name_or_path", "foo/gpt-tiny", "--layers_fit", "1,2,3"), "has one depth"),
+    "a preset's namesake": ((*ZERO3, "--model_name_or_path", "foo/gpt-tiny", "--layers_fit", "1,2,3"), "is fixed"),
     "no layers": (
         (*ZERO3, "--model_name_or_path", "gpt-tiny-0layers", "--layers_fit", "1,2,3"), "unknown model 'gpt-tiny-0",
     ),
@@ -83,7 +83,7 @@ def test_a_file_where_lines_are_kept_is_refused_before_the_depths_run(
     (tmp_path / "extrapolated").touch()
     assert main(["virtual", *ZERO3, "--layers_fit", "1,2,3", "--runs_dir", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path / 'extrapolated'} cannot be a folder" in line
+    assert f"{tmp_path / 'extrapolated'} cannot be created as a folder" in line
 
 
 def test_each_strategy_is_run_once() -> None:

@@ -1,4 +1,4 @@
-"""The same run through HF Trainer and through a bare loop: what study/train.py's own loop costs or saves."""
+"""The same training run with HF Trainer and with a bare loop, to measure the overhead of study/train.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from study.config.flags import RunConfig
 
 
 def refuse_study_only_flags(trainer: str, config: RunConfig) -> None:
-    """Refuse what a baseline does not do: it saves nothing, has no tracker, and trains with AdamW alone."""
+    """Raise UserError for flags that a baseline does not support: checkpoints, trackers, LoRA, Muon."""
     only_the_study_has = (
         "checkpointing_steps", "resume_from_checkpoint", "report_to", "optimizer", "peft", "bf16_states",
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The same run through a bare PyTorch loop, with no measurement inside: the floor for speed.
+"""The same run with a bare PyTorch loop and no measurement inside the steps: an upper bound for speed.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml study/baselines/bare_loop.py
 
-It runs one device or DDP. Accelerate only sets up the processes and gathers figures between steps: model, optimizer and
-schedule are never prepared, and no step calls it.
+It supports a single process and DDP. Accelerate only sets up the processes and gathers figures between steps: model,
+optimizer and schedule are not prepared, and no step calls Accelerate.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ if TYPE_CHECKING:
 
 
 def refuse(config: RunConfig, launch: Launch) -> None:
+    """Raise UserError for flags and strategies that the bare loop does not support."""
     refuse_study_only_flags("bare_loop", config)
     if config.profile_steps:
         raise UserError(
-            "bare_loop measures nothing inside, and has no --profile_steps",
+            "bare_loop does not support --profile_steps, because it does not measure inside the steps",
             "leave --profile_steps out, or use study/train.py or study/baselines/hf_trainer.py",
         )
     if launch.strategy.name not in ("single", "ddp"):
         raise UserError(
-            f"bare_loop runs single and ddp, and was launched with {launch.strategy.name}",
+            f"bare_loop supports only single and ddp, not {launch.strategy.name}",
             "launch it with accelerate_configs/single.yaml or ddp.yaml",
         )
 
 
 def synchronized_time(device: torch.device) -> float:
+    """Wall-clock time in seconds, after the device has finished its queued work."""
     import torch
 
     if device.type == "cuda":
@@ -47,6 +49,7 @@ def synchronized_time(device: torch.device) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Train with the bare loop and write the record; return the exit status."""
     with open_run("bare_loop", arguments, refuse) as run:
         import torch
         from torch.nn.parallel import DistributedDataParallel
@@ -71,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accelerator.wait_for_everyone()
         run.keep_log()
         set_seed(config.seed)
-        # Only its peaks are read, and only between steps: peaks are kept by torch and by Linux, at no cost to the loop.
+        # Only peaks are read, between steps: torch and Linux track them at no cost to the loop.
         meters = Meters(device, None, run.warmup_steps)
 
         model: Any = load_initial_model(config, initial).to(device)
@@ -81,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if launch.world_size > 1:
             model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-        # Before it is compiled: to look inside, Accelerate takes the DDP out of the compiled module.
+        # The audit precedes compilation: to inspect a compiled module, Accelerate would remove its DDP wrapper.
         run.write_engine(audit(run, accelerator, model, optimizer))
         if config.torch_compile:
             model = torch.compile(model)
@@ -94,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, scaler)
         progress = run.console.progress(run.total_steps, 0)
         evaluation: dict[str, float | None] = {}
-        done: list[tuple[int, Any, float, Any, list[Any], bool]] = []
-        # The study's window leaves out the warm-up and the watched step after it.
+        rows: list[tuple[int, Any, float, Any, list[Any], bool]] = []
+        # The study's timing window excludes the warm-up and the instrumented step after it.
         uncounted = run.warmup_steps + 1
         started = 0.0
         model.train()
@@ -103,10 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step, micro_batches in run.steps():
             learning_rate = schedule.get_last_lr()[0]
             losses = []
-            for turn, micro_batch in enumerate(micro_batches, start=1):
+            for number, micro_batch in enumerate(micro_batches, start=1):
                 batch = {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.items()}
                 if launch.world_size > 1:
-                    model.require_backward_grad_sync = turn == len(micro_batches)
+                    model.require_backward_grad_sync = number == len(micro_batches)
                 with autocast:
                     loss = model(**batch).loss
                 scaler.scale(loss / len(micro_batches)).backward()
@@ -119,24 +122,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             skipped = skips.last_was_skipped()
             if not skipped:
                 schedule.step()
-            done.append((step, torch.stack(losses).mean(), learning_rate, grad_norm, micro_batches, skipped))
+            rows.append((step, torch.stack(losses).mean(), learning_rate, grad_norm, micro_batches, skipped))
 
             if step == uncounted:
                 started = synchronized_time(device)
             if run.flushes_after(step):
-                if (counted := min(len(done), step - uncounted)) > 0:
+                if (counted := min(len(rows), step - uncounted)) > 0:
                     meters.clock.window_s += synchronized_time(device) - started
                     meters.clock.window_steps += counted
-                for row in done:
+                for row in rows:
                     log.add(*row)
-                done.clear()
+                rows.clear()
                 log.flush({})
                 progress.show(step, log.last_loss, None, meters.peak_gib())
                 if run.evaluates_after(step):
                     with autocast, meters.memory.phase("eval"):
                         evaluation = evaluate(run, accelerator, model)
                     run.write_evaluation(step, evaluation)
-                    # As the study's clock, which leaves out the step after an evaluation.
+                    # As in the study's clock, which excludes the step after an evaluation.
                     if step - uncounted >= STEPS_BETWEEN_EVALUATIONS:
                         uncounted = step + 1
                 started = synchronized_time(device)

@@ -1,10 +1,10 @@
-"""The study's loop against transformers' Trainer and a bare PyTorch loop: the same work, in turns, pair by pair.
+"""Speed of the study's loop compared with transformers' Trainer and a bare PyTorch loop, in alternating turns.
 
     python -m study.baselines.bench [--repeats 5] [--case NAME] [--clock cpu] [--json]
 
-A repeat starts the three in fresh processes on one core and lets them train in turns: where a loop shows its progress
-it waits for its next turn. Turns last seconds, so whatever else the box does slows all three alike. Processes differ by
-percents for where their memory lies, so each repeat starts new ones, with another of them first.
+A repeat starts the three in fresh processes on one core. They train in turns: a loop pauses whenever it prints its
+progress, until its next turn. Turns last seconds, so other load on the machine slows all three equally. The placement
+of memory makes processes differ by several percent, so each repeat starts new ones, in another order.
 Exit status: 0 no target missed, 1 a target missed or a run failed, 2 the request itself is wrong.
 """
 
@@ -36,24 +36,24 @@ SCRIPTS = {
     "study": "study.train", "hf_trainer": "study.baselines.hf_trainer", "bare_loop": "study.baselines.bare_loop",
 }  # fmt: skip
 STEPS_PER_TURN = 5
-# Longer than what no window of the study counts: at most ten steps of warm-up, and the watched step.
+# More than the study's timing window excludes: at most ten steps of warm-up, and the instrumented step.
 WARMUP_TURNS = 3
 WINDOW = (
-    f"one turn is {STEPS_PER_TURN} optimizer steps and the writing of their rows, the device synchronized at its ends; "
-    f"start-up, the first {WARMUP_TURNS} turns (warm-up) and evaluation are left out"
+    f"one turn is {STEPS_PER_TURN} optimizer steps and the writing of their rows, device synchronized at both ends; "
+    f"start-up, the first {WARMUP_TURNS} turns (warm-up) and evaluation are excluded"
 )
-# One thread on one core: its CPU time is the wall time of an idle box, where a busy box's shows its other processes.
+# CPU time of one thread on one core equals the wall time of an idle machine; other processes do not affect it.
 CLOCKS = {"wall": "by the wall clock", "cpu": "of CPU time of the run's process"}
 LEAST_RATIO = {"hf_trainer": 1.00, "bare_loop": 0.98}
 LARGEST_MEASUREMENT_SHARE = 0.01
-# Without it processes differ by several percents for where their small pages happen to lie; a no-op outside glibc.
+# Without large pages the placement of small ones makes processes differ by several percent; no effect outside glibc.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# Two loops that do the same arithmetic agree this well; a faster one that does not has not done all of the work.
+# Largest relative difference between the final losses of loops that do the same arithmetic.
 SAME_LOSS = 1e-5
 
 
 class BenchCase(NamedTuple):
-    """A workload, and the number of its timed turns in a repeat."""
+    """A workload and the number of timed turns per repeat."""
 
     name: str
     arguments: tuple[str, ...]
@@ -63,7 +63,7 @@ class BenchCase(NamedTuple):
 CASES = (
     BenchCase("bert-imdb", ("--task", "bert-imdb"), turns=8),
     BenchCase("gpt-wikitext", ("--task", "gpt-wikitext"), turns=8),
-    # Four times the layers: a loop's own overhead grows with the number of parameters it has to walk.
+    # Four times the layers: the overhead of a loop grows with the number of parameter tensors.
     BenchCase("gpt-8layers", ("--task", "gpt-wikitext", "--model_name_or_path", "gpt-tiny-8layers"), turns=3),
 )
 _SHARED = (
@@ -73,7 +73,7 @@ _SHARED = (
 
 
 class TrainerProcess:
-    """One trainer's run in a process of its own, which pauses wherever its loop shows its progress."""
+    """A run of one trainer in a separate process, which pauses whenever its loop prints its progress."""
 
     def __init__(self, trainer: str, case: BenchCase, folder: Path):
         self.trainer, self.output_dir = trainer, folder / trainer
@@ -89,25 +89,27 @@ class TrainerProcess:
             self.turn()
 
     def turn(self) -> dict[str, float]:
-        """Let it go on until its next pause; return the seconds by either clock."""
+        """Run one turn; return its wall and CPU seconds."""
         started, before = time.perf_counter(), self._cpu_s
         print("go", file=self._process.stdin, flush=True)
         self._cpu_s = self._wait_for_pause()
         return {"wall": time.perf_counter() - started, "cpu": self._cpu_s - before}
 
     def finish(self) -> None:
+        """Let the run end; raise RunFailed if its exit status is not 0."""
         _, printed = self._process.communicate("go\n")
         if self._process.returncode:
             raise RunFailed(
-                f"{self.trainer} ended with exit status {self._process.returncode}: {printed.strip()[-500:]}"
+                f"{self.trainer} failed with exit status {self._process.returncode}: {printed.strip()[-500:]}"
             )
 
     def kill(self) -> None:
+        """Kill the process and collect its output."""
         self._process.kill()
         self._process.communicate()
 
     def _wait_for_pause(self) -> float:
-        """Return the CPU seconds that it reports so far."""
+        """Wait for the next pause; return the CPU seconds of the process so far."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -116,8 +118,8 @@ class TrainerProcess:
 
 
 def run_in_turns(trainer: str, arguments: list[str]) -> int:
-    """Run the launched script's loop in this process, and pause for the bench at every progress line."""
-    # The run's console will send whatever is printed to the run's log.
+    """Run a trainer in this process, with a pause at every progress line; return its exit status."""
+    # A copy of stdout, because the run redirects its own to its log.
     pauses = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
 
     def pause(*_: Any) -> None:
@@ -129,34 +131,35 @@ def run_in_turns(trainer: str, arguments: list[str]) -> int:
 
 
 def measure(case: BenchCase, repeats: int, clock: str) -> dict[str, Any]:
-    """Time turns of every trainer in fresh processes, `repeats` times, and compare them."""
+    """Time turns of every trainer in fresh processes, `repeats` times; return the comparison."""
     turns: list[list[dict[str, float]]] = []
-    shares = []
+    fractions = []
     for repeat in range(repeats):
         first = repeat % len(SCRIPTS)
         with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
-            running = {}
+            runs = {}
             for trainer in [*list(SCRIPTS)[first:], *list(SCRIPTS)[:first]]:
-                running[trainer] = TrainerProcess(trainer, case, Path(folder))
-                stack.callback(running[trainer].kill)
-            turns.append([{name: one.turn()[clock] for name, one in running.items()} for _ in range(case.turns)])
-            for one in running.values():
-                one.finish()
-            records = {trainer: read_run(one.output_dir) for trainer, one in running.items()}
+                runs[trainer] = TrainerProcess(trainer, case, Path(folder))
+                stack.callback(runs[trainer].kill)
+            turns.append([{name: run.turn()[clock] for name, run in runs.items()} for _ in range(case.turns)])
+            for run in runs.values():
+                run.finish()
+            records = {trainer: read_run(run.output_dir) for trainer, run in runs.items()}
         check_same_losses(case, records)
-        own_clock = records["study"].memory["ranks"][0]["time"]
-        shares.append(own_clock["self_cost_s"] / own_clock["window_s"])
+        clock_figures = records["study"].memory["ranks"][0]["time"]
+        fractions.append(clock_figures["self_cost_s"] / clock_figures["window_s"])
     config = records["study"].config
     tokens = STEPS_PER_TURN * config["global_batch_size"] * config["seq_length"]
-    return compare(case.name, tokens, turns, statistics.median(shares))
+    return compare(case.name, tokens, turns, statistics.median(fractions))
 
 
 def check_same_losses(case: BenchCase, records: dict[str, Run]) -> None:
-    wanted = records["study"].summary["train_loss_final"]
+    """Raise RunFailed if a trainer's final loss differs from the study's, so that their work is not the same."""
+    expected = records["study"].summary["train_loss_final"]
     for trainer, run in records.items():
         final = run.summary["train_loss_final"]
-        if abs(final - wanted) > SAME_LOSS * abs(wanted):
-            raise RunFailed(f"{trainer} on {case.name} diverges from the study: its loss is {final}, not {wanted}")
+        if abs(final - expected) > SAME_LOSS * abs(expected):
+            raise RunFailed(f"{trainer} on {case.name} diverges from the study: its loss is {final}, not {expected}")
 
 
 def compare(
@@ -164,8 +167,8 @@ def compare(
 ) -> dict[str, Any]:
     """Return speeds, ratios and missed targets from the seconds of each turn.
 
-    Turns of one repeat that follow one another are compared; their median is the repeat's pair. Only repeats are
-    independent of each other: all turns of a process share the luck of its memory.
+    Consecutive turns are compared, and the median of a repeat is one sample. Only repeats are independent: all turns of
+    a process share its placement of memory.
     """
     speeds = {
         trainer: [statistics.median(tokens_per_turn / turn[trainer] for turn in turns) for turns in repeats]
@@ -179,13 +182,15 @@ def compare(
         ratios[trainer] = {
             "pairs": pairs, "min": min(pairs), "median": median, "max": max(pairs), "interval": (low, high),
         }  # fmt: skip
-        line = f"{name}: study/{trainer} is {median:.3f} ({low:.3f} to {high:.3f}), wanted at least {least:.2f}"
+        line = f"{name}: study/{trainer} is {median:.3f} ({low:.3f} to {high:.3f}), target at least {least:.2f}"
         if high < least:
             missed.append(line)
         elif median < least:
             undecided.append(line)
     if share > LARGEST_MEASUREMENT_SHARE:
-        missed.append(f"{name}: measuring takes {share:.2%} of a step, wanted at most {LARGEST_MEASUREMENT_SHARE:.0%}")
+        missed.append(
+            f"{name}: measurement takes {share:.2%} of a step, target at most {LARGEST_MEASUREMENT_SHARE:.0%}"
+        )
     return {
         "case": name,
         "tokens_per_s": speeds,
@@ -208,7 +213,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> TextTable:
-    """Speeds, and median ratios with the smallest and the largest in parentheses."""
+    """Table of speeds and median ratios, with the smallest and the largest ratio in parentheses."""
     rows = [
         [
             result["case"],
@@ -218,38 +223,39 @@ def table(results: Sequence[dict[str, Any]]) -> TextTable:
         ]
         for result in results
     ]
-    wanted = [f"at least {least:.2f}" for least in LEAST_RATIO.values()]
-    rows.append(["wanted", *["-"] * len(SCRIPTS), *wanted, f"at most {LARGEST_MEASUREMENT_SHARE:.0%}"])
-    speeds, ratios = [f"{one}, tokens/s" for one in SCRIPTS], [f"study/{one}" for one in LEAST_RATIO]
-    return TextTable(["case", *speeds, *ratios, "measuring"], rows)
+    targets = [f"at least {least:.2f}" for least in LEAST_RATIO.values()]
+    rows.append(["target", *["-"] * len(SCRIPTS), *targets, f"at most {LARGEST_MEASUREMENT_SHARE:.0%}"])
+    speeds, ratios = [f"{name}, tokens/s" for name in SCRIPTS], [f"study/{name}" for name in LEAST_RATIO]
+    return TextTable(["case", *speeds, *ratios, "measurement"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the cases and print their comparison; return exit status 1 if a target is missed or a run fails."""
     parser = argparse.ArgumentParser(prog="python -m study.baselines.bench", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5, help="how often fresh processes start")
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats; default: 5")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only this; repeatable")
-    parser.add_argument("--clock", choices=list(CLOCKS), help="by default wall with a GPU and cpu without one")
-    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-    asked = parser.parse_args(arguments)
-    if asked.repeats < 1:
-        parser.error(f"--repeats {asked.repeats} is out of range; use 1 or more")
+    parser.add_argument("--clock", choices=list(CLOCKS), help="default: wall with a GPU, else cpu")
+    parser.add_argument("--json", action="store_true", help="print only one JSON document on stdout")
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats} is out of range; use 1 or more")
     import torch
 
     if not torch.cuda.is_available() and hasattr(os, "sched_setaffinity"):
-        # Without a GPU a rank is one core: every run gets the same one, and none wanders between caches.
+        # Without a GPU a rank uses one core: all runs share it, and none migrates between caches.
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    clock = asked.clock or ("wall" if torch.cuda.is_available() else "cpu")
+    clock = options.clock or ("wall" if torch.cuda.is_available() else "cpu")
     results = []
     try:
         for case in CASES:
-            if not asked.case or case.name in asked.case:
-                print(f"{case.name}: {asked.repeats} x {case.turns} turns of {', '.join(SCRIPTS)}", file=sys.stderr)
-                results.append(measure(case, asked.repeats, clock))
+            if not options.case or case.name in options.case:
+                print(f"{case.name}: {options.repeats} x {case.turns} turns of {', '.join(SCRIPTS)}", file=sys.stderr)
+                results.append(measure(case, options.repeats, clock))
     except RunFailed as failure:
         print(f"error: {failure.reason}", file=sys.stderr)
         return 1
-    if asked.json:
-        print(json.dumps({"window": WINDOW, "clock": clock, "repeats": asked.repeats, "cases": results}, indent=2))
+    if options.json:
+        print(json.dumps({"window": WINDOW, "clock": clock, "repeats": options.repeats, "cases": results}, indent=2))
     else:
         print_page([table(results)])
         print(f"\nSeconds {CLOCKS[clock]}; {WINDOW}.")
@@ -262,6 +268,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--runner"]:
-        # As the scripts do: native threads must not abort a run that has finished.
+        # As in the scripts: native threads must not abort a run that has finished.
         os._exit(run_in_turns(sys.argv[2], sys.argv[3:]))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The same run through transformers' Trainer: its loop, its accumulation and its engine set-up, the study's record.
+"""The same run with transformers' Trainer: its loop, accumulation and engine setup, with the study's record.
 
 accelerate launch --config_file accelerate_configs/zero3.yaml study/baselines/hf_trainer.py
 """
@@ -17,6 +17,7 @@ from study.run.open import open_run
 
 
 def refuse(config: RunConfig, launch: Launch) -> None:
+    """Raise UserError for flags and strategies that the Trainer baseline does not support."""
     refuse_study_only_flags("hf_trainer", config)
     if config.precision == "fp16" and launch.strategy.name == "zero0":
         raise UserError(
@@ -25,17 +26,18 @@ def refuse(config: RunConfig, launch: Launch) -> None:
         )
     why = None
     if launch.strategy.group is not None:
-        why = "its ranks share samples, and hf_trainer gives each rank its own"
+        why = "its ranks share samples, but hf_trainer gives each rank different ones"
     elif launch.strategy.is_fsdp:
-        why = "what Accelerate's FSDP2 needs around it is in study/engine/setup.py"
+        why = "Accelerate's FSDP2 needs the setup in study/engine/setup.py"
     if why is not None:
         raise UserError(
-            f"hf_trainer does not run {launch.strategy.name}: {why}",
-            "use study/train.py, or launch hf_trainer with another file",
+            f"hf_trainer does not support {launch.strategy.name}: {why}",
+            "use study/train.py, or launch hf_trainer with another config",
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Train with the Trainer and write the record; return the exit status."""
     with open_run("hf_trainer", arguments, refuse) as run:
         import torch
         from transformers import set_seed
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if launch.strategy.deepspeed is not None and launch.world_size > 1 and not torch.cuda.is_available():
             import deepspeed
 
-            # On a GPU the Trainer does this; left out, zero.Init sees a world of one.
+            # The Trainer does this on a GPU only; without it zero.Init uses a world size of 1.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
         training.distributed_state.wait_for_everyone()
         run.keep_log()
@@ -71,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         model = load_initial_model(config, initial)
         check_compute_dtype(model, config)
-        # The model's forward takes **kwargs, so the Trainer assumes that it divides its loss by the items of the whole
-        # step. BERT does not, and its loss would grow with accumulation steps and ranks; this selects plain means.
+        # The model's forward accepts **kwargs, so the Trainer assumes that its loss is divided by the items of the
+        # whole step. BERT does not do that, and its loss would grow with accumulation and ranks; this selects means.
         model.accepts_loss_kwargs = False
         trainer = RecordedTrainer(run, model, training, meters)
         engine.correct_precision(trainer.accelerator, config)

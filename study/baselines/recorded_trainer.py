@@ -1,4 +1,4 @@
-"""transformers' Trainer with the study's samples, evaluation and record hooked in; its loop is untouched."""
+"""transformers' Trainer with hooks for the study's samples, evaluation and record; its loop is unchanged."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from study.run.steps import StepLog, evaluate
 
 
 def training_arguments(run: OpenRun) -> TrainingArguments:
-    """Translate the RunConfig; everything else keeps the Trainer's defaults."""
+    """Translate the RunConfig to TrainingArguments; all other settings keep the Trainer's defaults."""
     config, launch, plan = run.config, run.launch, run.plan
-    # Passed as an argument: the plugin is built while TrainingArguments is, and never again.
+    # Passed as an argument, because TrainingArguments creates the plugin only when it is constructed.
     deepspeed = engine.deepspeed_settings(run) if launch.strategy.deepspeed is not None else None
     # bf16 is torch_autocast in DeepSpeed's settings.
     mixed = "no" if config.precision == "bf16" and deepspeed else config.precision.removesuffix("-engine")
     arguments = TrainingArguments(
         output_dir=str(run.output_dir),
-        # Without it the Trainer finds no GPU backend, and every rank runs as if it were alone.
+        # Without it the Trainer finds no GPU backend, and every rank runs as a single process.
         use_cpu=not torch.cuda.is_available(),
         deepspeed=deepspeed,
         bf16=mixed == "bf16",
@@ -44,12 +44,12 @@ def training_arguments(run: OpenRun) -> TrainingArguments:
         per_device_train_batch_size=plan.per_device_train_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         torch_compile=config.torch_compile,
-        # By default the Trainer turns TF32 on where it compiles, and so does Accelerate after it.
+        # By default the Trainer and Accelerate enable TF32 if they compile the model.
         tf32=False,
         seed=config.seed,
-        # Every parameter is used; by default the Trainer walks the graph for unused ones in every step.
+        # Every parameter is used; by default the Trainer searches the graph for unused ones in every step.
         ddp_find_unused_parameters=False,
-        # By default the Trainer synchronizes for each loss, to see whether it is finite. The record checks that later.
+        # By default the Trainer synchronizes for each loss to check that it is finite. The record checks that later.
         logging_nan_inf_filter=False,
         logging_strategy="no",
         save_strategy="no",
@@ -57,13 +57,13 @@ def training_arguments(run: OpenRun) -> TrainingArguments:
         report_to="none",
         disable_tqdm=True,
     )
-    # A single process that sees several GPUs would otherwise train with nn.DataParallel on all of them.
+    # Otherwise a single process with several visible GPUs would use nn.DataParallel on all of them.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
 
 
 class RecordedTrainer(Trainer):
-    """The Trainer on the study's samples in their order; it keeps the current step's losses, batches and norm."""
+    """Trainer on the study's samples in their order; it stores the current step's losses, batches and norm."""
 
     step_losses: list[torch.Tensor]
     step_batches: list[dict[str, torch.Tensor]]
@@ -72,7 +72,7 @@ class RecordedTrainer(Trainer):
     def __init__(self, run: OpenRun, model: PreTrainedModel, arguments: TrainingArguments, meters: Meters):
         self.run, self.meters = run, meters
         config = run.config
-        # One group: by default the Trainer takes biases and norms out of the weight decay, which the study does not.
+        # One group: by default the Trainer excludes biases and norms from weight decay, unlike the study.
         adamw = {"params": list(model.parameters()), "lr": config.learning_rate, "weight_decay": config.weight_decay}
         super().__init__(
             model=model,
@@ -86,16 +86,17 @@ class RecordedTrainer(Trainer):
         self.evaluation: dict[str, float | None] = {}
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This rank's micro-batches of all steps, as one epoch."""
+        """Return this rank's micro-batches of all steps as one epoch."""
         train = self.run.data.train
         micro_batches = [part for step in self.run.step_numbers for part in self.run.indices(step)]
         pinned = self.args.dataloader_pin_memory and torch.cuda.is_available()
         return DataLoader(train, batch_sampler=micro_batches, collate_fn=lambda batch: batch, pin_memory=pinned)
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        """Create the optimizer, with skipped fp16 steps visible to the Trainer."""
         optimizer = super().create_optimizer(*arguments, **options)
-        # A fused step skips itself where gradients are not finite, unseen by the Trainer's schedule. Without this flag
-        # torch's GradScaler skips the call instead.
+        # A fused step skips an update with non-finite gradients itself, and the Trainer's schedule does not notice.
+        # Without this flag torch's GradScaler skips the call instead.
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
@@ -105,6 +106,7 @@ class RecordedTrainer(Trainer):
         return [send_to_device(batch, self.args.device) for batch in self.step_batches], items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run one micro-batch and store its loss."""
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.step_losses.append(loss)
         return loss
@@ -115,7 +117,7 @@ class RecordedTrainer(Trainer):
 
 
 class StepRecorder(TrainerCallback):
-    """The study's meters and rows, at the places where study/train.py has them."""
+    """Callbacks that run the study's meters and write its rows at the same points as study/train.py."""
 
     learning_rate: float
     metered: AbstractContextManager[None]
@@ -124,30 +126,33 @@ class StepRecorder(TrainerCallback):
         self.trainer, self.run = trainer, trainer.run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Audit the live engine, then start the clock and the meters."""
         trainer, run, plan = self.trainer, self.run, self.run.plan
         if run.launch.strategy.deepspeed is None:
-            # The Trainer accumulates by itself and configures Accelerate with 1, which is what is read back there.
+            # The Trainer accumulates itself and configures Accelerate with 1, which the audit reads.
             plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
         live = audit(run, trainer.accelerator, trainer.model_wrapped, trainer.optimizer, plan)
         run.write_engine(live | {"gradient_accumulation_steps": args.gradient_accumulation_steps})
         self.progress = run.console.progress(run.total_steps, 0)
         engine.forget_first_step(trainer.model_wrapped)
-        # Called by no other hook before the first step, and DeepSpeed's engine is there by now.
+        # This is the last hook before the first step, and DeepSpeed's engine exists by now.
         self.skips = SkippedSteps(trainer.accelerator)
         run.start_clock()
         trainer.model_wrapped.train()
         trainer.meters.start(trainer.model_wrapped, trainer.optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Reset the step's figures and enter its meter."""
         self.learning_rate = objects["lr_scheduler"].get_last_lr()[0]
         self.trainer.step_losses, self.trainer.step_grad_norm = [], None
         self.metered = self.trainer.meters.step(state.global_step + 1)
         self.metered.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the step's meter, add its row, and flush or evaluate if due."""
         trainer, run, log, step = self.trainer, self.run, self.trainer.log_rows, state.global_step
         self.metered.__exit__(None, None, None)
-        # The Trainer's losses are shares of the step's mean.
+        # The Trainer divides each loss by the accumulation steps, so their sum is the step's mean.
         loss = torch.stack(trainer.step_losses).sum()
         skipped = self.skips.last_was_skipped()
         log.add(step, loss, self.learning_rate, trainer.step_grad_norm, trainer.step_batches, skipped)
@@ -161,6 +166,6 @@ class StepRecorder(TrainerCallback):
             run.write_evaluation(step, trainer.evaluation)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All steps are one epoch, and they are done."""
+        """Stop the meters: all steps are one epoch."""
         self.trainer.meters.finish()
         self.progress.close()

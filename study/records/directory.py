@@ -1,6 +1,6 @@
-"""The run directory: written by training, read by everything else.
+"""The run directory: written by training, read by all other code.
 
-Every document is written completely or not at all. study/records/schema.py says what is refused.
+Every document is written completely or not at all. study/records/schema.py defines which values are valid.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from study.records.schema import SEAL, RecordError, State, check, strictly_parse
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic", "profile")
 _SEALED_FILES = (*(f"{name}.json" for name in _DOCUMENTS), *ROW_FILES)
-# More than the last status needs.
+# Freed before the final status is written, so that a full disk can still record the outcome.
 _ROOM, _ROOM_BYTES = ".status.json.room", 16384
 
 
 def utc_now() -> str:
+    """Return the time in UTC as ISO 8601, in seconds."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Atomic: a reader sees the old document or the new one, also after a power cut."""
+    """Write a document atomically: readers see the old or the new one, also after a power failure."""
     _replace(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
@@ -51,18 +52,19 @@ def _replace(path: Path, text: str) -> None:
 
 
 def is_part_of(name: str, document: str) -> bool:
-    """Whether a file is the rest of a killed write of this document, or the room kept for it."""
+    """Whether a file is left over from an interrupted write of this document, or reserves disk space for it."""
     return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending|room)", name) is not None
 
 
 def _text_of(file: Path) -> str:
     if file.exists() and not file.is_file():
-        # Opening a named pipe would wait for ever for somebody who writes to it.
+        # Opening a named pipe would block until another process writes to it.
         raise OSError("not a regular file")
     return file.read_text(encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, with old keys renamed; raises RecordError."""
     try:
         document = strictly_parsed(_text_of(path))
     except FileNotFoundError:
@@ -70,24 +72,24 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(path, f"is not readable as JSON ({error})") from None
     if not isinstance(document, dict):
-        raise RecordError(path, f"holds a {type(document).__name__} where an object belongs")
+        raise RecordError(path, f"contains a {type(document).__name__} instead of an object")
     return with_new_names(document)
 
 
 def number_or_none(value: float | None) -> float | None:
-    """JSON has no NaN: a figure that is not finite is not a figure."""
+    """Return a finite float, else None: JSON has no NaN."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 class RunWriter:
-    """Open a run directory, append rows, and close it with a status; on the main process only.
+    """Writer of a run directory, on the main process: documents, rows, and the final status.
 
-    The directory is written through a descriptor: a run whose folder is moved completes its record there, and not in
-    the folder that has taken its name.
+    It writes through a descriptor of the directory. If the folder is moved, the run completes its record there, and not
+    in a new folder of the same name.
     """
 
     def __init__(self, path: Path, *, rows_from: Path | None = None):
-        """Start an attempt, with no rows or with those of a checkpoint folder that it goes on from."""
+        """Start an attempt, with no rows or with those of the checkpoint folder that it resumes from."""
         self._streams: dict[str, IO[str]] = {}
         path.mkdir(parents=True, exist_ok=True)
         self._asked, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -96,7 +98,7 @@ class RunWriter:
             attempt = read_status(path)["attempt"] + 1
         except RecordError:
             attempt = 1
-        # First of all, and until the run says otherwise: a killed process cannot write this afterwards.
+        # Written first, because a killed process cannot write it later. `close` replaces it.
         self.status = {
             "state": "interrupted", "reason": "the run has not ended, or was killed", "hint": "run it again",
             "attempt": attempt, "started_at": utc_now(), "ended_at": None,
@@ -104,49 +106,53 @@ class RunWriter:
         self.write("status.json", self.status)
         for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
             (path / name).unlink(missing_ok=True)
-        # By name: what else lies in the folder is its owner's.
+        # Only files of a record are deleted; all others belong to the user.
         for leftover in path.iterdir():
             if any(is_part_of(leftover.name, name) for name in ("status.json", *_SEALED_FILES)):
                 leftover.unlink(missing_ok=True)
-        # A full disk must not keep the run from saying so at its end.
         (path / _ROOM).write_bytes(_ROOM_BYTES * b"\n")
         rows = read_rows(rows_from, complete=True) if rows_from else ([], [])
-        for name, each in zip(ROW_FILES, rows, strict=True):
-            _replace(path / name, "".join(json.dumps(row) + "\n" for row in each))
+        for name, file_rows in zip(ROW_FILES, rows, strict=True):
+            _replace(path / name, "".join(json.dumps(row) + "\n" for row in file_rows))
 
     @property
     def path(self) -> Path:
-        """Path of the directory, also after it was moved."""
+        """Current path of the directory, also after it was moved."""
         return self._asked if self.is_in_place() else self._folder.resolve()
 
     def is_in_place(self) -> bool:
-        """Whether the directory still has its name."""
+        """Whether the directory is still at its original path."""
         with contextlib.suppress(OSError):
             return self._asked.samefile(self._folder)
         return False
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
+        """Write one document of the record."""
         write_json(self._folder / name, document)
 
     def hint(self, hint: str) -> None:
-        """Set the hint for a run that is killed from now on, unless another rank has recorded how it ended."""
+        """Set the hint for the case that the run is killed, unless another rank has already recorded an outcome."""
         self.status["hint"] = hint
         if read_status(self._folder)["ended_at"] is None:
             self.write("status.json", self.status)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Append a row to a file of rows; `flush` writes it to disk."""
         if name not in self._streams:
             self._streams[name] = (self._folder / name).open("a", encoding="utf-8")
         self._streams[name].write(json.dumps(row, allow_nan=False) + "\n")
 
     def steps_so_far(self) -> list[dict[str, Any]]:
+        """Return the flushed rows of steps."""
         return read_rows(self._folder)[0]
 
     def flush(self) -> None:
+        """Flush the files of rows."""
         for stream in self._streams.values():
             stream.flush()
 
     def close(self, state: State, reason: str = "", hint: str = "") -> None:
+        """Write the final status with the seal, and close all files."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -163,42 +169,42 @@ def _ended(status: Mapping[str, Any], state: State, reason: str, hint: str) -> d
 
 
 def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the status of a closed record, with the digests of its files and its own."""
+    """Return the status of a closed record, with the digests of its files and of itself."""
     sealed = {**status, "files_sha256": digests(path)}
-    said = json.dumps(sealed, sort_keys=True).encode()
-    return sealed | {"status_sha256": hashlib.sha256(said).hexdigest()}
+    content = json.dumps(sealed, sort_keys=True).encode()
+    return sealed | {"status_sha256": hashlib.sha256(content).hexdigest()}
 
 
 def is_sealed(status: Mapping[str, Any]) -> bool:
-    """Whether a run closed its record, rather than being killed."""
+    """Whether a run closed its record; False if it was killed."""
     return status.keys() >= SEAL.keys()
 
 
 def digests(path: Path) -> dict[str, str]:
-    """SHA-256 of every file of a record, except status.json, which has these digests."""
+    """Return the SHA-256 of every file of a record, except status.json, which contains them."""
     files = (path / name for name in _SEALED_FILES)
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
 def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
-    """Refuse a record that changed after it was closed; many figures are in one place only."""
+    """Raise RecordError for a record that changed after it was closed; most figures are stored only once."""
     if not is_sealed(status):
         raise RecordError(path / "status.json", "its seal is missing")
     now = seal(path, {key: value for key, value in status.items() if key not in SEAL})
     if now != status:
-        found, sealed = now["files_sha256"], status["files_sha256"]
-        changed = [name for name in sorted({*found, *sealed}) if found.get(name) != sealed.get(name)]
+        digests_now, sealed = now["files_sha256"], status["files_sha256"]
+        changed = [name for name in sorted({*digests_now, *sealed}) if digests_now.get(name) != sealed.get(name)]
         raise RecordError(path / [*changed, "status.json"][0], "was changed after the run had closed its record")
 
 
 def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> None:
-    """Record how an unfinished run ended, from any rank; the first rank's reason stays."""
+    """Record the outcome of an unfinished run, from any rank; only the first rank's reason is kept."""
     if not (path / "status.json").exists():
-        return  # before the main process opened the record there is nothing to end
+        return  # the main process has not opened the record yet
     (path / _ROOM).unlink(missing_ok=True)
     ending = path / ".status.json.ending"
     try:
-        # Ranks fail together and would all find the run still open; the one that makes this file says why.
+        # Ranks fail together. The rank that creates this file records its reason.
         ending.touch(exist_ok=False)
     except FileExistsError:
         return
@@ -210,12 +216,13 @@ def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> Non
 
 
 def change_ending(path: Path, state: State, reason: str, hint: str) -> None:
+    """Rewrite status.json with another outcome."""
     write_json(path / "status.json", _ended(read_status(path), state, reason, hint))
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run directory as read back. A run that did not end `ok` has what it got to write."""
+    """Content of a run directory; documents that a failed run did not write are empty."""
 
     path: Path
     status: dict[str, Any]
@@ -225,53 +232,56 @@ class Run:
     summary: dict[str, Any]
     memory: dict[str, Any]
     traffic: dict[str, Any]
-    # Empty where no step was profiled.
+    # Empty if no step was profiled.
     profile: dict[str, Any]
     steps: list[dict[str, Any]]
     evals: list[dict[str, Any]]
 
     @property
     def state(self) -> State:
+        """Outcome of the run."""
         return self.status["state"]
 
 
 def read_status(path: Path) -> dict[str, Any]:
+    """Read and check status.json of a run directory; raises RecordError."""
     status = read_json(path / "status.json")
     check(path / "status.json", status)
     return status
 
 
 def is_finished(path: Path) -> bool:
+    """Whether the run directory has a successful run."""
     return (path / "status.json").exists() and read_status(path)["state"] == "ok"
 
 
 def read_run(path: Path) -> Run:
-    """Read one run directory; raises RecordError with the file and the reason."""
+    """Read and check a run directory; raises RecordError with the file and the reason."""
     status = read_status(path)
     complete = status["state"] == "ok"
     documents: dict[str, dict[str, Any]] = {}
     for name in _DOCUMENTS:
         file = path / f"{name}.json"
-        # Only a run that was asked for a profile has one.
+        # The profile is optional.
         required = complete and name != "profile"
         documents[name] = read_json(file) if required or file.exists() else {}
         if required or documents[name]:
             check(file, documents[name])
     steps, evals = read_rows(path, complete)
     run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
-    # Last, because a reason of the file's own says more than that it was changed.
+    # The seal is checked last, because an invalid value is a better reason than a changed file.
     if complete or is_sealed(status):
         _check_seal(path, status)
     if complete:
         last = {"steps": len(steps), "train_loss_final": steps[-1]["loss"] if steps else None}
         if differ := [key for key, value in last.items() if documents["summary"][key] != value]:
-            said = documents["summary"][differ[0]]
-            raise RecordError(path / "summary.json", f"{differ[0]} is {said}, by the last row {last[differ[0]]}")
+            recorded = documents["summary"][differ[0]]
+            raise RecordError(path / "summary.json", f"{differ[0]} is {recorded}, by the last row {last[differ[0]]}")
     return run
 
 
 def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Read steps.jsonl and evals.jsonl, without a last row that a killed attempt left cut off."""
+    """Read steps.jsonl and evals.jsonl, without an incomplete last row of a killed run."""
     steps, evals = (_rows(path / name, complete) for name in ROW_FILES)
     return steps, evals
 
@@ -297,13 +307,13 @@ def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
             raise RecordError(file, f"row {number} is not JSON ({error})") from None
         check(file, row, number)
         last = rows[-1]["step"] if rows else 0
-        # Every step has a row, and some of them are followed by an evaluation.
+        # Every step has a row; evaluations follow only some steps.
         if row["step"] != number if file.name == "steps.jsonl" else row["step"] <= last:
-            raise RecordError(file, f"row {number} says step {row['step']} after step {last}")
+            raise RecordError(file, f"row {number} has step {row['step']} after step {last}")
         rows.append(row)
     return rows
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Every run directory below `root`, in name order."""
+    """Yield every run directory below `root`, in the order of their names."""
     yield from sorted(file.parent for file in root.glob("**/status.json"))

@@ -1,6 +1,6 @@
-"""Fair comparison: every invariant that a record shows, against the baseline of its workload.
+"""Fair comparison: check the invariants of each run against the baseline of its workload.
 
-A run that breaks one stays in every table and plot, and carries the invariant's name.
+A run that breaks an invariant stays in all tables and plots, labelled with the invariant.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import pandas as pd
 
 from study.records.workloads import BASELINES, strategy_order
 
-# Classes that are AdamW when their settings say so; any other class is other mathematics.
+# Optimizer classes that implement AdamW; their settings are compared separately.
 _ADAMW = {"torch.AdamW", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedAdam"}
-# The first loss is taken before any update: the same weights and samples give it up to rounding.
+# The first loss precedes any update, so with the same weights and samples it is equal up to rounding.
 _FIRST_LOSS_TOLERANCE = {"fp32": 0.01}
 _ROUNDED_FIRST_LOSS_TOLERANCE = 0.05
 _STEPS = ("lr", "tokens")
-# Invariants that one column shows, and how its value is printed; None for hashes, which say nothing to a reader.
+# Invariants with their column and its format; None for hashes, which are not printed.
 _BY_COLUMN = (
     ("initial weights", "initial_weights_sha256", None),
     ("training data", "train_data_sha256", None),
@@ -57,7 +57,7 @@ Steps = Mapping[str, Mapping[str, Any]]
 
 
 def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
-    """Return every run with its `baseline`, `confounded`, `confounded_loss` and `notes`. None is not recorded."""
+    """Return each run with its `baseline`, `confounded`, `confounded_loss` and `notes`; None means not recorded."""
     workloads: dict[str, list[Row]] = {}
     for row in rows:
         workloads.setdefault(row["workload_key"], []).append(row)
@@ -66,7 +66,7 @@ def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
 
 
 def baseline_arm(runs: pd.DataFrame) -> str | None:
-    """Return the baseline of one workload; None if no run of it ended ok."""
+    """Return the baseline strategy of one workload; None if all of its runs failed."""
     columns = ["status_state", "arm", "strategy", "world_size", "seed", "repeat"]
     ended = runs.loc[runs["status_state"] == "ok", columns]
     baselines = _baseline_runs(ended.to_dict("records"))
@@ -74,20 +74,20 @@ def baseline_arm(runs: pd.DataFrame) -> str | None:
 
 
 def has_dropout(runs: pd.DataFrame) -> bool:
-    """Whether strategies draw different dropout masks, so that only means over seeds compare losses."""
+    """Whether runs use dropout. Strategies draw different masks, so only means over seeds are comparable."""
     return bool(runs["dropout"].fillna(0).ne(0).any())
 
 
 def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
-    """Return the baseline's runs of one workload by seed and repeat."""
+    """Return the baseline runs of one workload by seed and repeat."""
     ended = [row for row in group if row["status_state"] == "ok"]
     if not ended:
         return {}
     seeds: defaultdict[str, set[Any]] = defaultdict(set)
     for row in ended:
         seeds[row["arm"]].add(row["seed"])
-    # A plain strategy first: one with another trainer or an override is a variant. Then plain training with
-    # most seeds: the others of a seed that it lacks would have no partner.
+    # Prefer a strategy without another trainer or an override, then plain training, then the most seeds: a run with a
+    # seed that the baseline lacks is in no pair.
     best = min(
         ended,
         key=lambda row: (
@@ -108,45 +108,48 @@ def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> di
     reasons = [*_own_reasons(run), *_differences(run, baseline, bool(same_seed))]
     notes, code = _notes(run), ""
     if not same_seed and run["seed"] is not None:
-        # It is in no pair. Another seed's weights and samples are others by design.
+        # The run is in no pair. Weights and samples of another seed differ by design.
         lacks = f"no {baseline['arm']} with seed {run['seed']} ended ok, so it is in no ratio and no difference"
         notes = "; ".join(filter(None, [notes, lacks]))
     if run["status_state"] == "ok" and baseline["run"] != run["run"]:
         reasons += _step_reasons(run, baseline, steps, bool(same_seed))
         code = "; ".join(filter(None, [_code_reason(run, baseline), *_interruptions(run, baseline)]))
     reasons = list(dict.fromkeys(reasons))
-    # Other code may be slower or count otherwise. A loss that it computes the same is no weaker evidence.
+    # Another version of the code may be slower or count differently. An equal loss is still valid evidence.
     return {
         "baseline": baseline["run"], "confounded": "; ".join([*reasons, *filter(None, [code])]),
         "confounded_loss": "; ".join(reasons), "notes": notes,
     }  # fmt: skip
 
 
-def differences_between(run: Row, other: Row, same_code: bool) -> list[str]:
-    """Return every invariant that two runs of one seed do not share."""
-    return [*_differences(run, other, same_seed=True), *filter(None, [_code_reason(run, other) if same_code else ""])]
+def differences_between(run: Row, reference: Row, same_code: bool) -> list[str]:
+    """Return the invariants that differ between two runs of one seed."""
+    return [
+        *_differences(run, reference, same_seed=True),
+        *filter(None, [_code_reason(run, reference) if same_code else ""]),
+    ]
 
 
 def _code_reason(run: Row, baseline: Row) -> str:
-    """Compare the code that ran: by its digest, else its commit, else its release; empty if it is the same."""
-    here, there = _code_name(run), _code_name(baseline)
+    """Compare the code of two runs by digest, else commit, else release; empty if it is the same."""
+    code, baseline_code = _code_name(run), _code_name(baseline)
     if run["code_sha256"] and baseline["code_sha256"]:
         same = run["code_sha256"] == baseline["code_sha256"]
     elif run["git_dirty"] or baseline["git_dirty"]:
-        return f"commit: {here}, baseline {there}, and nothing says what the changes were"
-    elif not here or not there:
-        return f"commit: {here or 'not recorded'}, baseline {there or 'not recorded'}"
+        return f"commit: {code}, baseline {baseline_code}, and nothing says what the changes were"
+    elif not code or not baseline_code:
+        return f"commit: {code or 'not recorded'}, baseline {baseline_code or 'not recorded'}"
     else:
-        same = here == there
-    return "" if same else f"another commit: {here}, baseline {there}"
+        same = code == baseline_code
+    return "" if same else f"another commit: {code}, baseline {baseline_code}"
 
 
 def _interruptions(run: Row, baseline: Row) -> Iterator[str]:
-    """Yield differences in logging and checkpoints: each synchronizes the device, and changes no loss."""
+    """Yield differences in logging and checkpoints, which synchronize the device but do not affect losses."""
     for name, column in (("logging", "logging_steps"), ("checkpoints", "checkpointing_steps")):
-        here, there = run.get(column), baseline.get(column)
-        if None not in (here, there) and here != there:
-            yield f"{name}: every {here:g} steps, baseline {there:g}"
+        value, baseline_value = run.get(column), baseline.get(column)
+        if None not in (value, baseline_value) and value != baseline_value:
+            yield f"{name}: every {value:g} steps, baseline {baseline_value:g}"
 
 
 def _code_name(run: Row) -> str:
@@ -156,15 +159,15 @@ def _code_name(run: Row) -> str:
 
 
 def _own_reasons(run: Row) -> Iterator[str]:
-    """Yield the invariants that one record breaks by itself."""
+    """Yield the invariants that a run breaks without comparison to a baseline."""
     parts = [run[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")]
     if None not in parts and run["group_ranks"]:
         parts[2] //= run["group_ranks"]
     if None not in parts and math.prod(parts[:3]) != parts[3]:
         yield f"global batch: {math.prod(parts[:3])} samples a step, {parts[3]} asked"
-    ran, asked = run["engine_precision"], run["precision"]
-    if ran is not None and asked is not None and ran != asked:
-        yield f"precision: ran in {ran}, {asked} asked"
+    ran, requested = run["engine_precision"], run["precision"]
+    if ran is not None and requested is not None and ran != requested:
+        yield f"precision: ran in {ran}, {requested} asked"
     for warning in _warnings(run):
         if "are rounded" in warning:
             yield f"precision: {warning}"
@@ -172,70 +175,74 @@ def _own_reasons(run: Row) -> Iterator[str]:
 
 def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:
     for name, column, form in _BY_COLUMN:
-        here, there = run[column], baseline[column]
+        value, baseline_value = run[column], baseline[column]
         if column == "initial_weights_sha256" and not same_seed:
             continue
         if run["virtual"] and column == "train_data_sha256":
-            continue  # each loads its own samples alone, and nothing that it counts depends on them
-        if here is None or there is None:
-            # An engine that is absent has no version, and a run that failed early recorded little.
-            if column == "initial_weights_sha256" and here != there and run["status_state"] == "ok":
+            continue  # virtual ranks load only their samples, and their figures do not depend on them
+        if value is None or baseline_value is None:
+            # Without an engine there is no version of it, and a run that failed early recorded little.
+            if column == "initial_weights_sha256" and value != baseline_value and run["status_state"] == "ok":
                 yield f"{name}: not recorded"
-        elif here != there:
-            yield name if form is None else f"{name}: {form.format(here)}, baseline {form.format(there)}"
-    here, there = (row.get("machines") for row in (run, baseline))
-    # More ranks may need more machines. As many ranks have another network on more of them.
-    if run["world_size"] == baseline["world_size"] and None not in (here, there) and here != there:
-        yield f"machines: {here}, baseline {there}"
+        elif value != baseline_value:
+            yield name if form is None else f"{name}: {form.format(value)}, baseline {form.format(baseline_value)}"
+    value, baseline_value = (row.get("machines") for row in (run, baseline))
+    # More ranks may need more machines. The same ranks on more machines use another network.
+    if run["world_size"] == baseline["world_size"] and None not in (value, baseline_value) and value != baseline_value:
+        yield f"machines: {value}, baseline {baseline_value}"
     yield from _optimizer_difference(run, baseline)
 
 
 def _optimizer_difference(run: Row, baseline: Row) -> Iterator[str]:
-    here, there = run["optimizer_class"], baseline["optimizer_class"]
-    if here is None or there is None:
+    name, baseline_name = run["optimizer_class"], baseline["optimizer_class"]
+    if name is None or baseline_name is None:
         return
-    known = run["optimizer_settings"] is not None and baseline["optimizer_settings"] is not None
-    if known:
-        mine, its = json.loads(run["optimizer_settings"]), json.loads(baseline["optimizer_settings"])
-        # The learning rate has a column of its own.
-        different = sorted(key for key in {*mine, *its} - {"lr"} if mine.get(key) != its.get(key))
+    has_settings = run["optimizer_settings"] is not None and baseline["optimizer_settings"] is not None
+    if has_settings:
+        settings, baseline_settings = json.loads(run["optimizer_settings"]), json.loads(baseline["optimizer_settings"])
+        # The learning rate is compared by column.
+        different = sorted(
+            key for key in {*settings, *baseline_settings} - {"lr"} if settings.get(key) != baseline_settings.get(key)
+        )
         for key in different:
-            yield f"optimizer: {key} {mine.get(key)}, baseline {its.get(key)}"
-    if here != there and not (known and {here, there} <= _ADAMW):
-        yield f"optimizer: {here}, baseline {there}"
+            yield f"optimizer: {key} {settings.get(key)}, baseline {baseline_settings.get(key)}"
+    if name != baseline_name and not (has_settings and {name, baseline_name} <= _ADAMW):
+        yield f"optimizer: {name}, baseline {baseline_name}"
 
 
 def _step_reasons(run: Row, baseline: Row, steps: Steps, same_seed: bool) -> Iterator[str]:
     if run["run"] not in steps or baseline["run"] not in steps:
         return
-    mine, its = ({key: np.asarray(steps[name][key]) for key in _STEPS} for name in (run["run"], baseline["run"]))
-    count = min(len(mine["lr"]), len(its["lr"]))
+    run_steps, baseline_steps = (
+        {key: np.asarray(steps[name][key]) for key in _STEPS} for name in (run["run"], baseline["run"])
+    )
+    count = min(len(run_steps["lr"]), len(baseline_steps["lr"]))
     if not count:
         return
     same_samples = same_seed
     if same_seed and run["samples_sha256"] != baseline["samples_sha256"] and not run["virtual"]:
-        others = steps[run["run"]]["samples_hash"][:count] != steps[baseline["run"]]["samples_hash"][:count]
-        same_samples = not np.any(others)
+        differs = steps[run["run"]]["samples_hash"][:count] != steps[baseline["run"]]["samples_hash"][:count]
+        same_samples = not np.any(differs)
         if not same_samples:
-            yield f"samples: others from step {int(np.argmax(others)) + 1} on"
-    if mine["tokens"][0] != its["tokens"][0]:
-        yield f"global batch: {mine['tokens'][0]} tokens a step, baseline {its['tokens'][0]}"
-    far = ~np.isclose(mine["lr"][:count], its["lr"][:count], rtol=1e-5, atol=0)
-    if far.any():
-        yield f"schedule: another learning rate from step {int(np.argmax(far)) + 1} on"
+            yield f"samples: others from step {int(np.argmax(differs)) + 1} on"
+    if run_steps["tokens"][0] != baseline_steps["tokens"][0]:
+        yield f"global batch: {run_steps['tokens'][0]} tokens a step, baseline {baseline_steps['tokens'][0]}"
+    rate_differs = ~np.isclose(run_steps["lr"][:count], baseline_steps["lr"][:count], rtol=1e-5, atol=0)
+    if rate_differs.any():
+        yield f"schedule: another learning rate from step {int(np.argmax(rate_differs)) + 1} on"
     if same_samples and run["initial_weights_sha256"] == baseline["initial_weights_sha256"]:
         yield from _first_loss_reason(run, baseline)
 
 
 def _first_loss_reason(run: Row, baseline: Row) -> Iterator[str]:
-    """Compare the first losses: a share or a multiple of the baseline's shows another normalization."""
+    """Compare the first losses; a different one indicates another loss normalization."""
     same = all(run[column] == baseline[column] for column in ("engine_precision", "dropout"))
-    here, there = run["train_loss_first"], baseline["train_loss_first"]
-    if not same or run["dropout"] != 0 or here is None or there is None:
+    loss, reference = run["train_loss_first"], baseline["train_loss_first"]
+    if not same or run["dropout"] != 0 or loss is None or reference is None:
         return
     tolerance = _FIRST_LOSS_TOLERANCE.get(run["engine_precision"], _ROUNDED_FIRST_LOSS_TOLERANCE)
-    if not math.isclose(here, there, rel_tol=tolerance):
-        yield f"loss normalization: step 1 says {here:.4g}, baseline {there:.4g}, on the same weights and samples"
+    if not math.isclose(loss, reference, rel_tol=tolerance):
+        yield f"loss normalization: step 1 says {loss:.4g}, baseline {reference:.4g}, on the same weights and samples"
 
 
 def _warnings(run: Row) -> list[str]:
@@ -243,7 +250,7 @@ def _warnings(run: Row) -> list[str]:
 
 
 def _notes(run: Row) -> str:
-    """Notes on a run that break no invariant."""
+    """Return notes on a run that are not broken invariants."""
     notes = [warning for warning in _warnings(run) if "are rounded" not in warning]
     if run["steps_skipped"]:
         notes.append(f"{run['steps_skipped']:g} of {run['steps']:g} steps skipped, whose gradients were not finite")

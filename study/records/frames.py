@@ -1,4 +1,4 @@
-"""Run directories as two tables, one row per run and one per step, and those tables as parquet files in git."""
+"""Tables of runs and of steps, read from run directories, and their parquet files, which are kept in git."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ from study.records.workloads import name_workloads, strategy_order
 
 
 class Remaining(NamedTuple):
-    """One slice of a suite, when its report was made: what was planned, how it ended as far as it ran, and the rest by
-    what differs between its cells."""
+    """Progress of one slice of a suite when its report was made: numbers of cells, and the labels of pending ones."""
 
     suite: str
     only: str
     planned: int
     ok: int
-    # Out of memory, failed, refused by the box: a row of the report each, and an answer.
+    # Cells with another final outcome, such as out of memory; each is a row of the report.
     other: int
     seconds: float
     left: Sequence[str]
@@ -42,86 +41,86 @@ class Remaining(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UniqueRuns:
-    """A record that was read without error, and its place below the folder that was read."""
+    """A record that was read without error, with its path below the folder that was read."""
 
     place: Path
     row: dict[str, Any]
-    # Columns of `steps`, where it ended well.
+    # Columns of `steps`; None for a failed run.
     steps: dict[str, Any] | None
     digests: dict[str, str]
-    # Where the run itself says that it wrote.
+    # The --output_dir of the run.
     output_dir: str | None
 
 
-# Each run once: a copy of a record is left out, and so are two records of one run that say different things.
+# Deduplication: copies of a record are excluded, and so are records of one run that disagree.
 
 
-def each_once(found: list[UniqueRuns]) -> tuple[list[UniqueRuns], list[str]]:
-    """Return the runs to keep, each with its own name and repeat, and why others are left out."""
+def each_once(runs: list[UniqueRuns]) -> tuple[list[UniqueRuns], list[str]]:
+    """Return the runs to keep, with unique names and repeats, and the reasons why others are excluded."""
     refused: list[str] = []
-    kept = []
-    for same in _grouped(found, _content):
-        # A copy has another name than the run gave itself.
+    unique = []
+    for same in _grouped(runs, _content):
+        # The original is the record whose folder has the name of its --output_dir.
         original = min(same, key=lambda entry: (Path(entry.output_dir or "").name != entry.place.name, entry.place))
         refused += [f"{entry.place}: is a copy of {original.place}" for entry in same if entry is not original]
-        kept.append(original)
-    found, kept = kept, []
-    for group in _grouped(found, _identity):
+        unique.append(original)
+    runs, unique = unique, []
+    for group in _grouped(runs, _identity):
         disagreeing = _disagreeing(group)
-        kept += [entry for entry in group if entry not in disagreeing]
+        unique += [entry for entry in group if entry not in disagreeing]
         places = ", ".join(str(entry.place) for entry in disagreeing)
         refused += [
-            f"{entry.place}: two records of one run disagree ({places}), and nothing says which is right"
+            f"{entry.place}: two records of one run disagree ({places}), and it is unknown which is right"
             for entry in disagreeing
         ]
-    for same in _grouped(kept, lambda entry: entry.row["run"]):
+    for same in _grouped(unique, lambda entry: entry.row["run"]):
         for entry in same if len(same) > 1 else ():
             entry.row["run"] = entry.place.as_posix()
-    kept.sort(key=lambda entry: entry.place)
-    _number_repeats(kept)
-    return kept, refused
+    unique.sort(key=lambda entry: entry.place)
+    _number_repeats(unique)
+    return unique, refused
 
 
 _CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
 
 
-def _grouped(found: list[UniqueRuns], key: Callable[[UniqueRuns], Hashable]) -> list[list[UniqueRuns]]:
+def _grouped(runs: list[UniqueRuns], key: Callable[[UniqueRuns], Hashable]) -> list[list[UniqueRuns]]:
     groups: defaultdict[Hashable, list[UniqueRuns]] = defaultdict(list)
-    for entry in found:
+    for entry in runs:
         groups[key(entry)].append(entry)
     return list(groups.values())
 
 
 def _content(entry: UniqueRuns) -> Hashable:
-    whole = {"config.json", "engine.json"} <= entry.digests.keys()
-    return (tuple(sorted(entry.digests.items())), entry.row["status_started_at"]) if whole else entry.place
+    is_complete = {"config.json", "engine.json"} <= entry.digests.keys()
+    return (tuple(sorted(entry.digests.items())), entry.row["status_started_at"]) if is_complete else entry.place
 
 
 def _identity(entry: UniqueRuns) -> Hashable:
-    """Return a key of one run, which another run of its configuration shares if both started in the same second."""
+    """Return a key of one run; other runs of its config have the same key if they started in the same second."""
     if entry.steps is None:
         return entry.place
     return entry.digests["config.json"], *(entry.row[key] for key in (*_CELL, "status_started_at"))
 
 
 def _disagreeing(group: list[UniqueRuns]) -> list[UniqueRuns]:
-    """Return records whose step times are mostly equal to the last digit, which two runs never are."""
+    """Return records with mostly identical step times, which different runs never have."""
     disagreeing: dict[Path, UniqueRuns] = {}
-    for one, other in itertools.pairwise(group):
-        if one.steps is None or other.steps is None or len(one.steps["step"]) != len(other.steps["step"]):
+    for first, second in itertools.pairwise(group):
+        if first.steps is None or second.steps is None or len(first.steps["step"]) != len(second.steps["step"]):
             continue
-        if (one.steps["step_time_s"] == other.steps["step_time_s"]).mean() > 0.5:
-            disagreeing |= {one.place: one, other.place: other}
+        if (first.steps["step_time_s"] == second.steps["step_time_s"]).mean() > 0.5:
+            disagreeing |= {first.place: first, second.place: second}
     return list(disagreeing.values())
 
 
-def _number_repeats(found: list[UniqueRuns]) -> None:
-    """Number the repeats of one configuration across folders: pairs are made by seed and repeat."""
-    taken: defaultdict[Hashable, set[int]] = defaultdict(set)
-    for entry in found:
-        # Two searches may ask the same, and neither answer is a repeat of the other.
+def _number_repeats(runs: list[UniqueRuns]) -> None:
+    """Number the repeats of one config across folders, because runs are paired by seed and repeat."""
+    repeats_by_cell: defaultdict[Hashable, set[int]] = defaultdict(set)
+    for entry in runs:
+        # Two searches may run the same probe; neither is a repeat of the other.
         if not entry.row["probe"]:
-            used = taken[tuple(entry.row[key] for key in _CELL)]
+            used = repeats_by_cell[tuple(entry.row[key] for key in _CELL)]
             while entry.row["repeat"] in used:
                 entry.row["repeat"] += 1
             used.add(entry.row["repeat"])
@@ -133,72 +132,72 @@ _REFUSED, _REMAINING, _DIGEST = b"study.refused", b"study.remaining", b"study.di
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """All that a report is made of; `refused` says which run directories were left out, and why."""
+    """Input of a report: tables of runs and steps; `refused` lists the excluded run directories with the reasons."""
 
     runs: pd.DataFrame
     steps: pd.DataFrame
     refused: tuple[str, ...] = ()
-    # Of a suite that is made of slices.
+    # For suites with slices.
     remaining: tuple[Remaining, ...] = ()
 
 
 def read_records(source: Path) -> Records:
-    """A directory of run directories, or a folder with the two parquet files that were made of one."""
+    """Read records from run directories below a folder, or from the parquet files of a report; raises UserError."""
     if not source.is_dir():
-        raise UserError(f"{source} is no folder", "name a folder of runs, or one that holds runs.parquet")
+        raise UserError(f"{source} is not a folder", "name a folder of runs, or one with runs.parquet")
     has_parquet = any((source / name).exists() for name in (RUNS_FILE, STEPS_FILE))
     if not has_parquet:
         return read_runs(source)
     if next(find_runs(source), None) is not None:
-        raise UserError(
-            f"{source} holds both run directories and {RUNS_FILE}", "move one of them: they are never mixed"
-        )
+        raise UserError(f"{source} contains both run directories and {RUNS_FILE}", "move one of them to another folder")
     return read_parquet(source)
 
 
 def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaining, ...] = ()) -> Records:
-    """Every run directory below `root`, or below `folders` of it. Refusals name a file by its path from `root`."""
-    found: list[UniqueRuns] = []
+    """Read every run directory below `root`, or only below `folders`; paths in `refused` are relative to it."""
+    runs: list[UniqueRuns] = []
     refused: list[str] = []
     root = root.absolute()
     for path in sorted({path for folder in folders or [root] for path in _candidates(folder.absolute())}):
-        named = str(path.relative_to(root)).encode(errors="backslashreplace").decode()
-        if named != str(path.relative_to(root)):
-            refused.append(f"{named}: its name is not UTF-8; rename the folder")
+        name = str(path.relative_to(root)).encode(errors="backslashreplace").decode()
+        if name != str(path.relative_to(root)):
+            refused.append(f"{name}: its name is not UTF-8; rename the folder")
             continue
         try:
             run = read_run(path)
             if run.status["ended_at"] is None and is_at_work(path):
-                raise RecordError(path / "status.json", "its run is at work; a report that is made later has it")
+                raise RecordError(path / "status.json", "its run is still active; a later report will include it")
             row = run_row(run) | {"sealed": is_sealed(run.status)}
             steps = step_block(run) if run.state == "ok" else None
             content = run.status.get("files_sha256") or digests(path)
         except RecordError as error:
             refused.append(f"{error.file.relative_to(root)}: {error.reason}")
         else:
-            found.append(UniqueRuns(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
-    kept, twice = each_once(found)
-    return Records(*_tables(kept), tuple(sorted([*refused, *twice])), remaining)
+            runs.append(UniqueRuns(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
+    unique, duplicates = each_once(runs)
+    return Records(*_tables(unique), tuple(sorted([*refused, *duplicates])), remaining)
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield run directories; one that lost its status.json is refused by name, and not skipped silently."""
+    """Yield run directories, also those without a status.json, so that they are reported and not skipped silently."""
     documents = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
     yield from {file.parent for name in documents for file in folder.glob(f"**/{name}")}
 
 
-def _tables(found: list[UniqueRuns]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    blocks = {entry.row["run"]: entry.steps for entry in found if entry.steps is not None}
-    # Apart, because the sizes that a search tries would make the name of every other workload longer.
-    plain, probing = ([entry.row for entry in found if bool(entry.row["probe"]) is asks] for asks in (False, True))
-    named = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
-    rows = sorted(named, key=_place)
+def _tables(runs: list[UniqueRuns]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    blocks = {entry.row["run"]: entry.steps for entry in runs if entry.steps is not None}
+    # Probes are named separately: the sizes that a search tries would make the names of all workloads longer.
+    plain, probing = (
+        [entry.row for entry in runs if bool(entry.row["probe"]) is is_probe] for is_probe in (False, True)
+    )
+    labelled = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
+    rows = sorted(labelled, key=_place)
     columns = {key: _column([row[key] for row in rows], kind) for key, kind in RUN_COLUMNS.items()}
     return pd.DataFrame(columns), _steps(blocks)
 
 
 def _column(values: list[Any], kind: str) -> Any:
-    """Make a column; text as objects, since pandas is slow with sixty string columns."""
+    """Build a column; text as objects, because pandas is slow with sixty string columns."""
     if kind == "str":
         return pd.Series([math.nan if value is None else value for value in values], dtype=object)
     return pd.array(values, dtype=kind)
@@ -221,24 +220,27 @@ def _steps(blocks: dict[str, dict[str, Any]]) -> pd.DataFrame:
 
 
 def steps_by_run(records: Records) -> dict[str, pd.DataFrame]:
+    """Return the table of steps of each run."""
     return {str(run): steps for run, steps in records.steps.groupby("run", sort=False)}
 
 
 def real(records: Records) -> Records:
-    """Records without virtual runs, which have no losses and no wall time, and without a search's probes."""
+    """Select the runs that are not virtual, which have losses and times, without probes of a search."""
     return _chosen(records, ~records.runs["virtual"] & ~_is_probe(records))
 
 
 def virtual(records: Records) -> Records:
+    """Select the virtual runs, without probes of a search."""
     return _chosen(records, records.runs["virtual"] & ~_is_probe(records))
 
 
 def probes(records: Records) -> Records:
-    """The runs of a search, also those that their suite names for themselves."""
+    """Select the runs that a search used, including those that the suite also plans as cells."""
     return _chosen(records, records.runs["searches"].notna())
 
 
 def without_probes(records: Records) -> Records:
+    """Select all runs except those that were run only for a search."""
     return _chosen(records, ~_is_probe(records))
 
 
@@ -247,6 +249,7 @@ def _is_probe(records: Records) -> pd.Series:
 
 
 def only_virtual(records: Records) -> bool:
+    """Whether all runs, probes excluded, are virtual."""
     return real(records).runs.empty and not virtual(records).runs.empty
 
 
@@ -259,44 +262,46 @@ def _chosen(records: Records, mask: pd.Series) -> Records:
 
 
 def write_parquet(records: Records, folder: Path) -> None:
+    """Write both tables as parquet files, with a digest of their content."""
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE)
     frame = records.runs.astype(RUN_COLUMNS)
     runs = pa.Table.from_pandas(frame, preserve_index=False)
     notes = {
         _REFUSED: json.dumps(records.refused).encode(),
-        _REMAINING: json.dumps([each._asdict() for each in records.remaining]).encode(),
+        _REMAINING: json.dumps([progress._asdict() for progress in records.remaining]).encode(),
         _DIGEST: _digest(frame, folder / STEPS_FILE),
     }
     pq.write_table(runs.replace_schema_metadata({**(runs.schema.metadata or {}), **notes}), folder / RUNS_FILE)
 
 
 def _digest(runs: pd.DataFrame, steps: Path) -> bytes:
-    """Digest of both tables: nothing else would show that a cell was edited, or that a file is of another report."""
+    """Return the digest of both tables, which detects edited cells and files of another report."""
     cells = runs.astype(object).where(runs.notna(), None).to_numpy().tolist()
     content = json.dumps([list(runs), cells]).encode() + hashlib.sha256(steps.read_bytes()).digest()
     return hashlib.sha256(content).hexdigest().encode()
 
 
 def read_runs_table(folder: Path) -> pd.DataFrame:
-    """Return the table of runs alone, in a fraction of the time."""
+    """Read only the table of runs, which is much faster than `read_parquet`; does not check the digest."""
     return _with_run_columns(folder / RUNS_FILE, _read_table(folder / RUNS_FILE)[0])
 
 
 def read_parquet(folder: Path) -> Records:
-    file, of_steps = folder / RUNS_FILE, folder / STEPS_FILE
+    """Read the tables of a report and check their digest; raises UserError."""
+    file, steps_file = folder / RUNS_FILE, folder / STEPS_FILE
     runs, notes = _read_table(file)
-    steps, _ = _read_table(of_steps)
+    steps, _ = _read_table(steps_file)
     if _DIGEST not in notes:
         raise UserError(f"{file} has no digest: `study report` did not write it, or an older version did", _fix(file))
-    if notes[_DIGEST] != _digest(runs, of_steps):
+    if notes[_DIGEST] != _digest(runs, steps_file):
         raise UserError(f"{file} or {STEPS_FILE} was changed after the report was made", _fix(file))
     try:
-        remaining = tuple(Remaining(**each) for each in json.loads(notes.get(_REMAINING, b"[]")))
+        remaining = tuple(Remaining(**progress) for progress in json.loads(notes.get(_REMAINING, b"[]")))
         refused = tuple(map(str, json.loads(notes.get(_REFUSED, b"[]"))))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{file} does not say which runs were left out ({error})", _fix(file)) from None
-    return Records(_with_run_columns(file, runs), _with_columns(of_steps, steps, STEP_COLUMNS), refused, remaining)
+        raise UserError(f"{file} has no valid list of excluded runs ({error})", _fix(file)) from None
+    return Records(_with_run_columns(file, runs), _with_columns(steps_file, steps, STEP_COLUMNS), refused, remaining)
 
 
 def _with_run_columns(file: Path, runs: pd.DataFrame) -> pd.DataFrame:
@@ -305,18 +310,18 @@ def _with_run_columns(file: Path, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def runs_only_in(folder: Path, records: Records) -> list[str]:
-    """Return runs of an earlier report that these records lack. A name may begin with its folder, or not."""
-    here = {Path(run).name for run in records.runs["run"]}
-    return sorted(run for run in _names_of_runs(folder) or [] if Path(run).name not in here)
+    """Return the runs of an earlier report that these records lack, compared by name without folder."""
+    names = {Path(run).name for run in records.runs["run"]}
+    return sorted(run for run in _names_of_runs(folder) or [] if Path(run).name not in names)
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a report has no run, since it was made before its study began."""
+    """Whether a report has no runs, because it was built before its suite started."""
     return _names_of_runs(folder) == []
 
 
 def _names_of_runs(folder: Path) -> list[str] | None:
-    """Return None if they cannot be read, which is not an error: a new report replaces the file."""
+    """Return the names of a report's runs; None if the file is not readable: a new report will replace it."""
     try:
         return list(_table(folder / RUNS_FILE, ["run"])["run"].to_pylist())
     except (OSError, ValueError):
@@ -324,14 +329,14 @@ def _names_of_runs(folder: Path) -> list[str] | None:
 
 
 def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
-    """Read one file: opening a pipe would block, and a folder would be read as one table of all its files."""
+    """Read one parquet file; raises OSError for a pipe, which would block, or a folder, which would be merged."""
     if file.exists() and not file.is_file():
         raise OSError("not a regular file")
     return pq.read_table(file, columns=columns)
 
 
 def _fix(file: Path) -> str:
-    return f"remove it, and make it again from its runs: study report {file.parent.name} --runs_dir DIR"
+    return f"remove it, and rebuild it from its runs: study report {file.parent.name} --runs_dir DIR"
 
 
 def _read_table(file: Path) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
@@ -339,7 +344,7 @@ def _read_table(file: Path) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
         table = _table(file)
         return table.to_pandas(), table.schema.metadata or {}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as error:
-        # Notes in the file say of which type a column is, whatever it holds.
+        # The declared type of a column may not match its content.
         raise UserError(f"{file} is not readable ({first_line(error)[:200]})", _fix(file)) from None
 
 
@@ -347,11 +352,11 @@ _ALWAYS = {"run", "status_state", "workload", "arm", "baseline", "confounded", "
 
 
 def _with_columns(file: Path, frame: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """A table with these columns; those that older files lack are empty, as no run could be asked for such a thing."""
+    """Return the table with exactly these columns; columns that older files lack are empty. Raises UserError."""
     later = [key for key in columns if key not in frame]
     frame = frame.assign(**{key: pd.array([None] * len(frame), dtype=columns[key]) for key in later})
     wrong = [key for key in frame if str(frame[key].dtype) != columns.get(key)]
     if wrong or _ALWAYS & set(later):
-        named = ", ".join(sorted([*wrong, *later])[:3])
-        raise UserError(f"{file} has other columns than this version reads ({named})", _fix(file))
+        examples = ", ".join(sorted([*wrong, *later])[:3])
+        raise UserError(f"{file} has other columns than this version reads ({examples})", _fix(file))
     return frame[list(columns)]

@@ -1,4 +1,4 @@
-"""File locks of the kernel: one process has it, and its end releases it."""
+"""Kernel file locks: one process owns a lock, and the kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from study.config.errors import UserError
 from study.records.directory import is_part_of, read_status, utc_now
 from study.records.schema import RecordError
 
-# Read once: an orphan has another parent. Every rank of a launch on one machine has the same.
+# Read at import, because an orphaned process gets another parent. All ranks of a launch on one machine share it.
 LAUNCHER_PID = os.getppid()
-# Locks lie in folders that are handed on, and a host's name is nobody's business there.
 
 
 def digest_of_host(name: str) -> str:
+    """Return a digest of a host name: lock files are in folders that users share, so they contain no host names."""
     return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
@@ -30,11 +30,11 @@ _open_descriptors: set[int] = set()
 
 
 class Held(UserError):
-    """Another process has the lock: which one, if it has written that by now."""
+    """Another process owns the lock; names it if the lock file does."""
 
     def __init__(self, what: str, holder: dict[str, Any]):
         if "pid" not in holder:
-            super().__init__(f"{what}: its lock does not say which", "wait for it, or name another folder")
+            super().__init__(f"{what}: its lock names no process", "wait for it, or name another folder")
             return
         where = "this machine" if holder.get("host") == HOST else "another machine"
         super().__init__(
@@ -44,28 +44,28 @@ class Held(UserError):
 
 
 def read_holder(file: Path) -> dict[str, Any]:
-    """Read what the last holder wrote; empty if it is missing or damaged."""
+    """Read the last owner of a lock from its file; empty if the file is missing or damaged."""
     try:
-        said = json.loads(file.read_bytes())
+        owner = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return owner if isinstance(owner, dict) else {}
 
 
 class FileLock(contextlib.AbstractContextManager["FileLock"]):
-    """The file stays when the lock is gone: to delete it would let two processes lock two files of one name."""
+    """Lock on a file. Its release keeps the file: deleting it would let two processes lock two files of one name."""
 
     def __init__(
         self, file: Path, what: str, *, create: bool = True, shared: bool = False, with_folder: bool = False,
         patience_s: float = 0.5,
     ):  # fmt: skip
-        """Raises Held where another holds it, and OSError where the file system lets nobody lock.
+        """Lock the file; raises Held if another process owns it, and OSError if the file system does not support locks.
 
-        `with_folder` locks the file's folder as well, so that deleting the file frees nothing.
-        With `create` the file says from now on who holds it. All who want it shared may hold it together. Whoever asks
-        whether a lock is free takes it for an instant, hence the patience.
+        `with_folder` also locks the folder, so that deleting the file does not release the lock. `create` creates the
+        file and writes the owner to it. Several processes can own a `shared` lock. A process that tests a lock owns it
+        for an instant, hence `patience_s`.
         """
-        # Not inheritable, as every descriptor that Python opens: a program that is started does not hold the lock.
+        # Python opens descriptors as not inheritable, so child programs do not own the lock.
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._file = file.absolute()
         self._descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o644)
@@ -84,11 +84,11 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
             self.release()
             raise
         if create:
-            said = {"pid": os.getpid(), "host": HOST, "launcher_pid": LAUNCHER_PID, "started_at": utc_now()}
-            # A courtesy: on a full disk the lock is as good without.
+            owner = {"pid": os.getpid(), "host": HOST, "launcher_pid": LAUNCHER_PID, "started_at": utc_now()}
+            # Optional: on a full disk the lock works without it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, f"{json.dumps(said)}\n".encode(), 0)
+                os.pwrite(self._descriptor, f"{json.dumps(owner)}\n".encode(), 0)
 
     def _is_locked(self, descriptor: int) -> bool:
         try:
@@ -96,19 +96,20 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         except BlockingIOError:
             return False
         except OSError:
-            # NFS locks no folder. The file is locked by then.
+            # NFS does not support locks on folders. The file is already locked.
             if descriptor == self._descriptor:
                 raise
         return True
 
     def is_in_place(self) -> bool:
-        """Whether its path still names the locked file: a renamed folder keeps its lock."""
+        """Whether the path still is the locked file; False if its folder was renamed, which keeps the lock."""
         try:
             return os.path.samestat(self._file.stat(), os.fstat(self._descriptor))
         except OSError:
             return False
 
     def release(self) -> None:
+        """Release the lock; has no effect if it is already released."""
         for descriptor in _open_descriptors.intersection(self._descriptors):
             _open_descriptors.remove(descriptor)
             os.close(descriptor)
@@ -118,7 +119,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
 
 
 def _close_in_child() -> None:
-    """Close the locks in a forked child, which would keep them after its parent; the parent's stay locked."""
+    """Close the locks in a forked child, which would otherwise keep them after its parent ends."""
     for descriptor in _open_descriptors:
         os.close(descriptor)
     _open_descriptors.clear()
@@ -127,55 +128,55 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-# The folder that a run works in: that it is no one else's, and that one run at a time is at work there.
+# Run directories: only one run at a time may use one, and it must not contain files of the user.
 
 LOCK_NAME = ".zero-study-run.lock"
 CHECKPOINTS = "checkpoints"
-# A run may swap to the very folder that it writes to.
+# A run may swap to its own run directory.
 SWAP_PREFIX = "zero-study-swap-"
 
 
 def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
-    """Refuse a folder with files and without a run's status.json: nothing is written or deleted there."""
+    """Raise UserError if a folder has files but no status.json of a run, so that no file of the user is overwritten."""
     if not folder.is_dir():
         return
-    # Whoever opens a pipe waits for its other end.
+    # Opening a pipe blocks until its other end is open.
     if strange := [file.name for file in folder.iterdir() if file.exists() and not (file.is_file() or file.is_dir())]:
-        raise UserError(f"{what} holds {strange[0]}, which is neither a file nor a folder", fix)
-    # Logs and checkpoints are written in place. All else is put there under its name, which takes the place of a link.
+        raise UserError(f"{what} contains {strange[0]}, which is neither a file nor a folder", fix)
+    # Logs and checkpoints are written in place. All other files are renamed into place, which replaces a link.
     in_place = ("log*.txt", f"{CHECKPOINTS}/step_*", f"{CHECKPOINTS}/step_*/**/*")
     if link := next((file for name in in_place for file in folder.glob(name) if file.is_symlink()), None):
         where = link.relative_to(folder)
-        raise UserError(f"{what} holds {where}, a link: what is written there would go elsewhere", "remove the link")
+        raise UserError(f"{what} contains {where}, a link: the run would write to its target", "remove the link")
     if (folder / LOCK_NAME).is_file() and (folder / "status.json").is_file():
         return
     try:
         read_status(folder)
     except RecordError as error:
         if error.file.is_file():
-            raise UserError(f"{what} is not a run's: {error}", fix) from None
+            raise UserError(f"{what} is not a run directory: {error}", fix) from None
         if any(not _is_leftover(file) for file in folder.iterdir()):
-            raise UserError(f"{what} holds files, and none is a run's", fix) from None
+            raise UserError(f"{what} contains files, but no run", fix) from None
 
 
 def _is_leftover(file: Path) -> bool:
-    """Whether a run left this file that was killed while it wrote its first status."""
+    """Whether the file is left over from a run that was killed before it wrote its first status."""
     return file.name == LOCK_NAME or is_part_of(file.name, "status.json") or file.name.startswith(SWAP_PREFIX)
 
 
 def refuse_folder_at_work(folder: Path, what: str) -> None:
-    """Check early and without leaving a file; `take_folder` decides."""
-    # Without the file, the lock on the folder is left; a folder that was never a run's has no status.
+    """Raise UserError if a running process owns the folder. It creates no file; `take_folder` checks again."""
+    # Without the lock file, the lock on the folder can be tested; without a status no run used the folder.
     if (folder / LOCK_NAME).exists():
         take_folder(folder, what, create=False).release()
     elif (folder / "status.json").exists():
         with contextlib.suppress(OSError):
-            wanted = f"another run is at work in {what}"
-            FileLock(folder / "status.json", wanted, create=False, with_folder=True).release()
+            problem = f"another run is active in {what}"
+            FileLock(folder / "status.json", problem, create=False, with_folder=True).release()
 
 
 def is_at_work(folder: Path) -> bool:
-    """Whether a run has not ended; False for a folder that this process may only read."""
+    """Whether a run is active in the folder; False if this process may only read it."""
     try:
         refuse_folder_at_work(folder, str(folder))
     except UserError as why:
@@ -184,21 +185,21 @@ def is_at_work(folder: Path) -> bool:
 
 
 def take_folder(folder: Path, what: str, *, create: bool = True) -> FileLock:
-    """Lock a folder until the lock is released or the process ends, however it ends."""
+    """Lock a run directory until the lock is released or the process ends; raises UserError."""
     try:
         if create:
             folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / LOCK_NAME, f"another run is at work in {what}", create=create, with_folder=True)
+        return FileLock(folder / LOCK_NAME, f"another run is active in {what}", create=create, with_folder=True)
     except FileExistsError:
-        raise UserError(f"{what} is a file, or a link that leads nowhere", "name a folder") from None
+        raise UserError(f"{what} is a file or a broken link", "name a folder") from None
     except OSError as error:
         raise UserError(
-            f"{what} cannot be locked for one run alone ({error.strerror})",
-            "make room, or name a folder that you may write, on a file system with file locks",
+            f"{what} cannot be locked ({error.strerror})",
+            "free disk space, or name a writable folder on a file system with file locks",
         ) from None
 
 
 def is_taken_by_this_launch(folder: Path) -> bool:
-    """Whether the launch of this rank was the last to take the folder."""
+    """Whether this rank's launch was the last to lock the run directory."""
     holder = read_holder(folder / LOCK_NAME)
     return (holder.get("host"), holder.get("launcher_pid")) == (HOST, LAUNCHER_PID)

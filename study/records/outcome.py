@@ -1,4 +1,4 @@
-"""How a run ended and what helps: one answer for an exception in a run and for what a dead process printed."""
+"""Outcome of a run with a hint, from an exception or from the output of a dead process."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from study.records.schema import State
 SMALLER_ON_THE_DEVICE = "use a smaller --per_device_train_batch_size, or a strategy that shards or offloads more"
 SMALLER_ON_THE_HOST = "use a smaller model or batch, fewer ranks, or a strategy that offloads less"
 
-# As torch, the CUDA libraries and NCCL say it; NCCL speaks of an unhandled error first, and of memory in its last line.
+# Messages of torch, the CUDA libraries and NCCL. NCCL mentions memory only in its last line, after an unhandled error.
 _DEVICE_MEMORY = re.compile(
     r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|Triton Error \[CUDA\]: out of memory|"
     r"CU(BLAS|DNN)_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED"
 )
-# CUDA says the same of its own memory and of host memory that it could not lock in place for a copy.
+# CUDA uses the same message for device memory and for host memory that it could not pin.
 _CUDA_MEMORY = re.compile(
     r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Cuda failure (\d+ )?'out of memory'"
 )
-# cuBLAS says this where its workspace has no room, and after an index that was out of range, too.
+# cuBLAS raises this if its workspace does not fit, and also after an index out of range.
 _NO_HANDLE = re.compile(r"CUBLAS_STATUS_NOT_INITIALIZED")
 _LOCKING = re.compile(r", in \w*(pin_memory|pinned)\b|cudaHost(Alloc|Register)")
-# Where so much of the device was free, it was not the device. CUDA's own blocks are smaller.
+# With more free device memory than this, the device did not run out of it: CUDA allocates smaller blocks.
 _ENOUGH_GIB = 2
 _HOST_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|\bMemoryError\b|"
     r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap|"
     r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"
 )
-# NCCL's ranks meet there, and torch hands tensors to other processes there.
+# NCCL and torch exchange data between processes through /dev/shm.
 _SHARED_MEMORY = re.compile(
     r"(/dev/shm|shared memory|unable to write to file </torch_).*No space left on device|insufficient shared memory"
 )
-# What helps a run that has no checkpoint.
+# Hint for a run without a checkpoint.
 AGAIN = "run it again"
 MORE_SHARED_MEMORY = "mount -o remount,size=1g /dev/shm (or docker run --shm-size=1g)"
-# torch's writer of archives knows only that it did not get on.
+# torch's archive writer reports a full disk only as a failed write.
 _DISK = re.compile(
     r"No space left on device|Disk quota exceeded|inline_container.*(unexpected pos|failed writing)|iostream error"
 )
-# Of what study/run says where a loss or all gradients were no numbers.
+# Reasons of study/run for non-finite losses or gradients.
 _DIVERGED = re.compile(r"the (evaluation )?loss is (NaN|infinite|not a number)|gradients (are|were) not finite")
 DEVICE_RAN_OUT = "the device's memory ran out"
 _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
@@ -68,7 +68,7 @@ _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class FreeMemory:
-    """Memory that was free when a run ended; None for a device that was not asked."""
+    """Free memory at the end of a run; None for the device if it was not read."""
 
     device_gib: float | None
     host_gib: float
@@ -80,7 +80,7 @@ class FreeMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a run ended, as in status.json: the state, the reason, and a hint."""
+    """Outcome of a run, as in status.json: state, reason and hint."""
 
     state: State
     reason: str
@@ -88,24 +88,26 @@ class Ending:
 
     @property
     def why(self) -> str:
+        """Reason with the hint in parentheses."""
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
 
 
 def has_diverged(reason: str) -> bool:
+    """Whether a reason reports a non-finite loss or gradients."""
     return _DIVERGED.search(reason) is not None
 
 
 class Terminated(BaseException):
-    """SIGTERM as an exception, so that the record is closed on the way out."""
+    """SIGTERM as an exception, so that the run closes its record."""
 
 
 @contextmanager
 def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]:
-    """Raise an exception on any of these signals; a second signal is ignored."""
+    """Raise `error` on the first of these signals; later ones are ignored."""
 
     def stop(number: int, frame: Any) -> None:
-        for other in numbers:
-            signal.signal(other, signal.SIG_IGN)
+        for signal_number in numbers:
+            signal.signal(signal_number, signal.SIG_IGN)
         raise error
 
     before = {number: signal.signal(number, stop) for number in numbers}
@@ -117,26 +119,26 @@ def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]
 
 
 def ending_of_text(text: str, frames: str = "", free: FreeMemory | None = None) -> Ending | None:
-    """Recognize memory or disk that ran out, in the words of any library; None for any other failure.
+    """Recognize exhausted memory or disk in an error message of any library; None for other failures.
 
-    `frames` are those of the traceback.
+    `frames` is the text of the traceback.
     """
     for words, state, what, hint in _RAN_OUT:
-        if found := words.search(text):
+        if match := words.search(text):
             device_is_free = free is not None and (free.device_gib or 0) > _ENOUGH_GIB
             if words is _NO_HANDLE and (device_is_free or free is None):
                 continue
             if words is _CUDA_MEMORY and (device_is_free or _LOCKING.search(frames)):
                 what, hint = "no more host memory could be locked in place", SMALLER_ON_THE_HOST
-            start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+            start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
             line = text[start : end if end >= 0 else None].strip()[:500]
-            left = f"; {free}" if free and state == "oom" else ""
-            return Ending(state, f"{what} ({line}{left})", hint)
+            free_text = f"; {free}" if free and state == "oom" else ""
+            return Ending(state, f"{what} ({line}{free_text})", hint)
     return None
 
 
 def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None = None) -> Ending:
-    """Return how a run ended with an exception. `alone` is a single process; `free` is the memory left then."""
+    """Return the outcome for an exception; `alone` is for a single process, `free` the free memory at that time."""
     if isinstance(error, UserError):
         return Ending("unsupported" if isinstance(error, Unsupported) else "failed", error.problem, error.fix)
     if isinstance(error, RunFailed):
@@ -144,17 +146,17 @@ def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted", "stopped from the keyboard", AGAIN)
     if isinstance(error, Terminated):
-        # A signal does not say who sent it.
+        # The sender of a signal is unknown.
         or_launcher = "" if alone else ", or by the launcher because another rank died"
         return Ending("interrupted", f"ended by SIGTERM: from outside{or_launcher}", AGAIN)
-    # Python names the folder of a module, and a record is for others too.
-    named = f"{type(error).__name__}: {first_line(error).replace(sys.prefix + os.sep, '')[:500]}"
-    # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
+    # Records are shared, so the folder of the Python installation is removed from the message.
+    message = f"{type(error).__name__}: {first_line(error).replace(sys.prefix + os.sep, '')[:500]}"
+    # Pinned memory, cuBLAS and NCCL raise plain RuntimeErrors; only torch has a type for exhausted memory.
     if type(error).__name__ == "OutOfMemoryError":
-        return ending_of_text(str(error), free=free) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
-    own = ("SafetensorError", "CheckpointException")
-    if isinstance(error, (RuntimeError, MemoryError, OSError)) or type(error).__name__ in own:
+        return ending_of_text(str(error), free=free) or Ending("oom", message, SMALLER_ON_THE_DEVICE)
+    library_errors = ("SafetensorError", "CheckpointException")
+    if isinstance(error, (RuntimeError, MemoryError, OSError)) or type(error).__name__ in library_errors:
         frames = "".join(traceback.format_tb(error.__traceback__))
-        if ending := ending_of_text(f"{named}\n{error}", frames, free):
+        if ending := ending_of_text(f"{message}\n{error}", frames, free):
             return ending
-    return Ending("failed", named, "the traceback is in log.txt")
+    return Ending("failed", message, "the traceback is in log.txt")

@@ -1,4 +1,4 @@
-"""One run directory as one row of `runs` and one block of `steps`: the columns, and where their values come from."""
+"""Columns of the tables `runs` and `steps`, and their values from one run directory."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from study.records.directory import Run, read_json
 from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError, SearchAxis
 from study.records.virtual_summary import MOMENTS
 
-# Notes of a sweep on a run: what was planned, the searches that it answers, and how fast the box is.
+# sweep.json: the planned cell of a run, its searches, and the speed of the machine.
 
 _STACK = re.compile(r"[\w.-]{1,40}")
 _NAMED = re.compile(rf"-({'|'.join(sorted(STRATEGY_NAMES, key=len, reverse=True))})-(\d{{1,6}})x-[0-9a-f]{{8}}")
 
 
 def planned_cell(path: Path) -> dict[str, Any]:
-    """Return the strategy, ranks and config of a run that ended early: from sweep.json, else from its name."""
+    """Return strategy, ranks and config of a run that failed early: from sweep.json, else from its name."""
     notes = path / "sweep.json"
     if not notes.is_file():
-        found = _NAMED.search(path.name)
-        return {"strategy": found[1], "world_size": int(found[2])} if found else {}
+        match = _NAMED.search(path.name)
+        return {"strategy": match[1], "world_size": int(match[2])} if match else {}
     note = read_json(notes)
     kinds: dict[str, type] = {"strategy": str, "world_size": int, "command": list}
     for key, kind in kinds.items():
@@ -41,25 +41,27 @@ def planned_cell(path: Path) -> dict[str, Any]:
 
 
 def noted_searches(file: Path, noted: Any) -> str | None:
+    """Return the searches in sweep.json as JSON; raises RecordError if they are invalid."""
     if noted is None:
         return None
     kinds: dict[str, type] = {"id": str, "axis": str, "place": int, "last": int}
     axes = typing.get_args(SearchAxis)
     for entry in noted if type(noted) is list and noted else [noted]:
-        known = type(entry) is dict and all(type(entry.get(key)) is kind for key, kind in kinds.items())
-        if not (known and entry["axis"] in axes and 0 <= entry["place"] <= entry["last"]):
+        has_types = type(entry) is dict and all(type(entry.get(key)) is kind for key, kind in kinds.items())
+        if not (has_types and entry["axis"] in axes and 0 <= entry["place"] <= entry["last"]):
             raise RecordError(file, f"searches is {noted!r}"[:300])
     return json.dumps([{key: entry[key] for key in kinds} for entry in noted])
 
 
 def noted_stack(file: Path, noted: Any) -> str | None:
+    """Return the stack in sweep.json; raises RecordError if it is invalid."""
     if noted is not None and not (type(noted) is str and _STACK.fullmatch(noted)):
         raise RecordError(file, f"stack is {noted!r}"[:300])
     return noted
 
 
 def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
-    """Return the matmul rate; None if the sweep could not measure it, or had no GPU."""
+    """Return the measured matmul rate in TFLOP/s; None without a GPU or a measurement."""
     try:
         rate = notes["attempts"][-1]["matmul_rates"]["tflops"][precision.removesuffix("-engine")]
     except (KeyError, IndexError, TypeError):
@@ -68,7 +70,7 @@ def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
 
 
 def _asked(notes: Path, command: list[Any]) -> RunConfig:
-    """Parse the flags of study/train.py in a launch command, every default resolved; --scale is never `auto`."""
+    """Parse the flags of study/train.py in a launch command, and resolve all defaults."""
     words = [str(word) for word in command]
     if "study/train.py" not in words:
         raise RecordError(notes, f"command is {shlex.join(words)!r}, which launches no run"[:300])
@@ -84,7 +86,7 @@ MEMORY_COLUMNS = {
     for phase in ("init", "first_step", "steady", "eval") for figure in ("allocated", "reserved", "device", "host")
 }  # fmt: skip
 STATE_COLUMNS = {f"{kind}_bytes_{place}": (kind, place) for kind in STATE_KINDS for place in STATE_PLACES}
-# A user's folder, and a name below it: a report shows the name only.
+# Absolute folders, which are removed from texts: a report shows only the last name.
 _FOLDERS = re.compile(r"(?<![\w./:~-])/(?:[^\s/:'\"()]+/){2,}")
 _MAY_NAME_FOLDERS = {"data", "tokenizer_name", "model_name_or_path", "status_reason", "status_hint"}
 _PATHS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "nvme_path"}
@@ -104,7 +106,7 @@ RUN_COLUMNS: dict[str, str] = {
     **{f"status_{key}": "str" for key in ("state", "reason", "hint", "started_at", "ended_at")},
     "status_attempt": "Int64",
     "sealed": "boolean",
-    # What is compared with what; study/records/fairness.py and workloads.py fill these.
+    # Comparison labels, from study/records/fairness.py and workloads.py.
     **dict.fromkeys(("workload", "workload_key", "arm", "baseline", "confounded", "confounded_loss", "notes"), "str"),
     "strategy": "str",
     "world_size": "Int64",
@@ -112,9 +114,9 @@ RUN_COLUMNS: dict[str, str] = {
     "trainer": "str",
     **dict.fromkeys(("model_parameters", "model_layers", "preset_layers"), "Int64"),
     "repeat": "Int64",
-    # The releases under which it ran, by name; nothing for the installed ones.
+    # Name of the stack; null for the installed packages.
     "stack": "str",
-    # The searches that it answers and its place in each, as JSON; and whether it was run for a search alone.
+    # Searches that use the run, with its place in each, as JSON; and whether it is only a probe of a search.
     "searches": "str",
     "probe": "boolean",
     **CONFIG_COLUMNS,
@@ -123,7 +125,7 @@ RUN_COLUMNS: dict[str, str] = {
     **dict.fromkeys(("offload_optimizer", "offload_param", "train_data_sha256", "eval_data_sha256"), "str"),
     "zero_stage": "Int64",
     "gradient_accumulation_steps": "Int64",
-    # How many ranks work on the same samples; null where each has its own.
+    # Size of the model-parallel group, whose ranks share samples; null without one.
     "group_ranks": "Int64",
     "micro_batch_size": "Int64",
     "gradient_clipping": "float64",
@@ -138,17 +140,17 @@ RUN_COLUMNS: dict[str, str] = {
     "grads_by_moment": "str",
     "buffers": "str",
     "collectives": "str",
-    # Machines of a job, and the ring bytes of a rank in groups that span machines.
+    # Machines of the job, and ring bytes of a rank in groups that span machines.
     "machines": "Int64",
     "across_machines_bytes_per_step": "float64",
-    # What profile.json says, as JSON; nothing where no step was profiled.
+    # Content of profile.json; null if no step was profiled.
     "profile": "str",
     **dict.fromkeys(_FLOORS, "float64"),
     **dict.fromkeys(("cpu", "devices", "driver", "git_commit", "code_sha256", "study_version"), "str"),
     "git_dirty": "boolean",
     **dict.fromkeys(("cpu_cores", "threads_per_rank"), "Int64"),
     "host_memory_gib": "float64",
-    # The speed of plain matrix products in the run's precision on this box, measured when the sweep began.
+    # Matmul rate of this machine in the precision of the run, measured at the start of the sweep.
     "matmul_tflops": "float64",
     **{f"{name}_version": "str" for name in ("torch", "deepspeed", "accelerate", "transformers")},
 }
@@ -161,7 +163,7 @@ _REPEAT = re.compile(r"-r([1-9]\d{0,5})$")
 
 
 def run_row(run: Run) -> dict[str, Any]:
-    """Return a run as a row of the table, by column; None is not recorded."""
+    """Return the row of a run by column; None means not recorded. Raises RecordError."""
     numbered = _REPEAT.search(run.path.name)
     row: dict[str, Any] = {"run": run.path.name, "repeat": int(numbered[1]) if numbered else 1, "virtual": False}
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
@@ -179,13 +181,13 @@ def run_row(run: Run) -> dict[str, Any]:
         row["matmul_tflops"] = matmul_tflops(notes, config.precision)
     row |= cell | _engine(run.engine) | _environment(run.environment)
     if row.get("virtual") and (per_machine := run.traffic.get("ranks_per_machine")) is not None:
-        # Of a virtual job, whose machines are not there.
+        # The machines of a virtual job do not exist; derive their number.
         row["machines"] = row["world_size"] // per_machine
     if not run.engine and row.get("strategy"):
         row |= _of_strategy_file(row["strategy"])
-        # A virtual rank is launched as the one process that it is.
+        # A virtual rank is launched as one process.
         row["world_size"] = row.get("virtual_world_size") or row["world_size"]
-    # A run that did not end well is a row with a reason, and without what it measured before it ended.
+    # The row of a failed run has a reason, and none of the figures that it measured.
     if run.state == "ok":
         row |= {key: value for key, value in run.summary.items() if key != "state_bytes_per_rank"}
         state = run.summary["state_bytes_per_rank"]
@@ -202,7 +204,7 @@ def _cell_value(path: Path, key: str, value: Any) -> Any:
     if isinstance(value, str):
         return printable(_FOLDERS.sub("", value) if key in _MAY_NAME_FOLDERS else value)
     if RUN_COLUMNS[key] == "Int64" and value is not None and abs(value) > LARGEST:
-        raise RecordError(path, f"{key} is {value:.3g}, which no run can have")
+        raise RecordError(path, f"{key} is {value:.3g}, which is out of range")
     return value
 
 
@@ -217,7 +219,7 @@ def _config(run: Run) -> RunConfig:
 
 @functools.cache
 def _of_strategy_file(strategy: str) -> dict[str, Any]:
-    """Return what a strategy's file asks for, of a run whose engine did not start."""
+    """Return stage and offload from a strategy's file, for runs whose engine did not start."""
     file = read_strategy(strategy)
     places = {f"offload_{what}": file.offload_device(what) for what in ("optimizer", "param")}
     return {"zero_stage": file.zero_stage, **places}
@@ -231,11 +233,13 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
         "offload_optimizer", "offload_param", "initial_weights_sha256", "gradient_clipping",
         "gradient_accumulation_steps", "model_parameters", "model_layers", "preset_layers",
     )  # fmt: skip
-    # What was asked is in the config's columns; this is what ran.
+    # Settings of the live engine; the requested ones are in the columns of the config.
     renamed = {"engine_precision": "precision", "micro_batch_size": "per_device_train_batch_size",
                "torch_version": "torch", "deepspeed_version": "deepspeed"}  # fmt: skip
     hashes = (engine.get("data") or {}).get("tokens_sha256")
-    known = {split: text for split, text in hashes.items() if isinstance(text, str)} if isinstance(hashes, dict) else {}
+    digests = (
+        {split: text for split, text in hashes.items() if isinstance(text, str)} if isinstance(hashes, dict) else {}
+    )
     settings = engine.get("optimizer_settings")
     return {
         **{key: engine.get(key) for key in copied},
@@ -246,18 +250,18 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
         "warnings": json.dumps(engine["warnings"]),
         "buckets": json.dumps(engine["buckets"], sort_keys=True),
         "optimizer_settings": json.dumps(settings, sort_keys=True) if settings is not None else None,
-        **{f"{split}_data_sha256": known.get(split) for split in ("train", "eval")},
+        **{f"{split}_data_sha256": digests.get(split) for split in ("train", "eval")},
         **{column: (engine.get("floor") or {}).get(key) for column, key in _FLOORS.items()},
     }
 
 
 def _precision(engine: dict[str, Any]) -> str:
-    """Records made before fp16 was one training called three so: they lack the loss scaler, which engines now share."""
+    """Return the engine's precision. Older records, without a loss scaler, used "fp16" for three kinds of training."""
     precision = str(engine["precision"])
     if precision != "fp16" or "loss_scaler" in engine:
         return precision
-    own = "weights in fp16" if engine["distributed_type"] == "FSDP" else "autocast"
-    return f"fp16, {own if engine['zero_stage'] is None else 'DeepSpeed'}, with a loss scale of its own"
+    variant = "weights in fp16" if engine["distributed_type"] == "FSDP" else "autocast"
+    return f"fp16, {variant if engine['zero_stage'] is None else 'DeepSpeed'}, with a loss scale of its own"
 
 
 def _environment(environment: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +271,7 @@ def _environment(environment: dict[str, Any]) -> dict[str, Any]:
     packages, boxes = environment.get("packages", {}), [environment, *environment.get("other_machines", [])]
     return {
         **{key: environment.get(key) for key in copied},
-        # Machines that are alike are one kind of box, however many they are.
+        # Machines of the same kind are listed once.
         "cpu": " + ".join(dict.fromkeys(box["cpu"] for box in boxes if box.get("cpu"))) or None,
         "devices": json.dumps([name for names in dict.fromkeys(map(_devices, boxes)) for name in names]),
         "machines": len(boxes),
@@ -281,15 +285,15 @@ def _devices(box: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest over ranks: a configuration fits when its fullest rank does."""
+    """Return the maximum over ranks of each memory figure: a config fits if it fits on every rank."""
     row: dict[str, Any] = {
         column: _largest(rank["phases"].get(phase, {}).get(figure) for rank in ranks)
         for column, (phase, figure) in MEMORY_COLUMNS.items()
     }
     states = [rank["state"] for rank in ranks if rank["state"] is not None]
     buffers = [state["buffer_bytes"] for state in states if "buffer_bytes" in state]
-    names = sorted({name for named in buffers for name in named})
-    largest = {name: _largest(named.get(name) for named in buffers) for name in names}
+    names = sorted({name for rank_buffers in buffers for name in rank_buffers})
+    largest = {name: _largest(rank_buffers.get(name) for rank_buffers in buffers) for name in names}
     if buffers:
         row["buffers"] = json.dumps(largest)
         for place in ("device", "host"):
@@ -313,7 +317,7 @@ def _largest(values: typing.Iterable[float | None]) -> float | None:
 
 
 def step_block(run: Run) -> dict[str, Any]:
-    """Return the steps of a run that ended ok by column, each evaluation at the step that it followed."""
+    """Return the steps of a successful run by column; an evaluation is in the row of the preceding step."""
     if any(step["tokens"] > LARGEST for step in run.steps):
         raise RecordError(run.path / "steps.jsonl", "a step has more tokens than any run can have")
     block: dict[str, Any] = {"samples_hash": np.array([step["samples_hash"] for step in run.steps], dtype=object)}
@@ -323,7 +327,7 @@ def step_block(run: Run) -> dict[str, Any]:
         values = np.full(len(run.steps), np.nan)
         for row in run.evals:
             if row["step"] > len(run.steps):
-                raise RecordError(run.path / "evals.jsonl", f"step {row['step']} was never taken")
+                raise RecordError(run.path / "evals.jsonl", f"step {row['step']} is not in steps.jsonl")
             values[row["step"] - 1] = np.nan if row.get(key) is None else row[key]
         block[f"eval_{key.removeprefix('eval_')}"] = values
     return block

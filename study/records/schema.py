@@ -1,7 +1,7 @@
-"""The files of a run directory: every key, and what its value may be.
+"""Schema of the files of a run directory: all keys with their valid values.
 
-Anything else is refused with the file's name and the reason: a wrong number must not get into a table because a file
-was damaged. A null is a figure that could not be measured, never 0.
+Other content raises RecordError with the file and the reason, so that a damaged file cannot add a wrong number to a
+table. A null is a figure that could not be measured, never 0.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 State = Literal["ok", "oom", "timeout", "unsupported", "failed", "interrupted"]
-# What a search looks for the largest of.
+# Quantities that a search maximizes.
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
 STATE_KINDS = ("params", "grads", "optimizer")
 STATE_PLACES = ("device", "host", "nvme")
-# Where the time of a profiled step goes.
+# Parts of the time of a profiled step.
 PROFILE_CATEGORIES = ("matmul", "attention", "elementwise", "optimizer", "copies", "collectives", "other")
-# Figures of summary.json that are the largest of memory.json over ranks and phases.
+# Figures of summary.json that are maxima of memory.json over ranks and phases.
 PEAKS = {
     "peak_memory_gib_allocated": "allocated", "peak_memory_gib_reserved": "reserved",
     "peak_memory_gib_device": "device", "host_peak_rss_gib": "host",
 }  # fmt: skip
-# Keys and columns of older records, and their names today. `read_json` and `read_parquet` rename them.
+# New names of keys and columns of older records. `read_json` and `read_parquet` rename them.
 NEW_NAMES = {"team_size": "group_size", "team": "model_parallel_group", "team_ranks": "group_ranks"}
 
 
 def with_new_names(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document with the keys of older records renamed."""
     return {NEW_NAMES.get(key, key): value for key, value in document.items()}
 
 
 class RecordError(ValueError):
-    """A damaged file of a run directory, and what is wrong with it."""
+    """Invalid file of a run directory, with the reason."""
 
     def __init__(self, file: Path, reason: str):
         self.file, self.reason = file, reason
@@ -61,7 +62,7 @@ def _is_tree(value: Any, levels: int = 20) -> bool:
 
 
 _SHA256, _HASH = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{16}")
-# Kinds of values, by their names in the tables below; `count?` may be null.
+# Kinds of values by their names in the tables below. A name with `?`, such as `count?`, allows null.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "anything": ("anything", lambda value: True),
     "text": ("a string", lambda value: isinstance(value, str)),
@@ -89,7 +90,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class Keys(NamedTuple):
-    """An object with the first keys, perhaps the second ones, and others of one kind, or none."""
+    """An object with required keys, optional keys, and others of one kind if `others` is set."""
 
     required: Mapping[str, Any]
     optional: Mapping[str, Any] = {}
@@ -98,7 +99,7 @@ class Keys(NamedTuple):
 
 
 def _check(kind: Any, value: Any, where: str) -> None:
-    """Raise ValueError where a value is not of a kind: a name of _KINDS, choices, a list's [kind], or Keys."""
+    """Raise ValueError if a value is not of a kind: a name in _KINDS, a tuple of choices, a list [kind], or Keys."""
     if isinstance(kind, list):
         if not isinstance(value, list):
             raise ValueError(f"{where} is {value!r:.200}, not a list")
@@ -112,13 +113,13 @@ def _check(kind: Any, value: Any, where: str) -> None:
         if missing := [key for key in kind.required if key not in value]:
             raise ValueError(f"{inside}lacks {', '.join(missing)}")
         for key, entry in value.items():
-            of_key = kind.required.get(key) or kind.optional.get(key) or kind.others
-            if of_key is None:
+            entry_kind = kind.required.get(key) or kind.optional.get(key) or kind.others
+            if entry_kind is None:
                 raise ValueError(f"{inside}has the unknown key {key!r}")
-            _check(of_key, entry, f"{inside}{key}")
+            _check(entry_kind, entry, f"{inside}{key}")
     elif isinstance(kind, str):
-        words, holds = _KINDS[kind.rstrip("?")]
-        if not (value is None and kind.endswith("?")) and not holds(value):
+        words, is_valid = _KINDS[kind.rstrip("?")]
+        if not (value is None and kind.endswith("?")) and not is_valid(value):
             raise ValueError(f"{where} is {value!r:.200}, not {words}")
     elif not any(type(value) is type(choice) and value == choice for choice in kind):
         raise ValueError(f"{where} is {value!r:.200}, not one of {', '.join(map(str, kind))}")
@@ -143,7 +144,7 @@ _SUMMARY = {
     **dict.fromkeys(("comm_bytes_per_step", "comm_calls_per_step", "energy_j"), "amount?"),
 }  # fmt: skip
 SUMMARY_KEYS = tuple(_SUMMARY)
-# Later keys, which older records lack, are optional here and below.
+# Keys that older records lack are optional, here and below.
 SUMMARY_MAY_HAVE = {
     "sent_bytes_per_step": "amount?", "gloo_sent_bytes_per_step": "amount?", "steps_skipped": "count",
     "warmup_steps": "count",
@@ -180,7 +181,7 @@ _RANK_MEMORY = Keys({
     "rank": "count", "phases": Keys({}, {}, Keys(dict.fromkeys(PEAKS.values(), "amount?"))),
     "device_mean_over_steps": "amount?", "state": _RANK_STATE,
 }, {"time": _TREE_OR_NULL}, "figures")  # fmt: skip
-# `wire` is what a ring of NCCL sends.
+# `wire` bytes are those that NCCL's ring algorithm sends.
 _COLLECTIVE = Keys(
     {"calls": "count", "payload_bytes": "count", "wire_bytes_per_rank": "amount"}, {"gloo_bytes_per_rank": "amount"}
 )
@@ -207,13 +208,13 @@ _FILES: dict[str, Any] = {
     "steps.jsonl": Keys({
         "step": "positive", "loss": "number?", "lr": "amount", "grad_norm": "amount?", "step_time_s": "amount?",
         "tokens": "count", "samples_hash": "hash",
-    }, {"skipped": (True,)}),  # only where the engine skipped the step, because its gradients were not finite
+    }, {"skipped": (True,)}),  # set if the engine skipped the step because of non-finite gradients
     "evals.jsonl": Keys({"step": "positive", "eval_loss": "number"}, {"accuracy": "share", "perplexity": "amount?"}),
 }  # fmt: skip
 
 
 def check(file: Path, value: Any, row: int | None = None) -> None:
-    """Check a document, or one row of a file of rows, by the name of its file."""
+    """Raise RecordError if a document, or one row of a file of rows, does not match the schema of its file."""
     try:
         _check(_FILES[file.name], value, "")
         if file.name == "status.json":
@@ -234,27 +235,27 @@ def _check_status(status: Mapping[str, Any]) -> None:
 
 def _check_sums(profile: Mapping[str, Any]) -> None:
     wall, busy, idle, summed = (profile[f"{what}_s_per_step"] for what in ("wall", "busy", "idle", "summed"))
-    for key, value, other, what in (
+    for key, value, expected, what in (
         ("summed_s_per_step", summed, sum(profile["categories_s_per_step"].values()), "its categories"),
         ("wall_s_per_step", wall, busy + idle, "busy and idle"),
     ):
-        if not math.isclose(value, other, rel_tol=1e-6, abs_tol=1e-9):
-            raise ValueError(f"{key} is {value}, and {what} add up to {other}")
-    # What is listed is a part of what is summed, and that covers all the time in which something ran.
+        if not math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9):
+            raise ValueError(f"{key} is {value}, and {what} add up to {expected}")
+    # The listed rows are part of the sum, and the sum covers the busy time.
     for key, part in (("busy_s_per_step", busy), ("top", sum(row["s_per_step"] for row in profile["top"]))):
         if part > summed * (1 + 1e-6) + 1e-9:
-            raise ValueError(f"{key} says {part} s, of {summed} s in all")
+            raise ValueError(f"{key} is {part} s, more than the sum of {summed} s")
 
 
 def strictly_parsed(text: str) -> Any:
-    """Parse JSON as a record may hold it: without a key twice, and without numbers that are not finite."""
+    """Parse JSON; raises ValueError for duplicate keys and non-finite numbers."""
     return json.loads(
         text, parse_constant=_number, parse_float=_number, parse_int=_number, object_pairs_hook=_unique_keys
     )
 
 
 def _number(text: str) -> float:
-    """Parse a number within a float's range, also a whole one: what reads a record may divide."""
+    """Parse a number; raises ValueError if it is out of the range of a float, also for an integer."""
     if not math.isfinite(float(text)):
         raise ValueError(f"{text[:20]} is not a finite number")
     return int(text) if text.lstrip("-").isdigit() else float(text)
@@ -263,5 +264,5 @@ def _number(text: str) -> float:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return document

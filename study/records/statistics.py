@@ -1,8 +1,8 @@
 """Statistics over seeds and repeats: intervals, noise, significant differences, equivalence.
 
-Times and losses are compared as ratios, so on a log scale, seed by seed: repeats of one seed are averaged first. A
-figure that rests on too few runs says so and has no interval. Student's t is that of scipy.special: scipy.stats needs a
-second to import, and every notebook is a process.
+Times and losses are compared as ratios, hence on a log scale, paired by seed: repeats of one seed are averaged first. A
+figure with too few runs has no interval. Student's t comes from scipy.special, because scipy.stats needs a second to
+import and every notebook is a process.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from study.config.text import percent
 
 CONFIDENCE = 0.95
 SMALLEST_SAMPLE = 3
-# Fewer points than this are all shown, after their interval.
+# With fewer points than this, all of them are printed after the interval.
 SHOWN_BELOW = 6
 SIGNIFICANCE = 0.05
 NOT_SIGNIFICANT = "not significant"
-# Logs that are nearer than this are the same.
+# Logs that differ by less than this are equal.
 _ROUNDING = 1e-12
 Pair = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """The geometric mean of some points with its t interval on the log scale; no bounds where they are too few."""
+    """Geometric mean of points with its t interval on the log scale; no bounds if there are too few points."""
 
     center: float
     low: float | None
@@ -43,21 +43,24 @@ class Interval:
 
     @property
     def n(self) -> int:
+        """Number of points."""
         return len(self.points)
 
     def brief(self, form: Callable[[float], str]) -> str:
+        """Return the mean with its bounds, as text."""
         middle = form(self.center)
         return middle if self.low is None or self.high is None else f"{middle} [{form(self.low)}, {form(self.high)}]"
 
     def text(self, digits: int = 2, unit: float = 1.0) -> str:
+        """Return the mean with its bounds, n, and the points if they are few, as text."""
         if self.n == 0:
             return "-"
 
         def form(value: float) -> str:
             return f"{unit * value:,.{digits}f}"
 
-        shown = f": {', '.join(map(form, self.points))}" if 1 < self.n < SHOWN_BELOW else ""
-        return f"{self.brief(form)} (n = {self.n}{shown})"
+        points_text = f": {', '.join(map(form, self.points))}" if 1 < self.n < SHOWN_BELOW else ""
+        return f"{self.brief(form)} (n = {self.n}{points_text})"
 
 
 def interval(values: Iterable[float]) -> Interval:
@@ -74,46 +77,49 @@ def interval(values: Iterable[float]) -> Interval:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean of positive values."""
     return float(np.exp(np.log(np.asarray(values, dtype=float)).mean()))
 
 
-def t_quantile(share: float, df: float) -> float:
-    return float(special.stdtrit(df, share))
+def t_quantile(probability: float, df: float) -> float:
+    """Return the quantile of Student's t distribution."""
+    return float(special.stdtrit(df, probability))
 
 
 def holm(ps: Iterable[float]) -> list[float]:
     """Correct p values of a family by Holm's method."""
-    found = np.fromiter(ps, dtype=float)
-    order = np.argsort(found)
-    corrected = np.empty(len(found))
-    corrected[order] = np.minimum(np.maximum.accumulate(found[order] * np.arange(len(found), 0, -1)), 1)
+    values = np.fromiter(ps, dtype=float)
+    order = np.argsort(values)
+    corrected = np.empty(len(values))
+    corrected[order] = np.minimum(np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)), 1)
     return [float(p) for p in corrected]
 
 
 def by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
     """Return one row per seed and one column per strategy of a workload, the mean over repeats in each cell.
 
-    A repeat of a seed computes the same loss, so it is no other sample of it. It is one of a time: where all runs have
-    one seed, each repeat of a time is a row.
+    Repeats of a seed compute the same loss, so they are not further samples of it. They are samples of a time: if all
+    runs have the same seed, each repeat of a time is a row.
     """
-    # A frame of runs has two hundred columns, and a selection copies what it selects.
+    # Select columns first, because filtering copies all two hundred columns of runs.
     runs = runs[["status_state", "arm", "seed", "repeat", figure]]
-    known = runs[(runs["status_state"] == "ok") & runs[figure].notna()]
+    valid = runs[(runs["status_state"] == "ok") & runs[figure].notna()]
     if form is np.log:
-        known = known[known[figure] > 0]
-    seeds = known["seed"].fillna(-1)
-    rows = known["repeat"] if seeds.nunique() <= 1 and "loss" not in figure else seeds
-    values = pd.Series(form(known[figure].to_numpy(dtype=float)), index=known.index)
-    return values.groupby([rows.rename("sample"), known["arm"]]).mean().unstack("arm").sort_index()
+        valid = valid[valid[figure] > 0]
+    seeds = valid["seed"].fillna(-1)
+    rows = valid["repeat"] if seeds.nunique() <= 1 and "loss" not in figure else seeds
+    values = pd.Series(form(valid[figure].to_numpy(dtype=float)), index=valid.index)
+    return values.groupby([rows.rename("sample"), valid["arm"]]).mean().unstack("arm").sort_index()
 
 
 def middle(runs: pd.DataFrame, figure: str, arm: str) -> Interval:
+    """Return the geometric mean of a strategy's figure over seeds, with its interval."""
     table = by_seed(runs, figure)
     return interval(np.exp(table[arm].dropna()) if arm in table else ())
 
 
 def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any = np.log) -> pd.DataFrame:
-    """Return one row per seed that both strategies have, in columns `value` and `baseline`."""
+    """Return one row per common seed of two strategies, with columns `value` and `baseline`."""
     table = by_seed(runs, figure, form)
     if not {arm, baseline} <= set(table):
         return pd.DataFrame({"value": [], "baseline": []}, dtype=float)
@@ -121,60 +127,61 @@ def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any =
 
 
 def paired_ratio(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> Interval:
-    """Return a strategy's figure as a multiple of the baseline's, seed by seed."""
+    """Return the ratio of a strategy's figure to the baseline's, paired by seed."""
     pairs = paired(runs, figure, arm, baseline)
     return interval(np.exp(pairs["value"] - pairs["baseline"]))
 
 
 def paired_runs(runs: pd.DataFrame, arm: str, baseline: str) -> list[Pair]:
-    """Pair each run of a strategy with a baseline run of its seed: the same repeat, or another if that was lost."""
+    """Pair each run of a strategy with a baseline run of its seed, if possible of the same repeat."""
     ended = runs.loc[runs["status_state"] == "ok", ["arm", "seed", "repeat", "run"]].fillna({"seed": -1})
-    mine, its = (ended[ended["arm"] == name].sort_values(["seed", "repeat"]) for name in (arm, baseline))
+    treatment, control = (ended[ended["arm"] == name].sort_values(["seed", "repeat"]) for name in (arm, baseline))
     pairs = []
-    for seed, repeat, run in mine[["seed", "repeat", "run"]].itertuples(index=False):
-        others = its[its["seed"] == seed]
-        if len(others):
-            same = others.loc[others["repeat"] == repeat, "run"]
-            pairs.append((str(run), str((same if len(same) else others["run"]).iloc[0])))
+    for seed, repeat, run in treatment[["seed", "repeat", "run"]].itertuples(index=False):
+        candidates = control[control["seed"] == seed]
+        if len(candidates):
+            same = candidates.loc[candidates["repeat"] == repeat, "run"]
+            pairs.append((str(run), str((same if len(same) else candidates["run"]).iloc[0])))
     return pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Residual standard deviation of logs, so a share of the figure."""
+    """Residual standard deviation of logs, that is, relative to the figure."""
 
     share: float
     df: int
 
     def least_significant_difference(self, samples: int, comparisons: int = 1) -> float | None:
-        """Return the smallest significant measured difference; a true one of its size is found half of the time."""
+        """Return the least significant difference; a true difference of this size is significant half of the time."""
         if samples < SMALLEST_SAMPLE:
             return None
-        # As `differences` tests them, where all strategies are equally noisy.
+        # The test of `differences` with equal noise of all strategies.
         df = 4 / (1 / (samples - 1) + 1 / self.df)
         t = t_quantile(1 - SIGNIFICANCE / max(comparisons, 1) / 2, df)
         return math.expm1(t * self.share * math.sqrt(2 / samples))
 
 
 def noise(runs: pd.DataFrame, figure: str) -> Noise | None:
-    """Return the residual noise of one workload, pooled over strategies, after removing seed effects (a busy hour).
+    """Return the residual noise of one workload, pooled over strategies without seed effects; None without reruns.
 
-    More data makes it more certain and not larger. None if nothing ran twice.
+    A seed effect is, for example, other load on the machine during the runs of one seed. More data makes the estimate
+    more certain, not smaller.
     """
     logs = by_seed(_fair(runs), figure)
     variance, df, _ = _additive_fit(logs.to_numpy(dtype=float))
     if not df:
-        # Repeats of one strategy alone: seed effects cannot be seen.
+        # With repeats of a single strategy, seed effects cannot be separated from the noise.
         df = int((logs.count() - 1).clip(lower=0).sum())
         variance = float(((logs - logs.mean()) ** 2).sum().sum()) / df if df else math.nan
     return Noise(math.sqrt(variance), df) if df else None
 
 
 def repeat_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
-    """Return the noise of repeats of one strategy and seed."""
-    known = _fair(runs)
-    known = known[(known["status_state"] == "ok") & (known[figure] > 0)]
-    logs = np.log(known[figure].astype(float)).groupby([known["arm"], known["seed"].fillna(-1)])
+    """Return the noise between reruns of one strategy with one seed; None without reruns."""
+    valid = _fair(runs)
+    valid = valid[(valid["status_state"] == "ok") & (valid[figure] > 0)]
+    logs = np.log(valid[figure].astype(float)).groupby([valid["arm"], valid["seed"].fillna(-1)])
     df = int((logs.count() - 1).sum())
     return Noise(math.sqrt(float((logs.var(ddof=0) * logs.count()).sum()) / df), df) if df else None
 
@@ -184,8 +191,10 @@ def _fair(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _additive_fit(logs: np.ndarray) -> tuple[float, int, np.ndarray]:
-    """Of one effect per seed, a row, and one per arm, a column: what they leave unexplained as variance and degrees of
-    freedom, and the effect of each seed. By least squares; NaN where there is none."""
+    """Fit an effect per seed (row) and per strategy (column) by least squares; NaN marks missing values.
+
+    Return the residual variance, its degrees of freedom, and the seed effects.
+    """
     rows, columns = np.nonzero(~np.isnan(logs))
     design = np.zeros((len(rows), sum(logs.shape)))
     design[np.arange(len(rows)), rows] = 1
@@ -198,26 +207,29 @@ def _additive_fit(logs: np.ndarray) -> tuple[float, int, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Ratio of two strategies. `p` is after Holm over its family; None if they share too few seeds."""
+    """Ratio of two strategies, with `p` after Holm's correction; None if they share too few fair seeds."""
 
     ratio: Interval
     p: float | None
 
     @property
     def is_significant(self) -> bool:
+        """Whether the corrected p is below the significance level."""
         return self.p is not None and self.p < SIGNIFICANCE
 
     @property
     def is_confounded(self) -> bool:
-        """Seeds there were, and one of the two breaks an invariant."""
+        """Whether there are enough seeds, but a strategy breaks an invariant, so that no test was made."""
         return self.p is None and self.ratio.n >= SMALLEST_SAMPLE
 
     @property
     def is_unsure(self) -> bool:
+        """Whether the difference is not significant, or has too few seeds for a test."""
         return not (self.is_significant or self.is_confounded)
 
     @property
     def words(self) -> str:
+        """Description of the difference for tables."""
         n = self.ratio.n
         if not n:
             return "no run to pair with"
@@ -229,17 +241,18 @@ class Difference:
 
 
 def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[Pair, Difference]:
-    """Test which strategies differ, with a false finding in at most 5 % of such families.
+    """Test which strategies differ; the family-wise error rate is at most 5 %.
 
-    A t test of the mean log ratio, twice for each pair: once with the first arm's own noise and once with the second
-    one's, each time with all other arms' pooled noise for the other (Welch's degrees of freedom). The larger p counts,
-    and Holm corrects for the number of pairs. Simulated for twelve arms against one, 2 % noise, seeds as blocks:
+    Each pair has two t tests of the mean log ratio: one with the noise of the first strategy, one with that of the
+    second, each with the pooled noise of all other strategies for the partner (Welch's degrees of freedom). The larger
+    p counts, and Holm corrects for the number of pairs. Simulated for twelve strategies and a baseline, 2 % noise,
+    seeds as blocks:
 
-    - This finds something false in 2 to 4 % of families with 3, 5 or 8 seeds, also where one arm or the baseline is
-      three or ten times noisier, and sees a 10 % difference with 3 seeds in 70 % of cases, a 5 % one with 5 in 58 %.
-    - Dunnett, or Holm over one noise of all arms, finds something false in 11 to 13 % of families where an arm is three
-      times noisier, and in 23 to 27 % where the baseline is.
-    - Holm over each pair's own t test holds 5 %, and sees those differences in 16 % and 28 % of cases.
+    - Family-wise error rate of 2 to 4 % with 3, 5 or 8 seeds, also if one strategy or the baseline is three or ten
+      times noisier. Power: 70 % for a 10 % difference with 3 seeds, 58 % for a 5 % difference with 5.
+    - Dunnett, or Holm with one noise for all strategies: error rate of 11 to 13 % if one strategy is three times
+      noisier, and of 23 to 27 % if the baseline is.
+    - Holm over a separate t test of each pair: error rate of 5 %; power of 16 % and 28 % for these differences.
     """
     pairs = list(dict.fromkeys(pairs))
     logs = by_seed(runs, figure)
@@ -250,16 +263,16 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
 
 
 def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
-    """Return the corrected p of pairs of columns with enough rows in common."""
+    """Return the corrected p of each pair of columns with enough common rows."""
     values, places = logs.to_numpy(dtype=float), {arm: place for place, arm in enumerate(logs)}
-    own = {arm: _own_noise(values, places[arm]) for arm in dict.fromkeys(itertools.chain(*pairs)) if arm in places}
+    noises = {arm: _own_noise(values, places[arm]) for arm in dict.fromkeys(itertools.chain(*pairs)) if arm in places}
     tested = {}
     for arm, base in pairs:
         if arm != base and arm in places and base in places:
-            apart = values[:, places[arm]] - values[:, places[base]]
-            apart = apart[~np.isnan(apart)]
-            if len(apart) >= SMALLEST_SAMPLE:
-                tested[arm, base] = (*_t_and_df(apart, own[arm]), *_t_and_df(apart, own[base]))
+            ratios = values[:, places[arm]] - values[:, places[base]]
+            ratios = ratios[~np.isnan(ratios)]
+            if len(ratios) >= SMALLEST_SAMPLE:
+                tested[arm, base] = (*_t_and_df(ratios, noises[arm]), *_t_and_df(ratios, noises[base]))
     if not tested:
         return {}
     t, df = np.array(list(tested.values())).reshape(-1, 2, 2).transpose(2, 0, 1)
@@ -267,7 +280,7 @@ def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
 
 
 class _OwnNoise(NamedTuple):
-    """Variance and degrees of freedom of one strategy, and of all others together."""
+    """Variance and degrees of freedom of one strategy, and pooled over all others."""
 
     own: float
     own_df: int
@@ -276,36 +289,36 @@ class _OwnNoise(NamedTuple):
 
 
 def _own_noise(logs: np.ndarray, place: int) -> _OwnNoise:
-    others = np.delete(logs, place, axis=1)
-    variance, df, seeds = _additive_fit(others)
-    apart = logs[:, place] - seeds
-    known = ~np.isnan(apart)
-    own = float(apart[known].var(ddof=1)) if known.sum() > 1 else math.nan
+    rest = np.delete(logs, place, axis=1)
+    variance, df, seeds = _additive_fit(rest)
+    residuals = logs[:, place] - seeds
+    valid = ~np.isnan(residuals)
+    strategy_variance = float(residuals[valid].var(ddof=1)) if valid.sum() > 1 else math.nan
     if df:
-        # How well the others know what a seed does is not this arm's noise.
-        own -= variance * float((1 / (~np.isnan(others[known])).sum(axis=1)).mean())
-    return _OwnNoise(max(own, 0.0), int(known.sum()) - 1, variance, df)
+        # Subtract the uncertainty of the seed effects, which come from the other strategies.
+        strategy_variance -= variance * float((1 / (~np.isnan(rest[valid])).sum(axis=1)).mean())
+    return _OwnNoise(max(strategy_variance, 0.0), int(valid.sum()) - 1, variance, df)
 
 
-def _t_and_df(apart: np.ndarray, noise: _OwnNoise) -> tuple[float, float]:
-    """Return t and degrees of freedom of differences in logs, whose mean is 0 for equal strategies."""
-    n, variance = len(apart), noise.own + noise.others
+def _t_and_df(ratios: np.ndarray, noise: _OwnNoise) -> tuple[float, float]:
+    """Return t and its degrees of freedom for differences of logs; the null hypothesis is a mean of 0."""
+    n, variance = len(ratios), noise.own + noise.others
     if not noise.others_df:
-        # Nobody else to learn from: the pair's own t test.
-        variance, df = float(apart.var(ddof=1)), float(n - 1)
+        # Without other strategies: the t test of the pair alone.
+        variance, df = float(ratios.var(ddof=1)), float(n - 1)
     elif variance:
         df = variance**2 / (noise.own**2 / noise.own_df + noise.others**2 / noise.others_df)
     else:
         df = 1.0
-    return abs(float(apart.mean())) / max(math.sqrt(variance / n), _ROUNDING), df
+    return abs(float(ratios.mean())) / max(math.sqrt(variance / n), _ROUNDING), df
 
 
 # Equivalence of losses (TOST), and the seeds needed to detect a change.
 
-# A tenth of the smallest difference in loss that the studied documents claim (1.18 %, training loss, S2-01).
+# 10 % of the smallest loss difference that the studied documents claim (1.18 %, training loss, S2-01).
 LOSS_MARGIN = 0.0012
-# How far apart neighbouring bf16 numbers are. Two engines compute logits that differ by one such step, which is no
-# difference in training.
+# Relative spacing of bf16 numbers. A difference of one such step between the logits of two engines is not one in
+# training.
 BF16_SPACING = 2.0**-8
 POWER = 0.8
 _MOST_SEEDS = 10_000
@@ -313,7 +326,7 @@ _MOST_SEEDS = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Equivalence:
-    """Two one-sided tests: is the mean paired difference of a loss within the margin? No p without its n."""
+    """Equivalence test (TOST): whether the mean paired difference of a loss is within the margin."""
 
     n: int
     margin: float
@@ -323,6 +336,7 @@ class Equivalence:
     reason: str
 
     def text(self) -> str:
+        """Return the verdict with difference, margin, n and p."""
         if self.mean_difference is None:
             return self.reason
         measured = f"mean difference {self.mean_difference:+.2g}, margin {self.margin:.2g}, n = {self.n}"
@@ -330,7 +344,7 @@ class Equivalence:
 
 
 def equivalence(values: Sequence[float], baselines: Sequence[float], margin: float = LOSS_MARGIN) -> Equivalence:
-    """`margin` is a share of the baselines' mean; values and baselines are pairs, one for each seed."""
+    """Test the equivalence of paired losses, one pair per seed; `margin` is relative to the mean of the baselines."""
     differences = np.asarray(values, dtype=float) - np.asarray(baselines, dtype=float)
     n = len(differences)
     if not n:
@@ -343,21 +357,23 @@ def equivalence(values: Sequence[float], baselines: Sequence[float], margin: flo
         return result(None, "no test", "one seed: no test")
     if np.ptp(differences) <= 1e-12 * max(abs(mean), bound):
         inside = abs(mean) < bound
-        reason = "the same difference every time: no spread to test against"
+        reason = "the same difference for each seed: no variance for a test"
         return result(None, "equivalent" if inside else "not shown", reason)
-    # Of two tests, above -bound and below +bound, that of the nearer end.
+    # Of the two one-sided tests, that of the nearer bound.
     p = float(special.stdtr(n - 1, (abs(mean) - bound) / (differences.std(ddof=1) / math.sqrt(n))))
-    shown = p < SIGNIFICANCE
-    return result(p, "equivalent" if shown else "not shown", "equivalent" if shown else "equivalence is not shown")
+    is_shown = p < SIGNIFICANCE
+    return result(
+        p, "equivalent" if is_shown else "not shown", "equivalent" if is_shown else "equivalence is not shown"
+    )
 
 
 def seeds_needed(claim: float, spread: float) -> int | None:
-    """Return the pairs of runs that a paired t-test needs to detect a change of `claim`, by the `spread` of pairs.
+    """Number of pairs that a paired t test needs to detect a change of `claim` with 80 % power; None above 10,000.
 
-    Both are shares of the figure. None where ten thousand are not enough.
+    `spread` is the standard deviation of a pair's difference; both are relative to the figure.
     """
     if claim <= 0 or spread < 0:
-        raise ValueError(f"a claim of {claim} with a spread of {spread} asks for nothing")
+        raise ValueError(f"claim {claim} or spread {spread} is out of range")
     if spread == 0:
         return 2
     choices = range(2, _MOST_SEEDS + 1)
@@ -366,6 +382,6 @@ def seeds_needed(claim: float, spread: float) -> int | None:
 
 
 def _power(effect: float, n: int) -> float:
-    """Power of a paired t-test; NaN close to 1, which is not below what is asked for either."""
+    """Power of a paired t test; NaN close to 1, which does not compare as less than the required power."""
     t, shift = t_quantile(1 - SIGNIFICANCE / 2, n - 1), effect * math.sqrt(n)
     return float(special.nctdtr(n - 1, shift, -t) + 1 - special.nctdtr(n - 1, shift, t))

@@ -1,4 +1,4 @@
-"""Memory and communication of one virtual rank, from its record or from a table of records."""
+"""Memory and communication of one virtual rank, from its run directory or from the table of runs."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ ByPlace = dict[str, float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Extrapolation:
-    """An extrapolated summary: a line through two depths, checked at a third."""
+    """Linear extrapolation from two depths, checked at a third."""
 
     layers: int
     depths: tuple[int, int]
     checked_at_depth: int
-    # How far the third depth is off the line, as a share of what was measured there ...
+    # Relative error of each figure at the third depth.
     residual: dict[str, float]
-    # ... and how far that would be at the whole model, as a share of the figure there.
+    # The same error scaled to the whole model, relative to the extrapolated figure.
     residual_at_target: dict[str, float]
-    # These have no figure: one of the two shares is too large, or the engine crosses a threshold.
+    # Figures that are not extrapolated: an error is too large, or a threshold of the engine lies in between.
     not_linear: list[str]
-    # Thresholds between the depths and the model, and from which depth on there is none.
+    # Thresholds between the depths and the model, and the depths from which extrapolation avoids them.
     crossed: list[str]
     depths_beyond: dict[str, int]
     largest_residual_of_state: float
     largest_residual_at_target: float
     furthest_figure: str | None
     run_dirs: list[str | None]
-    # How the whole model ended, where it was tried.
+    # Outcome of the run of the whole model; None if it was not run.
     whole_model: dict[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class RankSummary:
-    """One rank's figures. None was not measured, or is not linear in the layers."""
+    """Figures of one rank; None if a figure was not measured or is not linear in the number of layers."""
 
     strategy: str
     world_size: int
@@ -58,9 +58,9 @@ class RankSummary:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     emulated_device_memory_gib: float | None
-    # By kind of state and then by place.
+    # By kind of state, then by place.
     state_bytes_per_rank: dict[str, ByPlace]
-    # Payload: an all-reduce counts once, a gather by what it puts out. `sent` are ring bytes.
+    # `comm` is payload: an all-reduce counts once, a gather by its output. `sent` are ring bytes.
     comm_bytes_per_step: float | None
     comm_calls_per_step: float | None
     sent_bytes_per_step: float | None
@@ -70,25 +70,26 @@ class RankSummary:
     kept_whole_bytes: float | None
     grads_by_moment: dict[str, ByPlace | None]
     memory_gib_by_phase: dict[str, ByPlace]
-    # The sizes at which the engine reduces a bucket, or releases gathered parameters.
+    # Sizes at which the engine reduces a bucket or releases gathered parameters.
     buckets: dict[str, Any] | None
-    # What else summary.json says, such as PEAKS, by its names there.
+    # All other keys of summary.json, such as PEAKS.
     run_figures: dict[str, float | None]
-    # None of a line: its depths have one each.
+    # None if extrapolated, since each depth has its own run directory.
     run_dir: str | None
     extrapolated: Extrapolation | None = None
 
     @classmethod
     def of_run(cls, run: Run) -> RankSummary:
+        """Return the summary of a run directory."""
         (rank,) = run.memory["ranks"]
         state = rank["state"] or {}
         collectives = run.traffic["collectives"]
-        # The engine's last: where two documents name one thing, it says what really ran.
-        said = run.config | run.summary | run.engine
-        said |= {
-            "rank": said["virtual_rank"],
-            # Where no step was watched there is no payload either.
-            "sent_bytes_per_step": None if said["comm_bytes_per_step"] is None else ring_bytes(collectives),
+        # The engine is last, because it has the settings that were actually used.
+        values = run.config | run.summary | run.engine
+        values |= {
+            "rank": values["virtual_rank"],
+            # Without an instrumented step there is no payload either.
+            "sent_bytes_per_step": None if values["comm_bytes_per_step"] is None else ring_bytes(collectives),
             "collectives": collectives,
             **{name: state.get(name) for name in ("buffer_bytes", "grads_in_bucket_bytes")},
             "kept_whole_bytes": state.get("kept_whole", {}).get("bytes"),
@@ -97,13 +98,16 @@ class RankSummary:
             "run_figures": {key: value for key, value in run.summary.items() if key not in _FIELDS},
             "run_dir": str(run.path),
         }
-        return cls(**{name: said[name] for name in _FIELDS})
+        return cls(**{name: values[name] for name in _FIELDS})
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> RankSummary:
-        """From a row of study/records/rows.py of a watched run that ended well; None in each empty cell."""
+        """Return the summary of a row of the table of runs, from a successful run with an instrumented step.
+
+        Empty cells of the row are None.
+        """
         collectives = json.loads(row["collectives"])
-        said = {
+        values = {
             **row,
             "rank": row["virtual_rank"] or 0,
             "precision": row["engine_precision"],
@@ -116,20 +120,22 @@ class RankSummary:
             "collectives": collectives,
             "buffer_bytes": json.loads(row["buffers"] or "{}"),
             "grads_by_moment": json.loads(row["grads_by_moment"] or "{}"),
-            # A report shows the largest of them alone.
+            # The table has only the maximum over phases.
             "memory_gib_by_phase": {},
             "buckets": json.loads(row["buckets"] or "{}"),
             "run_figures": {peak: row[peak] for peak in PEAKS},
             "run_dir": row["run"],
         }
-        return cls(**{name: said[name] for name in _FIELDS})
+        return cls(**{name: values[name] for name in _FIELDS})
 
     @property
     def state_bytes_total(self) -> float | None:
+        """Bytes of all model state; None if a part is unknown."""
         return total(size for places in self.state_bytes_per_rank.values() for size in places.values())
 
     @property
     def not_linear(self) -> list[str]:
+        """Names of the figures that are not extrapolated; empty for a measured summary."""
         return self.extrapolated.not_linear if self.extrapolated else []
 
     def document(self) -> dict[str, Any]:
@@ -138,16 +144,16 @@ class RankSummary:
         return {"virtual": True, **fields.pop("run_figures"), **fields, "state_bytes_total": self.state_bytes_total}
 
 
-# What a record says of each rank.
+# Fields that a record has.
 _FIELDS = tuple(field.name for field in dataclasses.fields(RankSummary) if field.name != "extrapolated")
 
 
 def total(parts: Iterable[float | None]) -> float | None:
-    """None where a part of it is not known."""
-    known = list(parts)
-    return None if None in known else sum(part for part in known if part is not None)
+    """Return the sum of the parts; None if any part is None."""
+    sizes = list(parts)
+    return None if None in sizes else sum(part for part in sizes if part is not None)
 
 
 def ring_bytes(collectives: Mapping[str, Mapping[str, float]]) -> float:
-    """Sent by one rank, where every collective is a ring."""
+    """Return the bytes that one rank sends with ring collectives."""
     return sum(counts["wire_bytes_per_rank"] for counts in collectives.values())

@@ -1,1 +1,1 @@
-"""Which releases of DeepSpeed compute what DDP computes: stacks, verdicts, causes."""
+"""Releases of DeepSpeed compared with DDP: stacks, verdicts, causes."""

@@ -1,7 +1,7 @@
-"""Causes of other gradients than DDP's, by release, as causes.yaml has them.
+"""Known causes of divergence from DDP by release, read from causes.yaml.
 
-Each entry says which releases have it, under which strategies, and whether it needs several micro-batches per step.
-`blame` says whose it is: the engine's, or a pairing's of releases that were not made for each other.
+Each entry lists the affected releases and strategies, and whether the cause needs several micro-batches per step.
+`blame` is the engine, or the pairing of releases that were not made for each other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FILE = Path(__file__).with_name("causes.yaml")
 _MOST = 5_000
 Blame = Literal["engine", "pairing"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]
-# A run that ends so trains nothing.
+# Outcomes without any training step.
 _NO_TRAINING = frozenset({"crash", "refuses"})
-# A cause depends on their releases.
+# Packages whose releases a cause depends on.
 PACKAGES = ("deepspeed", "accelerate", "torch", "transformers")
 _NEEDED = ("id", "title", "blame", "strategies", "deepspeed", "says", "gpu", "gpu_why")
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -34,12 +34,16 @@ _LISTS = ("strategies", "precisions", "differs")
 
 @dataclasses.dataclass(frozen=True)
 class Change:
+    """Release that introduced or fixed a cause, and the link to the change."""
+
     release: str = ""
     change: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceLines:
+    """Source lines of a package that show a cause."""
+
     package: str
     release: str
     file: str
@@ -49,20 +53,22 @@ class SourceLines:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cause:
+    """One entry of causes.yaml."""
+
     id: str
     title: str
     blame: Blame
     strategies: tuple[str, ...]
     says: str
-    # By package, the releases that have it, as a PEP 440 specifier; a package that is left out may be any.
+    # Affected releases by package, as PEP 440 specifiers; a missing package matches any release.
     releases: Mapping[str, str]
     gpu: Literal["shows", "hidden", "unknown"]
     gpu_why: str
     accumulation: Literal["any", "several"] = "any"
     precisions: tuple[str, ...] = ()
-    # What a verdict may find different; empty: anything.
+    # Verdicts that this cause explains; empty: all.
     differs: tuple[Differs, ...] = ()
-    # A race, which one run may miss.
+    # A race condition, which a single run may not show.
     sometimes: bool = False
     lines: tuple[SourceLines, ...] = ()
     entered: Change = Change()
@@ -73,18 +79,20 @@ class Cause:
 
     @property
     def where(self) -> str:
+        """Affected strategies, for tables."""
         return ", ".join(self.strategies) + ", with accumulation" * (self.accumulation == "several")
 
     def is_in(self, versions: Mapping[str, str | None]) -> bool:
-        """Whether this stack has it. A build's own mark, such as +cu129, is not another release."""
+        """Whether this stack is affected. A local version label, such as +cu129, does not change the release."""
         from packaging.specifiers import SpecifierSet
 
         return all(
-            (version := versions.get(package)) and SpecifierSet(wanted).contains(version, prereleases=True)
-            for package, wanted in self.releases.items()
+            (version := versions.get(package)) and SpecifierSet(specifier).contains(version, prereleases=True)
+            for package, specifier in self.releases.items()
         )
 
     def shows_in(self, strategy: str, micro_steps: int, precision: str) -> bool:
+        """Whether a run of this strategy can show the cause."""
         return (
             strategy in self.strategies
             and (self.accumulation == "any" or micro_steps > 1)
@@ -95,34 +103,35 @@ class Cause:
 def causes_of(
     versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str | None
 ) -> tuple[Cause, ...]:
-    """Return the causes of a run that `differs` so; one that crashes or refuses needs causes that say so."""
+    """Return the known causes of a run's divergence; for a crash or a refusal only causes that list it in `differs`."""
     return tuple(
-        each
-        for each in read_causes()
+        cause
+        for cause in read_causes()
         if differs
-        and each.is_in(versions)
-        and each.shows_in(strategy, micro_steps, precision)
-        and (differs in each.differs if each.differs else differs not in _NO_TRAINING)
+        and cause.is_in(versions)
+        and cause.shows_in(strategy, micro_steps, precision)
+        and (differs in cause.differs if cause.differs else differs not in _NO_TRAINING)
     )
 
 
 def races_of(
     versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, on_gpu: bool
 ) -> tuple[Cause, ...]:
-    """Return the causes that one run may miss, so that an equal one proves nothing."""
+    """Return the race conditions that affect a run, so that an equal result proves nothing."""
     return tuple(
-        each for each in known_faults(versions, on_gpu)
-        if each.sometimes and each.shows_in(strategy, micro_steps, precision)
+        cause for cause in known_faults(versions, on_gpu)
+        if cause.sometimes and cause.shows_in(strategy, micro_steps, precision)
     )  # fmt: skip
 
 
 def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause]:
-    """Return the causes that a stack has on such a box."""
-    return [each for each in read_causes() if each.is_in(versions) and not (on_gpu and each.gpu == "hidden")]
+    """Return the causes that affect a stack, without those that a GPU hides if `on_gpu`."""
+    return [cause for cause in read_causes() if cause.is_in(versions) and not (on_gpu and cause.gpu == "hidden")]
 
 
 @functools.cache
 def read_causes(file: Path | None = None) -> tuple[Cause, ...]:
+    """Read and check causes.yaml; raises UserError with the line of an invalid entry."""
     file = file or FILE
     top = as_section(read_document(file, Section, _MOST), str(file), {"causes"}, Section)
     return tuple(_cause(entry, top.place_of("causes")) for entry in top["causes"])
@@ -141,16 +150,16 @@ def _cause(entry: Any, place: str) -> Cause:
             raise section.refusal(key, f"is {section[key]!r}", 'use releases such as ">=0.18.3,<0.19.4"') from None
     values: dict[str, Any] = {key: value for key, value in section.items() if key not in PACKAGES}
     for key, choices in _CHOICES.items():
-        given = section.get(key, ())
-        named = (given,) if isinstance(given, str) else tuple(given)
-        if unknown := set(named) - set(choices):
+        setting = section.get(key, ())
+        names = (setting,) if isinstance(setting, str) else tuple(setting)
+        if unknown := set(names) - set(choices):
             raise section.refusal(key, f"names {unknown.pop()!r}", f"use {', '.join(choices)}")
         if key in _LISTS:
-            values[key] = named
+            values[key] = names
     values["threads"] = tuple(section.get("threads", ()))
     for key in ("entered", "left"):
         values[key] = Change(**as_section(section.get(key, Section("")), place, {"release", "change"}, Section))
     fields = {field.name for field in dataclasses.fields(SourceLines)}
-    lines = [as_section(each, section.place_of("lines"), fields, Section) for each in section.get("lines", ())]
-    values["lines"] = tuple(SourceLines(**each) for each in lines)
+    lines = [as_section(line, section.place_of("lines"), fields, Section) for line in section.get("lines", ())]
+    values["lines"] = tuple(SourceLines(**line) for line in lines)
     return Cause(**values, releases={package: section[package] for package in PACKAGES if package in section})

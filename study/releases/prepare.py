@@ -1,7 +1,7 @@
-"""`study prepare SUITE`: makes what a suite's runs need before any of them: stacks, operators and initial weights.
+"""`study prepare SUITE`: install the stacks of a suite, build operators and draw initial weights before its runs.
 
-Each layer of a stack is one `pip install` into a folder of its own. Its archives are pinned in stacks.lock.json, by
-their digests, when a layer is first made; from then on pip takes no others.
+Each layer of a stack is one `pip install` into a separate folder. The first installation pins the digests of the
+layer's archives in stacks.lock.json; later installations accept no other archives.
 """
 
 from __future__ import annotations
@@ -30,48 +30,54 @@ from study.sweep.plan import plan_suite
 from study.sweep.search import one_of_each_model
 
 LOCK_FILE = STACK_FILE.with_name("stacks.lock.json")
-# An older torch comes with CUDA's libraries; anything else is small.
+# Disk space per package: older torch releases include CUDA libraries; everything else is small.
 _ROOM_BYTES = {"torch": 12 * 2**30}
-# Torch brings what it is linked with, transformers contemporary tokenizers and hub. The others change alone.
+# Packages that pip installs with their dependencies: torch with its linked libraries, transformers with contemporary
+# tokenizers and hub. Other packages are installed without.
 _WITH_THEIRS = ("torch", "transformers")
 _ALONE = ("--no-deps", "--no-build-isolation")
 _NO_NETWORK = re.compile(
     r"(?i)\(from versions: none\)|connection (broken|refused|error)|NewConnectionError|NameResolution|timed out"
 )
-# What this box lacks is not a fault of a release.
+# Problems of this machine, not of a release.
 _OF_THE_BOX = re.compile(r"No module named pip|\[Errno (13|28|30)\]")
 Pins = dict[str, dict[str, str]]
 
 
 class NotInstallable(Exception):
-    """pip cannot install a release here: a state of every stack that has it."""
+    """A release that pip cannot install here, so no stack that contains it can run."""
 
 
 def prepare(options: argparse.Namespace) -> int:
+    """Prepare a suite; return exit status 1 if a stack or initial weights are missing."""
     plan = plan_suite(options.suite, this_box(), options.runs_dir, options.only, rehearse=options.rehearse)
     cells = [cell for part in plan.slices for item in part.cells for cell in one_of_each_model(item)]
-    named = list(dict.fromkeys(cell.stack for cell in cells if cell.stack))
-    wanted = [stacks()[name] for name in named]
-    not_installable = install(dict.fromkeys(layer for stack in wanted for layer in stack.layers))
-    runnable = [stack for stack in wanted if not not_installable & set(stack.layers)]
+    names = list(dict.fromkeys(cell.stack for cell in cells if cell.stack))
+    requested = [stacks()[name] for name in names]
+    not_installable = install(dict.fromkeys(layer for stack in requested for layer in stack.layers))
+    runnable = [stack for stack in requested if not not_installable & set(stack.layers)]
     for stack in runnable:
         build_operators(stack, (cell for cell in cells if cell.stack == stack.name))
     if any(cell.stack is None for cell in cells):
         subprocess.run([sys.executable, "-m", "study.host.operators"], cwd=REPOSITORY, check=False)
     status = sweep.weights(options)
-    print(f"{len(runnable)} of {len(wanted)} stacks are ready" if wanted else f"{plan.name} runs what is installed")
+    print(
+        f"{len(runnable)} of {len(requested)} stacks are ready"
+        if requested
+        else f"{plan.name} uses the installed packages"
+    )
     return 1 if not_installable or status else 0
 
 
 def install(layers: Iterable[str]) -> set[str]:
-    """Make the layers that are not there; return those that pip could not install, whose folders say why."""
+    """Install the missing layers; return those that pip could not install. Their folders record the reason."""
     cache, pins, failed = cache_directory(), read_pins(), set()
     for layer in layers:
         folder = layer_folder(cache, layer)
         if layer_state(cache, layer).is_there:
             continue
         try:
-            found = install_layer(layer, folder, pins.get(layer))
+            digests = install_layer(layer, folder, pins.get(layer))
         except NotInstallable as problem:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / LAYER_FILE, {"layer": layer, "problem": str(problem)})
@@ -79,59 +85,64 @@ def install(layers: Iterable[str]) -> set[str]:
             failed.add(layer)
             continue
         if layer not in pins:
-            pins[layer] = found
+            pins[layer] = digests
             write_json(LOCK_FILE, dict(sorted(pins.items())))
             print(f"{layer}: pinned in {LOCK_FILE.name}")
     return failed
 
 
 def read_pins() -> Pins:
+    """Read the pinned digests of each layer; empty without a lock file."""
     return dict(read_json(LOCK_FILE)) if LOCK_FILE.exists() else {}
 
 
 def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the digest of each archive that pip used, by `name==version`."""
+    """Install one layer; return the digests of the archives that pip used, by `name==version`."""
     package, _, version = layer.partition("-")
     folder.parent.mkdir(parents=True, exist_ok=True)
     refuse_full_disk(folder.parent, _ROOM_BYTES.get(package, 2**28), layer)
     print(f"{layer}: installing", flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{layer}.") as scratch:
-        target, wanted, report = (Path(scratch) / name for name in ("layer", "wanted.txt", "report.json"))
-        lines = [f"{one} --hash=sha256:{digest}" for one, digest in (pins or {}).items()]
-        wanted.write_text("\n".join(lines or [f"{package}=={version}"]) + "\n")
+        target, requirements, report = (Path(scratch) / name for name in ("layer", "wanted.txt", "report.json"))
+        lines = [f"{archive} --hash=sha256:{digest}" for archive, digest in (pins or {}).items()]
+        requirements.write_text("\n".join(lines or [f"{package}=={version}"]) + "\n")
         command = [
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(target),
             *(() if package in _WITH_THEIRS else _ALONE), *(["--require-hashes", "--no-deps"] if pins else []),
-            "--report", str(report), "-r", str(wanted),
+            "--report", str(report), "-r", str(requirements),
         ]  # fmt: skip
         name, _, value = BUILDS_DEEPSPEED.partition("=")
         environment = os.environ | {name: value}
-        ended = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            if _NO_NETWORK.search(ended.stderr):
+        result = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
+        if result.returncode:
+            if _NO_NETWORK.search(result.stderr):
                 raise UserError(
-                    f"{layer} cannot be installed: pip does not reach its index", "run it where there is a network"
+                    f"{layer} cannot be installed: pip does not reach its index", "run it on a machine with a network"
                 )
-            if fault := _OF_THE_BOX.search(ended.stderr):
-                line = next(line for line in ended.stderr.splitlines() if fault[0] in line)
-                raise UserError(f"{layer} cannot be installed: {line[:200]}", "fix that, and prepare again")
-            said = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
-            raise NotInstallable(said[-1].removeprefix("ERROR: ")[:300])
+            if fault := _OF_THE_BOX.search(result.stderr):
+                line = next(line for line in result.stderr.splitlines() if fault[0] in line)
+                raise UserError(
+                    f"{layer} cannot be installed: {line[:200]}", "fix this problem, then run `study prepare` again"
+                )
+            errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
+            raise NotInstallable(errors[-1].removeprefix("ERROR: ")[:300])
         archives = json.loads(report.read_text())["install"]
-        found = {
-            f"{one['metadata']['name']}=={one['metadata']['version']}":
-            one["download_info"]["archive_info"]["hashes"]["sha256"] for one in archives
+        digests = {
+            f"{archive['metadata']['name']}=={archive['metadata']['version']}":
+            archive["download_info"]["archive_info"]["hashes"]["sha256"] for archive in archives
         }  # fmt: skip
-        write_json(target / LAYER_FILE, {"layer": layer, "sha256": found[f"{package}=={version}"], "archives": found})
+        write_json(
+            target / LAYER_FILE, {"layer": layer, "sha256": digests[f"{package}=={version}"], "archives": digests}
+        )
         shutil.rmtree(folder, ignore_errors=True)
         target.replace(folder)
-    return found
+    return digests
 
 
 def build_operators(stack: Stack, cells: Iterable[Cell]) -> None:
-    """Build in a process of its own, which imports that stack's libraries."""
+    """Build DeepSpeed operators in a separate process, which imports the stack's libraries."""
     strategies = [strategy for cell in cells if (strategy := read_strategy(cell.strategy)).deepspeed is not None]
-    # A strategy with an optimizer on the host needs the operators of all others, but for NVMe's.
+    # A strategy with a CPU optimizer needs the operators of all others, except those of NVMe.
     strategies.sort(key=lambda strategy: (strategy.offload_device("optimizer") is not None, strategy.name))
     needed = {strategy.uses_nvme: strategy.name for strategy in strategies}
     if not needed:

@@ -1,7 +1,7 @@
-"""Runs under several releases of DeepSpeed as cells with a verdict: each compared with `single` under the same stack.
+"""Verdicts on releases of DeepSpeed: each cell compares a strategy with `single` under the same stack.
 
-A stack is the installed packages with another release of DeepSpeed, or, with `-then` behind its name, with contemporary
-releases of other packages too. Repeats are one cell: where one of them differs, the cell does.
+A stack is the installed packages with another release of DeepSpeed; if its name ends in `-then`, also with contemporary
+releases of other packages. Repeats form one cell, which differs if one of them does.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, causes_of
 from study.releases.verdict import Reference, Trace, Verdict, reference_precision
 
-# The verdict of a cell whose runs have several: the worst, which is the first of these.
+# Verdicts from worst to best; a cell has the worst verdict of its runs.
 _WORST = ("different", "crashes", "not judged", "refuses", "not installable", "equal")
-# Runs that agree in these do the same work, and one of them without an engine is the reference of the others.
+# Columns that must be equal for a run of `single` to be the reference of another run.
 _SAME_WORK = ("max_grad_norm", "task", "model_name_or_path", "seed", "global_batch_size", "max_steps", "dropout",
               "learning_rate", "warmup_ratio")  # fmt: skip
 
@@ -31,6 +31,8 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ReleaseCell:
+    """Runs of one strategy under one stack, with their verdicts and known causes."""
+
     stack: str
     strategy: str
     precision: str
@@ -39,10 +41,10 @@ class ReleaseCell:
     trainer: str
     versions: Mapping[str, str | None]
     verdicts: tuple[Verdict, ...]
-    # Names of the runs, and of their reference.
+    # Names of the runs and of the reference run.
     runs: tuple[str, ...]
     single: str
-    # With today's other packages: the verdict of the same cell with contemporary ones; empty where it was not run.
+    # Verdict of the same cell under contemporary packages; empty if that cell was not run, or is this one.
     of_its_time: str = ""
 
     @property
@@ -51,24 +53,27 @@ class ReleaseCell:
 
     @property
     def is_of_its_time(self) -> bool:
+        """Whether all packages are contemporary releases."""
         return self.stack.endswith(THEN)
 
     @property
     def verdict(self) -> Verdict:
-        return min(self.verdicts, key=lambda each: (_WORST.index(each.kind), -(each.size or 0)))
+        """The worst verdict of the runs; among equal kinds that with the largest difference."""
+        return min(self.verdicts, key=lambda verdict: (_WORST.index(verdict.kind), -(verdict.size or 0)))
 
     @property
     def worst_run(self) -> str:
+        """Name of the run with the worst verdict."""
         return self.runs[self.verdicts.index(self.verdict)]
 
     @property
     def differs_sometimes(self) -> bool:
-        """Some runs of the same cell agree: the fault is a race."""
-        return {"equal", "different"} <= {each.kind for each in self.verdicts}
+        """Whether only some runs of the cell differ, which indicates a race condition."""
+        return {"equal", "different"} <= {verdict.kind for verdict in self.verdicts}
 
     @property
     def is_mismatch(self) -> bool:
-        """The engine alone is not wrong: its cause says so or, where none is known, the contemporary releases do."""
+        """Whether the pairing of releases is at fault: by known causes, else by an equal contemporary stack."""
         if self.verdict.kind != "different":
             return False
         blames = {cause.blame for cause in self.causes}
@@ -76,19 +81,22 @@ class ReleaseCell:
 
     @property
     def gpu_hides_it(self) -> bool:
+        """Whether a GPU hides every known cause."""
         return bool(self.causes) and all(cause.gpu == "hidden" for cause in self.causes)
 
     @property
     def is_lucky(self) -> bool:
-        """Right by chance: its releases have a race in such a cell."""
+        """Whether the cell is equal although its releases have a known race condition."""
         return self.verdict.kind == "equal" and bool(self.races)
 
     @property
     def races(self) -> tuple[Cause, ...]:
+        """Known race conditions that can change the weights."""
         return tuple(cause for cause in self._causes("weights") if cause.sometimes)
 
     @property
     def causes(self) -> tuple[Cause, ...]:
+        """Known causes of the verdict."""
         return self._causes(self.verdict.differs)
 
     def _causes(self, differs: str | None) -> tuple[Cause, ...]:
@@ -96,7 +104,7 @@ class ReleaseCell:
 
 
 def release_cells(records: Records) -> list[ReleaseCell]:
-    """Return the cells but for `single`, which is their reference, from the oldest release on."""
+    """Return a cell per stack and setting, the oldest release first; `single` is the reference and has none."""
     runs = real(records).runs
     runs = runs[runs["stack"].notna()]
     if runs.empty:
@@ -104,15 +112,15 @@ def release_cells(records: Records) -> list[ReleaseCell]:
     steps = steps_by_run(records)
     rows: list[Row] = runs.to_dict("records")
     versions = _versions(rows)
-    made: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    repeats_by_cell: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row["strategy"] != "single" and isinstance(row["strategy"], str):
-            made[row["stack"], row["strategy"], row["precision"], _micro_steps(row), row["trainer"],
+            repeats_by_cell[row["stack"], row["strategy"], row["precision"], _micro_steps(row), row["trainer"],
                  row["max_grad_norm"]].append(row)  # fmt: skip
-    cells = [_cell(repeats, rows, versions, steps) for repeats in made.values()]
-    then = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_of_its_time}
+    cells = [_cell(repeats, rows, versions, steps) for repeats in repeats_by_cell.values()]
+    contemporary = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_of_its_time}
     cells = [
-        cell if cell.is_of_its_time else dataclasses.replace(cell, of_its_time=then.get(_but_stack(cell), ""))
+        cell if cell.is_of_its_time else dataclasses.replace(cell, of_its_time=contemporary.get(_but_stack(cell), ""))
         for cell in cells
     ]
     return sorted(cells, key=_place)
@@ -131,19 +139,23 @@ def _cell(
     repeats: Sequence[Row], rows: Sequence[Row], versions: Mapping[str, Any], steps: Mapping[str, Any]
 ) -> ReleaseCell:
     first = repeats[0]
-    # `single` under the same stack; else under one that differs in DeepSpeed alone, which `single` does not use.
-    alike = [
-        other for other in rows
-        if other["precision"] == reference_precision(first["precision"]) and other["status_state"] == "ok"
-        and all(_same(other[key], first[key]) for key in _SAME_WORK)
-        and all(versions[other["stack"]][name] == versions[first["stack"]][name] for name in PACKAGES[1:])
+    # Prefer `single` under the same stack. Another release of DeepSpeed is as good: `single` does not use it.
+    candidates = [
+        candidate for candidate in rows
+        if candidate["precision"] == reference_precision(first["precision"]) and candidate["status_state"] == "ok"
+        and all(_same(candidate[key], first[key]) for key in _SAME_WORK)
+        and all(versions[candidate["stack"]][name] == versions[first["stack"]][name] for name in PACKAGES[1:])
     ]  # fmt: skip
-    alike.sort(key=lambda other: other["stack"] != first["stack"])
-    single = next((other for other in alike if other["strategy"] == "single"), None)
+    candidates.sort(key=lambda candidate: candidate["stack"] != first["stack"])
+    single = next((candidate for candidate in candidates if candidate["strategy"] == "single"), None)
     reference = Reference(first["precision"], Trace([], [], [], state="missing"))
     if single is not None:
-        ddp = [other for other in alike if other["strategy"] == "ddp" and other["stack"] == single["stack"]]
-        traces = tuple(_trace(other, steps) for other in ddp)
+        ddp = [
+            candidate
+            for candidate in candidates
+            if candidate["strategy"] == "ddp" and candidate["stack"] == single["stack"]
+        ]
+        traces = tuple(_trace(candidate, steps) for candidate in ddp)
         reference = Reference(first["precision"], _trace(single, steps), traces)
     return ReleaseCell(
         first["stack"], first["strategy"], first["precision"], _micro_steps(first), _number(first["max_grad_norm"]),
@@ -154,10 +166,10 @@ def _cell(
 
 
 def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> Trace:
-    taken = steps.get(row["run"])
+    table = steps.get(row["run"])
     columns: dict[str, list[Any]] = {"loss": [], "grad_norm": [], "lr": [], "samples_hash": []}
-    if taken is not None:
-        columns = {key: taken[key].tolist() for key in columns}
+    if table is not None:
+        columns = {key: table[key].tolist() for key in columns}
     losses, norms = ([None if math.isnan(value) else value for value in columns[key]] for key in ("loss", "grad_norm"))
     weights = row["initial_weights_sha256"]
     return Trace(
@@ -167,22 +179,22 @@ def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> Trace:
 
 
 def _versions(rows: Iterable[Row]) -> dict[str, dict[str, str | None]]:
-    """Return versions by stack; a run that did not begin has none, and others of its stack have."""
-    found: dict[str, dict[str, str | None]] = {}
+    """Return package versions by stack, from all of its runs: a run that never began has recorded none."""
+    versions: dict[str, dict[str, str | None]] = {}
     for row in rows:
-        of_stack = found.setdefault(row["stack"], dict.fromkeys(PACKAGES))
+        packages = versions.setdefault(row["stack"], dict.fromkeys(PACKAGES))
         for name in PACKAGES:
             if isinstance(version := row[f"{name}_version"], str):
-                of_stack[name] = version
-    for stack, of_stack in found.items():
-        of_stack["deepspeed"] = stack.removesuffix(THEN)
-    return found
+                packages[name] = version
+    for stack, packages in versions.items():
+        packages["deepspeed"] = stack.removesuffix(THEN)
+    return versions
 
 
 def _micro_steps(row: Row) -> int:
-    said = row["gradient_accumulation_steps"]
-    if not pd.isna(said):
-        return int(said)
+    recorded = row["gradient_accumulation_steps"]
+    if not pd.isna(recorded):
+        return int(recorded)
     parts = [row[key] for key in ("global_batch_size", "world_size", "per_device_train_batch_size")]
     return 1 if any(pd.isna(part) for part in parts) else int(parts[0] // (parts[1] * parts[2]))
 
@@ -191,5 +203,5 @@ def _number(value: Any) -> float:
     return 0.0 if pd.isna(value) else float(value)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other or (pd.isna(one) and pd.isna(other)))
+def _same(first: Any, second: Any) -> bool:
+    return bool(first == second or (pd.isna(first) and pd.isna(second)))

@@ -1,9 +1,9 @@
-"""Whether a run computes what `single` computes under the same stack, and else what differs first.
+"""Verdict on a run: equal to `single` under the same stack, or the quantity that differs first.
 
-It needs each step's loss, reported gradient norm and learning rate from a record, and no torch. The loss of the first
-step is computed before any update: if that differs, the weights or the forward pass do. The norm of the first step
-shows the gradient. AdamW's first update is the same for a gradient of any scale: a loss that is right after it and
-wrong after the second one means a wrong scale or clipping, and one that is wrong at once a wrong direction.
+It reads each step's loss, reported gradient norm and learning rate from a record, without torch. The loss of the first
+step precedes any update, so a difference is one of the weights or the forward pass. The norm of the first step shows
+the gradient. AdamW's first update is the same for a gradient of any scale: a loss that is right after it and wrong
+after the second one indicates a wrong scale or clipping; one that is wrong at once, a wrong direction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from study.records.schema import RecordError
 
 Kind = Literal["equal", "different", "refuses", "crashes", "not installable", "not judged"]
 What = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss"]
-# In words, for a reader who sees one of them in a table.
+# Descriptions for tables.
 WHAT: dict[What, str] = {
     "weights": "the weights or the forward pass, before any update",
     "gradient": "the gradient: its norm and its direction",
@@ -35,33 +35,33 @@ WHAT: dict[What, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far a loss and a norm may be from `single`'s, as a share of it."""
+    """Largest relative differences of a loss and of a norm to those of `single` that count as equal."""
 
     loss: float
     norm: float
 
 
-# What rounding alone may do: some ten times what the verified pair was seen to differ in, over six steps on two ranks.
-# fp32 there: 6e-7 of a loss and 1e-5 of a norm, and a fault that counts moves the loss by 1e-3 or more. bf16 keeps 8
-# bits: 3e-4 and 6e-3; tests/test_equivalence.py derives 2**-9. bf16-engine rounds weights, activations and gradients
-# too, where `single` has autocast over fp32: 3e-3 and 2e-2.
+# Tolerances for rounding: about ten times the largest difference of the verified pair, over six steps on two ranks.
+# Measured in fp32: 6e-7 of a loss and 1e-5 of a norm; a relevant fault changes the loss by 1e-3 or more. bf16 has 8
+# bits: 3e-4 and 6e-3; tests/test_equivalence.py derives 2**-9. bf16-engine also rounds weights, activations and
+# gradients, while `single` uses autocast over fp32: 3e-3 and 2e-2.
 ROUNDING = {
     "fp32": Tolerance(1e-5, 1e-4),
     "bf16": Tolerance(2**-9, 2**-6),
     "bf16-engine": Tolerance(2**-7, 2**-4),
 }
-# A tolerance is this many times the difference of `ddp` from `single`, where that is more: so that a box whose kernels
-# sum in many orders accuses no engine. Beyond the second factor ddp itself is what is wrong.
+# A tolerance is at least _NOISE_FACTOR times the difference of `ddp` to `single`, because the kernels of some machines
+# sum in varying order. A difference of more than _MOST_NOISE tolerances is a fault of ddp, and is not used.
 _NOISE_FACTOR, _MOST_NOISE = 4, 10
 _NOT_FINITE = re.compile(r"the loss is (?:NaN|infinite) at step (\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Loss, norm and learning rate of each step of a run, and how it ended."""
+    """Loss, norm and learning rate of each step of a run, with its outcome."""
 
     losses: Sequence[float | None]
-    # None where the engine reports none.
+    # None if the engine does not report norms.
     norms: Sequence[float | None]
     rates: Sequence[float]
     state: str = "ok"
@@ -73,23 +73,26 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
+    """Result of comparing one run with `single`."""
+
     kind: Kind
     what: What | None = None
-    # The first step whose figure differs, from 1, and the largest difference of a loss, as a share of the right one;
-    # None where a loss is not finite.
+    # The first step that differs, counted from 1, and the largest relative difference of a loss; None if a loss is not
+    # finite.
     first_step: int | None = None
     size: float | None = None
-    # The first norm that differs over the right one.
+    # Ratio of the first norm that differs to that of `single`.
     norm_ratio: float | None = None
     reason: str = ""
 
     @property
     def differs(self) -> str | None:
-        """The word of a cause for it; None where there is nothing to explain."""
+        """The `differs` key of causes.yaml for this verdict; None if no cause is needed."""
         return {"crashes": "crash", "refuses": "refuses", "different": self.what}.get(self.kind)
 
     @property
     def says(self) -> str:
+        """One-line description of the verdict."""
         if self.kind == "equal":
             return f"equal (to {self.size:.0e})" if self.size else "equal (to the last digit)"
         if self.kind != "different":
@@ -102,10 +105,11 @@ class Verdict:
 
 
 def trace_at(folder: Path) -> Trace:
+    """Read the trace of a run directory; a missing or damaged record is a failed run."""
     try:
         run = read_run(folder)
     except RecordError as error:
-        # No run began there, or its record is damaged: the sweep has reported that.
+        # The sweep has already reported why.
         return Trace([], [], [], "failed", f"it left no record ({error.reason})")
     return Trace(
         [row["loss"] for row in run.steps], [row["grad_norm"] for row in run.steps], [row["lr"] for row in run.steps],
@@ -115,11 +119,11 @@ def trace_at(folder: Path) -> Trace:
 
 
 def tolerance_of(precision: str, single: Trace, ddp: Iterable[Trace]) -> Tolerance:
-    """Return what rounding allows, or more if plain data parallelism differs more from one process here."""
+    """Return the tolerance for rounding, or a larger one if `ddp` differs more from `single` on this machine."""
     runs = [trace for trace in ddp if trace.state == "ok"]
 
-    def allowed(rounding: float, seen: Iterable[float]) -> float:
-        noise = max(seen, default=0.0)
+    def allowed(rounding: float, differences: Iterable[float]) -> float:
+        noise = max(differences, default=0.0)
         return max(rounding, _NOISE_FACTOR * noise) if noise <= _MOST_NOISE * rounding else rounding
 
     return Tolerance(
@@ -138,32 +142,35 @@ class Reference:
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
+        """Tolerance of this precision on this machine."""
         return tolerance_of(self.precision, self.single, self.ddp)
 
     def judge(self, trace: Trace) -> Verdict:
+        """Return the verdict on a run."""
         return judge(trace, self.single, self.tolerance)
 
 
 def reference_precision(precision: str) -> str:
-    """Return the precision of `single`, which has no engine and so none of an engine's own precisions."""
+    """Return the precision in which `single` is the reference: without an engine, bf16-engine becomes bf16."""
     return "bf16" if precision == "bf16-engine" else precision
 
 
 def judge(trace: Trace, single: Trace, tolerance: Tolerance) -> Verdict:
+    """Return the verdict on a run; "not judged" if it or `single` cannot be compared."""
     not_finite = _NOT_FINITE.search(trace.reason)
     if trace.state == "unsupported":
         return Verdict("not installable" if "is not installable" in trace.reason else "refuses", reason=trace.reason)
     if trace.state in ("oom", "timeout", "interrupted"):
-        # The box was too small or too slow for it, or the user stopped it.
-        return Verdict("not judged", reason="it was interrupted" if trace.state == "interrupted" else trace.reason)
+        # The machine was too small or too slow, or the user stopped the run.
+        return Verdict("not judged", reason="the run was interrupted" if trace.state == "interrupted" else trace.reason)
     if trace.state != "ok" and not not_finite:
         return Verdict("crashes", reason=trace.reason or trace.state)
     if single.state != "ok":
-        return Verdict("not judged", reason="`single` did not end well under this stack")
+        return Verdict("not judged", reason="`single` failed under this stack")
     if trace.weights and single.weights and trace.weights != single.weights:
-        return Verdict("not judged", reason="it began with other weights than `single`")
+        return Verdict("not judged", reason="its initial weights differ from those of `single`")
     if list(trace.samples) != list(single.samples)[: len(trace.samples)]:
-        return Verdict("not judged", reason="it trained on other samples than `single`")
+        return Verdict("not judged", reason="its samples differ from those of `single`")
     return _compared(trace, single, tolerance, int(not_finite[1]) if not_finite else None)
 
 
@@ -173,7 +180,7 @@ def _compared(trace: Trace, single: Trace, tolerance: Tolerance, not_finite_step
     bad_norm = _first_beyond(trace.norms, single.norms, tolerance.norm)
     if bad_loss is None and bad_norm is None:
         return Verdict("equal", size=size)
-    right, wrong = (each.norms[bad_norm - 1] if bad_norm else None for each in (single, trace))
+    right, wrong = (run.norms[bad_norm - 1] if bad_norm else None for run in (single, trace))
     return Verdict(
         "different", _what(trace, single, tolerance, bad_loss, bad_norm), min(filter(None, (bad_loss, bad_norm))),
         None if not_finite_step else size, wrong / right if right and wrong is not None else None,
@@ -184,15 +191,15 @@ def _compared(trace: Trace, single: Trace, tolerance: Tolerance, not_finite_step
 def _what(trace: Trace, single: Trace, tolerance: Tolerance, bad_loss: int | None, bad_norm: int | None) -> What:
     if bad_loss is None:
         return "norm"
-    # The first step whose loss follows an update; while the rate warms up from 0 there is none.
-    first_updated = next((place + 2 for place, rate in enumerate(single.rates) if rate > 0), 1)
+    # The first step whose loss follows an update; a step with rate 0 updates nothing.
+    first_updated = next((index + 2 for index, rate in enumerate(single.rates) if rate > 0), 1)
     if bad_loss < first_updated:
         return "weights"
     scale_or_direction: What = "gradient" if bad_loss == first_updated else "scale"
     if bad_loss > len(trace.losses) or trace.losses[bad_loss - 1] is None:
         return "loss"
     if tolerance.loss > ROUNDING["bf16"].loss / 10:
-        # Smaller differences of a loss are not seen, so the step of the first one shows nothing.
+        # This tolerance hides small differences of the loss, so the first step that differs is not informative.
         return "gradient" if bad_norm == 1 else "loss"
     if bad_norm is not None and bad_norm < bad_loss:
         return scale_or_direction
@@ -203,17 +210,17 @@ def _what(trace: Trace, single: Trace, tolerance: Tolerance, bad_loss: int | Non
     return "clipping" if is_reported and single.max_norm and before and before > single.max_norm else "scale"
 
 
-def _max_difference(mine: Sequence[float | None], its: Sequence[float | None]) -> float:
-    return max(map(_difference, mine, its), default=0.0)
+def _max_difference(values: Sequence[float | None], references: Sequence[float | None]) -> float:
+    return max(map(_difference, values, references), default=0.0)
 
 
-def _first_beyond(mine: Sequence[float | None], its: Sequence[float | None], tolerance: float) -> int | None:
-    differences = map(_difference, mine, its)
+def _first_beyond(values: Sequence[float | None], references: Sequence[float | None], tolerance: float) -> int | None:
+    differences = map(_difference, values, references)
     return next((step for step, difference in enumerate(differences, start=1) if difference > tolerance), None)
 
 
-def _difference(mine: float | None, its: float | None) -> float:
-    """Difference as a share of the right figure; 0 where one is not reported."""
-    if mine is None or its is None or math.isnan(mine) or math.isnan(its):
+def _difference(value: float | None, reference: float | None) -> float:
+    """Relative difference of two figures; 0 if one is not reported."""
+    if value is None or reference is None or math.isnan(value) or math.isnan(reference):
         return 0.0
-    return abs(mine - its) / abs(its) if its else float(mine != its)
+    return abs(value - reference) / abs(reference) if reference else float(value != reference)

@@ -1,4 +1,4 @@
-"""`study virtual`: one rank of N under one strategy or several; a line over layers where the model does not fit."""
+"""`study virtual`: measure one rank of N under one or several strategies; extrapolate over depth if it does not fit."""
 
 from __future__ import annotations
 
@@ -40,70 +40,72 @@ from study.workloads.presets import FAMILY_OF_TASK, Preset, find_model, find_pre
 
 EPILOG = """\
 One process runs the real Accelerate and the real engine on PyTorch's fake process group. The rank's memory and
-communication are real. What it receives is not, so there are no losses. Flags of study/train.py may be added, except
-those of evaluations, checkpoints and profiles. The plain command: accelerate launch --config_file
+communication are real. Received data is not, so there are no losses. Flags of study/train.py may be added, except
+those of evaluations, checkpoints and profiles. The equivalent launch: accelerate launch --config_file
 accelerate_configs/zero3.yaml --num_processes 1 study/train.py --virtual_world_size 64
-By default a micro-batch is one sample of 16 tokens. Peaks depend on it; model state and bytes do not.
+The default micro-batch is one sample of 16 tokens. Peaks depend on it; model state and communication do not.
 """
 LEGEND = """\
-GB are 1e9 bytes, GiB 2**30; ? is a figure without a line over layers. Ring bytes are what one rank sends where each
-collective is a ring, as with NCCL; payload counts an all-reduce once, and a gather by its output. Losses of a virtual
-rank have no meaning and are not kept."""
+GB are 1e9 bytes, GiB 2**30; ?: not linear in the number of layers. Ring bytes: bytes that one rank sends with ring
+collectives, as in NCCL; payload counts an all-reduce once, and a gather by its output. Losses of a virtual rank are
+meaningless and are not recorded."""
 TIME_LIMIT_S = 3600.0
-# bf16 is the papers' mixed precision: bf16 weights and gradients, and fp32 masters. DeepSpeed's is called bf16-engine;
-# autocast over fp32 weights, which study/train.py calls bf16, is bf16-autocast here.
+# Here bf16 is the papers' mixed precision: bf16 weights and gradients with fp32 master weights, as in bf16-engine.
+# Autocast over fp32 weights, which is bf16 in study/train.py, is bf16-autocast here.
 PRECISIONS = (*get_args(Precision), "bf16-autocast")
 OWN_FLAGS = {"task", "precision", "virtual_world_size", "virtual_rank", "output_dir", "overwrite_output_dir"}
-# For a model too large for this box: the first that fits.
+# Depths to extrapolate from; the first that fit are used.
 _DEPTHS = ((2, 4, 6), (2, 3, 4), (1, 2, 3))
 
 
 @dataclasses.dataclass(frozen=True)
 class VirtualRequest:
+    """Parsed command line of `study virtual`."""
+
     strategies: tuple[str, ...]
-    # With --precision by its name here.
+    # Its precision is one of PRECISIONS.
     config: RunConfig
     depths: tuple[int, int, int] | None
     runs_dir: Path
     box: Box
 
     def cell(self, strategy: str, model: str | None = None) -> Cell:
-        """Return one virtual rank under `strategy`, of the requested model or of `model`."""
+        """Return the cell of one virtual rank; `model` replaces the requested model."""
         precision = self.config.precision
         if precision == "bf16":
-            # Without DeepSpeed the only bf16 is autocast.
+            # Without DeepSpeed bf16 is always autocast.
             precision = "bf16-engine" if read_strategy(strategy).deepspeed else "bf16"
         elif precision == "bf16-autocast":
             precision = "bf16"
         name = model or self.config.model_name_or_path
-        asked = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)
-        config = resolved(asked, accelerator_visible=self.box.gpus > 0)
+        flags = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)
+        config = resolved(flags, accelerator_visible=self.box.gpus > 0)
         refuse_what_no_virtual_run_has(config)
         read_strategy(strategy).check_engine_flags(config)
-        asked = dataclasses.replace(asked, scale=config.scale)
-        cell = Cell(strategy, 1, config, asked, repeat=1, time_limit_s=TIME_LIMIT_S)
-        cell.plan  # noqa: B018 - refuses a batch that does not divide
+        flags = dataclasses.replace(flags, scale=config.scale)
+        cell = Cell(strategy, 1, config, flags, repeat=1, time_limit_s=TIME_LIMIT_S)
+        cell.plan  # noqa: B018 - raises UserError for a batch that does not divide
         return cell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--strategy", required=True, metavar="S", help="a strategy, several with commas, or all")
-    add("--world_size", required=True, type=int, metavar="N", dest="virtual_world_size", help="ranks of the whole job")
-    add("--rank", type=int, default=0, metavar="R", dest="virtual_rank", help="the rank to be; shards are uneven")
-    add("--task", choices=get_args(Task), help="what it trains; by default what the model is for")
+    add("--strategy", required=True, metavar="S", help="a strategy, a comma-separated list, or all")
+    add("--world_size", required=True, type=int, metavar="N", dest="virtual_world_size", help="world size of the job")
+    add("--rank", type=int, default=0, metavar="R", dest="virtual_rank", help="rank to run; shards can be uneven")
+    add("--task", choices=get_args(Task), help="training task; default: the task of the model")
     precision = "bf16: the papers' mixed precision if the strategy has it; bf16-autocast: autocast over fp32 weights"
     add("--precision", choices=PRECISIONS, help=precision)
-    fit = "run these depths; the line through the first two is extrapolated, and the third checks it"
+    fit = "depths: extrapolate linearly from the first two, and check with the third"
     add("--layers_fit", type=_depths, metavar="A,B,C", help=fit)
-    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-    runs_dir = "where records are kept; a repeated run replaces its earlier record, even if it then fails"
+    add("--json", action="store_true", help="print only one JSON document on stdout")
+    runs_dir = "folder of records; a repeated run replaces its record, even if it fails"
     add("--runs_dir", type=folder_argument, default=Path("runs/virtual"), metavar="DIR", help=runs_dir)
     add_flags(parser, without=OWN_FLAGS)
 
 
 def read_request(options: argparse.Namespace) -> VirtualRequest:
-    """Return the request; every mistake in it is refused here, before the first of several runs."""
+    """Parse and check the whole request before the first of several runs; raises UserError."""
     model = options.model_name_or_path
     if model == "":
         raise UserError("--model_name_or_path is empty", "name a model, or leave it out")
@@ -115,8 +117,8 @@ def read_request(options: argparse.Namespace) -> VirtualRequest:
             with suppress(RecordError):
                 kind = read_json(folder_named(model) / "config.json").get("model_type")
                 family = "sequence-classification" if kind == "bert" else "causal-lm"
-        fits = (task for task, each in FAMILY_OF_TASK.items() if each == family)
-        options.task = next(fits, RunConfig.task)
+        tasks = (task for task, task_family in FAMILY_OF_TASK.items() if task_family == family)
+        options.task = next(tasks, RunConfig.task)
     config = _with_absolute_paths(config_from_flags(options))
     runs_dir = options.runs_dir.absolute()
     request = VirtualRequest(_strategies(options.strategy), config, options.layers_fit, runs_dir, this_box())
@@ -129,30 +131,30 @@ def read_request(options: argparse.Namespace) -> VirtualRequest:
 def _preset_of(cell: Cell) -> Preset:
     model = find_model(cell.config.model_name_or_path)
     if not isinstance(model, Preset):
-        raise UserError(f"{model} has one depth", "extrapolate a preset, whose number of layers can be changed")
+        raise UserError(f"the number of layers of {model} is fixed", "extrapolate a preset instead")
     return model
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Runs start in the repository, and a relative path starts where the command was typed."""
+    """Return the config with absolute paths: runs start in the repository, not in the current folder."""
     changed = {}
     for name in ("model_name_or_path", "tokenizer_name", "data", "nvme_path"):
         value = getattr(config, name)
         is_preset = name == "model_name_or_path" and find_preset(value or "")
         has_no_path = is_preset or value in (None, "", "hub", "builtin", RunConfig.nvme_path)
-        # The folder on NVMe need not exist yet.
+        # nvme_path may not exist yet.
         if not has_no_path and (name == "nvme_path" or folder_named(value).exists()):
             changed[name] = str(folder_named(value).absolute())
     return dataclasses.replace(config, **changed)  # type: ignore[arg-type]  # a str each
 
 
 def _strategies(text: str) -> tuple[str, ...]:
-    """Return each named strategy once."""
-    every = [name for name in STUDIED_STRATEGIES if name != "single"]
-    names = [name for part in text.split(",") for name in (every if part == "all" else [part])]
+    """Return the named strategies without duplicates."""
+    studied = [name for name in STUDIED_STRATEGIES if name != "single"]
+    names = [name for part in text.split(",") for name in (studied if part == "all" else [part])]
     if "single" in names:
         raise UserError(
-            "--strategy single is one rank alone, and cannot be one of many", "use ddp, zero0 to zero3, or fsdp2"
+            "--strategy single has one rank and cannot run as a virtual rank", "use ddp, zero0 to zero3, or fsdp2"
         )
     for name in names:
         read_strategy(name)
@@ -164,12 +166,12 @@ def _depths(text: str) -> tuple[int, int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not three depths such as 2,4,6")
     first, second, third = (int(part) for part in text.split(","))
     if not first < second < third:
-        raise argparse.ArgumentTypeError(f"{text} does not rise")
+        raise argparse.ArgumentTypeError(f"{text} is not increasing")
     return first, second, third
 
 
 class VirtualRunFailed(Exception):
-    """A rank that started and did not finish."""
+    """A virtual rank that started and failed."""
 
     def __init__(self, ending: Ending):
         self.ending = ending
@@ -177,6 +179,7 @@ class VirtualRunFailed(Exception):
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the virtual ranks and print their figures; return exit status 1 if one of them failed."""
     request = read_request(options)
     summaries: list[RankSummary] = []
     failed: list[dict[str, str]] = []
@@ -188,31 +191,31 @@ def run(options: argparse.Namespace) -> int:
                 continue
             except VirtualRunFailed as failure:
                 state, reason = failure.ending.state, failure.ending.reason
-                said = f"{state}: {failure.ending.why}"
+                message = f"{state}: {failure.ending.why}"
             except UserError as refusal:
                 if len(request.strategies) == 1:
                     raise
-                # A refusal of one strategy does not skip the others.
+                # If one strategy is rejected, the others still run.
                 state = "unsupported" if isinstance(refusal, Unsupported) else "refused"
-                reason, said = refusal.problem, f"{state}: {refusal.problem}. To fix it: {refusal.fix}."
+                reason, message = refusal.problem, f"{state}: {refusal.problem}. To fix it: {refusal.fix}."
             except KeyboardInterrupt:
                 state, reason = "interrupted", "stopped from the keyboard"
-                said = f"{reason}; none of its processes is left"
-            _say(f"{strategy}: {said}")
+                message = f"{reason}; all of its processes have ended"
+            _say(f"{strategy}: {message}")
             failed.append({"strategy": strategy, "state": state, "reason": reason})
             if state == "interrupted":
                 break
     if options.json:
         runs = [summary.document() for summary in summaries]
-        one = len(request.strategies) == 1
-        print(json.dumps((runs + failed)[0] if one else {"runs": runs, "failed": failed}, indent=2))
+        is_single = len(request.strategies) == 1
+        print(json.dumps((runs + failed)[0] if is_single else {"runs": runs, "failed": failed}, indent=2))
     elif summaries:
         print_page(page(summaries))
     return 1 if failed else 0
 
 
 def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
-    """Measure the whole model if it fits this box, else extrapolate from three depths."""
+    """Measure the whole model if it fits this machine, else extrapolate from three depths."""
     cell = request.cell(strategy)
     if request.depths:
         return _keep(request, cell, _line(request, cell, request.depths))
@@ -225,26 +228,26 @@ def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
     except VirtualRunFailed as failure:
         if failure.ending.state != "oom" or not request.box.gpus:
             raise
-        # The number of layers that fit the GPU is not known, so the smallest depths are tried first.
+        # The number of layers that fit the GPU is unknown, so only the model's own depth is a limit.
         preset = find_preset(cell.config.model_name_or_path)
         largest = preset.layers - 1 if preset else 0
         error, ended = failure, {"state": failure.ending.state, "reason": failure.ending.reason}
     depths = next((depths for depths in _DEPTHS if depths[2] <= largest), None)
     if depths is None:
         raise error
-    _say(f"{ended['reason']}: extrapolating over {depths[0]}, {depths[1]} and {depths[2]} layers")
+    _say(f"{ended['reason']}: extrapolating from {depths[0]}, {depths[1]} and {depths[2]} layers")
     summary = _line(request, cell, depths, ended)
     fit = summary.extrapolated
     assert fit is not None
-    # Thresholds between the depths and the model: over deeper depths, if they fit.
-    if beyond := {name: at for name, at in fit.depths_beyond.items() if at + 2 <= largest}:
+    # If thresholds lie between these depths and the model, extrapolate from depths beyond them, if those fit.
+    if beyond := {name: depth for name, depth in fit.depths_beyond.items() if depth + 2 <= largest}:
         start, names = max(beyond.values()), " and ".join(beyond)
-        _say(f"{names} between {depths[0]} layers and the model: again over {start} to {start + 2} layers")
+        _say(f"{names} between {depths[0]} layers and the model: extrapolating from {start} to {start + 2} layers")
         try:
             deeper = _line(request, cell, (start, start + 1, start + 2), ended)
-            summary = min(deeper, summary, key=lambda one: len(one.not_linear))
+            summary = min(deeper, summary, key=lambda candidate: len(candidate.not_linear))
         except (VirtualRunFailed, CannotBeHeld) as failure:
-            _say(f"{failure}: keeping the line over {depths[0]} to {depths[2]} layers")
+            _say(f"{failure}: keeping the extrapolation from {depths[0]} to {depths[2]} layers")
     return _keep(request, cell, summary)
 
 
@@ -254,7 +257,7 @@ def _line(
     preset = _preset_of(cell)
     _folder_of_lines(request)
     cells = [request.cell(cell.strategy, preset.with_layers(depth).name) for depth in depths]
-    summaries = [_measure(request, one) for one in cells]
+    summaries = [_measure(request, shallow) for shallow in cells]
     return extrapolate(summaries, cell.config.model_name_or_path, preset.layers, ended)
 
 
@@ -264,19 +267,19 @@ def _keep(request: VirtualRequest, cell: Cell, summary: RankSummary) -> RankSumm
 
 
 def _folder_of_lines(request: VirtualRequest) -> Path:
-    """Make the folder before the runs: without it their line would be lost."""
+    """Create the folder of extrapolated summaries; called before the runs, so that no result is lost."""
     folder = request.runs_dir / "extrapolated"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be a folder ({error.strerror})", "move it away, or name another --runs_dir"
+            f"{folder} cannot be created as a folder ({error.strerror})", "move it away, or set another --runs_dir"
         ) from None
     return folder
 
 
 def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:
-    """Run one virtual rank; raise UserError where it is refused."""
+    """Run one virtual rank; raises UserError if it is rejected and VirtualRunFailed if it fails."""
     directory = request.runs_dir / cell.id
     ended = run_cell(cell, request.runs_dir)
     if ended.refusal is not None:
@@ -286,7 +289,7 @@ def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:
     if ended.stopped_by == "user":
         raise KeyboardInterrupt
     if ended.ending.state == "oom":
-        raise VirtualRunFailed(dataclasses.replace(ended.ending, hint="extrapolate over layers: --layers_fit A,B,C"))
+        raise VirtualRunFailed(dataclasses.replace(ended.ending, hint="extrapolate over depth: --layers_fit A,B,C"))
     if ended.ending.state != "ok":
         raise VirtualRunFailed(ended.ending)
     _say(f"{cell.strategy}, {cell.config.model_name_or_path}: {ended.wall_s:.0f} s -> {directory}")
@@ -298,6 +301,7 @@ def _say(text: str) -> None:
 
 
 def page(summaries: Sequence[RankSummary]) -> Iterator[str | TextTable]:
+    """Yield the parts of the printed page: each summary, their table, and the legend."""
     for summary in summaries:
         yield from (*describe(summary), "")
     if len(summaries) > 1:
@@ -306,6 +310,7 @@ def page(summaries: Sequence[RankSummary]) -> Iterator[str | TextTable]:
 
 
 def describe(summary: RankSummary) -> Iterator[str]:
+    """Yield the lines that describe one summary."""
     accumulation = summary.gradient_accumulation_steps
     yield (
         f"{summary.strategy}: rank {summary.rank} of {summary.world_size}, {summary.model_name_or_path},"
@@ -316,33 +321,33 @@ def describe(summary: RankSummary) -> Iterator[str]:
     if fit := summary.extrapolated:
         yield (
             f"  EXTRAPOLATED to {fit.layers} layers from {fit.depths[0]} and {fit.depths[1]}; max difference at"
-            f" {fit.checked_at_depth} layers, carried to the model: {fit.largest_residual_at_target:.2%}"
+            f" {fit.checked_at_depth} layers, scaled to the model: {fit.largest_residual_at_target:.2%}"
             + (f" ({fit.furthest_figure})" if fit.largest_residual_at_target else "")
         )
         if fit.crossed:
-            beyond = {name: at for name, at in fit.depths_beyond.items() if at + 2 < fit.layers}
+            beyond = {name: depth for name, depth in fit.depths_beyond.items() if depth + 2 < fit.layers}
             start = max(beyond.values(), default=0)
-            deeper = f"; --layers_fit {start},{start + 1},{start + 2} starts beyond {', '.join(beyond)}"
-            crossed = f"  between, the engine crosses {', '.join(fit.crossed)}: figures that depend on it are ?"
+            deeper = f"; --layers_fit {start},{start + 1},{start + 2} avoids {', '.join(beyond)}"
+            crossed = f"  engine thresholds in between: {', '.join(fit.crossed)}; figures that depend on them are ?"
             yield crossed + (deeper if beyond else "")
         if fit.whole_model:
-            yield f"  the whole model: {fit.whole_model['state']}: {fit.whole_model['reason']}"
+            yield f"  run of the whole model: {fit.whole_model['state']}: {fit.whole_model['reason']}"
     yield f"  model state  {format_bytes(summary.state_bytes_total)}"
     for kind, sizes in summary.state_bytes_per_rank.items():
         places = [f"{format_bytes(size)} on {place}" for place, size in sizes.items() if size != 0]
         yield f"    {kind:<10} {', '.join(places) or '0'}"
     if buffers := summary.buffer_bytes:
         largest = sorted(buffers.items(), key=lambda item: -(item[1] or 0))[:3]
-        named = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
-        yield f"  buffers      {format_bytes(total(buffers.values()))} ({named})"
+        sizes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+        yield f"  buffers      {format_bytes(total(buffers.values()))} ({sizes_text})"
     cap = summary.emulated_device_memory_gib
     for phase, figures in summary.memory_gib_by_phase.items():
-        said = ", ".join(
+        figures_text = ", ".join(
             f"{name} {'?' if size is None else f'{size:.2f} GiB'}"
             for name, size in figures.items()
             if size is not None or f"phase.{phase}.{name}" in summary.not_linear
         )
-        yield f"  peak in {phase:<12}{said}" + (f" (emulated: limited to {cap} GiB)" if cap else "")
+        yield f"  peak in {phase:<12}{figures_text}" + (f" (emulated: limited to {cap} GiB)" if cap else "")
     yield (
         f"  ring bytes per step  {format_bytes(summary.sent_bytes_per_step)} in"
         f" {_count(summary.comm_calls_per_step)} calls, payload {format_bytes(summary.comm_bytes_per_step)}"
@@ -353,11 +358,11 @@ def describe(summary: RankSummary) -> Iterator[str]:
             f" payload {format_bytes(counts['payload_bytes'])}"
         )
     if (seconds := summary.run_figures["step_time_s_median"]) is not None:
-        yield f"  step time    {seconds:.4f} s of compute alone"
+        yield f"  step time    {seconds:.4f} s, computation only"
 
 
 def table(summaries: Sequence[RankSummary]) -> TextTable:
-    """Return one row per strategy."""
+    """Return the table that compares strategies, one row each."""
     rows = []
     for summary in summaries:
         sizes = (

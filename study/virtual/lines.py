@@ -1,7 +1,7 @@
-"""Lines over layers: figures of a model that is too large for this box, extrapolated from three shallow ones.
+"""Linear extrapolation over depth: figures of a model that is too large for this machine, from three shallow ones.
 
-All layers of these models are alike, so state and traffic are linear in them: a constant for embedding and head, and a
-slope per layer. The engine's thresholds bend this line; the third depth shows whatever else does.
+All layers of these models are alike, so state and traffic are linear in their number: a constant for embedding and
+head, and a slope per layer. The engine's thresholds change the slope; the third depth shows all other deviations.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from study.records.schema import PEAKS as PEAKS_OF_PHASES
 from study.records.schema import STATE_PLACES
 from study.records.virtual_summary import MOMENTS, PEAKS, Extrapolation, RankSummary
 
-# Figures of a summary by the names that `_figures` gives them, or patterns of these.
+# Figures of a summary by their names in `_figures`, or patterns of these names.
 STEP_TIMES = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
 _MEMORY = (*PEAKS, "phase.*")
 _REDUCED = ("collective.all_reduce.calls", "collective.reduce*.calls", "comm_calls_per_step")
 _GATHERED = (
     "collective.all_gather.*", "comm_*", "sent_bytes_per_step", "buffer.gathered_parameters*", *_MEMORY, *STEP_TIMES,
 )  # fmt: skip
-# Directly beyond a threshold the figures are not on their new line yet.
+# A depth is far enough beyond a threshold at this multiple of it; directly beyond it figures are not linear yet.
 _SETTLED_AT = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
 class _Threshold:
-    """Number of elements from which the engine works differently, by its name in engine.json's buckets."""
+    """A number of elements above which the engine works differently; its name is a key of engine.json's buckets."""
 
     name: str
-    # Figures with another line beyond it.
+    # Figures with another slope above it.
     bends: tuple[str, ...]
-    # Figures without a line beyond it while several layers fit into it: full buckets are counted in steps.
+    # Figures that are not linear above it if several layers fit into it: the number of full buckets is a step function.
     steps: tuple[str, ...] = ()
-    # It is compared with one rank's shard.
+    # The engine compares it with one rank's shard.
     sharded: bool = False
-    # Between two uses of a parameter the whole model may be passed twice.
+    # 2 for a reuse distance: forward and backward may use the whole model between two uses of a parameter.
     passes: int = 1
     bytes_per_element: int = 1
-    # The engine's constant, which no setting changes.
+    # Value of a threshold that is a constant of the engine.
     constant: int | None = None
 
 
 _IN_BUCKETS = _Threshold(
     "reduce_bucket_size", bends=("grads_in_bucket_bytes", *_MEMORY), steps=(*_REDUCED, "grads_in_bucket_bytes")
 )
-# By the first five letters of a strategy. allgather_bucket_size needs none, because DeepSpeed ignores it where torch
-# gathers into one tensor; nor do thresholds of single parameters.
+# By the first five letters of a strategy. allgather_bucket_size is not here, because DeepSpeed ignores it if torch
+# gathers into one tensor. Thresholds of single parameters do not depend on depth.
 _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
     "ddp": (_Threshold("ddp_bucket_bytes", bends=(), steps=_REDUCED, bytes_per_element=4),),
     "zero0": (_Threshold("MEMORY_OPT_ALLREDUCE_SIZE", bends=_MEMORY, steps=_REDUCED, constant=STAGE0_BUCKET),),
-    # Stage 1 has its gradients outside the bucket.
+    # Gradients of stage 1 are outside the bucket.
     "zero1": (_Threshold("reduce_bucket_size", bends=_MEMORY, steps=_REDUCED),),
     "zero2": (_IN_BUCKETS,),
     "zero3": (
@@ -62,7 +62,7 @@ _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
         _Threshold("max_live_parameters", bends=_GATHERED),
         _Threshold("max_reuse_distance", bends=_GATHERED, passes=2),
         _Threshold("prefetch_bucket_size", bends=_MEMORY, steps=("collective.all_gather.calls", "comm_calls_per_step")),
-        # The norm of the gradients is reduced once for each group.
+        # The gradient norm is reduced once per sub-group.
         _Threshold(
             "sub_group_size",
             bends=("buffer.nvme_optimizer_swap*", *_MEMORY),
@@ -77,44 +77,44 @@ _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
 class Crossing:
     """A threshold between a depth and the model."""
 
-    # Figures without a line because of it.
+    # Figures that are not linear because of it.
     bent: tuple[str, ...]
-    # The smallest depth with a line; None where no depth helps, as for counts of full buckets.
+    # The smallest depth from which figures are linear; None if there is none, as for the number of full buckets.
     straight_from: int | None
 
 
 def crossed(first: RankSummary, parameters: float, parameters_per_layer: float) -> dict[str, Crossing]:
-    """Return each threshold between the first depth and a model of so many parameters, by name."""
-    found = {}
+    """Return the thresholds between the first depth and a model with this number of parameters, by name."""
+    crossings = {}
     buckets = first.buckets or {}
     for threshold in _THRESHOLDS.get(first.strategy[:5], ()) if buckets else ():
         limit = threshold.constant or buckets.get(threshold.name)
         if limit is None:
             continue
         ranks = first.world_size if threshold.sharded else 1
-        # In elements of the whole model.
-        at = limit / threshold.bytes_per_element * ranks
-        here, there = sorted((first.model_parameters, parameters))
-        reach = there * threshold.passes
-        bent = threshold.bends if here <= at < reach else ()
-        if parameters_per_layer < at < reach:
+        # The threshold in parameters of the whole model.
+        parameters_at = limit / threshold.bytes_per_element * ranks
+        low, high = sorted((first.model_parameters, parameters))
+        reach = high * threshold.passes
+        bent = threshold.bends if low <= parameters_at < reach else ()
+        if parameters_per_layer < parameters_at < reach:
             bent += threshold.steps
         straight_from = None
         if set(bent) & set(threshold.bends) - set(threshold.steps):
-            missing = (_SETTLED_AT * at - first.model_parameters) / parameters_per_layer
+            missing = (_SETTLED_AT * parameters_at - first.model_parameters) / parameters_per_layer
             straight_from = first.model_layers + math.floor(missing) + 1
         if bent:
-            found[threshold.name] = Crossing(bent, straight_from)
-    return found
+            crossings[threshold.name] = Crossing(bent, straight_from)
+    return crossings
 
 
-# Largest share by which a line may differ, at the third depth or carried from there to the model.
+# Largest relative error of a linear figure, at the third depth or scaled from there to the model.
 LINEAR_WITHIN = 0.02
 COUNTS = (
     "comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "grads_in_bucket_bytes", "kept_whole_bytes",
     "model_parameters",
 )  # fmt: skip
-# Prefixes of figures' names, and the fields of a summary with their groups.
+# Prefixes of figure names, and the fields of a summary that contain these figures.
 _GROUPS = {
     "state": "state_bytes_per_rank", "grads": "grads_by_moment", "phase": "memory_gib_by_phase",
     "collective": "collectives",
@@ -124,7 +124,7 @@ _GROUPS = {
 def extrapolate(
     summaries: Sequence[RankSummary], model: str, layers: int, whole_model: dict[str, str] | None = None
 ) -> RankSummary:
-    """Return the line through the first two depths at the `layers` of `model`; the third depth shows its error."""
+    """Extrapolate from the first two depths to the `layers` of `model`; the third depth gives the error."""
     first, second, third = (summary.model_layers for summary in summaries)
     figures = _figures_by_depth(summaries)
     line: dict[str, float] = {}
@@ -134,39 +134,39 @@ def extrapolate(
         if None in values:
             continue
         line[key] = _on_line(values, (first, second), layers)
-        off = abs(values[2] - _on_line(values, (first, second), third))
-        if values[2] or off:
-            residual[key] = _share(off, values[2])
-            at_target[key] = _share(off * abs(layers - first) / (third - first), line[key])
+        error = abs(values[2] - _on_line(values, (first, second), third))
+        if values[2] or error:
+            residual[key] = _share(error, values[2])
+            at_target[key] = _share(error * abs(layers - first) / (third - first), line[key])
     per_layer = (figures["model_parameters"][1] - figures["model_parameters"][0]) / (second - first)
-    over = crossed(summaries[0], line["model_parameters"], per_layer)
-    patterns = [pattern for crossing in over.values() for pattern in crossing.bent]
+    crossings = crossed(summaries[0], line["model_parameters"], per_layer)
+    patterns = [pattern for crossing in crossings.values() for pattern in crossing.bent]
     not_linear = set(figures) - set(line)
     not_linear |= {key for key in figures if any(fnmatchcase(key, pattern) for pattern in patterns)}
     not_linear |= {key for key in residual if max(residual[key], at_target[key]) > LINEAR_WITHIN}
     _largest_phases(line, not_linear)
     _larger_gradients(figures, line, not_linear)
-    known = {key: None if key in not_linear else value for key, value in line.items()}
-    shown = {key: off for key, off in at_target.items() if known[key] is not None}
-    # State without a line has no figure, so its distance from a line is irrelevant.
-    of_state = [key for key in residual if key.startswith(("state.", "grads.")) and key not in not_linear]
-    how = Extrapolation(
+    linear_figures = {key: None if key in not_linear else value for key, value in line.items()}
+    errors = {key: error for key, error in at_target.items() if linear_figures[key] is not None}
+    # Non-linear state has no figure, so its error is irrelevant.
+    state_keys = [key for key in residual if key.startswith(("state.", "grads.")) and key not in not_linear]
+    extrapolation = Extrapolation(
         layers=layers,
         depths=(first, second),
         checked_at_depth=third,
         residual=residual,
         residual_at_target=at_target,
         not_linear=sorted(not_linear),
-        crossed=sorted(over),
-        depths_beyond={name: at for name, one in over.items() if (at := one.straight_from) is not None},
-        largest_residual_of_state=max((residual[key] for key in of_state), default=0.0),
-        largest_residual_at_target=max(shown.values(), default=0.0),
-        furthest_figure=max(shown, key=lambda key: shown[key], default=None),
+        crossed=sorted(crossings),
+        depths_beyond={name: depth for name, entry in crossings.items() if (depth := entry.straight_from) is not None},
+        largest_residual_of_state=max((residual[key] for key in state_keys), default=0.0),
+        largest_residual_at_target=max(errors.values(), default=0.0),
+        furthest_figure=max(errors, key=lambda key: errors[key], default=None),
         run_dirs=[summary.run_dir for summary in summaries],
         whole_model=whole_model,
     )
-    changed = {"model_name_or_path": model, "model_layers": layers, "extrapolated": how}
-    return dataclasses.replace(summaries[0], **_fields(summaries, known) | changed)
+    changed = {"model_name_or_path": model, "model_layers": layers, "extrapolated": extrapolation}
+    return dataclasses.replace(summaries[0], **_fields(summaries, linear_figures) | changed)
 
 
 def _on_line(values: Sequence[Any], depths: tuple[int, int], layers: int) -> float:
@@ -174,25 +174,25 @@ def _on_line(values: Sequence[Any], depths: tuple[int, int], layers: int) -> flo
     return round(value) if isinstance(values[0], int) and isinstance(values[1], int) else value
 
 
-def _share(off: float, of: float) -> float:
-    return off / abs(of) if of else float(off > 0)
+def _share(error: float, reference: float) -> float:
+    return error / abs(reference) if reference else float(error > 0)
 
 
 def _figures_by_depth(summaries: Sequence[RankSummary]) -> dict[str, list[Any]]:
-    """Return each figure at every depth; a collective that was not used at one depth is 0 there."""
+    """Return each figure at every depth; 0 for a collective that was not used at one depth."""
     by_depth = [_figures(summary) for summary in summaries]
     names = dict.fromkeys(name for figures in by_depth for name in figures)
-    # A maximum is not a line: where its parts are known, it is the maximum of their lines.
+    # A maximum is not linear. If its parts are known, it is the maximum of the extrapolated parts.
     maxima = PEAKS if any(name.startswith("phase.") for name in names) else ()
     maxima += ("state.grads.",) if any(name.startswith("grads.") for name in names) else ()
-    found = {}
+    by_name = {}
     for name in names:
         absent = 0 if name.startswith(("collective.", "buffer.")) else None
         values = [figures.get(name, absent) for figures in by_depth]
-        # What this box cannot measure has no figure, and bends nothing.
+        # Figures that this machine cannot measure are omitted.
         if not name.startswith(maxima) and any(value is not None for value in values):
-            found[name] = values
-    return found
+            by_name[name] = values
+    return by_name
 
 
 def _figures(summary: RankSummary) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _figures(summary: RankSummary) -> dict[str, Any]:
 
 
 def _largest_phases(line: dict[str, float], not_linear: set[str]) -> None:
-    """Set each peak to the largest phase of the model, which may differ from that of its depths."""
+    """Set each peak to that of the model's largest phase, which may differ from the largest phase at shallow depths."""
     for peak, name in PEAKS_OF_PHASES.items():
         keys = {key for key in {*line, *not_linear} if fnmatchcase(key, f"phase.*.{name}")}
         if keys & not_linear:
@@ -218,10 +218,10 @@ def _largest_phases(line: dict[str, float], not_linear: set[str]) -> None:
 
 
 def _larger_gradients(figures: Mapping[str, list[Any]], line: dict[str, float], not_linear: set[str]) -> None:
-    """Set gradients to the larger of two readings; one without a line is left out where it was never the larger.
+    """Set gradients to the larger of two readings; ignores a non-linear reading that is never the larger.
 
-    Right after backward a rank has what is reduced so far: full buckets, so it is not linear, and never more than the
-    rank's whole shard, which is there before the step.
+    Right after backward a rank has the gradients that are reduced so far. These are full buckets, so not linear, and
+    they never exceed the rank's shard, which is complete before the step.
     """
     for place in STATE_PLACES:
         keys = [key for snapshot in MOMENTS if (key := f"grads.{snapshot}.{place}") in figures]
@@ -236,26 +236,26 @@ def _larger_gradients(figures: Mapping[str, list[Any]], line: dict[str, float], 
             not_linear.add(f"state.grads.{place}")
 
 
-def _fields(summaries: Sequence[RankSummary], known: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return the fields of a summary from a line; other keys of summary.json stay if all depths have the same value."""
-    alike = {
-        name: value if all(other.run_figures.get(name) == value for other in summaries) else None
+def _fields(summaries: Sequence[RankSummary], line: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return summary fields from extrapolated figures; other keys of summary.json are kept if all depths agree."""
+    shared = {
+        name: value if all(shallow.run_figures.get(name) == value for shallow in summaries) else None
         for name, value in summaries[0].run_figures.items()
     }
     groups = {
         field: {
-            name: {part: known.get(f"{short}.{name}.{part}") for part in group or STATE_PLACES}
+            name: {part: line.get(f"{short}.{name}.{part}") for part in group or STATE_PLACES}
             for summary in summaries
             for name, group in getattr(summary, field).items()
         }
         for short, field in _GROUPS.items()
     }
     return {
-        **{count: known.get(count) for count in COUNTS},
+        **{count: line.get(count) for count in COUNTS},
         **groups,
         "buffer_bytes": {
-            name: known.get(f"buffer.{name}") for summary in summaries for name in summary.buffer_bytes or ()
+            name: line.get(f"buffer.{name}") for summary in summaries for name in summary.buffer_bytes or ()
         },
-        "run_figures": alike | {name: known.get(name) for name in (*PEAKS, *STEP_TIMES)},
+        "run_figures": shared | {name: line.get(name) for name in (*PEAKS, *STEP_TIMES)},
         "run_dir": None,
     }

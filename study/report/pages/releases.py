@@ -169,7 +169,7 @@ _VERIFY = """\
 `study verify` trains a tiny model for a few steps under the studied strategies and compares them with one process: in
 fp32 with accumulation 1 and 4, and in half precision with 4. It installs nothing. By default it uses one rank per GPU,
 or two ranks without a GPU; `--world_size 8` sets another number, `--only zero2` selects strategies. A race does not
-show in every run: if a release has one, `study verify` prints `equal, by luck`. The bisection runs only the releases
+show in every run: if a release has one, `study verify` prints `equal, by chance`. The bisection runs only the releases
 that its search needs, and reuses finished records.
 [Each cause](../reports/releases/causes.md#causes) cites its source lines and names a release that avoids it.
 """
