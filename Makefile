@@ -54,6 +54,7 @@ quality: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py --check
+	$(BIN)/python tools/words.py --check
 
 # The guard of a refactoring: what the project computes, kept in runs/golden, and what differs from the last time.
 golden: install

@@ -230,9 +230,7 @@ def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None
     assert line["of the loss there"] == "-"
     seed_1 = dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 1])
     loss = read_answers(seed_1)["loss"]
-    assert loss.sentence.startswith(
-        "Inconclusive under 2 of 2 strategies: their differences are neither"
-    )
+    assert loss.sentence.startswith("Inconclusive under 2 of 2 strategies: their differences are neither")
 
 
 def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
