@@ -16,7 +16,7 @@ from study.advisor import doctor, explain
 from study.advisor import predict_command as predict
 from study.autopsy import run as autopsy
 from study.claims import command as claims
-from study.config.errors import UserError, brief, first_line
+from study.config.errors import UserError, clip, first_line
 from study.config.flags import Parser
 from study.host.folders import check_process
 from study.predictor import validation
@@ -73,7 +73,7 @@ COMMANDS = {
     "report": Command(
         "build the report of a suite from its records",
         report.add_arguments,
-        partial(report.run, resting=claims.resting),
+        partial(report.run, claims=claims.dependent_claims),
     ),
     "virtual": Command(
         "measure memory and communication of one rank of N, without N GPUs",
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Errors that no command handles, such as a name that is too long or a full disk, are one line as well.
         if error.filename is None:
             _drop_output()
-        subject = "the output cannot be written" if error.filename is None else brief(os.fsdecode(error.filename))
+        subject = "the output cannot be written" if error.filename is None else clip(os.fsdecode(error.filename))
         fix = _FIXES.get(error.errno or 0, "check that it can be read and written")
         print(f"error: {subject}: {error.strerror or first_line(error)}. To fix it: {fix}.", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 from study.run.open import open_run
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         # Missing data and initial weights are wrong requests too. All strategies share one set of weights, created
         # before the Accelerator: under an active stage-3 configuration transformers would shard them.
-        data = load_data(config, run.cache, run.own_samples)
+        data = load_data(config, run.cache, run.local_samples_per_step)
         initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
         run.begin(data, initial)
 
         accelerator = engine.make_accelerator(run)
         accelerator.wait_for_everyone()
-        run.keep_log()
+        run.redirect_output_to_log()
         set_seed(config.seed)
         meters = Meters(
             accelerator.device,
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warmup_steps = round(config.warmup_ratio * run.total_steps)
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)
         run.write_engine(audit(run, accelerator, model, optimizer))
-        accelerator.init_trackers("zero-study", config=config.scalars())
+        accelerator.init_trackers("zero-study", config=config.tracker_config())
         if run.checkpoint:
             with meters.memory.phase("load"):
                 load_checkpoint(accelerator, schedule, run, *run.checkpoint)
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     progress.show(step, log.last_loss, log.tokens_per_s, meters.peak_gib())
                     accelerator.log({"loss": log.last_loss, "lr": learning_rate}, step=step)
             if run.evaluates_after(step):
-                with meters.interruption("eval"):
+                with meters.untimed_phase("eval"):
                     evaluation = evaluate(run, accelerator, model)
                     run.write_evaluation(step, evaluation)
                     accelerator.log(evaluation, step=step)
@@ -116,12 +116,12 @@ def train_step(
     """Train on one step's micro-batches; return this rank's mean loss and the gradient norm."""
     import torch
 
-    from study.engine.sequence_parallel import own_tokens
+    from study.engine.sequence_parallel import shard_sequence
 
     losses = []
     grad_norm = None
     for micro_batch in micro_batches:
-        with accelerator.accumulate(model), own_tokens(accelerator, micro_batch) as inputs:
+        with accelerator.accumulate(model), shard_sequence(accelerator, micro_batch) as inputs:
             loss = model(**inputs).loss
             # Accelerate divides the loss by the accumulation steps, unless the engine does.
             accelerator.backward(loss)
@@ -140,4 +140,4 @@ def train_step(
 if __name__ == "__main__":
     # The run has closed everything. The interpreter's teardown is skipped, because threads of the engine's native
     # libraries sometimes abort a finished run in it ("terminate called without an active exception").
-    os._exit(exit_status_of(main))
+    os._exit(run_for_exit_status(main))

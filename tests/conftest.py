@@ -16,7 +16,7 @@ from runs import get_run
 from study.config.errors import UserError
 from study.host.folders import cache_directory
 from study.host.memory import GIB, can_lock
-from study.host.operators import use_own_build
+from study.host.operators import configure_build_environment
 from study.releases.causes import read_causes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Launched processes find the operators that the installation built, with any cache.
     try:
-        use_own_build(cache_directory())
+        configure_build_environment(cache_directory())
     except UserError as refusal:
         raise pytest.UsageError(f"{refusal.problem}: {refusal.fix}") from None
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import yaml
 
-from study.host.box import Box
+from study.host.machine import Machine
 from study.sweep.cell import Cell
 from study.sweep.plan import plan_cells
 from study.sweep.search import Search
@@ -64,11 +64,11 @@ def gpu_suites_with_cells() -> list[str]:
     return [name for name in gpu_suites() if any(grid.ladder is None for grid in shipped()[name].grids)]
 
 
-def box_for(name: str) -> Box:
+def box_for(name: str) -> Machine:
     """Return the smallest machine that meets the requirements of a shipped suite."""
     requirements = shipped()[name].requires
     nodes = requirements.gpus // (requirements.gpus_per_node or requirements.gpus)
-    return Box((requirements.gpu_memory_gib,) * requirements.gpus, requirements.host_memory_gib, nodes)
+    return Machine((requirements.gpu_memory_gib,) * requirements.gpus, requirements.host_memory_gib, nodes)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from study.config.flags import RunConfig, resolved
+from study.config.flags import RunConfig, resolve_config
 from study.config.strategies import REPOSITORY, STUDIED_STRATEGIES, read_strategy
 from study.records.directory import seal
 from study.records.schema import SEAL
@@ -49,7 +49,7 @@ def write_run(
     """Write one consistent record. `config`, `engine` and `environment` override single values."""
     ranks = ranks or (1 if strategy == "single" else 2)
     flags = {"task": "gpt-wikitext", "max_steps": steps, "seed": seed, "eval_steps": max(1, steps // 2)}
-    run_config = resolved(RunConfig.from_dict(flags | dict(config or {}), "synthetic"), accelerator_visible=False)
+    run_config = resolve_config(RunConfig.from_dict(flags | dict(config or {}), "synthetic"), accelerator_visible=False)
     path = root / (name or f"{run_config.run_id(strategy, ranks)}-r{repeat}")
     path.mkdir(parents=True)
     rng = random.Random(f"{path.name}")

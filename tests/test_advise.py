@@ -20,41 +20,41 @@ import pytest
 
 from engines import ROOT
 from study.advisor.advise import (
-    AS_FAST,
     SIMPLEST_FIRST,
+    SPEED_TOLERANCE,
     Advice,
     AdviceRequest,
     Option,
     advise,
-    because,
     candidates,
-    changes,
-    how_sure,
-    ranked,
-    unchecked,
-    worth_trying,
+    explain_best,
+    explain_slowdown,
+    faster_riskier_option,
+    rank_options,
+    sensitivity_lines,
+    unchecked_needs,
 )
 from study.advisor.advise_command import write_files
 from study.cli import main
 from study.config.errors import UserError
-from study.config.flags import parse_command_line, resolved
+from study.config.flags import parse_command_line, resolve_config
 from study.config.strategies import WITH_REPLICAS, read_strategy, read_yaml
 from study.predictor import time as intervals
-from study.predictor.hardware import box_of
+from study.predictor.hardware import to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import Estimate, request_for
 from study.predictor.shape import model_shape, with_adapters
-from study.predictor.time import device_bytes, fits, predict_time, slowest_offload, usable_bytes
+from study.predictor.time import device_bytes, fits, max_offload_slowdown, predict_time, usable_bytes
 from study.records.directory import read_run
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
 FLASH = ("--attn_implementation", "flash_attention_2")
-TINY = AdviceRequest(model_shape("gpt-tiny"), box_of("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
+TINY = AdviceRequest(model_shape("gpt-tiny"), to_box("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
 
 
 @functools.cache
-def output_of(command: str, model: str, hardware: str, *flags: str) -> tuple[int, str]:
+def run_command(command: str, model: str, hardware: str, *flags: str) -> tuple[int, str]:
     """Return exit status and output of one command, which takes seconds of CPU and runs once."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -62,18 +62,18 @@ def output_of(command: str, model: str, hardware: str, *flags: str) -> tuple[int
     return status, out.getvalue()
 
 
-def page_of(model: str, hardware: str, *flags: str, status: int = 0) -> str:
-    ended, page = output_of("advise", model, hardware, *flags)
+def print_page(model: str, hardware: str, *flags: str, status: int = 0) -> str:
+    ended, page = run_command("advise", model, hardware, *flags)
     assert ended == status
     return page
 
 
-def document_of(command: str, model: str, hardware: str, *flags: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(output_of(command, model, hardware, *flags, "--json")[1])
+def read_json(command: str, model: str, hardware: str, *flags: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(run_command(command, model, hardware, *flags, "--json")[1])
     return document
 
 
-def row_of(page: str, strategy: str) -> list[str]:
+def find_row(page: str, strategy: str) -> list[str]:
     return next(line.split() for line in page.splitlines() if line.startswith(f"{strategy} "))
 
 
@@ -85,13 +85,13 @@ def best_of(request: AdviceRequest, *names: str) -> Option:
 
 @pytest.fixture(scope="module")
 def eight_b() -> Advice:
-    return advise(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
+    return advise(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
 
 
 @pytest.mark.alone
 def test_eight_b_over_every_strategy_takes_less_than_ten_seconds_of_cpu() -> None:
     before = time.process_time()
-    page_of(LLAMA_8B, "8xH100")
+    print_page(LLAMA_8B, "8xH100")
     assert time.process_time() - before < 10
 
 
@@ -102,26 +102,26 @@ def test_every_strategy_is_there_with_the_largest_micro_batch_that_fits(eight_b:
     for option in eight_b.fitting:
         request = option.request
         one_more = dataclasses.replace(request, micro_batch=request.micro_batch + 1)
-        assert fits(option.memory, question.box, at_upper_end=option.is_sure)
-        assert not fits(predict_memory(one_more), question.box, at_upper_end=option.is_sure), option.name
+        assert fits(option.memory, question.box, at_upper=option.is_safe)
+        assert not fits(predict_memory(one_more), question.box, at_upper=option.is_safe), option.name
         assert option.cost_per_million_tokens == pytest.approx(8 * 2.0 / 3600 / option.tokens_per_s * 1e6)
 
 
 def test_the_recommended_is_the_fastest_and_states_its_confidence(eight_b: Advice) -> None:
-    sure = [option for option in eight_b.options if option.is_sure]
+    sure = [option for option in eight_b.options if option.is_safe]
     fastest = max(option.tokens_per_s for option in sure)
-    equal = {option.name for option in sure if option.tokens_per_s >= (1 - AS_FAST) * fastest}
+    equal = {option.name for option in sure if option.tokens_per_s >= (1 - SPEED_TOLERANCE) * fastest}
     first = [option.name for option in eight_b.options[: len(equal)]]
     assert first == [name for name in SIMPLEST_FIRST if name in equal]
-    assert "its 90 % bound fits, with " in how_sure(eight_b)
+    assert "its 90 % bound fits, with " in explain_best(eight_b)
     both = tuple(option for option in eight_b.options if option.name in ("zero3", "zero3_cpu") and option.fits)
     assert len(both) == 2
     # The step time of an offload is not validated, so no option is certainly faster.
-    assert "step times are not validated here" in how_sure(dataclasses.replace(eight_b, options=both))
+    assert "step times are not validated here" in explain_best(dataclasses.replace(eight_b, options=both))
 
 
 def test_advice_for_lora_is_compared_with_lora_alone() -> None:
-    full, lora = (document_of("advise", LLAMA_8B, "2x4090", "--peft", peft) for peft in ("none", "lora"))
+    full, lora = (read_json("advise", LLAMA_8B, "2x4090", "--peft", peft) for peft in ("none", "lora"))
     assert lora["trained_parameters"] < lora["parameters"] / 100
     assert {row["strategy"] for row in lora["strategies"]} == {row["strategy"] for row in full["strategies"]}
     assert sum(row["fits"] for row in lora["strategies"]) > sum(row["fits"] for row in full["strategies"])
@@ -133,23 +133,23 @@ def test_advice_for_lora_is_compared_with_lora_alone() -> None:
 
 def test_zero1_is_advised_on_one_gpu_for_its_16_bit_weights() -> None:
     """`single` keeps frozen weights in fp32, and autocasts the trained ones."""
-    lora = document_of("advise", "gpt2-xl", "RTX4090", "--peft", "lora")
+    lora = read_json("advise", "gpt2-xl", "RTX4090", "--peft", "lora")
     rows = {row["strategy"]: row for row in lora["strategies"]}
     assert lora["recommended"] == "zero1"
     assert rows["zero1"]["peak_reserved"]["value"] < rows["single"]["peak_reserved"]["value"]
     assert rows["zero1"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == lora["trained_parameters"]
-    page = page_of("gpt2-xl", "A100-40")
+    page = print_page("gpt2-xl", "A100-40")
     assert page.startswith("Use zero1, micro-batch 2, accumulation 32, no checkpointing:")
     assert "why zero1: 60% faster than the next" in page
     assert page.count("ZeRO-1 on one GPU shards nothing, but its weights are 16 bits") == 1
-    assert "14,222" in row_of(page, "zero1")
-    assert "7,462" in row_of(page, "single")
+    assert "14,222" in find_row(page, "zero1")
+    assert "7,462" in find_row(page, "single")
     assert "no offload: one is" not in page
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("gpt2-xl", "A100-40"), ("gpt2", "L4"), ("bert-large-uncased", "T4")])
 def test_no_offload_is_ahead_on_one_gpu_if_the_same_fits_without_it(model: str, hardware: str) -> None:
-    shape, box = model_shape(model), box_of(hardware)
+    shape, box = model_shape(model), to_box(hardware)
     precision = "fp16" if hardware == "T4" else "bf16"
     advice = advise(AdviceRequest(shape, box, min(shape.positions or 512, 1024), precision, global_batch=64))
     best = advice.best
@@ -167,10 +167,10 @@ def test_no_offload_is_ahead_on_one_gpu_if_the_same_fits_without_it(model: str, 
 
 def test_candidates_are_the_strategies_that_train_on_the_hardware() -> None:
     for precision, names in (("bf16", {"single", "zero1"}), ("fp16", {"single", "zero1"}), ("fp32", {"single"})):
-        names_found = candidates(AdviceRequest(model_shape("gpt2"), box_of("L4"), 128, precision))
+        names_found = candidates(AdviceRequest(model_shape("gpt2"), to_box("L4"), 128, precision))
         assert {name for name in names_found if not read_strategy(name).offloads} == names
     for box, replicas in (("8xL4", set()), ("8x1xL4", set()), ("4x4xL4", set(WITH_REPLICAS))):
-        names_found = candidates(AdviceRequest(model_shape("gpt2-xl"), box_of(box), 1024, "bf16"))
+        names_found = candidates(AdviceRequest(model_shape("gpt2-xl"), to_box(box), 1024, "bf16"))
         assert set(WITH_REPLICAS) & set(names_found) == replicas
 
 
@@ -179,18 +179,20 @@ def test_nvme_that_nothing_would_be_swapped_to_is_not_advised() -> None:
     shape = with_adapters(model_shape("gpt2-xl"), 8)
     names = ("zero3_nvme", "zero3_nvme_optimizer")
     for box, fit in (("A100", True), ("64x8xA100", False)):
-        for option in advise(AdviceRequest(shape, box_of(box), 1024, "bf16"), names).options:
+        for option in advise(AdviceRequest(shape, to_box(box), 1024, "bf16"), names).options:
             assert (option.fits, "is swapped" in option.why) == (fit, not fit), (box, option.name)
 
 
 def test_the_command_for_this_study_trains_the_advised_option(tmp_path: Path) -> None:
-    best = best_of(AdviceRequest(with_adapters(model_shape("gpt2-xl"), 16), box_of("2xA100"), 1024, "bf16"), "zero2")
+    best = best_of(AdviceRequest(with_adapters(model_shape("gpt2-xl"), 16), to_box("2xA100"), 1024, "bf16"), "zero2")
     command = write_files(best, tmp_path, "drive", "gpt2-xl").of_study or ""
     assert command.endswith("--peft lora --lora_rank 16")
-    config = resolved(parse_command_line(command.partition("study/train.py ")[2].split()), accelerator_visible=True)
+    config = resolve_config(
+        parse_command_line(command.partition("study/train.py ")[2].split()), accelerator_visible=True
+    )
     assert (config.task, config.model_name_or_path) == ("gpt-wikitext", "gpt2-xl")
     assert config.batch_plan(2).per_device_train_batch_size == best.request.micro_batch
-    nodes = best_of(dataclasses.replace(TINY, box=box_of("2x2xL4"), global_batch=8), "zero2")
+    nodes = best_of(dataclasses.replace(TINY, box=to_box("2x2xL4"), global_batch=8), "zero2")
     document = read_yaml(write_files(nodes, tmp_path / "nodes", "drive", "gpt-tiny").accelerate)
     assert (document["num_machines"], document["num_processes"]) == (2, 4)
     # A folder's path is printed in full, and a model given by sizes has nothing to load.
@@ -209,7 +211,7 @@ def test_a_printed_command_needs_the_memory_that_was_advised(
     model: str, box: str, precision: str, rank: int | None, tmp_path: Path
 ) -> None:
     shape = model_shape(model) if rank is None else with_adapters(model_shape(model), rank)
-    question = AdviceRequest(shape, box_of(box), 512, precision, attention="eager", global_batch=64)
+    question = AdviceRequest(shape, to_box(box), 512, precision, attention="eager", global_batch=64)
     advised = [option for option in advise(question).options if option.fits]
     commands = {option.name: write_files(option, tmp_path, "drive", model) for option in advised}
     # With FSDP this study gathers fp32, and Accelerate gathers 16 bits for a user's program.
@@ -219,7 +221,7 @@ def test_a_printed_command_needs_the_memory_that_was_advised(
         advised_request, files = option.request, commands[option.name]
         if files.of_study is None:
             continue
-        config = resolved(parse_command_line(files.of_study.partition("study/train.py ")[2].split()), True)
+        config = resolve_config(parse_command_line(files.of_study.partition("study/train.py ")[2].split()), True)
         plan = config.batch_plan(advised_request.box.ranks)
         sizes = plan.per_device_train_batch_size, plan.gradient_accumulation_steps
         request = request_for(option.name, config, advised_request.box, *sizes)
@@ -245,18 +247,18 @@ def test_an_offload_is_advised_if_it_is_ahead_by_more_than_the_error_of_such_pre
 ) -> None:
     options = {option.name: option for option in advise(TINY, ["zero1", "zero2", "zero2_cpu"]).options}
     # Slower than its like by more than the two predictions may differ.
-    plain = times * 100 / slowest_offload()
+    plain = times * 100 / max_offload_slowdown()
     speeds = {"zero2_cpu": (100.0, None), "zero2": (plain, 0.15), "zero1": (0.9 * plain, 0.15)}
-    order = ranked([_at_speed(options[name], *speed) for name, speed in speeds.items()])
+    order = rank_options([_at_speed(options[name], *speed) for name, speed in speeds.items()])
     assert order[0].name == first
     # The offload is next if it is the fastest of the rest.
-    assert ("no offload: one is" in how_sure(Advice(TINY, order))) is (first == "zero2")
+    assert ("no offload: one is" in explain_best(Advice(TINY, order))) is (first == "zero2")
 
 
 def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> None:
-    box = dataclasses.replace(box_of("T4"), nvme_read_gb_per_s=3.5)
+    box = dataclasses.replace(to_box("T4"), nvme_read_gb_per_s=3.5)
     advice = advise(AdviceRequest(model_shape("gpt2"), box, 128, "fp16"), ["single", "zero2_cpu", "zero3_nvme"])
-    lines = {option.name: list(unchecked(option)) for option in advice.options}
+    lines = {option.name: list(unchecked_needs(option)) for option in advice.options}
     offload = advice.option("zero2_cpu")
     assert offload is not None
     needed = f"{offload.memory.host_peak.value / 2**30:.0f}"
@@ -265,28 +267,28 @@ def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> Non
         f"not checked: it needs {needed} GiB of host memory; --host_memory says what there is"
     ]
     assert lines["zero3_nvme"][1:] == ["NVMe is taken to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
-    assert lines["zero2_cpu"][0] in how_sure(Advice(advice.question, (offload,)))
-    assert page_of("gpt2-xl", "T4").count("set OMP_NUM_THREADS") == 1
+    assert lines["zero2_cpu"][0] in explain_best(Advice(advice.question, (offload,)))
+    assert print_page("gpt2-xl", "T4").count("set OMP_NUM_THREADS") == 1
     with_memory = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
     for option in advise(with_memory, ["zero2_cpu", "zero3_nvme"]).options:
-        assert not any("--host_memory" in line for line in unchecked(option))
+        assert not any("--host_memory" in line for line in unchecked_needs(option))
 
 
 def test_slower_nvme_is_a_slower_step() -> None:
     flags = ("predict", "gpt2", "T4", "--strategy", "zero3_nvme", "--nvme_gb_per_s")
-    fast, slow = (document_of(*flags, speeds)["time"]["parts"]["nvme"] for speeds in ("10,5", "1,0.5"))
+    fast, slow = (read_json(*flags, speeds)["time"]["parts"]["nvme"] for speeds in ("10,5", "1,0.5"))
     assert slow == pytest.approx(10 * fast)
 
 
 def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "_table", lambda: {"above_state": {"low": 0.9, "high": 2.0}})
-    advice = advise(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16"), ["fsdp2", "zero3_cpu"])
-    best, riskier = advice.best, worth_trying(advice)
+    advice = advise(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 2048, "bf16"), ["fsdp2", "zero3_cpu"])
+    best, riskier = advice.best, faster_riskier_option(advice)
     assert best is not None
     assert riskier is not None
-    assert (best.is_sure, riskier.is_sure, riskier.fits) == (True, False, True)
-    assert riskier.tokens_per_s > (1 + AS_FAST) * best.tokens_per_s
-    assert device_bytes(best.memory, at_upper_end=True) <= usable_bytes(best.request.box)
+    assert (best.is_safe, riskier.is_safe, riskier.fits) == (True, False, True)
+    assert riskier.tokens_per_s > (1 + SPEED_TOLERANCE) * best.tokens_per_s
+    assert device_bytes(best.memory, at_upper=True) <= usable_bytes(best.request.box)
     # Weights and optimizer state are exact.
     state = best.memory.device_parts["parameters"] + best.memory.device_parts["optimizer"]
     peak = best.memory.peak_reserved
@@ -294,60 +296,60 @@ def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(monk
 
 
 def test_if_nothing_fits_it_prints_what_would_help() -> None:
-    nothing = document_of("advise", "gpt-1t", "T4", "--host_memory", "16")
+    nothing = read_json("advise", "gpt-1t", "T4", "--host_memory", "16")
     assert nothing["recommended"] is None
     assert not any(row["fits"] for row in nothing["strategies"])
     assert all("GiB" in row["why"] for row in nothing["strategies"])
-    page = page_of(LLAMA_8B, "8xH100", "--seq_length", "65536", status=1)
+    page = print_page(LLAMA_8B, "8xH100", "--seq_length", "65536", status=1)
     assert "more GPUs" not in page
     assert (
         "Nothing fits, and no number of GPUs helps: one sample needs 113.3 GiB on its rank (logits 93.9, activations"
         " 18.0, context 1.4) of 78.8; what helps: fewer tokens per sample, a chunked loss (--chunked_loss)" in page
     )
     # The suggested change helps.
-    chunked = best_of(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 65536, "bf16", chunked_loss=True), "zero3")
-    assert chunked.is_sure
+    chunked = best_of(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 65536, "bf16", chunked_loss=True), "zero3")
+    assert chunked.is_safe
     assert chunked.tokens_per_s == pytest.approx(22424, rel=1e-3)
-    page = page_of("gpt-13b", "2xT4", "--host_memory", "16", status=1)
+    page = print_page("gpt-13b", "2xT4", "--host_memory", "16", status=1)
     short = re.search(r"Nothing fits this host: (\w+) needs (\d+) GiB,", page)
     assert short is not None
-    assert f"Use {short[1]}, " in page_of("gpt-13b", "2xT4", "--host_memory", str(int(short[2]) + 8))
-    box = box_of("2xT4")
+    assert f"Use {short[1]}, " in print_page("gpt-13b", "2xT4", "--host_memory", str(int(short[2]) + 8))
+    box = to_box("2xT4")
     small = dataclasses.replace(box, device=dataclasses.replace(box.device, memory_gib=3.0))
     advice = advise(AdviceRequest(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])
-    assert how_sure(advice) == "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
+    assert explain_best(advice) == "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
 
 
 def test_one_machine_is_named_if_the_network_makes_two_slower() -> None:
-    page = page_of("llama-3.1-8b", "2x8xH100", "--network_gb_per_s", "0.156")
+    page = print_page("llama-3.1-8b", "2x8xH100", "--network_gb_per_s", "0.156")
     alone = re.search(r"one of these machines alone is ([\d.]+) x as fast, under (\w+)", page)
     assert alone is not None
     assert float(alone[1]) > 5
-    assert "one of these machines" not in page_of("llama-3.1-8b", "2x8xH100")
+    assert "one of these machines" not in print_page("llama-3.1-8b", "2x8xH100")
 
 
 def test_the_default_global_batch_divides_into_micro_batches() -> None:
     """64 samples rounded up to the ranks gave 13 and 11 samples per rank, of which only one at a time fits."""
     speeds = []
     for box in ("4xRTX4090", "5xRTX4090", "6xRTX4090"):
-        rows = document_of("advise", "llama-3.1-8b", box)
+        rows = read_json("advise", "llama-3.1-8b", box)
         speeds.append(next(row["tokens_per_s"] for row in rows["strategies"] if row["strategy"] == rows["recommended"]))
     assert speeds == sorted(speeds)
     assert len(set(speeds)) == 3
 
 
 def test_of_two_equally_fast_options_the_one_that_a_typical_host_can_load_is_advised() -> None:
-    question = AdviceRequest(with_adapters(model_shape("llama-3.1-70b"), 16), box_of("8xA100-80"), 2048, "bf16")
+    question = AdviceRequest(with_adapters(model_shape("llama-3.1-70b"), 16), to_box("8xA100-80"), 2048, "bf16")
     advice = advise(question, ["fsdp2", "zero3"])
     assert [option.name for option in advice.fitting] == ["zero3", "fsdp2"]
-    assert "GiB of host memory" in how_sure(advice)
+    assert "GiB of host memory" in explain_best(advice)
     large = dataclasses.replace(question, box=dataclasses.replace(question.box, host_gib_per_node=4096.0))
     assert [option.name for option in advise(large, ["fsdp2", "zero3"]).fitting] == ["fsdp2", "zero3"]
 
 
 def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
     flags = ("--chunked_loss", "--strategy", "zero3", "--seq_length", "8192")
-    full, lora = (document_of("predict", LLAMA_8B, "8xH100", *flags, "--peft", peft) for peft in ("none", "lora"))
+    full, lora = (read_json("predict", LLAMA_8B, "8xH100", *flags, "--peft", peft) for peft in ("none", "lora"))
     assert full["chunked_loss"] is True
     frozen = lora["memory"]["device_parts"]["logits"]
     # A frozen matrix has no gradient; the remaining tensors are three times as wide as the hidden states.
@@ -356,15 +358,15 @@ def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
 
 
 def test_a_similar_question_is_named_if_its_answer_differs() -> None:
-    question = AdviceRequest(model_shape("gpt2"), box_of("2xL4"), 512, "fp32", gradient_checkpointing=False)
-    assert "with half the GPUs it would be single" in list(changes(advise(question)))
+    question = AdviceRequest(model_shape("gpt2"), to_box("2xL4"), 512, "fp32", gradient_checkpointing=False)
+    assert "with half the GPUs it would be single" in list(sensitivity_lines(advise(question)))
     # A sequence longer than the model's positions is no alternative.
-    short = AdviceRequest(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
-    assert not [line for line in changes(advise(short)) if "tokens per sample" in line]
+    short = AdviceRequest(model_shape("gpt2-xl"), to_box("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
+    assert not [line for line in sensitivity_lines(advise(short)) if "tokens per sample" in line]
 
 
 def test_a_device_without_bf16_trains_in_fp16(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {row["precision"] for row in document_of("advise", "gpt2", "V100-16")["strategies"]} == {
+    assert {row["precision"] for row in read_json("advise", "gpt2", "V100-16")["strategies"]} == {
         "fp16", "fp16-engine"
     }  # fmt: skip
     bf16 = ["--precision", "bf16"]
@@ -380,28 +382,28 @@ def test_a_device_without_bf16_trains_in_fp16(capsys: pytest.CaptureFixture[str]
      ("2xL4", "zero0", "bf16-engine"), ("2xL4", "zero1", "bf16-engine"), ("2xL4", "fsdp2", "bf16")],
 )  # fmt: skip
 def test_predict_asks_for_the_precision_that_advice_picks(hardware: str, strategy: str, precision: str) -> None:
-    assert document_of("predict", "gpt2", hardware, "--strategy", strategy)["precision"] == precision
+    assert read_json("predict", "gpt2", hardware, "--strategy", strategy)["precision"] == precision
 
 
 def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_micro_batch() -> None:
     # On a slow network stage 2 reduces in every micro-batch; on one device an offload waits for no other rank.
-    slow = dataclasses.replace(box_of("2x8xA100"), network_gb_per_s=2.0)
+    slow = dataclasses.replace(to_box("2x8xA100"), network_gb_per_s=2.0)
     shared = advise(AdviceRequest(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
     zero1, zero2 = shared.options
-    assert "trained as zero1 is, exposed communication takes" in because(zero2, zero1)
+    assert "trained as zero1 is, exposed communication takes" in explain_slowdown(zero2, zero1)
     wide = dataclasses.replace(zero1, request=dataclasses.replace(zero1.request, micro_batch=512))
-    assert ": with micro-batch 512 x accumulation " in because(zero2, wide)
-    assert because(zero2, wide).endswith(", as zero1 trains, it does not fit")
-    large = AdviceRequest(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8)
+    assert ": with micro-batch 512 x accumulation " in explain_slowdown(zero2, wide)
+    assert explain_slowdown(zero2, wide).endswith(", as zero1 trains, it does not fit")
+    large = AdviceRequest(model_shape("gpt-13b"), to_box("8xH100"), 2048, "bf16", global_batch=8)
     zero3, offloaded = advise(large, ["zero3", "zero3_cpu"]).options
-    assert "trained as zero3 is, the optimizer on the CPU takes" in because(offloaded, zero3)
+    assert "trained as zero3 is, the optimizer on the CPU takes" in explain_slowdown(offloaded, zero3)
     # Eight micro-batches per step: stage 2 reduces in each, and stage 1 only in the last.
-    (line,) = [line for line in page_of("llama-3.1-8b", "8xH100").splitlines() if line.startswith("next zero2")]
+    (line,) = [line for line in print_page("llama-3.1-8b", "8xH100").splitlines() if line.startswith("next zero2")]
     match = re.search(r"exposed communication takes (\d+)% of its step, and (\d+)% of zero1's", line)
     assert match is not None
     # Exposed or overlapped, stage 2 reduces eight times as often.
     assert int(match[1]) > 3 * int(match[2])
-    assert "trained as" not in page_of("llama-3.1-8b", "4xA100")
+    assert "trained as" not in print_page("llama-3.1-8b", "4xA100")
 
 
 @pytest.mark.parametrize(
@@ -409,29 +411,29 @@ def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_m
     [("llama-3.1-8b", "4xA100"), ("gemma-2-9b", "8xH100"), ("gpt2-xl", "RTX4090"), ("llama-3.1-70b", "4x8xH100")],
 )
 def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, hardware: str) -> None:
-    page = page_of(model, hardware)
+    page = print_page(model, hardware)
     lines = [part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]
     assert len(lines) <= 25
     verdict = page.partition("\n\n")[0]
     assert verdict.startswith("Use ")
     assert all(len(line) <= 120 for line in verdict.splitlines())
-    document = document_of("advise", model, hardware)
+    document = read_json("advise", model, hardware)
     best, *rest = document["strategies"]
     assert verdict.startswith(f"Use {document['recommended']}, ")
-    assert row_of(page, best["strategy"])[-1] == "recommended"
+    assert find_row(page, best["strategy"])[-1] == "recommended"
     # Each faster option that fits has the reason against it in its row.
     for option in rest:
         if option["fits"] and option["tokens_per_s"] > best["tokens_per_s"]:
-            assert row_of(page, option["strategy"])[-1][-1].isalpha()
+            assert find_row(page, option["strategy"])[-1][-1].isalpha()
     assert "reports/" not in page
-    assert "reports/" in page_of(model, hardware, "--details")
+    assert "reports/" in print_page(model, hardware, "--details")
 
 
 @pytest.mark.parametrize(("strategy", "hardware"), [("zero3", "8xH100"), ("zero3_nvme", "8xH100"), ("ddp", "T4")])
 def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str) -> None:
     words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
-    _, page = output_of(*words)
-    document = document_of(*words)
+    _, page = run_command(*words)
+    document = read_json(*words)
     assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
     verdict = page.splitlines()[0]
     assert len(verdict) <= 120
@@ -444,18 +446,18 @@ def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: 
     parts = document["memory"]["device_parts"]
     assert max(bars, key=bars.__getitem__) == max(parts, key=parts.__getitem__)
     assert "peak reserved" not in page
-    assert "peak reserved" in output_of(*words, "--details")[1]
+    assert "peak reserved" in run_command(*words, "--details")[1]
 
 
 def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
     """DDP with accumulation keeps gradients in memory together with the activations."""
     question = AdviceRequest(
-        model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=True, global_batch=64
+        model_shape("gpt2-xl"), to_box("8xA100-40"), 1024, "bf16", gradient_checkpointing=True, global_batch=64
     )
     (option,) = advise(question, ["ddp"]).options
     smaller = dataclasses.replace(option.request, micro_batch=4, accumulation=2)
-    assert (option.request.micro_batch, option.request.accumulation, option.is_sure) == (8, 1, True)
-    assert not fits(predict_memory(smaller), question.box, at_upper_end=True)
+    assert (option.request.micro_batch, option.request.accumulation, option.is_safe) == (8, 1, True)
+    assert not fits(predict_memory(smaller), question.box, at_upper=True)
 
 
 @pytest.mark.engine
@@ -466,7 +468,7 @@ def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_f
 )  # fmt: skip
 def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(name: str, tmp_path: Path) -> None:
     has_replicas = name in WITH_REPLICAS
-    question = dataclasses.replace(TINY, box=box_of("2x2xL4"), global_batch=8) if has_replicas else TINY
+    question = dataclasses.replace(TINY, box=to_box("2x2xL4"), global_batch=8) if has_replicas else TINY
     if name in ("fsdp2", "hsdp"):
         question = dataclasses.replace(question, precision="fp32")
     option = advise(question, [name]).option(name)
@@ -496,12 +498,12 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
 
 def test_micro_batch_and_accumulation_are_printed_together(tmp_path: Path) -> None:
     """A user who only sets batches of 1 takes a step after each, at a sixteenth of the timed batch."""
-    page = page_of("gemma-2-9b", "4xRTX4090", "--output", str(tmp_path))
+    page = print_page("gemma-2-9b", "4xRTX4090", "--output", str(tmp_path))
     text = "micro-batch 1 x accumulation 16, gradient checkpointing"
     assert f"YOUR_PROGRAM.py    ({text})" in page
     assert page.startswith("Use zero3_cpu_optimizer, micro-batch 1, accumulation 16, checkpointing:")
     assert "--per_device_train_batch_size 1 --global_batch_size 64 " in page
-    assert row_of(page, "zero3_cpu")[1:4] == ["1", "16", "yes"]
+    assert find_row(page, "zero3_cpu")[1:4] == ["1", "16", "yes"]
     settings = json.loads((tmp_path / "zero3_cpu_optimizer-fitted.json").read_text())
     assert settings["gradient_accumulation_steps"] == "auto"
 

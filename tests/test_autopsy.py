@@ -18,13 +18,13 @@ from scipy import stats
 
 from study.autopsy.contrasts import (
     FILE,
+    cell_gaps,
     corrected_ratio,
     effects,
     engine_was_on,
+    fit_linear_model,
     gaps,
     minimum_detectable_effect,
-    model,
-    of_cell,
     printed_ratio,
     read_sessions,
     sets_it_as_printed,
@@ -45,7 +45,7 @@ from study.autopsy.design import (
     plan,
 )
 from study.autopsy.page import build
-from study.autopsy.run import MARK, SESSIONS, Lane, missing, open_folder, run_sessions
+from study.autopsy.run import MARK, SESSIONS, SessionWorker, missing, open_folder, run_sessions
 from study.claims.ledger import read_ledger
 from study.cli import main
 from study.config.errors import UserError
@@ -121,12 +121,12 @@ def test_planted_effects_are_found_and_separate_from_the_order() -> None:
     assert by_letter["W"].p == pytest.approx(5 * 2 / 2**8)
     # Averaging over both orders cancels the effect of carried weights.
     assert math.log(by_letter["W"].average.center) == pytest.approx(0, abs=0.002)
-    fit = model(gaps(synthetic(planted), LOSS.name))
+    fit = fit_linear_model(gaps(synthetic(planted), LOSS.name))
     shares = {letter: float(part.mean()) for letter, part in fit.shares().items()}
     assert (shares["W"], shares["O"]) == (pytest.approx(0.15, abs=0.002), pytest.approx(0.15, abs=0.002))
     # The shares lead from the listing to the corrected protocol in both orders.
     assert fit.printed().mean() + sum(shares.values()) == pytest.approx(fit.corrected().mean())
-    assert fit.printed() == pytest.approx(of_cell(synthetic(planted), LOSS.name, "factorial", PRINTED))
+    assert fit.printed() == pytest.approx(cell_gaps(synthetic(planted), LOSS.name, "factorial", PRINTED))
 
 
 def test_the_minimum_detectable_effect_is_found_in_four_of_five_studies() -> None:
@@ -142,7 +142,7 @@ def test_the_minimum_detectable_effect_is_found_in_four_of_five_studies() -> Non
 def test_a_seed_that_lacks_a_cell_is_in_no_effect() -> None:
     arms = synthetic(planted)
     arms.loc[(arms["seed"] == 3) & (arms["cell"] == PRINTED), "state"] = "failed"
-    assert list(model(gaps(arms, LOSS.name)).terms.index) == [seed for seed in SEEDS if seed != 3]
+    assert list(fit_linear_model(gaps(arms, LOSS.name)).terms.index) == [seed for seed in SEEDS if seed != 3]
 
 
 def test_a_wide_effect_decides_nothing_and_eight_signs_have_their_exact_p() -> None:
@@ -255,7 +255,7 @@ def test_carried_weights_are_those_that_the_first_arm_ended_with(ran: pd.DataFra
 
 @pytest.mark.long
 def test_two_equal_arms_have_one_loss_and_each_phase_its_time(ran: pd.DataFrame) -> None:
-    assert list(of_cell(ran, "train_loss", "aa", AA)) == [0.0]
+    assert list(cell_gaps(ran, "train_loss", "aa", AA)) == [0.0]
     for _, arm in ran[ran["arm"].notna()].iterrows():
         parts = sum(arm[f"{phase}_s"] for phase in ("setup", "warm_up", "train", "eval", "save"))
         assert 0 < parts <= arm["whole_s"] + 1e-3
@@ -270,7 +270,7 @@ def test_a_refused_dictionary_is_a_row_with_its_reason(ran: pd.DataFrame) -> Non
 
 
 def test_a_process_that_is_killed_is_a_row_as_well(tmp_path: Path) -> None:
-    lane = Lane(dataclasses.replace(TINY, limit_s=0.05), -1, tmp_path)
+    lane = SessionWorker(dataclasses.replace(TINY, limit_s=0.05), -1, tmp_path)
     try:
         session: Session = plan(TINY, (1,))[0]
         assert lane.run(session)["state"] == "timeout"
@@ -295,4 +295,4 @@ def test_the_committed_records_support_the_beginning_of_the_page() -> None:
     arms = pd.read_parquet(COMMITTED / FILE)
     on, sessions = engine_was_on(arms, sets_it_as_printed)
     assert f"active in {on} of {sessions} sessions" in (COMMITTED / "summary.md").read_text()
-    assert printed_ratio(arms, "eval_loss").n == len(model(gaps(arms, "eval_loss")).terms)
+    assert printed_ratio(arms, "eval_loss").n == len(fit_linear_model(gaps(arms, "eval_loss")).terms)

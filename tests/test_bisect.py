@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from study import cli
-from study.host.box import this_box
+from study.host.machine import detect_machine
 from study.releases.bisect import SUITE, bisect
 from study.sweep.cell import Cell
 from study.sweep.plan import plan_cells
@@ -21,7 +21,7 @@ def write_records(root: Path, bad: set[str], strategy: str = "zero2", repeat: in
     """Write runs of `single` and one strategy with four micro-batches per step for each stack, in fp32 with clipping;
     some differ.
     """
-    for cell in plan_cells(read_suite(find_suite(SUITE)), this_box()):
+    for cell in plan_cells(read_suite(find_suite(SUITE)), detect_machine()):
         if not isinstance(cell, Cell) or cell.config.precision != "fp32" or not cell.config.max_grad_norm:
             continue
         if cell.strategy == "single" or (cell.strategy, cell.plan.gradient_accumulation_steps) == (strategy, 4):

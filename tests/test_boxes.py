@@ -11,10 +11,10 @@ import torch
 
 from study.config.errors import Unsupported
 from study.engine.setup import replace_available_memory
-from study.host.box import free_gpu_bytes, gpu_processes, this_box
-from study.host.environment import refuse_useless_gpus, torch_for_driver
+from study.host.environment import check_torch_supports_gpus, torch_for_driver
+from study.host.machine import detect_machine, free_gpu_bytes, gpu_processes
 from study.host.memory import available_cores
-from study.metrics.clock import handle_of
+from study.metrics.clock import find_nvml_handle
 from study.metrics.memory import MemoryMeter
 from sweeps import write_files
 
@@ -67,7 +67,7 @@ def two_gpus(request, monkeypatch):
 def test_a_gpu_is_found_by_its_place_and_by_its_uuid(two_gpus, monkeypatch, visible, free_gib):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert this_box().gpu_memory_gib == (80.0,) * len(free_gib)
+    assert detect_machine().gpu_memory_gib == (80.0,) * len(free_gib)
     assert [free_gpu_bytes(place) for place in range(len(free_gib))] == [gib * GIB for gib in free_gib]
     assert free_gpu_bytes(len(free_gib)) is None
 
@@ -95,14 +95,14 @@ def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_dr
     if torch.cuda.is_available():
         pytest.skip("torch can use a GPU here")
     with pytest.raises(Unsupported) as refusal:
-        refuse_useless_gpus()
+        check_torch_supports_gpus()
     assert "2 GPUs are here" in refusal.value.problem
     assert "the driver 550.54.15 runs CUDA 12.4" in refusal.value.problem
     assert "https://download.pytorch.org/whl/cu129" in refusal.value.fix
     for runs, says in {"11.8": "update the driver", "12.0": "cu129", "13.0": "torch==2.13.0"}.items():
         assert says in torch_for_driver(runs, "2.13.0+cu130")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    refuse_useless_gpus()
+    check_torch_supports_gpus()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_slice_does_not_have_the_figures_of_its_card(two_gpus, monkeypatch, uu
         return divided
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", mig_mode)
-    assert handle_of(uuid.partition("-")[2]) == expected
+    assert find_nvml_handle(uuid.partition("-")[2]) == expected
 
 
 def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
     assert [meter._sample_device() for _ in range(3)] == [5 * GIB, None, None]
     assert set(versions) == {pynvml.nvmlMemory_v2}
-    assert this_box().gpu_memory_gib == (0, 0)
+    assert detect_machine().gpu_memory_gib == (0, 0)
     assert free_gpu_bytes(0) is None
 
 
@@ -168,14 +168,14 @@ def test_threads_are_as_many_as_the_container_gives_time_for(tmp_path, monkeypat
 def test_without_a_selection_only_the_first_slice_of_divided_cards_is_visible(two_gpus, monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda handle: [1, 1])
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigDeviceHandleByIndex", lambda handle, place: SLICE)
-    assert len(this_box().gpu_memory_gib) == 1
+    assert len(detect_machine().gpu_memory_gib) == 1
     assert free_gpu_bytes(0) == FREE_GIB[SLICE] * GIB
     assert free_gpu_bytes(1) is None
 
 
 def test_a_driver_that_refuses_to_list_processes_ends_no_sweep(monkeypatch):
     # Without nvmlInit, or without a GPU, NVML itself returns an error.
-    monkeypatch.setattr("study.host.box.visible_gpus", lambda: [None])
+    monkeypatch.setattr("study.host.machine.visible_gpus", lambda: [None])
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlDeviceGetComputeRunningProcesses(None)
     assert gpu_processes() == []

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from study.config.errors import UserError
-from study.config.flags import RunConfig, resolved
+from study.config.flags import RunConfig, resolve_config
 from study.workloads import builtin
 from study.workloads.presets import BUILTIN_VOCABULARY_SIZE
 from study.workloads.tasks import (
@@ -31,7 +31,7 @@ DOUBT = 1e-9
 
 
 def laptop(task: str, **options: object) -> RunConfig:
-    return resolved(RunConfig.from_dict({"task": task, "scale": "laptop", **options}, "this test"), False)
+    return resolve_config(RunConfig.from_dict({"task": task, "scale": "laptop", **options}, "this test"), False)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_the_chain_is_a_chain_and_its_stationary_shares_are_stationary() -> None
 
 def test_the_entropy_rate_is_the_loss_of_the_true_chain_on_a_long_walk() -> None:
     chain, walk = builtin.language_chain(), eval_walk()
-    costs = chain.surprise[walk[:-1], walk[1:]]
+    costs = chain.surprisal_nats[walk[:-1], walk[1:]]
     assert np.isfinite(costs).all(), "the walk took a step the chain does not allow"
     assert costs.mean() == pytest.approx(chain.entropy_rate, abs=5 * standard_error(costs, 64))
 
@@ -84,7 +84,7 @@ def test_the_entropy_rate_agrees_with_a_sum_by_hand() -> None:
 def test_other_predictors_lose_more_than_the_floor() -> None:
     chain, walk = builtin.language_chain(), eval_walk()
     previous, following = walk[:-1], walk[1:]
-    oracle = chain.surprise[previous, following].mean()
+    oracle = chain.surprisal_nats[previous, following].mean()
     frequencies = -np.log(chain.stationary)[following].mean()
     blurred = -np.log(0.9 * chain.transition + 0.1 / builtin.WORDS)[previous, following].mean()
     assert oracle < blurred < frequencies < math.log(builtin.WORDS)

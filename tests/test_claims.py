@@ -19,15 +19,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from study.claims.board import REPORTS, Board, JudgedClaim, board, judge
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
 from study.claims.page import PAGE, page
-from study.claims.verdicts import Figure, Part, Region, Verdict, combine
+from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
+from study.claims.verdicts import CheckOutcome, Figure, Region, Verdict, combine
 from study.cli import main
 from study.config.errors import UserError
-from study.host.box import Box
+from study.host.machine import Machine
 from study.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.sweep.cell import Cell
 from study.sweep.execute import append_attempt, note_searches
@@ -39,15 +39,15 @@ ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
 STRENGTH: dict[Verdict, int] = {
     "supported": 3, "contradicted": 3, "partly": 2, "inside noise": 1, "inconclusive": 0, "untestable": 0,
 }  # fmt: skip
-PARTS = tuple(itertools.starmap(Part, itertools.product(ANSWERS, (False, True), (False, True))))
+PARTS = tuple(itertools.starmap(CheckOutcome, itertools.product(ANSWERS, (False, True), (False, True))))
 
 
 @pytest.fixture(scope="module")
-def full_board() -> Board:
-    return board()
+def full_board() -> Scoreboard:
+    return build_scoreboard()
 
 
-def find_claim(full_board: Board, claim: str) -> JudgedClaim:
+def find_claim(full_board: Scoreboard, claim: str) -> JudgedClaim:
     (match,) = [judged for judged in full_board.judged if judged.claim.id == claim]
     return match
 
@@ -66,21 +66,21 @@ def test_removing_a_check_never_strengthens_a_verdict() -> None:
     ("parts", "verdict"),
     [
         ([], "inconclusive"),
-        ([Part("holds")], "supported"),
-        ([Part("fails"), Part("fails")], "contradicted"),
-        ([Part("holds"), Part("fails")], "partly"),
-        ([Part("holds"), Part("not judged")], "partly"),
-        ([Part("holds"), Part("fails", necessary=True)], "contradicted"),
-        ([Part("holds", necessary=True)], "inconclusive"),
-        ([Part("holds"), Part("not judged", necessary=True)], "partly"),
-        ([Part("holds", elsewhere=True)], "partly"),
-        ([Part("fails", elsewhere=True)], "partly"),
-        ([Part("holds", elsewhere=True), Part("holds")], "supported"),
-        ([Part("inside noise"), Part("not judged")], "inside noise"),
-        ([Part("disputed")], "inconclusive"),
+        ([CheckOutcome("holds")], "supported"),
+        ([CheckOutcome("fails"), CheckOutcome("fails")], "contradicted"),
+        ([CheckOutcome("holds"), CheckOutcome("fails")], "partly"),
+        ([CheckOutcome("holds"), CheckOutcome("not judged")], "partly"),
+        ([CheckOutcome("holds"), CheckOutcome("fails", necessary=True)], "contradicted"),
+        ([CheckOutcome("holds", necessary=True)], "inconclusive"),
+        ([CheckOutcome("holds"), CheckOutcome("not judged", necessary=True)], "partly"),
+        ([CheckOutcome("holds", elsewhere=True)], "partly"),
+        ([CheckOutcome("fails", elsewhere=True)], "partly"),
+        ([CheckOutcome("holds", elsewhere=True), CheckOutcome("holds")], "supported"),
+        ([CheckOutcome("inside noise"), CheckOutcome("not judged")], "inside noise"),
+        ([CheckOutcome("disputed")], "inconclusive"),
     ],
 )
-def test_the_rule_that_combines_checks(parts: list[Part], verdict: str) -> None:
+def test_the_rule_that_combines_checks(parts: list[CheckOutcome], verdict: str) -> None:
     assert combine(parts) == verdict
     assert combine(parts, is_untestable=True) == ("untestable" if verdict == "inconclusive" else verdict)
 
@@ -101,7 +101,7 @@ def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> 
     assert Region(high=1).judge(Figure(math.nan)) == "not judged"
 
 
-def test_every_claim_has_its_number_and_a_verdict(full_board: Board) -> None:
+def test_every_claim_has_its_number_and_a_verdict(full_board: Scoreboard) -> None:
     numbers = {"S0": 17, "S1": 30, "S2": 17, "S3": 12, "Z0": 6}
     assert [judged.claim.id for judged in full_board.judged] == [
         f"{code}-{number:02}" for code, last in numbers.items() for number in range(1, last + 1)
@@ -113,7 +113,7 @@ def test_every_claim_has_its_number_and_a_verdict(full_board: Board) -> None:
         assert judged.sentence.strip(". ")
 
 
-def test_figures_that_rest_on_records_name_them(full_board: Board) -> None:
+def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
     record_names = {f"{report.name}/{run}" for report in REPORTS.iterdir()
              if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
     record_names |= {f"engine_keys/{probe}" for probe in Evidence(REPORTS).keys("engine_keys")}
@@ -126,7 +126,7 @@ def test_figures_that_rest_on_records_name_them(full_board: Board) -> None:
                 assert finding.figure.n
 
 
-def test_a_changed_record_changes_the_verdict(full_board: Board) -> None:
+def test_a_changed_record_changes_the_verdict(full_board: Scoreboard) -> None:
     """S1-07 fails because one gradient is not sharded; if it were, the claim would hold."""
     records = read_parquet(REPORTS / "virtual_settings")
     runs = records.runs.copy()
@@ -136,7 +136,7 @@ def test_a_changed_record_changes_the_verdict(full_board: Board) -> None:
         places = {"device": shard_bytes, "host": 0, "nvme": 0}
         runs.loc[row, "grads_bytes_device"] = shard_bytes
         runs.loc[row, "grads_by_moment"] = json.dumps({"grads_after_backward": places, "grads_before_step": places})
-    evidence = Evidence(REPORTS).instead("virtual_settings", Records(runs, records.steps))
+    evidence = Evidence(REPORTS).with_records("virtual_settings", Records(runs, records.steps))
     assert find_claim(full_board, "S1-07").verdict == "partly"
     assert judge(find_claim(full_board, "S1-07").claim, evidence).verdict == "supported"
 
@@ -150,7 +150,7 @@ def test_a_changed_record_changes_the_verdict(full_board: Board) -> None:
 )  # fmt: skip
 def test_removing_a_record_never_strengthens_a_verdict(report: str) -> None:
     records = seeded() if report == "laptop" else read_parquet(REPORTS / report)
-    evidence = Evidence(REPORTS).instead(report, records)
+    evidence = Evidence(REPORTS).with_records(report, records)
     claims = [claim for claim in read_ledger().claims
               if any(check.numbers.get("report") == report for check in claim.checks)]  # fmt: skip
     before = {claim.id: judge(claim, evidence) for claim in claims}
@@ -164,7 +164,7 @@ def test_removing_a_record_never_strengthens_a_verdict(report: str) -> None:
     # Each depth of a virtual rank is needed for its extrapolation; a sample of the runs is enough.
     for run, names in random.Random(0).sample(sorted(resting.items()), min(8, len(resting))):
         less = Records(records.runs[records.runs["run"] != run].reset_index(drop=True), records.steps)
-        without = evidence.instead(report, less)
+        without = evidence.with_records(report, less)
         for name in dict.fromkeys(names):
             after = judge(before[name].claim, without)
             assert STRENGTH[after.verdict] <= STRENGTH[before[name].verdict], (run, name)
@@ -177,13 +177,13 @@ PARAMETERS = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774
 def test_claims_that_need_a_gpu_are_judged_once_their_suites_have_run(tmp_path: Path) -> None:
     """Every cell of the single-GPU suite has a record with invented figures."""
     (tmp_path / "made").mkdir()
-    for part in plan_suite("one_gpu", Box((141.0,), 128.0), tmp_path).slices:
+    for part in plan_suite("one_gpu", Machine((141.0,), 128.0), tmp_path).slices:
         for item in part.cells:
-            probes = [item] if isinstance(item, Cell) else [item.probe_of(place) for place in range(3)]
+            probes = [item] if isinstance(item, Cell) else [item.probe_at(place) for place in range(3)]
             for place, cell in enumerate(probes):
                 if not (root := tmp_path / "made" / cell.id).exists() and cell.trainer == "study":
                     virtual, model = bool(cell.config.virtual_world_size), cell.config.model_name_or_path
-                    flags = {key: value for key, value in cell.asked.to_dict().items() if key != "scale"} | {
+                    flags = {key: value for key, value in cell.requested.to_dict().items() if key != "scale"} | {
                         "eval_steps": 4
                     }
                     engine = {"model_layers": 24, "preset_layers": 24, "model_parameters": PARAMETERS.get(model, 10**8)}
@@ -208,8 +208,8 @@ def test_claims_that_need_a_gpu_are_judged_once_their_suites_have_run(tmp_path: 
         assert (before.answer, before.sentence.endswith(f"it needs {check.needs}")) == ("not judged", True)
 
 
-def test_without_any_record_verdicts_fall_back_to_arithmetic(full_board: Board, tmp_path: Path) -> None:
-    bare = board(reports=tmp_path)
+def test_without_any_record_verdicts_fall_back_to_arithmetic(full_board: Scoreboard, tmp_path: Path) -> None:
+    bare = build_scoreboard(reports=tmp_path)
     for full, less in zip(full_board.judged, bare.judged, strict=True):
         assert STRENGTH[less.verdict] <= STRENGTH[full.verdict]
         assert not {"virtual", "measured"} & set(less.kinds)
@@ -235,11 +235,11 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
             "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
 
 
-def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Board) -> None:
+def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(full_board), "run `make claims`"
 
 
-def test_a_check_of_two_claims_does_not_decide_which_is_wrong(full_board: Board) -> None:
+def test_a_check_of_two_claims_does_not_decide_which_is_wrong(full_board: Scoreboard) -> None:
     disputed = [(row, finding) for row in full_board.judged for finding in row.findings if finding.answer == "disputed"]
     assert {row.claim.id for row, _ in disputed} >= {"S1-04", "S1-10", "S1-11", "S1-18", "S1-19"}
     for row, finding in disputed:
@@ -262,12 +262,14 @@ def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
     assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == claims
 
 
-def test_contradictions_name_the_other_claims_only(full_board: Board) -> None:
-    partners = {claim: [ids for ids, _ in full_board.contradictions_of(claim)] for claim in ("Z0-04", "S0-07", "S1-06")}
+def test_contradictions_name_the_other_claims_only(full_board: Scoreboard) -> None:
+    partners = {
+        claim: [ids for ids, _ in full_board.find_contradictions(claim)] for claim in ("Z0-04", "S0-07", "S1-06")
+    }
     assert partners == {"Z0-04": ["S0-07"], "S0-07": ["Z0-04, Z0-05"], "S1-06": ["S0-11", "itself"]}
 
 
-def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(full_board: Board) -> None:
+def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(full_board: Scoreboard) -> None:
     figures = [finding.figure for finding in find_claim(full_board, "Z0-06").findings]
     assert [figure and figure.n for figure in (figures[3], figures[1])] == [1, 3]
 
@@ -289,7 +291,7 @@ def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(full_board
     ],
 )
 def test_changed_numbers_change_the_answer(
-    full_board: Board, claim: str, place: int, numbers: dict[str, object], before: str, after: str
+    full_board: Scoreboard, claim: str, place: int, numbers: dict[str, object], before: str, after: str
 ) -> None:
     judged = find_claim(full_board, claim)
     checks = list(judged.claim.checks)
@@ -310,7 +312,7 @@ def minimal(**changes: str) -> str:
 def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
     file = tmp_path / "ledger.yaml"
     file.write_text(minimal())
-    (only,) = board(ledger=read_ledger(file)).judged
+    (only,) = build_scoreboard(ledger=read_ledger(file)).judged
     assert (only.verdict, only.sentence) == ("supported", "It: 0.5; the claim needs at most 1.")
 
 
@@ -380,7 +382,7 @@ def changed(report: str, change: Change, records: Records | None = None) -> Evid
     """Return the committed records with the runs of one report changed."""
     before = records or read_parquet(REPORTS / report)
     runs = change(before.runs.copy()).reset_index(drop=True).astype(before.runs.dtypes)
-    return Evidence(REPORTS).instead(report, Records(runs, before.steps))
+    return Evidence(REPORTS).with_records(report, Records(runs, before.steps))
 
 
 def column(name: str, value: Callable[[pd.Series], object]) -> Change:
@@ -439,13 +441,13 @@ def seeded(noise: float = 0.001) -> Records:
         (first_seeds, {"S3-03": "inconclusive", "S3-04": "inconclusive"}),
     ],
 )
-def test_a_verdict_follows_the_runs(full_board: Board, change: Change, verdicts: dict[str, str]) -> None:
+def test_a_verdict_follows_the_runs(full_board: Scoreboard, change: Change, verdicts: dict[str, str]) -> None:
     evidence = changed("laptop", change, seeded())
     assert {claim: judge(find_claim(full_board, claim).claim, evidence).verdict for claim in verdicts} == verdicts
 
 
-def test_a_measured_verdict_shows_its_interval_and_its_pairs(full_board: Board) -> None:
-    judged = judge(find_claim(full_board, "S3-04").claim, Evidence(REPORTS).instead("laptop", seeded(0.01)))
+def test_a_measured_verdict_shows_its_interval_and_its_pairs(full_board: Scoreboard) -> None:
+    judged = judge(find_claim(full_board, "S3-04").claim, Evidence(REPORTS).with_records("laptop", seeded(0.01)))
     document = judged.document()
     low, high = document["checks"][0]["interval"]
     assert low < document["checks"][0]["figure"] < high
@@ -488,7 +490,7 @@ def without_one_size(runs: pd.DataFrame) -> pd.DataFrame:
         ("S2-02", "ratio_slope", without_one_size, "not judged"),
     ],
 )  # fmt: skip
-def test_an_answer_follows_the_runs(full_board: Board, claim: str, form: str, change: Change, answer: str) -> None:
+def test_an_answer_follows_the_runs(full_board: Scoreboard, claim: str, form: str, change: Change, answer: str) -> None:
     judged = judge(find_claim(full_board, claim).claim, changed("claims", change))
     pairs = zip(judged.claim.checks, judged.findings, strict=True)
     matches = [finding for check, finding in pairs if check.form == form]
@@ -499,7 +501,7 @@ def test_an_answer_follows_the_runs(full_board: Board, claim: str, form: str, ch
 
 
 @pytest.mark.parametrize(("slope", "answer"), [(-0.3, "fails"), (0.0, "inside noise"), (0.2, "holds")])
-def test_the_slope_of_a_ratio_over_sizes_is_recovered(full_board: Board, slope: float, answer: str) -> None:
+def test_the_slope_of_a_ratio_over_sizes_is_recovered(full_board: Scoreboard, slope: float, answer: str) -> None:
     def speed(run: pd.Series) -> float:
         ratio = 1.0 if run["strategy"] == "single" else 0.8 * run["model_parameters"] ** slope
         return float(5e8 / run["model_parameters"] * wobble(run) * ratio)
@@ -512,7 +514,7 @@ def test_the_slope_of_a_ratio_over_sizes_is_recovered(full_board: Board, slope: 
     assert (finding.figure.n, finding.answer) == (3, answer)
 
 
-def test_an_unfair_partner_removes_no_other_pair_of_its_seed(full_board: Board) -> None:
+def test_an_unfair_partner_removes_no_other_pair_of_its_seed(full_board: Scoreboard) -> None:
     def more(runs: pd.DataFrame) -> pd.DataFrame:
         size_8 = runs[runs["micro_batch_size"] == 8]
         return pd.concat([runs, size_8.assign(run=size_8["run"] + "-other", learning_rate=0.5)])
@@ -522,16 +524,16 @@ def test_an_unfair_partner_removes_no_other_pair_of_its_seed(full_board: Board) 
     assert find_claim(full_board, "S3-07").claim.checks[0].find(changed("claims", more)).figure == before
 
 
-def test_gradients_that_differ_at_one_step_are_seen(full_board: Board) -> None:
+def test_gradients_that_differ_at_one_step_are_seen(full_board: Scoreboard) -> None:
     records, (first_finding, *_) = read_parquet(REPORTS / "laptop"), find_claim(full_board, "S2-09").findings
     assert (first_finding.answer, first_finding.figure is None) == ("fails", False)
     steps = records.steps.copy()
     steps.loc[steps["run"] == first_finding.figure.records[-1].removeprefix("laptop/"), "grad_norm"] *= 1.05  # type: ignore[union-attr]
-    evidence = Evidence(REPORTS).instead("laptop", Records(records.runs, steps))
+    evidence = Evidence(REPORTS).with_records("laptop", Records(records.runs, steps))
     assert judge(find_claim(full_board, "S2-09").claim, evidence).findings[0].answer == "holds"
 
 
-def test_removing_a_probe_of_the_engine_never_strengthens_a_verdict(full_board: Board, tmp_path: Path) -> None:
+def test_removing_a_probe_of_the_engine_never_strengthens_a_verdict(full_board: Scoreboard, tmp_path: Path) -> None:
     document = json.loads((REPORTS / "engine_keys" / "keys.json").read_text(encoding="utf-8"))
     probed = {judged.claim.id: {check.numbers["probe"] for check in judged.claim.checks if check.form == "probed"}
               for judged in full_board.judged}  # fmt: skip

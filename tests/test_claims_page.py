@@ -17,13 +17,13 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Page
 
-from study.claims.board import REPORTS, Board, JudgedClaim, board, judge
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, ClaimFinding, read_ledger
 from study.claims.page import page, strip, write_page
-from study.claims.provenance import Order, order_text, orders, provenance
+from study.claims.provenance import Order, order_text, preregistration_orders, provenance
 from study.claims.published import derivation
+from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
 from study.claims.verdicts import Figure, Region
 from study.cli import main
 from study.config.strategies import REPOSITORY
@@ -33,8 +33,8 @@ EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'
 
 
 @pytest.fixture(scope="module")
-def full_board() -> Board:
-    return board()
+def full_board() -> Scoreboard:
+    return build_scoreboard()
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def visible(page: Page) -> list[str]:
 
 
 def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_without_a_script(
-    open_page: Page, full_board: Board
+    open_page: Page, full_board: Scoreboard
 ) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["claims", "--json"]) == 0
@@ -101,7 +101,7 @@ def test_every_link_of_the_page_has_a_target(open_page: Page, file: Path) -> Non
 
 
 def test_the_page_fits_the_screen_and_has_every_claim_with_its_plot(
-    open_page: Page, file: Path, full_board: Board
+    open_page: Page, file: Path, full_board: Scoreboard
 ) -> None:
     assert open_page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
     figures = sum(finding.figure is not None for item in full_board.judged for finding in item.findings)
@@ -128,10 +128,10 @@ def test_text_of_a_record_is_shown_and_not_executed(tmp_path: Path) -> None:
     assert "<img" not in text
     # Outside the repository a page has no links to files.
     assert re.findall(r"href=\"([^#d][^\"]*)\"", text) == []
-    assert "<script" not in page(board(tmp_path / "reports"))
+    assert "<script" not in page(build_scoreboard(tmp_path / "reports"))
 
 
-def test_a_point_lies_in_the_claimed_region_exactly_if_the_check_holds(full_board: Board) -> None:
+def test_a_point_lies_in_the_claimed_region_exactly_if_the_check_holds(full_board: Scoreboard) -> None:
     answers = set()
     for judged in full_board.judged:
         for check, finding in zip(judged.claim.checks, judged.findings, strict=True):
@@ -144,7 +144,7 @@ def test_a_point_lies_in_the_claimed_region_exactly_if_the_check_holds(full_boar
     assert {"holds", "fails"} <= answers
 
 
-def test_a_derivation_comes_to_its_figure(full_board: Board) -> None:
+def test_a_derivation_comes_to_its_figure(full_board: Scoreboard) -> None:
     forms = set()
     for judged in full_board.judged:
         for check, finding in zip(judged.claim.checks, judged.findings, strict=True):
@@ -159,18 +159,18 @@ def test_a_derivation_comes_to_its_figure(full_board: Board) -> None:
 
 
 def test_a_report_names_the_claims_that_rest_on_it_and_links_to_them(tmp_path: Path) -> None:
-    from study.claims.command import resting
+    from study.claims.command import dependent_claims
 
     records = read_parquet(REPORTS / "laptop")
-    rows = {row.claim: row for row in resting(records, "laptop", REPORTS / "laptop")}
+    rows = {row.claim: row for row in dependent_claims(records, "laptop", REPORTS / "laptop")}
     assert {"S0-07", "S1-28", "S2-09", "S3-02"} <= rows.keys()
     assert rows["S3-02"].verdict == "contradicted"
     assert rows["S3-02"].address == "../../docs/claims.md#s3-02"
-    assert "And 1 more." in rows["S3-02"].found
-    assert resting(records, "laptop", tmp_path)[0].address == ""
-    assert resting(records, "another", tmp_path) == []
+    assert "And 1 more." in rows["S3-02"].result
+    assert dependent_claims(records, "laptop", tmp_path)[0].address == ""
+    assert dependent_claims(records, "another", tmp_path) == []
     failed = Records(records.runs.assign(status_state="failed"), records.steps)
-    assert resting(failed, "laptop", tmp_path) == []
+    assert dependent_claims(failed, "laptop", tmp_path) == []
     headings = re.findall(r"^### (\S+)$", (REPOSITORY / "docs" / "claims.md").read_text(), re.MULTILINE)
     assert {row.address.partition("#")[2] for row in rows.values()} <= {name.lower() for name in headings}
 
@@ -197,7 +197,7 @@ def test_an_interval_across_the_edge_is_drawn_across_it() -> None:
 
 def laptop_claim(claim: str, records: Records) -> tuple[JudgedClaim, Evidence]:
     """Return a claim judged by the given laptop records alone, and the evidence."""
-    evidence = Evidence(REPORTS).instead("laptop", records)
+    evidence = Evidence(REPORTS).with_records("laptop", records)
     (match,) = [claim_of_id for claim_of_id in read_ledger().claims if claim_of_id.id == claim]
     laptop = tuple(check for check in match.checks if check.numbers.get("report") == "laptop")
     return judge(dataclasses.replace(match, checks=laptop), evidence), evidence
@@ -207,7 +207,7 @@ def orders_at(commit: str | None, repository: Path) -> list[Order]:
     """Return the order of the checks of S3-02 if the given commit had made the records."""
     records = read_parquet(REPORTS / "laptop")
     runs = records.runs.assign(git_commit=pd.array([commit] * len(records.runs), dtype="str"))
-    return orders(*laptop_claim("S3-02", Records(runs, records.steps)), repository)
+    return preregistration_orders(*laptop_claim("S3-02", Records(runs, records.steps)), repository)
 
 
 def commit_ledger(folder: Path, ledger: str | None) -> str:
@@ -258,7 +258,7 @@ def test_without_git_or_a_commit_the_order_is_unknown(tmp_path: Path) -> None:
     assert order_text(["unknown"]).startswith("Of 1 check on records: 1 of unknown date")
 
 
-def test_provenance_has_every_run_start_version_and_minute(full_board: Board) -> None:
+def test_provenance_has_every_run_start_version_and_minute(full_board: Scoreboard) -> None:
     records = read_parquet(REPORTS / "laptop")
     runs = records.runs.drop_duplicates(["workload_key", "arm", "seed"]).reset_index(drop=True)
     used = runs[(runs["task"] == "gpt-wikitext") & runs["strategy"].isin(["ddp", "zero2_cpu"])]
@@ -286,7 +286,7 @@ def test_provenance_has_every_run_start_version_and_minute(full_board: Board) ->
     )
 
 
-def test_a_measured_claim_has_other_explanations(full_board: Board) -> None:
+def test_a_measured_claim_has_other_explanations(full_board: Scoreboard) -> None:
     measured = [judged.claim for judged in full_board.judged
                 if any(finding.kind == "measured" and finding.figure for finding in judged.findings)]  # fmt: skip
     assert [claim.id for claim in measured if not claim.alternatives] == [], "add alternatives:, such as *cpu_ranks"
@@ -296,7 +296,7 @@ def test_a_correction_is_in_the_page_and_the_json(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.yaml"
     entry = 'corrections:\n  - {date: "2026-11-21", claim: S0-01, what: It was wrong., why: A slip.}\n'
     ledger.write_text(LEDGER_TEXT.replace("corrections:\n", entry))
-    changed = board(ledger=read_ledger(ledger))
+    changed = build_scoreboard(ledger=read_ledger(ledger))
     assert "| 2026-11-21 | [S0-01](#s0-01) | It was wrong. | A slip. |" in page(changed)
     correction = {"date": "2026-11-21", "claim": "S0-01", "what": "It was wrong.", "why": "A slip."}
     assert changed.document()["corrections"][0] == correction

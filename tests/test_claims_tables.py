@@ -12,7 +12,7 @@ import pytest
 from study.claims.published import TABLES, check, check_table, published_tables, read_table
 from study.cli import main
 from study.config.errors import UserError
-from study.predictor.state import papers_state_bytes
+from study.predictor.state import paper_state_bytes
 
 
 def table(tmp_path: Path, *rows: str, header: str = "model,gpus,strategy,gb,device") -> Path:
@@ -66,7 +66,7 @@ def test_every_stored_table_has_its_source_and_is_judged() -> None:
 def test_the_floors_are_the_papers(tmp_path: Path) -> None:
     for stage in (0, 1, 2, 3):
         (only,) = check_table(table(tmp_path, f"13B,16,zero{stage},1000,"))
-        assert only.adam_gb == pytest.approx(papers_state_bytes(13, stage, 16))
+        assert only.adam_gb == pytest.approx(paper_state_bytes(13, stage, 16))
         assert only.least_gb == pytest.approx(13 * (2 / (16 if stage == 3 else 1) + 2 / (16 if stage >= 2 else 1)))
 
 

@@ -16,8 +16,8 @@ from transformers import SchedulerType
 from study.cli import COMMANDS, main
 from study.config import flags as config_module
 from study.config.errors import UserError
-from study.config.flags import RunConfig, parse_command_line, resolved
-from study.config.names import override, parse_overrides
+from study.config.flags import RunConfig, parse_command_line, resolve_config
+from study.config.strategy_names import apply_overrides, parse_overrides
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_OF_THE_DESIGN = {
@@ -47,7 +47,7 @@ OTHER_VALUES: dict[str, tuple[Any, bool]] = {
 
 
 def laptop(**changed: Any) -> RunConfig:
-    return resolved(RunConfig(scale="laptop", **changed), accelerator_visible=False)
+    return resolve_config(RunConfig(scale="laptop", **changed), accelerator_visible=False)
 
 
 def as_command_line(config: RunConfig) -> list[str]:
@@ -145,7 +145,7 @@ def test_transformers_has_every_schedule_of_the_flag() -> None:
 def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None:
     optional = {"tokenizer_name", "per_device_train_batch_size", "device_memory_cap_gib", "output_dir"}
     optional |= {"resume_from_checkpoint", "virtual_world_size", "virtual_rank", "group_size"}
-    config = resolved(RunConfig(task=task, scale=scale), accelerator_visible=False)
+    config = resolve_config(RunConfig(task=task, scale=scale), accelerator_visible=False)
     unresolved = {key for key, value in dataclasses.asdict(config).items() if value is None}
     assert unresolved == optional
     # The types of the dataclass must be correct after resolution, or the record would not read back.
@@ -153,15 +153,15 @@ def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None
 
 
 def test_auto_is_paper_with_an_accelerator_and_laptop_without() -> None:
-    assert [resolved(RunConfig(), visible).scale for visible in (True, False)] == ["paper", "laptop"]
+    assert [resolve_config(RunConfig(), visible).scale for visible in (True, False)] == ["paper", "laptop"]
 
 
 def test_the_paper_scale_has_the_settings_of_the_studied_documents() -> None:
-    bert = resolved(RunConfig(scale="paper"), accelerator_visible=False)
+    bert = resolve_config(RunConfig(scale="paper"), accelerator_visible=False)
     assert (bert.model_name_or_path, bert.weights, bert.data) == ("bert-large-uncased", "pretrained", "hub")
     assert (bert.train_samples, bert.eval_samples, bert.seq_length, bert.global_batch_size) == (800, 200, 128, 8)
     assert (bert.learning_rate, bert.lr_scheduler_type, bert.precision, bert.seed) == (5e-5, "linear", "fp32", 42)
-    gemma = resolved(RunConfig(task="gpt-wikitext", scale="paper", model_name_or_path="google/gemma-2-9b"), True)
+    gemma = resolve_config(RunConfig(task="gpt-wikitext", scale="paper", model_name_or_path="google/gemma-2-9b"), True)
     assert (gemma.seq_length, gemma.precision) == (2048, "bf16")
 
 
@@ -238,7 +238,7 @@ def test_the_run_id_changes_with_what_changes_the_run_and_with_nothing_else(fiel
 
 
 def test_a_renamed_flag_is_read_under_its_old_name_and_renames_no_run() -> None:
-    config = resolved(parse_command_line(["--scale=laptop", "--team_size=4"]), accelerator_visible=False)
+    config = resolve_config(parse_command_line(["--scale=laptop", "--team_size=4"]), accelerator_visible=False)
     assert (config.group_size, config.run_id("tp", 4)) == (4, "bert-imdb-bert-tiny-tp-4x-e443afbd")
 
 
@@ -319,7 +319,7 @@ def test_overrides_that_share_a_beginning_are_two_keys() -> None:
 
 def test_an_override_leaves_the_settings_that_it_is_given() -> None:
     settings = {"zero_optimization": {"stage": 2}}
-    assert override(settings, ["zero_optimization.stage=3"]) == {"zero_optimization": {"stage": 3}}
+    assert apply_overrides(settings, ["zero_optimization.stage=3"]) == {"zero_optimization": {"stage": 3}}
     assert settings == {"zero_optimization": {"stage": 2}}
 
 

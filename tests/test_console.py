@@ -50,7 +50,7 @@ def find_kinds(text: str, when: str) -> list[str]:
 
 def test_all_noise_goes_to_the_log_and_none_to_the_terminal(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    result = run_python('noise("early"); console.say("hello"); console.log_to(log); noise("late")', log)
+    result = run_python('noise("early"); console.print_from_main("hello"); console.log_to(log); noise("late")', log)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "hello\n")
     assert find_kinds(log.read_text(), "early") == list(KINDS)
     assert find_kinds(log.read_text(), "late") == list(KINDS)
@@ -66,7 +66,7 @@ def test_the_log_of_an_earlier_attempt_is_kept(tmp_path: Path) -> None:
 
 def test_noise_that_never_got_a_log_leaves_no_file(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    result = run_python('noise("early"); console.say("error: no"); console.restore()', log)
+    result = run_python('noise("early"); console.print_from_main("error: no"); console.restore()', log)
     assert (result.stdout, result.stderr) == ("", "error: no\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -93,7 +93,7 @@ def test_a_traceback_after_the_log_is_open_is_in_the_log(tmp_path: Path) -> None
 def test_a_silent_rank_prints_nothing_but_logs(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     result = run_python(
-        'other = Console(speaks=False); other.say("hello"); other.log_to(log); noise("there")\n'
+        'other = Console(speaks=False); other.print_from_main("hello"); other.log_to(log); noise("there")\n'
         "progress = other.progress(10, 0); progress.show(10, 1.0, 1.0, 1.0); progress.close()",
         log,
     )

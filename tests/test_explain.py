@@ -17,13 +17,13 @@ import pytest
 from engines import ROOT, launch, printed_json
 from study.advisor.explain import (
     Explanation,
-    answers,
     bucket_bytes,
     costs,
+    find_answers,
     gathered_elements,
     sub_groups_on_host,
 )
-from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, Workload, resolve
+from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_findings import ENGINES_OPTIMIZERS, TORCHS_OPTIMIZERS, findings
 from study.advisor.user_settings import OFFLOADS, SAID_TWICE, ZERO, known_settings, read_user_file
 from study.cli import main
@@ -39,12 +39,12 @@ LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_val
 
 
 def make_case(
-    folder: Path, document: Mapping[str, Any], model: str = "gpt2", ranks: int = 4, work: Workload | None = None
+    folder: Path, document: Mapping[str, Any], model: str = "gpt2", ranks: int = 4, work: ProgramSettings | None = None
 ) -> ConfigCase:
     file = folder / ("user.yaml" if "distributed_type" in document else "user.json")
     # JSON is YAML.
     file.write_text(json.dumps(document))
-    return resolve(read_user_file(str(file)), model_shape(model), ranks, work or Workload())
+    return resolve(read_user_file(str(file)), model_shape(model), ranks, work or ProgramSettings())
 
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def test_no_fp32_weights_are_left_when_the_engine_makes_the_optimizer(tmp_path: 
 def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> None:
     def case(accumulation: int = 1, **settings: Any) -> ConfigCase:
         document = {**zero(1, reduce_bucket_size=525336576), **settings}
-        return make_case(tmp_path, document, LLAMA_8B, 8, Workload(2048, accumulation=accumulation))
+        return make_case(tmp_path, document, LLAMA_8B, 8, ProgramSettings(2048, accumulation=accumulation))
 
     auto: dict[str, Any] = {ACCUMULATION: "auto"}
     says = name_findings(case(**auto))[f"filled {ACCUMULATION}"]
@@ -437,14 +437,15 @@ def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "work", "key", "says"),
     [
-        ({MICRO_BATCH: 1, ACCUMULATION: 4}, Workload(accumulation=8), ACCUMULATION, "4, and --accumulation says 8"),
-        ({MICRO_BATCH: 1, ACCUMULATION: 4}, Workload(micro_batch=2), MICRO_BATCH, "1, and --micro_batch says 2"),
-        ({MICRO_BATCH: None, "train_batch_size": 8}, Workload(accumulation=4), ACCUMULATION,
+        ({MICRO_BATCH: 1, ACCUMULATION: 4}, ProgramSettings(accumulation=8), ACCUMULATION,
+         "4, and --accumulation says 8"),
+        ({MICRO_BATCH: 1, ACCUMULATION: 4}, ProgramSettings(micro_batch=2), MICRO_BATCH, "1, and --micro_batch says 2"),
+        ({MICRO_BATCH: None, "train_batch_size": 8}, ProgramSettings(accumulation=4), ACCUMULATION,
          "1, and --accumulation says 4"),
     ],
 )  # fmt: skip
 def test_a_flag_that_contradicts_the_file_is_refused(
-    settings: dict[str, Any], work: Workload, key: str, says: str, tmp_path: Path
+    settings: dict[str, Any], work: ProgramSettings, key: str, says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=f"{key} {says}") as refusal:
         make_case(tmp_path, {**PLAIN, **settings}, work=work)
@@ -507,7 +508,7 @@ def test_no_more_elements_are_gathered_than_the_model_has(tmp_path: Path) -> Non
     # All of GPT-2 except 121,344 persistent elements; the tied embedding is one tensor.
     assert cost.says.startswith("124,318,464 elements are gathered at once")
     assert cost.device == (124_318_464 + 51_904_512) * 2
-    assert "gathers 124,318,464 elements at once, 99.9% of the model" in answers(case)[0].because[1]
+    assert "gathers 124,318,464 elements at once, 99.9% of the model" in find_answers(case)[0].because[1]
 
 
 def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) -> None:
@@ -545,7 +546,7 @@ def test_a_ratio_moves_whole_sub_groups(tmp_path: Path) -> None:
 
 
 def answer(case: ConfigCase, about: str) -> Explanation:
-    return next(explanation for explanation in answers(case) if about in explanation.question)
+    return next(explanation for explanation in find_answers(case) if about in explanation.question)
 
 
 @pytest.mark.parametrize(
@@ -598,7 +599,7 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError) as refusal:
-        resolve(read_user_file(str(tmp_path / name)), model_shape("gpt2"), 2, Workload())
+        resolve(read_user_file(str(tmp_path / name)), model_shape("gpt2"), 2, ProgramSettings())
     assert says in refusal.value.problem
     assert "\n" not in str(refusal.value)
 
@@ -631,7 +632,7 @@ def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
     file.write_text("distributed_type: MULTI_GPU\nmixed_precision: no\n")
     assert read_user_file(str(file)).mixed_precision == "no"
     file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  <<: {zero_stage: 2}\n  zero_stage: 3\n")
-    assert resolve(read_user_file(str(file)), model_shape("gpt2"), 2, Workload()).stage == 3
+    assert resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings()).stage == 3
 
 
 def test_a_file_that_another_one_names_is_searched_as_accelerate_does(

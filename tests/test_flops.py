@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from study.config.flags import RunConfig, Task, resolved
+from study.config.flags import RunConfig, Task, resolve_config
 from study.metrics.flops import model_flops_per_sample
 from study.predictor.hardware import find_device, known_devices, mfu, peak_flops
 from study.workloads.architecture import build_model, model_config
@@ -35,7 +35,7 @@ DEVICE_NAMES = {
 
 
 def run_config(task: Task, model: str, **flags: Any) -> RunConfig:
-    return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **flags), False)
+    return resolve_config(RunConfig(task=task, scale="laptop", model_name_or_path=model, **flags), False)
 
 
 @pytest.mark.parametrize(("name", "seq_length"), [("gpt2", 1024), ("gpt2", 128), ("gpt2-xl", 512)])

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from study.cli import main
-from study.host.box import Box
-from study.sweep.forecast import Forecast, warnings
-from study.sweep.plan import missing_here, plan_cells
-from study.sweep.search import example_of
+from study.host.machine import Machine
+from study.sweep.forecast import Forecast, oom_warnings
+from study.sweep.plan import missing_requirement, plan_cells
+from study.sweep.search import representative_cell
 from sweeps import TINY, box_for, gpu_suites_with_cells, planned_cells, shipped, write_suite
 
 GIB = 2**30
@@ -49,22 +49,22 @@ def test_cells_that_demonstrate_out_of_memory_and_no_others_are_too_large_by_the
     forecast = Forecast(shipped()[name], box_for(name), {}, None)
     for cell in planned_cells(name):
         assert bool(forecast.too_large(cell)) == (cell.expect == "oom"), cell.id
-    assert not list(warnings(planned_cells(name), box_for(name)))
+    assert not list(oom_warnings(planned_cells(name), box_for(name)))
 
 
 @pytest.mark.parametrize("name", sorted({part.suite for part in shipped()["one_gpu"].slices}))
 def test_a_rented_suite_fits_the_gpu_it_requires_and_requires_a_large_one_only_if_needed(name: str) -> None:
     suite = shipped()[name]
     # The memory that NVML reports for 80 GB.
-    h100 = Box((81559 / 1024,), suite.requires.host_memory_gib)
+    h100 = Machine((81559 / 1024,), suite.requires.host_memory_gib)
     ahead = Forecast(suite, box_for(name), {}, None)
     described = {cell.id: ahead.describe(cell) for cell in planned_cells(name) if cell.expect is None}
     if suite.requires.gpu_memory_gib <= h100.gpu_memory_gib[0]:
-        assert missing_here(suite, h100) is None
+        assert missing_requirement(suite, h100) is None
         assert {cell: text for cell, text in described.items() if not text.endswith(", fits")} == {}
     else:
         needs = (re.search(r"([\d.]+) GiB a rank", text) for text in described.values())
-        caps = [example_of(cell).config.device_memory_cap_gib or 0 for cell in plan_cells(suite, h100)]
+        caps = [representative_cell(cell).config.device_memory_cap_gib or 0 for cell in plan_cells(suite, h100)]
         assert max([*caps, *(float(match[1]) for match in needs if match)]) > h100.gpu_memory_gib[0]
 
 

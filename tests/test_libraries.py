@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT
-from study.host.stacks import importing
+from study.host.stacks import without_gc
 
 pytestmark = pytest.mark.engine
 
@@ -33,10 +33,10 @@ def run_python(strategy: str, code: str, *path: Path) -> str:
 
 def test_collection_rests_while_libraries_are_imported_and_only_then() -> None:
     assert gc.isenabled()
-    with importing():
+    with without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ImportError), importing():
+    with pytest.raises(ImportError), without_gc():
         raise ImportError
     assert gc.isenabled()
     gc.unfreeze()

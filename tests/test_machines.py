@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import TCPStore
 from engines import ROOT, launch
 from runs import FLAGS, RunFactory, losses
 from study.config.errors import Unsupported, UserError
-from study.config.launched import Launch, this_launch
+from study.config.launch_context import Launch, read_launch
 from study.config.strategies import read_strategy
 from study.records.directory import read_json, read_run
-from study.records.outcome import Ending
-from study.run import machines
+from study.records.outcome import Outcome
+from study.run import rendezvous
 from study.run.checks import check_devices
 
 GPT = ("--task", "gpt-wikitext")
@@ -122,9 +122,9 @@ def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> l
         try:
             answers[rank].put(works[rank]())
         except UserError as refusal:
-            machines.publish_refusal(refusal)
+            rendezvous.publish_refusal(refusal)
             answers[rank].put(refusal.to_json())
-            machines.wait_until_heard()
+            rendezvous.wait_for_acknowledgements()
 
     ranks = [fork.Process(target=run_rank, args=(rank,)) for rank in range(len(works))]
     for rank in ranks:
@@ -139,11 +139,11 @@ def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> l
 
 
 def as_main(agreed: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: machines.meet_others(agreed, lambda: {"pid": 7}, print)
+    return lambda: rendezvous.sync_as_main(agreed, lambda: {"pid": 7}, print)
 
 
 def as_other(agreed: dict[str, Any], machine: str = "", look: Callable[[Any], object] = id) -> Callable[[], Any]:
-    return lambda: machines.meet_main(agreed, {"cpu": machine}, look)
+    return lambda: rendezvous.sync_with_main(agreed, {"cpu": machine}, look)
 
 
 def raise_unsupported(*_: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_refusal_of_one_rank_reaches_all(ranks: list[Any], problem: str, who: 
 
 def test_a_rank_whose_main_process_has_left_does_not_wait_for_it(monkeypatch) -> None:
     port = free_port()
-    monkeypatch.setattr(machines, "_CONNECT_S", 1)
+    monkeypatch.setattr(rendezvous, "_CONNECT_S", 1)
 
     def alone() -> None:
         os.environ["MASTER_PORT"] = str(port)
@@ -190,14 +190,14 @@ def test_a_rank_whose_main_process_has_left_does_not_wait_for_it(monkeypatch) ->
 
 
 def test_the_ending_is_that_of_the_rank_that_failed_first(monkeypatch) -> None:
-    def fail(after_s: float, ending: Ending) -> Callable[[], Ending]:
-        def late() -> Ending:
+    def fail(after_s: float, ending: Outcome) -> Callable[[], Outcome]:
+        def late() -> Outcome:
             time.sleep(after_s)
-            return machines.first_ending(ending)
+            return rendezvous.publish_outcome(ending)
 
         return late
 
-    cause, consequence = Ending("oom", "rank 1: out of memory", "use less"), Ending("failed", "connection closed")
+    cause, consequence = Outcome("oom", "rank 1: out of memory", "use less"), Outcome("failed", "connection closed")
     endings = gather(monkeypatch, [fail(1.0, consequence), fail(0, cause)])
     assert endings == [cause, cause]
 
@@ -220,11 +220,11 @@ def test_the_command_for_fewer_gpus_is_for_all_machines(monkeypatch) -> None:
 )  # fmt: skip
 def test_variables_left_over_from_another_launch_are_refused(shell: dict[str, str]) -> None:
     launched = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert this_launch(launched, shell={"HOME": "/root"}).strategy.name == "ddp"
+    assert read_launch(launched, shell={"HOME": "/root"}).strategy.name == "ddp"
     # Without a launcher they are also left over.
     for environment in (launched | shell, shell):
         with pytest.raises(UserError, match="not by the launched file") as refusal:
-            this_launch(environment, shell=shell)
+            read_launch(environment, shell=shell)
         assert f"unset {' '.join(shell)}" in refusal.value.fix
 
 
@@ -232,10 +232,10 @@ def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
     """`accelerate launch --cpu` exports these variables to its only process."""
     exported = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
     with pytest.raises(UserError, match="the launch asks for --cpu") as refusal:
-        this_launch(exported, shell={"HOME": "/root"})
+        read_launch(exported, shell={"HOME": "/root"})
     assert "unset" not in refusal.value.fix
     with pytest.raises(UserError, match="ACCELERATE_USE_CPU is set") as refusal:
-        this_launch(exported, shell={"ACCELERATE_USE_CPU": "1"})
+        read_launch(exported, shell={"ACCELERATE_USE_CPU": "1"})
     assert refusal.value.fix == "run: unset ACCELERATE_USE_CPU"
 
 
@@ -244,7 +244,7 @@ def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
 )
 def test_a_rank_that_no_launcher_set_is_refused(variables: dict[str, str]) -> None:
     with pytest.raises(UserError) as refusal:
-        this_launch(variables, shell=variables)
+        read_launch(variables, shell=variables)
     assert next(iter(variables)) in refusal.value.problem
 
 

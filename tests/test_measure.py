@@ -21,13 +21,13 @@ from forked import fork_ranks
 from probes import measured_steps
 from runs import trained
 from study.metrics import Meters
-from study.metrics.clock import EnergyMeter, HostCost, StepClock, step_time_statistics, warmup_steps
+from study.metrics.clock import EnergyMeter, MeasurementOverhead, StepClock, step_time_statistics, warmup_steps
 from study.metrics.flops import matmul_tflops, measure_matmul_rates
 from study.metrics.inventory import ForwardWatch, Inventory, bytes_in_use
 from study.metrics.memory import MemoryMeter
 from study.metrics.state import StateWatch
 from study.metrics.traffic import TrafficWatch
-from study.predictor.records import ALL_STATE, compared_of
+from study.predictor.run_predictions import ALL_STATE, compare_run_figures
 from study.records.frames import read_records
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def test_a_pause_is_in_no_steps_time_and_the_meters_cost_adds_up() -> None:
     clock.pause()
     assert all(seconds < 0.1 for _, seconds in clock.flush())
     assert clock.window_s < 0.1
-    cost = HostCost()
+    cost = MeasurementOverhead()
     for _ in range(2):
         with cost:
             time.sleep(0.01)
@@ -557,7 +557,7 @@ def test_gradients_of_a_step_with_accumulation_are_the_most_after_any_micro_batc
     trained(strategy, tmp_path / "run", "--task", "gpt-wikitext", "--per_device_train_batch_size", "1")
     (record,) = read_records(tmp_path).runs.assign(suite="").itertuples()
     assert record.gradient_accumulation_steps == 4
-    (grads,) = (figure for figure in compared_of(record) if figure.figure == "grads, device")
+    (grads,) = (figure for figure in compare_run_figures(record) if figure.figure == "grads, device")
     assert grads.measured == grads.predicted
     full = FP32 * record.model_parameters
     if strategy in ("fsdp2", "ddp", "zero1"):
@@ -677,6 +677,6 @@ def test_the_second_optimizer_of_a_gpu_counts_as_optimizer_state(tmp_path: Path)
         script="tests/probes/named_device.py",
     )  # fmt: skip
     (record,) = read_records(tmp_path).runs.assign(suite="").itertuples()
-    (state,) = (figure for figure in compared_of(record) if figure.figure == ALL_STATE)
+    (state,) = (figure for figure in compare_run_figures(record) if figure.figure == ALL_STATE)
     # Plus a step count per group, which predictions for a CPU do not have.
     assert state.measured == pytest.approx(state.predicted, abs=64)

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from study.cli import main
-from study.config.flags import RunConfig, resolved
-from study.host.box import Box
-from study.predictor.hardware import box_of
+from study.config.flags import RunConfig, resolve_config
+from study.host.machine import Machine
+from study.predictor.hardware import to_box
 from study.predictor.request import request_for
 from study.predictor.shape import shape_of_preset
 from study.predictor.time import predict_time
 from study.records.directory import RunWriter
 from study.sweep.plan import plan_suite
-from study.sweep.search import example_of
-from study.workloads.architecture import shape_of
+from study.sweep.search import representative_cell
+from study.workloads.architecture import model_size
 from study.workloads.presets import PRESETS
 from sweeps import gpu_suites, gpu_suites_with_cells, planned, planned_cells, shipped, write_suite
 
@@ -28,13 +28,13 @@ CARD_OF_80_GB_GIB = 79
 
 def make_config(preset, name):
     config = RunConfig(scale="laptop", model_name_or_path=name, dropout=0.0)
-    return resolved(config if preset.model_type == "bert" else replace(config, task="gpt-wikitext"), False)
+    return resolve_config(config if preset.model_type == "bert" else replace(config, task="gpt-wikitext"), False)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_parameters_are_counted_as_the_model_has_them(name):
     preset = PRESETS[name].with_layers(3)
-    assert shape_of_preset(preset).parameters == shape_of(make_config(preset, preset.name)).parameters
+    assert shape_of_preset(preset).parameters == model_size(make_config(preset, preset.name)).parameters
 
 
 @pytest.mark.parametrize("name", gpu_suites_with_cells())
@@ -42,7 +42,7 @@ def test_a_cell_with_nvme_offload_ends_within_its_time_limit(name):
     for cell in planned_cells(name):
         steps = cell.total_steps or cell.config.total_steps(800)
         box = replace(
-            box_of(f"{cell.ranks // cell.world_size}x{cell.world_size}xA100"), nvme_read_gb_per_s=DRIVE_GB_PER_S,
+            to_box(f"{cell.ranks // cell.world_size}x{cell.world_size}xA100"), nvme_read_gb_per_s=DRIVE_GB_PER_S,
             nvme_write_gb_per_s=DRIVE_GB_PER_S,
         )  # fmt: skip
         batch = cell.plan.per_device_train_batch_size, cell.plan.gradient_accumulation_steps
@@ -60,7 +60,7 @@ def test_a_suite_for_gpus_states_the_memory_that_it_needs():
 @pytest.mark.parametrize("name", gpu_suites())
 def test_a_smaller_cap_requires_no_larger_gpu_than_needed(name):
     """An 80 GiB cap among those of 16 and 40 once ruled out cards of 80 GB for all of them."""
-    all_caps = {example_of(cell).config.device_memory_cap_gib for cell in planned(name)}
+    all_caps = {representative_cell(cell).config.device_memory_cap_gib for cell in planned(name)}
     if caps := {cap for cap in all_caps if cap is not None}:
         assert max(caps) < shipped()[name].requires.gpu_memory_gib <= max(caps) + 1
         assert len({cap < CARD_OF_80_GB_GIB for cap in caps}) == 1
@@ -86,8 +86,8 @@ def test_a_cell_expected_to_run_out_of_memory_is_no_failure_and_marked_in_a_dry_
     lines = capsys.readouterr().out.splitlines()
     for line in lines:
         assert line.endswith("# expected to run out of memory") == ("single.yaml" in line)
-    (part,) = plan_suite(str(file), Box((), 16.0), tmp_path / "runs").slices
-    folders = {example_of(cell).strategy: part.root / cell.id for cell in part.cells}
+    (part,) = plan_suite(str(file), Machine((), 16.0), tmp_path / "runs").slices
+    folders = {representative_cell(cell).strategy: part.root / cell.id for cell in part.cells}
     RunWriter(folders["single"]).close("oom", "made up")
     RunWriter(folders["ddp"]).close("unsupported", "made up")
     assert main(["run", *arguments]) == 0

@@ -12,10 +12,10 @@ from transformers import DiffLlamaConfig, FalconConfig, MistralConfig
 
 from runs import RunFactory, assert_same_training, by_one_rank, losses, trained
 from study.config.errors import UserError
-from study.config.flags import RunConfig, resolved
-from study.config.launched import Launch
+from study.config.flags import RunConfig, resolve_config
+from study.config.launch_context import Launch
 from study.config.strategies import WITH_GROUPS, read_strategy
-from study.engine.groups import check_group
+from study.engine.model_parallel import check_group
 from study.records.directory import Run
 from study.workloads.architecture import model_config
 from study.workloads.presets import TINY_POSITIONS
@@ -122,7 +122,7 @@ def test_a_rank_has_its_share_of_the_state_and_a_virtual_one_the_same(
 
 def make_config(**flags: Any) -> RunConfig:
     values = {"task": "gpt-wikitext", "scale": "laptop", "seq_length": 32, **flags}
-    return resolved(RunConfig.from_dict(values, "the test"), accelerator_visible=False)
+    return resolve_config(RunConfig.from_dict(values, "the test"), accelerator_visible=False)
 
 
 @pytest.mark.parametrize(

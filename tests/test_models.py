@@ -25,10 +25,10 @@ from transformers import AutoConfig, BertConfig, BertForSequenceClassification, 
 
 from damage import flip_a_bit, no_file_larger_than
 from study.config.errors import UserError
-from study.config.flags import RunConfig, Task, resolved
+from study.config.flags import RunConfig, Task, resolve_config
 from study.engine import setup as engine
 from study.run.steps import evaluate
-from study.workloads.architecture import build_model, load_tokenizer, model_config, shape_of
+from study.workloads.architecture import build_model, load_tokenizer, model_config, model_size
 from study.workloads.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
 from study.workloads.presets import DROPOUT_FIELDS, PRESETS
 from study.workloads.tasks import load_data
@@ -67,11 +67,11 @@ def run_config(model: str, task: Task | None = None, **values: Any) -> RunConfig
     if task is None:
         task = select_task(model)
     values = {"weights": "random", **values}
-    return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **values), False)
+    return resolve_config(RunConfig(task=task, scale="laptop", model_name_or_path=model, **values), False)
 
 
 def count_parameters(model: str, task: Task | None = None) -> int:
-    return shape_of(run_config(model, task)).parameters
+    return model_size(run_config(model, task)).parameters
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -288,9 +288,9 @@ def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) 
 
 def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from study.config.flags import RunConfig, resolved; "
+        "import sys, pathlib; from study.config.flags import RunConfig, resolve_config; "
         "from study.workloads.initial import materialize_initial_weights as materialize; "
-        "print(materialize(resolved(RunConfig(scale='laptop'), False), pathlib.Path(sys.argv[1])).sha256)"
+        "print(materialize(resolve_config(RunConfig(scale='laptop'), False), pathlib.Path(sys.argv[1])).sha256)"
     )
     ranks = [
         subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -308,12 +308,12 @@ import sys, pathlib, deepspeed, torch
 from safetensors.torch import load_file
 from transformers.integrations import HfDeepSpeedConfig
 from study.host.operators import build_operators
-from study.config.flags import RunConfig, resolved
+from study.config.flags import RunConfig, resolve_config
 from study.config.strategies import read_strategy
 from study.metrics.flops import model_flops_per_sample
 from study.workloads.initial import load_initial_model, materialize_initial_weights
 cache = pathlib.Path(sys.argv[1])
-config = resolved(RunConfig(task=sys.argv[2], scale="laptop"), False)
+config = resolve_config(RunConfig(task=sys.argv[2], scale="laptop"), False)
 initial = materialize_initial_weights(config, cache)
 flops = model_flops_per_sample(config)
 build_operators(read_strategy("zero3"), cache)
@@ -504,15 +504,15 @@ def small_hub() -> Iterator[str]:
 
 ASK_HUB = """
 import json, pathlib, sys, time
-from study.config.flags import RunConfig, resolved
+from study.config.flags import RunConfig, resolve_config
 from study.config.errors import UserError
 from study.workloads.architecture import load_tokenizer, model_config
 from study.workloads.initial import materialize_initial_weights
 loaders = {"config": model_config, "tokenizer": load_tokenizer,
            "weights": lambda config: materialize_initial_weights(config, pathlib.Path(sys.argv[1]))}
-model_config(resolved(RunConfig(scale="laptop"), False))
+model_config(resolve_config(RunConfig(scale="laptop"), False))
 for what, task, model, weights in json.loads(sys.argv[2]):
-    config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, weights=weights), False)
+    config = resolve_config(RunConfig(task=task, scale="laptop", model_name_or_path=model, weights=weights), False)
     started = time.monotonic()
     try:
         loaders[what](config)

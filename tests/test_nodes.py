@@ -16,21 +16,21 @@ import yaml
 from engines import ROOT
 from runs import FLAGS, RunFactory
 from study.config.errors import UserError
-from study.config.flags import parse_command_line, resolved
-from study.host.box import Box
+from study.config.flags import parse_command_line, resolve_config
+from study.host.machine import Machine
 from study.host.memory import OomCounts
-from study.host.slurm import Job, networks, this_job
+from study.host.slurm import Job, current_job, networks
 from study.records.directory import read_run
-from study.records.lock import Held
-from study.sweep.cell import on_nodes
-from study.sweep.launch import only_sweep, supervised
-from study.sweep.plan import missing_here, plan_cells, plan_suite
-from study.sweep.search import example_of
+from study.records.lock import LockHeldError
+from study.sweep.cell import srun_command
+from study.sweep.cell_outcome import ExitEvidence, classify_outcome
+from study.sweep.launch import lock_sweep_directory, with_supervisor
+from study.sweep.plan import missing_requirement, plan_cells, plan_suite
+from study.sweep.search import representative_cell
 from study.sweep.suite_file import Requirements, Suite, read_suite
-from study.sweep.verdict import ExitEvidence, judge
 from sweeps import write_files, write_suite
 
-TWO_OF_EIGHT = Box((80.0,) * 16, 1024.0, nodes=2)
+TWO_OF_EIGHT = Machine((80.0,) * 16, 1024.0, nodes=2)
 JOB = Job("42", ("gpu-1", "gpu-2"), 96)
 # Output of srun 22.05, and of later releases with other wording.
 PREEMPTED = """\
@@ -57,8 +57,8 @@ KILLED = "  traceback : Signal 9 (SIGKILL) received by PID 7\n"
     ("box", "ranks", "nodes"),
     [
         (TWO_OF_EIGHT, 16, 2), (TWO_OF_EIGHT, 8, 1), (TWO_OF_EIGHT, 1, 1), (TWO_OF_EIGHT, 12, 2),
-        (TWO_OF_EIGHT, 15, None), (TWO_OF_EIGHT, 32, None), (Box((80.0,) * 8, 1.0), 16, None),
-        (Box((), 16.0, nodes=2), 2, 2), (Box((), 16.0, nodes=2), 3, 1), (Box((), 16.0), 64, 1),
+        (TWO_OF_EIGHT, 15, None), (TWO_OF_EIGHT, 32, None), (Machine((80.0,) * 8, 1.0), 16, None),
+        (Machine((), 16.0, nodes=2), 2, 2), (Machine((), 16.0, nodes=2), 3, 1), (Machine((), 16.0), 64, 1),
     ],
 )  # fmt: skip
 def test_a_run_uses_the_fewest_nodes_with_its_gpus_or_without_gpus_as_many_as_divide_it(box, ranks, nodes) -> None:
@@ -67,16 +67,16 @@ def test_a_run_uses_the_fewest_nodes_with_its_gpus_or_without_gpus_as_many_as_di
 
 def test_a_suite_plans_for_all_gpus_of_a_job_and_may_require_so_many_on_each_node(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, {"strategy": "zero3"}, {"task": "gpt-wikitext", "global_batch_size": 16})
-    assert [example_of(cell).world_size for cell in plan_cells(read_suite(suite), TWO_OF_EIGHT)] == [16]
-    assert missing_here(Suite("many", "", Requirements(16, 8)), TWO_OF_EIGHT) is None
-    refusal = missing_here(Suite("many", "", Requirements(16, 16)), TWO_OF_EIGHT)
+    assert [representative_cell(cell).world_size for cell in plan_cells(read_suite(suite), TWO_OF_EIGHT)] == [16]
+    assert missing_requirement(Suite("many", "", Requirements(16, 8)), TWO_OF_EIGHT) is None
+    refusal = missing_requirement(Suite("many", "", Requirements(16, 16)), TWO_OF_EIGHT)
     assert refusal is not None
     assert refusal.problem == "many needs 16 GPUs on each node, and here are 2 nodes of 8 GPUs"
 
 
 def test_one_step_starts_a_supervised_launcher_on_each_node(monkeypatch) -> None:
     monkeypatch.setattr("study.sweep.cell.address_of", lambda node: f"{node}.example")
-    command = on_nodes(JOB, 2, ["accelerate", "launch"], ["study/train.py", "--data", "my file"])
+    command = srun_command(JOB, 2, ["accelerate", "launch"], ["study/train.py", "--data", "my file"])
     *srun, shell, _, line = command
     assert srun[:4] == ["srun", "--nodelist=gpu-1,gpu-2", "--nodes=2", "--ntasks=2"]
     assert "--cpus-per-task=96" in srun
@@ -85,25 +85,25 @@ def test_one_step_starts_a_supervised_launcher_on_each_node(monkeypatch) -> None
         rf"exec accelerate launch {place} --machine_rank \"\$SLURM_NODEID\" study/train.py --data 'my file'", line
     )
     assert match, line
-    started = supervised(command)
+    started = with_supervisor(command)
     assert started[: len(srun)] == srun
     assert started[len(srun) + 3 :] == ["--on-a-node", shell, "-c", line]
     with socket.create_server(("", int(match[1]))):
         # A port that is in use is not chosen.
-        assert f"--main_process_port {match[1]} " not in on_nodes(JOB, 2, ["accelerate", "launch"], [])[-1]
+        assert f"--main_process_port {match[1]} " not in srun_command(JOB, 2, ["accelerate", "launch"], [])[-1]
 
 
 def test_a_job_of_one_node_on_that_node_needs_no_slurm_and_others_need_its_commands(monkeypatch) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
-    assert this_job({}) is None
-    assert this_job(job) is None
+    assert current_job({}) is None
+    assert current_job(job) is None
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="scontrol is not on PATH"):
-        this_job(job | {"SLURMD_NODENAME": "login"})
+        current_job(job | {"SLURMD_NODENAME": "login"})
     monkeypatch.setattr("study.host.slurm._hostnames", lambda listed: ("n1", "n2"))
     monkeypatch.setattr("shutil.which", lambda command: command)
     for listed, least in {"96": 96, "96(x2)": 96, "128(x2),64": 64, "": 1}.items():
-        job_found = this_job(job | {"SLURMD_NODENAME": "login", "SLURM_JOB_CPUS_PER_NODE": listed})
+        job_found = current_job(job | {"SLURMD_NODENAME": "login", "SLURM_JOB_CPUS_PER_NODE": listed})
         assert job_found == Job("7", ("n1", "n2"), least)
 
 
@@ -132,16 +132,16 @@ def test_a_job_of_one_node_on_that_node_needs_no_slurm_and_others_need_its_comma
 def test_messages_of_slurm_and_of_other_nodes_decide_how_a_run_ended(printed: str, state: str, says: str) -> None:
     # srun exits with 137 if a launcher itself was killed, as the kernel once did while the launcher imported torch.
     status = 137 if "2 1671" in printed else 1
-    ending = judge(ExitEvidence(status, None, 5.0, None, None, printed, "", OomCounts(0, 0)))
+    ending = classify_outcome(ExitEvidence(status, None, 5.0, None, None, printed, "", OomCounts(0, 0)))
     assert (ending.state, says in ending.reason) == (state, True), ending
 
 
 def test_only_tasks_of_one_array_share_a_folder_of_records(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
-    with only_sweep(tmp_path), only_sweep(tmp_path):
+    with lock_sweep_directory(tmp_path), lock_sweep_directory(tmp_path):
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
-        with pytest.raises(Held):
-            only_sweep(tmp_path)
+        with pytest.raises(LockHeldError):
+            lock_sweep_directory(tmp_path)
 
 
 def test_the_fast_network_is_listed_and_without_one_ethernet(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_file_for_skypilot_has_its_keys_and_a_batch_for_two_machines_and_thr
     assert {type(value) for value in task["envs"].values()} == {str}
     for section in ("setup", "run"):
         subprocess.run(["bash", "-n", "-c", task[section]], check=True)
-    config = resolved(parse_command_line(task["envs"]["FLAGS"].split()), accelerator_visible=True)
+    config = resolve_config(parse_command_line(task["envs"]["FLAGS"].split()), accelerator_visible=True)
     gpus = int(task["resources"]["accelerators"].partition(":")[2])
     for machines in (2, 3):
         assert config.batch_plan(machines * gpus).per_device_train_batch_size
@@ -201,11 +201,11 @@ def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
 
 
 def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_fit(tmp_path: Path) -> None:
-    box, half_a_node = Box((80.0,) * 16, 128.0, nodes=2), Box((80.0,) * 4, 128.0)
+    box, half_a_node = Machine((80.0,) * 16, 128.0, nodes=2), Machine((80.0,) * 4, 128.0)
     for job_box, only in ((box, ["world_size=16"]), (half_a_node, ["world_size=4"])):
         (part,) = plan_suite("scaling", job_box, tmp_path, only).slices
-        assert missing_here(part.suite, job_box, part.cells) is None
+        assert missing_requirement(part.suite, job_box, part.cells) is None
     (unfiltered,) = plan_suite("scaling", box, tmp_path).slices
-    refusal = missing_here(unfiltered.suite, box, unfiltered.cells)
+    refusal = missing_requirement(unfiltered.suite, box, unfiltered.cells)
     assert refusal is not None
     assert refusal.problem == "scaling needs 32 GPUs, and this machine shows 16"

@@ -16,19 +16,19 @@ import pytest
 from engines import FAKE_GPU, ROOT
 from study.config.errors import Unsupported, UserError
 from study.config.strategies import read_strategy
-from study.host.box import own_build_folder
 from study.host.folders import COMPILES
+from study.host.machine import operator_build_folder
 from study.host.operators import (
     _cache_cpu_info,
     _clear_dead_build,
     build_folder,
     build_operators,
+    configure_build_environment,
+    is_libaio_installed,
     lacks_toolkit,
-    libaio_is_there,
     load_operator,
-    name_for_the_linker,
+    symlink_loaded_libraries,
     toolkit_version,
-    use_own_build,
 )
 from study.records.directory import read_json
 
@@ -45,7 +45,7 @@ build_operators(read_strategy(sys.argv[1]), cache_directory())
 # DeepSpeed itself loads the last one, before its asynchronous I/O.
 @pytest.mark.parametrize(("strategy", "operator"), [("zero0", "deepspeed_shm_comm"), ("zero3_nvme", "pin_memory")])
 def test_a_lock_of_a_killed_run_delays_no_other_run(strategy, operator):
-    if strategy == "zero3_nvme" and not libaio_is_there():
+    if strategy == "zero3_nvme" and not is_libaio_installed():
         pytest.skip("libaio is not installed")
     folder = build_folder(operator)
     (folder / "lock").touch()
@@ -54,11 +54,11 @@ def test_a_lock_of_a_killed_run_delays_no_other_run(strategy, operator):
 
 
 def test_machines_that_share_a_cache_build_for_the_cpu_that_each_has(tmp_path, monkeypatch):
-    folder, older_folder = own_build_folder(tmp_path), own_build_folder(tmp_path, "deepspeed-0.16.9")
-    assert own_build_folder(tmp_path) == folder != older_folder
-    monkeypatch.setattr("study.host.box.cpu_info", lambda: {"flags": "fpu avx512f"})
-    assert own_build_folder(tmp_path) != folder
-    assert own_build_folder(tmp_path, "deepspeed-0.16.9") not in (folder, older_folder)
+    folder, older_folder = operator_build_folder(tmp_path), operator_build_folder(tmp_path, "deepspeed-0.16.9")
+    assert operator_build_folder(tmp_path) == folder != older_folder
+    monkeypatch.setattr("study.host.machine.cpu_info", lambda: {"flags": "fpu avx512f"})
+    assert operator_build_folder(tmp_path) != folder
+    assert operator_build_folder(tmp_path, "deepspeed-0.16.9") not in (folder, older_folder)
 
 
 def with_a_gpu(*command: str, **environment: str) -> str:
@@ -73,11 +73,11 @@ def with_a_gpu(*command: str, **environment: str) -> str:
 
 def test_builds_with_visible_gpus_are_separate_and_nothing_compiles_without_the_toolkit(tmp_path):
     """DeepSpeed links asynchronous I/O with CUDA on a GPU: a common folder would be rebuilt at each change."""
-    ask = "import sys, pathlib, study.host.box as box; print(box.own_build_folder(pathlib.Path(sys.argv[1])))"
+    ask = "import sys, pathlib, study.host.machine as box; print(box.operator_build_folder(pathlib.Path(sys.argv[1])))"
     without_gpus = with_a_gpu("-c", ask, str(tmp_path), CUDA_VISIBLE_DEVICES="").strip()
-    assert without_gpus == str(own_build_folder(tmp_path))
+    assert without_gpus == str(operator_build_folder(tmp_path))
     assert with_a_gpu("-c", ask, str(tmp_path)).strip() not in ("", without_gpus)
-    if toolkit_version() is not None or not libaio_is_there():
+    if toolkit_version() is not None or not is_libaio_installed():
         pytest.skip("a CUDA toolkit is here, or libaio is not installed")
     printed = with_a_gpu("-m", "study.host.operators", "zero3_nvme", ZERO_STUDY_CACHE=str(tmp_path))
     assert (
@@ -151,7 +151,7 @@ def test_an_invalid_build_folder_is_named_instead_of_a_missing_compiler(tmp_path
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "builds"))
     with pytest.raises(UserError, match=r"TORCH_EXTENSIONS_DIR .*/file/builds cannot be a folder") as refused:
-        use_own_build(tmp_path)
+        configure_build_environment(tmp_path)
     assert "unset it" in refused.value.fix
 
 
@@ -181,7 +181,7 @@ def test_an_operator_linked_with_cuda_finds_the_loaded_library(tmp_path, monkeyp
     link = ["gcc", str(source), "-ldriverlike", "-o", str(tmp_path / "main")]
     assert subprocess.run(link, capture_output=True).returncode
     for _ in range(2):
-        name_for_the_linker(tmp_path / "loaded", ["libdriverlike"])
+        symlink_loaded_libraries(tmp_path / "loaded", ["libdriverlike"])
     subprocess.run(link, check=True)
     subprocess.run([str(tmp_path / "main")], check=True, env={"LD_LIBRARY_PATH": str(tmp_path)})
     assert [file.name for file in (tmp_path / "loaded").iterdir()] == ["libdriverlike.so"]

@@ -11,8 +11,8 @@ from test_virtual import assert_same_rank, virtual
 from runs import FP32_RELATIVE, RunFactory, losses, train, trained
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.config.names import override
 from study.config.strategies import read_strategy
+from study.config.strategy_names import apply_overrides
 from study.engine.setup import check_engine_settings
 from study.records.directory import Run
 
@@ -241,5 +241,5 @@ def test_deepspeed_s_own_clock_waits_for_the_gpu_and_can_be_switched_off() -> No
     off = "timers.throughput.enabled=false"
     check_engine_settings(RunConfig(engine_override=(off,)), strategy)
     assert strategy.deepspeed is not None
-    shipped, changed = (get_timers_config(override(strategy.deepspeed, settings)) for settings in ((), (off,)))
+    shipped, changed = (get_timers_config(apply_overrides(strategy.deepspeed, settings)) for settings in ((), (off,)))
     assert (shipped.enabled, shipped.synchronized, changed.enabled) == (True, True, False)

@@ -22,20 +22,20 @@ from study.cli import main
 from study.config.errors import UserError
 from study.config.strategies import REPOSITORY, read_strategy
 from study.host.memory import GIB
-from study.predictor import records as own
-from study.predictor.activations import activations_of
-from study.predictor.communication import payload_of
+from study.predictor import run_predictions as own
+from study.predictor.activation_trace import build_meta_model, trace_activations
+from study.predictor.activations import predict_activations
+from study.predictor.communication import predict_payload
 from study.predictor.families import FAMILIES as MODELLED
 from study.predictor.families import OTHER_FAMILIES
-from study.predictor.gathers import gathers_of
-from study.predictor.hardware import box_of
-from study.predictor.memory import pinned_bytes, points_of, predict_memory
-from study.predictor.records import predicted
+from study.predictor.hardware import to_box
+from study.predictor.memory import device_snapshots, pinned_bytes, predict_memory
 from study.predictor.request import Request
+from study.predictor.run_predictions import predict_run
 from study.predictor.shape import _ACTIVATIONS, model_shape, shape_of_architecture, with_adapters
 from study.predictor.time import excess_bytes, why
-from study.predictor.traced import model_of, traced
 from study.predictor.validation import score
+from study.predictor.zero3_gathers import simulate_gathers
 from study.records.frames import read_parquet, write_parquet
 from study.records.outcome import DEVICE_RAN_OUT
 from study.report.pages import prediction as tables
@@ -60,7 +60,7 @@ FAMILIES = {
 def make_request(model_type, precision="bf16-engine", checkpointing=False, attention="sdpa", **changed):
     strategy = read_strategy("zero2" if precision.endswith("-engine") else "single")
     shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type])
-    request = Request(shape, strategy, box_of("1xH100"), 512, 4, 1, precision, checkpointing, attention)
+    request = Request(shape, strategy, to_box("1xH100"), 512, 4, 1, precision, checkpointing, attention)
     return dataclasses.replace(request, **changed)
 
 
@@ -70,7 +70,7 @@ def test_a_shape_has_every_tensor_of_the_model_and_of_its_adapters_in_their_orde
         shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | {"tie_word_embeddings": tied})
         request = make_request(model_type, shape=with_adapters(shape, rank) if rank else shape)
         with torch.device("meta"):
-            model = model_of(request)
+            model = build_meta_model(request)
         tensors = [(tensor.numel(), tensor.shape[0], tensor.requires_grad) for tensor in model.parameters()]
         assert [(param.elements, param.rows, param.trained) for param in request.shape.params] == tensors
         assert request.shape.parameters == sum(elements for elements, _, _ in tensors)
@@ -122,11 +122,11 @@ def test_the_formula_of_activations_matches_the_traced_code_with_adapters(model_
 
 
 def assert_activations_as_traced(request, rel):
-    trace, estimate = traced(request), activations_of(request)
+    trace, estimate = trace_activations(request), predict_activations(request)
     # Weights and optimizer state are not included.
-    points = [sum(point.parts.values()) for point in points_of(request)]
+    points = [sum(point.parts.values()) for point in device_snapshots(request)]
     stored = points[0] - estimate.logits_forward - (estimate.cast_cached * 4 if request.gradient_checkpointing else 0)
-    assert stored == pytest.approx(trace.kept, rel=rel), request
+    assert stored == pytest.approx(trace.saved_bytes, rel=rel), request
     assert 0.8 <= max(points[:2]) / trace.forward_peak <= 1.3, request
     if request.precision != "bf16-engine" or request.shape.lora_rank:
         assert 0.95 <= max(points) / trace.backward_peak <= 1.2, request
@@ -145,11 +145,11 @@ def test_unmodelled_runs_have_no_predicted_figure():
     runs = read_parquet(REPOSITORY / "reports" / "neighbours").runs
     for column, value in (("optimizer", "muon"), ("strategy", "ulysses_zero1")):
         run = next(runs[runs[column] == value].itertuples())
-        assert math.isnan(predicted(run).state_bytes), column
+        assert math.isnan(predict_run(run).state_bytes), column
 
 
 def test_peaks_of_own_records_are_near_the_prediction():
-    rows = own.own_rows()
+    rows = own.study_rows()
     assert len(rows) > 300
     for kind, least in (("resident", 200), ("resident_returned", 100)):
         errors = [abs(score(row).peak_error or 0.0) for row in rows if row.peak_kind == kind]
@@ -177,7 +177,7 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     monkeypatch.setattr(own, "REPORTS", tmp_path)
     monkeypatch.setattr(own, "SUITES", ())
     monkeypatch.setattr(own, "_records", own._records.__wrapped__)
-    uncapped, capped, nvme, ran_out = own.own_rows()
+    uncapped, capped, nvme, ran_out = own.study_rows()
     assert [row.peak_bytes for row in (uncapped, capped, ran_out)] == [3 * GIB, 4 * GIB, None]
     assert [row.fits for row in (uncapped, capped, ran_out)] == [True, True, False]
     assert uncapped.step_s == runs["step_time_s_median"].iloc[0]
@@ -190,7 +190,7 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     assert scored.predicted_peak_gib is not None
     assert scored.predicted_step_s is not None
     assert len(own.table()) > 3
-    lines = tables.headline(scores_frame(own.own_rows()))["figure"].tolist()
+    lines = tables.headline(scores_frame(own.study_rows()))["figure"].tolist()
     assert lines == ["peak memory, own GPU runs", "step time, own GPU runs"]
 
 
@@ -210,28 +210,28 @@ def test_loading_takes_the_predicted_host_memory():
 def test_a_loaded_model_and_an_offloaded_optimizer_are_never_on_the_host_together():
     shape = model_shape("layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8")
     request = Request(
-        shape, read_strategy("zero2_cpu"), box_of("A100"), 2048, 1, 1, "bf16-engine", True, "sdpa"
+        shape, read_strategy("zero2_cpu"), to_box("A100"), 2048, 1, 1, "bf16-engine", True, "sdpa"
     )  # fmt: skip
     parts = predict_memory(request).host_parts
     # Master weights, moments and fp32 gradients exceed the model in fp32.
     assert parts["load"] == parts["libraries"] + parts["state"]
     assert (parts["load"] / GIB, parts["train"] / GIB) == pytest.approx((120.86, 142.03), abs=0.01)
-    sharded = predict_memory(dataclasses.replace(request, box=box_of("8xA100"))).host_parts
+    sharded = predict_memory(dataclasses.replace(request, box=to_box("8xA100"))).host_parts
     largest = shape.vocabulary * shape.hidden
     assert sharded["train"] < sharded["load"]
     assert sharded["load"] == 8 * (4 * shape.parameters + 2 * largest) + sharded["libraries"]
-    divided = dataclasses.replace(request, box=box_of("8xA100"), strategy=read_strategy("zero3_cpu_optimizer"))
+    divided = dataclasses.replace(request, box=to_box("8xA100"), strategy=read_strategy("zero3_cpu_optimizer"))
     parts = predict_memory(divided).host_parts
     assert parts["load"] == parts["libraries"] + parts["state"]
     # Without a GPU all of it is host memory.
-    processes = dataclasses.replace(request, box=box_of("this"))
-    if processes.box.in_host_memory:
+    processes = dataclasses.replace(request, box=to_box("this"))
+    if processes.box.is_cpu_only:
         parts = predict_memory(processes).host_parts
         assert parts["load"] > parts["state"] + 4 * shape.parameters
 
 
 def test_a_process_has_libraries_and_freed_blocks_besides_its_tensors():
-    base = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
+    base = next(row.request for row in own.study_rows() if row.peak_kind == "resident")
     box = base.box
     request = dataclasses.replace(base, strategy=read_strategy("zero2"), box=dataclasses.replace(box, nodes=2))
     memory = predict_memory(request)
@@ -240,11 +240,11 @@ def test_a_process_has_libraries_and_freed_blocks_besides_its_tensors():
     assert memory.process_peak.value == pytest.approx(memory.peak_reserved.value + memory.host_parts["rank"])
     alone = predict_memory(dataclasses.replace(request, box=dataclasses.replace(box, gpus_per_node=1, nodes=1)))
     assert alone.device_parts["fragmentation"] < memory.device_parts["fragmentation"]
-    assert predict_memory(dataclasses.replace(request, box=box_of("2xH100"))).process_peak is None
+    assert predict_memory(dataclasses.replace(request, box=to_box("2xH100"))).process_peak is None
 
 
 def test_a_host_that_is_too_small_is_refused_with_the_memory_of_all_ranks():
-    base = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
+    base = next(row.request for row in own.study_rows() if row.peak_kind == "resident")
     request = dataclasses.replace(
         base, shape=model_shape("gpt2"), strategy=read_strategy("zero2_cpu"), precision="bf16-engine"
     )
@@ -258,7 +258,7 @@ def test_a_host_that_is_too_small_is_refused_with_the_memory_of_all_ranks():
 
 def test_dropout_keeps_masks_and_scores_a_second_time():
     dropped, plain = (
-        activations_of(make_request("bert", "fp32", attention="eager", dropout=on)) for on in (True, False)
+        predict_activations(make_request("bert", "fp32", attention="eager", dropout=on)) for on in (True, False)
     )
     pairs = 4 * 8 * 512 * 512
     assert dropped.layer - plain.layer == 2 * 4 * 512 * 256 + pairs * (4 + 1)
@@ -267,7 +267,7 @@ def test_dropout_keeps_masks_and_scores_a_second_time():
 def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_lower_the_peak():
     request = Request(
         model_shape("layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008"), read_strategy("zero3"),
-        box_of("8xH100"), 2048, 1, 1, "bf16-engine", True, "sdpa",
+        to_box("8xH100"), 2048, 1, 1, "bf16-engine", True, "sdpa",
     )  # fmt: skip
     default = predict_memory(request).peak_allocated.value
 
@@ -278,8 +278,8 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_lower_the_peak():
 
     assert predict_memory(with_settings(reduce_bucket_size=50_000_000)).peak_allocated.value < default
     at_once = with_settings(stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
-    assert gathers_of(at_once).most < gathers_of(request).most / 2
-    assert gathers_of(at_once).elements > gathers_of(request).elements
+    assert simulate_gathers(at_once).max_live_elements < simulate_gathers(request).max_live_elements / 2
+    assert simulate_gathers(at_once).elements > simulate_gathers(request).elements
     offloaded = predict_memory(with_settings(offload_optimizer={"device": "cpu"}))
     assert offloaded.peak_allocated.value < default
     assert offloaded.host_parts["state"] == pytest.approx(request.shape.parameters * (2 + 4 + 12), rel=1e-3)
@@ -375,7 +375,7 @@ def test_the_activations_that_a_config_may_name_are_those_of_transformers():
 
 def test_no_more_parameters_are_gathered_at_once_than_there_are():
     request = Request(
-        model_shape("gpt2"), read_strategy("zero3"), box_of("8xH100"), 1024, 1, 1, "bf16-engine", False, "sdpa"
+        model_shape("gpt2"), read_strategy("zero3"), to_box("8xH100"), 1024, 1, 1, "bf16-engine", False, "sdpa"
     )
     (note,) = (note for note in predict_memory(request).notes if "unsharded" in note)
     assert note == "at most 124,439,808 of 124,439,808 parameters are unsharded at once"
@@ -409,7 +409,7 @@ def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsy
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_has_a_prediction(name):
     request = Request(
-        model_shape(name), read_strategy("zero3"), box_of("8xH100"), 64, 1, 1, "bf16-engine", True, "sdpa"
+        model_shape(name), read_strategy("zero3"), to_box("8xH100"), 64, 1, 1, "bf16-engine", True, "sdpa"
     )
     memory = predict_memory(request)
     assert memory.peak_allocated.value > memory.steady_allocated.value > 0
@@ -438,19 +438,19 @@ def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp
 def test_one_gpu_copies_offloaded_parameters_to_itself() -> None:
     """NoGatherHandle calls `.to(device)` on each partition: on a CPU the same tensor, on a GPU a copy."""
     shape = model_shape("gpt2-xl")
-    base = Request(shape, read_strategy("zero3_cpu"), box_of("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
+    base = Request(shape, read_strategy("zero3_cpu"), to_box("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
     in_memory = dataclasses.replace(base.box, device=dataclasses.replace(base.box.device, memory_gib=0.0))
     # Parameters that are used again within the reuse distance stay gathered for the backward pass.
-    assert gathers_of(base).most > 0.6 * shape.parameters
-    assert gathers_of(dataclasses.replace(base, box=in_memory)).most == 0
+    assert simulate_gathers(base).max_live_elements > 0.6 * shape.parameters
+    assert simulate_gathers(dataclasses.replace(base, box=in_memory)).max_live_elements == 0
     on_device = dataclasses.replace(base, strategy=read_strategy("zero3_cpu_optimizer"))
-    assert gathers_of(on_device).most == 0
-    assert "all_gather" not in payload_of(base)
+    assert simulate_gathers(on_device).max_live_elements == 0
+    assert "all_gather" not in predict_payload(base)
 
 
 def test_pinned_parts_that_a_flat_buffer_took_over_stay_in_the_pool() -> None:
     shape = model_shape("gpt2-xl")
-    base = Request(shape, read_strategy("zero3_cpu"), box_of("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
+    base = Request(shape, read_strategy("zero3_cpu"), to_box("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
     pinned_parts = predict_memory(base).host_parts
     pinned = sum(pinned_bytes(param.elements * 2) for param in shape.params)
     assert pinned > 2 * shape.parameters

@@ -14,16 +14,16 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 
 from runs import RunFactory, train, trained
-from study.baselines.bare_loop import refuse
+from study.baselines.bare_loop import check_request
 from study.config.errors import UserError
-from study.config.flags import RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
-from study.config.launched import Launch
+from study.config.flags import RunConfig, check_virtual_run_flags, parse_command_line, resolve_config
+from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
 from study.metrics import Meters
 from study.metrics.profiling import categorize, profile_document
 from study.records.directory import read_run
 from study.records.frames import Records, read_records
-from study.records.schema import PROFILE_CATEGORIES, RecordError, check
+from study.records.schema import PROFILE_CATEGORIES, RecordError, validate
 from study.report.document import as_png, table_html
 from study.report.questions import TABLES
 from study.report.questions.time import PROFILE, step_profile
@@ -193,13 +193,13 @@ def test_too_few_steps_for_a_profile_are_refused_in_one_line(tmp_path: Path) -> 
 def test_a_bare_loop_and_a_virtual_rank_profile_nothing() -> None:
     launched = Launch(read_strategy("single"), 1, 0, 0, 1)
     with pytest.raises(UserError, match="bare_loop does not support --profile_steps"):
-        refuse(RunConfig(profile_steps=3), launched)
+        check_request(RunConfig(profile_steps=3), launched)
     with pytest.raises(UserError, match="--profile_steps 3: a virtual run"):
-        refuse_what_no_virtual_run_has(resolved(RunConfig(profile_steps=3, virtual_world_size=4), False))
+        check_virtual_run_flags(resolve_config(RunConfig(profile_steps=3, virtual_world_size=4), False))
 
 
 def test_a_run_that_is_not_profiled_keeps_its_name() -> None:
-    config = resolved(RunConfig(task="bert-imdb"), accelerator_visible=False)
+    config = resolve_config(RunConfig(task="bert-imdb"), accelerator_visible=False)
     names = {config.run_id("zero2", 2), dataclasses.replace(config, profile_steps=3).run_id("zero2", 2)}
     assert len(names) == 2
     before = {key: value for key, value in config.to_dict().items() if key != "profile_steps"}
@@ -211,7 +211,7 @@ def test_the_profiler_leaves_compiled_code_in_use(train_compiled: Any) -> None:
 
     def evaluate(step: int) -> None:
         if step == 9:
-            with meters.interruption("eval"):
+            with meters.untimed_phase("eval"):
                 torch.ones(64, 64).cholesky_inverse()
 
     assert train_compiled(meters, 10, evaluate) == (list(range(1, 11)), 1)
@@ -258,7 +258,7 @@ def test_overlapping_gpu_kernels_count_once_and_belong_to_the_operator_that_laun
                        "summed_s_per_step": 1000}  # fmt: skip
     parts = {kind: round(time * 2e9) for kind, time in profile["categories_s_per_step"].items() if time}
     assert parts == {"matmul": 500, "collectives": 300, "optimizer": 100, "copies": 100}
-    check(Path("profile.json"), json.loads(json.dumps(profile)))
+    validate(Path("profile.json"), json.loads(json.dumps(profile)))
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -310,7 +310,7 @@ def test_a_report_shows_profiles_and_states_that_none_was_recorded(records: Reco
     nothing = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
     assert step_profile(nothing) == []
     assert PROFILE.answer(nothing) is None
-    assert PROFILE.nothing == "No run here was profiled: --profile_steps does that."
+    assert PROFILE.no_data == "No run here was profiled: --profile_steps does that."
     assert answered(PROFILE.answer(records)).sentence == (
         "Matrix products and attention take 50 % of a step; 20 % of it is idle."
     )

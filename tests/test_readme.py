@@ -14,19 +14,19 @@ import pytest
 import yaml
 
 from study.advisor.predict_command import precision_under
-from study.claims.board import board
+from study.claims.scoreboard import build_scoreboard
 from study.cli import COMMANDS, main
-from study.config.flags import Parser, parse_command_line, resolved
+from study.config.flags import Parser, parse_command_line, resolve_config
 from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
-from study.host.stacks import release_order
+from study.host.stacks import release_key
 from study.predictor.communication import sent_bytes
-from study.predictor.hardware import box_of
-from study.predictor.records import SENT, compared_of, ended_runs
+from study.predictor.hardware import to_box
 from study.predictor.request import Request
+from study.predictor.run_predictions import SENT, compare_run_figures, ended_runs
 from study.predictor.shape import model_shape
-from study.predictor.time import slowest_offload
+from study.predictor.time import max_offload_slowdown
 from study.records.frames import read_parquet
-from study.releases.stacks import release_cells
+from study.releases.release_cells import release_cells
 from study.report.pages.readme import DOCUMENTS, gpu_faults, latest_release_cells, rewritten
 from study.report.questions.releases import clipped
 from study.report.questions.virtual import TABLE1
@@ -111,7 +111,7 @@ def test_the_grid_of_releases_has_the_faults_of_a_gpu() -> None:
         ids = faults[cell.release, cell.strategy, cell.micro_steps]
         assert not ids & {"gather-race", "flat-buffer-view"}, "a fault of CPUs"
         assert cell.verdict.kind in ("equal", "different", "crashes")
-        assert bool(ids) == (cell.verdict.kind == "different" and not cell.gpu_hides_it) or cell.release == "0.18.9"
+        assert bool(ids) == (cell.verdict.kind == "different" and not cell.hides_on_gpu) or cell.release == "0.18.9"
         assert cell.causes or cell.verdict.kind == "equal", "no difference without a known cause"
     assert faults["0.18.9", "zero2_cpu", 4] == {"divided-twice", "offload-drops-micro-steps"}, "by source: it crashes"
     assert faults["0.18.9", "zero1", 1] == faults["0.18.9", "zero3", 4] == set()
@@ -124,10 +124,10 @@ def test_the_grid_of_releases_has_the_faults_of_a_gpu() -> None:
 
 def test_the_finding_on_releases_matches_the_records() -> None:
     cells = [cell for cell in clipped(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
-             if not cell.is_of_its_time and cell.verdict.kind in ("equal", "different")]  # fmt: skip
+             if not cell.is_contemporary and cell.verdict.kind in ("equal", "different")]  # fmt: skip
     ran = {cell.release for cell in cells}
     struck = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
-    releases = sorted({cell.release for cell in struck}, key=release_order)
+    releases = sorted({cell.release for cell in struck}, key=release_key)
     range_of_them = f"{releases[0]} to {releases[-1]}"
     sentence = f"Of {len(ran)} DeepSpeed releases that run here, {len(releases)} ({range_of_them}) compute wrong"
     assert sentence in unwrapped("README.md")
@@ -137,7 +137,7 @@ def test_the_finding_on_releases_matches_the_records() -> None:
 
 def test_the_finding_on_communication_matches_predictions_and_records() -> None:
     def predicted(name: str, accumulation: int) -> float:
-        strategy, shape, box = read_strategy(name), model_shape("llama-3.1-8b"), box_of("4xA100")
+        strategy, shape, box = read_strategy(name), model_shape("llama-3.1-8b"), to_box("4xA100")
         precision = precision_under(strategy, "bf16")
         return sent_bytes(Request(shape, strategy, box, 2048, 1, accumulation, precision, False, "sdpa")) / 1e9
 
@@ -147,7 +147,7 @@ def test_the_finding_on_communication_matches_predictions_and_records() -> None:
     assert sentence.format(*gigabytes) in unwrapped("README.md")
     times = 2 * predicted("zero3", 1) / predicted("ddp", 1)
     assert f"of equal precision, ZeRO-3 sends {times:.1f} times what DDP sends" in unwrapped("README.md")
-    sent = [(run, request, figure) for run, request in ended_runs() for figure in compared_of(run)
+    sent = [(run, request, figure) for run, request in ended_runs() for figure in compare_run_figures(run)
             if figure.figure == SENT and figure.measured > 1000]  # fmt: skip
     virtual = [row for row in sent if row[0].virtual and row[0].model_name_or_path.startswith("llama-3.1-8b")]
     accumulating = [row for row in sent if row[1].accumulation > 1]
@@ -166,7 +166,7 @@ def test_ring_bytes_are_nowhere_called_bytes_on_the_wire() -> None:
 
 
 def test_the_required_lead_of_an_offload_is_documented() -> None:
-    assert f"predicted to be {slowest_offload():.1f} times as fast" in " ".join(read("docs/advice.md").split())
+    assert f"predicted to be {max_offload_slowdown():.1f} times as fast" in " ".join(read("docs/advice.md").split())
 
 
 def test_the_quickstart_shows_the_first_lines_of_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_the_finding_on_model_state_matches_the_records() -> None:
 
 
 def test_the_finding_on_claims_is_the_first_line_of_study_claims() -> None:
-    assert f'Of {board().text(details=False)[0]}; "partly":' in unwrapped("README.md")
+    assert f'Of {build_scoreboard().text(details=False)[0]}; "partly":' in unwrapped("README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -238,7 +238,7 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
             if "--num_processes" in flags and not run.virtual_world_size:
                 # Commands with more ranks than a laptop has are for machines with GPUs, whose defaults differ.
                 ranks = int(flags[flags.index("--num_processes") + 1])
-                assert resolved(run, accelerator_visible=True).batch_plan(ranks), words
+                assert resolve_config(run, accelerator_visible=True).batch_plan(ranks), words
         elif program == "bash":
             script, suite, *_ = arguments
             assert (REPOSITORY / script).exists(), words

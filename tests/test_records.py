@@ -27,8 +27,8 @@ from study.records.directory import (
     RunWriter,
     end_interrupted_run,
     find_runs,
+    finite_or_none,
     is_finished,
-    number_or_none,
     read_json,
     read_rows,
     read_run,
@@ -36,9 +36,9 @@ from study.records.directory import (
     write_json,
 )
 from study.records.frames import read_records
-from study.records.lock import LOCK_NAME, Held, is_at_work, refuse_folder_at_work, take_folder
-from study.records.schema import SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
-from study.sweep.verdict import cell_state
+from study.records.lock import LOCK_NAME, LockHeldError, check_not_active, is_run_active, lock_run_directory
+from study.records.schema import SUMMARY_KEYS, SUMMARY_OPTIONAL, RecordError
+from study.sweep.cell_outcome import cell_state
 from synthetic_records import reseal, without_seal
 
 STEPS = 6
@@ -153,7 +153,7 @@ def test_runs_are_found_at_any_depth_in_order(tmp_path: Path) -> None:
 
 
 def test_a_figure_that_is_not_finite_is_none_and_never_written(tmp_path: Path) -> None:
-    assert [number_or_none(value) for value in (float("nan"), float("inf"), None, 0, 2.5)] == [None, None, None, 0, 2.5]
+    assert [finite_or_none(value) for value in (float("nan"), float("inf"), None, 0, 2.5)] == [None, None, None, 0, 2.5]
     write_json(tmp_path / "x.json", {"a": 1})
     with pytest.raises(ValueError, match="JSON compliant"):
         write_json(tmp_path / "x.json", {"a": float("nan")})
@@ -239,8 +239,8 @@ def test_a_killed_attempt_reads_as_interrupted_with_the_rows_it_wrote(tmp_path: 
 
 def test_a_running_run_is_not_interrupted_and_in_no_report(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", end=False)
-    with take_folder(path, "the run"):
-        assert (cell_state(path).state, cell_state(path).is_answered(retry=False)) == ("at work", False)
+    with lock_run_directory(path, "the run"):
+        assert (cell_state(path).state, cell_state(path).is_final(retry=False)) == ("at work", False)
         assert read_records(tmp_path).refused == (
             "run/status.json: its run is still active; a later report will include it",
         )
@@ -250,18 +250,18 @@ def test_a_running_run_is_not_interrupted_and_in_no_report(tmp_path: Path) -> No
 
 def test_a_deleted_lock_file_does_not_free_the_folder_of_a_run(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", end=False)
-    with take_folder(path, "the run"):
+    with lock_run_directory(path, "the run"):
         (path / LOCK_NAME).unlink()
-        assert is_at_work(path)
-        with pytest.raises(Held, match="another run is active in the run"):
-            refuse_folder_at_work(path, "the run")
-        with pytest.raises(Held, match="another run is active in the run"):
-            take_folder(path, "the run")
+        assert is_run_active(path)
+        with pytest.raises(LockHeldError, match="another run is active in the run"):
+            check_not_active(path, "the run")
+        with pytest.raises(LockHeldError, match="another run is active in the run"):
+            lock_run_directory(path, "the run")
         # The second attempt left a lock file, which does not describe the first.
-        with pytest.raises(Held, match="another run is active in the run"):
-            take_folder(path, "the run")
-    assert not is_at_work(path)
-    take_folder(path, "the run").release()
+        with pytest.raises(LockHeldError, match="another run is active in the run"):
+            lock_run_directory(path, "the run")
+    assert not is_run_active(path)
+    lock_run_directory(path, "the run").release()
 
 
 def test_messages_of_libraries_are_recorded_without_private_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,10 +373,10 @@ def test_a_run_whose_folder_is_moved_completes_its_record_there(tmp_path: Path) 
 
 def test_a_hint_replaces_no_ending_that_another_rank_wrote(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
-    writer.hint("from the checkpoint")
+    writer.set_crash_hint("from the checkpoint")
     assert read_status(tmp_path)["hint"] == "from the checkpoint"
     end_interrupted_run(tmp_path, "oom", "rank 1", "use less")
-    writer.hint("from a later one")
+    writer.set_crash_hint("from a later one")
     assert (read_status(tmp_path)["state"], read_status(tmp_path)["hint"]) == ("oom", "use less")
 
 
@@ -528,7 +528,7 @@ def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_direct
 def test_a_key_that_is_missing_is_refused(name: str, run_directory: Path) -> None:
     file = run_directory / f"{name}.json"
     before = file.read_text()
-    for key in sorted(json.loads(before).keys() - SUMMARY_MAY_HAVE.keys()):
+    for key in sorted(json.loads(before).keys() - SUMMARY_OPTIONAL.keys()):
         rewrite(file, methodcaller("pop", key))
         assert_refused(run_directory, file.name, key)
         file.write_text(before)

@@ -23,17 +23,17 @@ from forked import fork_ranks, fork_script
 from study.advisor.doctor import shown
 from study.cli import main
 from study.config.errors import Unsupported, UserError
-from study.config.flags import RunConfig, resolved
-from study.config.launched import Launch
+from study.config.flags import RunConfig, resolve_config
+from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
-from study.engine.groups import check_replicas
+from study.engine.model_parallel import check_replicas
 from study.engine.setup import check_engine_settings
 from study.host.environment import describe_environment
-from study.host.folders import cache_directory, home_folder, sealed
+from study.host.folders import cache_directory, home_folder, with_digest
 from study.records.directory import read_json, read_run, write_json
-from study.records.lock import take_folder
+from study.records.lock import lock_run_directory
 from study.records.schema import RecordError
-from study.run.checkpoint import digests_of
+from study.run.checkpoint import file_digests
 from study.run.checks import check_devices, check_launch_flags, check_room_to_swap
 from study.run.resume import find_checkpoint
 from study.workloads.initial import materialize_initial_weights
@@ -41,7 +41,7 @@ from study.workloads.tasks import load_data
 
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
-LAPTOP = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
+LAPTOP = resolve_config(RunConfig(scale="laptop"), accelerator_visible=False)
 NOBODY = "~nobody-of-this-name/x"
 
 
@@ -129,7 +129,7 @@ def write_checkpoint(folder: Path, step: int, **flags: Any) -> Path:
     write_manifest(
         folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
         tokens_sha256=tokens, initial_weights_sha256=weights, environment={}, deepspeed=None,
-        files=digests_of(folder, ("steps.jsonl", "evals.jsonl")),
+        files=file_digests(folder, ("steps.jsonl", "evals.jsonl")),
     )  # fmt: skip
     return folder
 
@@ -137,7 +137,7 @@ def write_checkpoint(folder: Path, step: int, **flags: Any) -> Path:
 def write_manifest(folder: Path, **values: Any) -> None:
     """Write a sealed manifest with these values, as the study does."""
     file = folder / "checkpoint.json"
-    write_json(file, sealed((read_json(file) if file.exists() else {}) | values))
+    write_json(file, with_digest((read_json(file) if file.exists() else {}) | values))
 
 
 def text(name: str, content: str) -> Callable[[Path], object]:
@@ -158,7 +158,7 @@ def model(**changed: Any) -> Callable[[Path], object]:
 
 def damaged_run(content: str) -> Callable[[Path], object]:
     def prepare(box: Path) -> None:
-        take_folder(write_run(box / "run"), "it").release()
+        lock_run_directory(write_run(box / "run"), "it").release()
         (box / "run/status.json").write_text(content)
 
     return prepare
@@ -365,7 +365,7 @@ def test_another_world_size_is_accepted_and_another_strategy_is_refused(
     strategy: str, ranks: int, tmp_path: Path
 ) -> None:
     saved, launch = write_checkpoint(tmp_path / "checkpoint", step=3), make_launch(strategy, ranks)
-    config = resolved(RunConfig(scale="laptop", resume_from_checkpoint=str(saved)), accelerator_visible=False)
+    config = resolve_config(RunConfig(scale="laptop", resume_from_checkpoint=str(saved)), accelerator_visible=False)
     write_manifest(saved, world_size=8, strategy=strategy, deepspeed=launch.strategy.deepspeed)
     if strategy == "zero3_nvme":
         with pytest.raises(UserError, match="zero3_nvme cannot resume"):
@@ -430,7 +430,7 @@ def test_nvme_needs_no_room_for_an_optimizer_of_frozen_weights(tmp_path: Path, p
         pytest.skip("this disk is large enough")
     config = RunConfig(task="gpt-wikitext", model_name_or_path="gpt-1t-9layers", nvme_path=str(tmp_path), peft=peft)
     with pytest.raises(Unsupported, match=f" needs {takes_gib} GiB"):
-        check_room_to_swap(resolved(config, accelerator_visible=False), make_launch("zero3_nvme", 2))
+        check_room_to_swap(resolve_config(config, accelerator_visible=False), make_launch("zero3_nvme", 2))
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("zero3", 2, 1), ("ddp", 9, 8), ("fsdp2", 2, 1)])
@@ -464,7 +464,9 @@ def test_two_replicas_need_four_ranks(strategy: str, ranks: int, gpus: int, fix:
 @pytest.mark.parametrize("mesh", [(2, 3), (4, 1), (2, 4)])
 def test_a_custom_mesh_must_have_as_many_places_as_ranks(mesh: tuple[int, int]) -> None:
     settings = {"dp_replicate_size": mesh[0]}
-    strategy = dataclasses.replace(read_strategy("hsdp"), name="hsdp-custom-12345678", own_settings=settings, mesh=mesh)
+    strategy = dataclasses.replace(
+        read_strategy("hsdp"), name="hsdp-custom-12345678", custom_settings=settings, mesh=mesh
+    )
     launch = Launch(strategy, 4, 0, 0, 4)
     with pytest.raises(UserError, match=f"needs {mesh[0]} replicas of {mesh[1]} ranks, but the world size is 4"):
         check_replicas(RunConfig(), launch, 0)
@@ -604,8 +606,8 @@ from study.run.console import Console
 check_process()
 kept = open(sys.argv[1], "w")
 console = Console(speaks=True)
-console.say("once")
-console.say("twice")
+console.print_from_main("once")
+console.print_from_main("twice")
 console.log_to(pathlib.Path(sys.argv[2]))
 print("noise")
 os.write(2, b"noise")

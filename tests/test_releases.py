@@ -13,10 +13,10 @@ from runs import trained
 from study.advisor.doctor import versions
 from study.config.errors import Unsupported
 from study.config.flags import RunConfig
-from study.config.launched import Launch
+from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
 from study.host.stacks import UNVERIFIED_VARIABLE, VERIFIED
-from study.run.checks import checked
+from study.run.checks import resolve_run_request
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,7 +52,7 @@ def test_another_pair_is_refused_by_name_wherever_deepspeed_trains(another_relea
     monkeypatch.syspath_prepend(another_release)
     monkeypatch.delenv(UNVERIFIED_VARIABLE, raising=False)
     with pytest.raises(Unsupported) as refusal:
-        checked("study", RunConfig(), Launch(read_strategy("zero1"), 1, 0, 0, 1), None, print)
+        resolve_run_request("study", RunConfig(), Launch(read_strategy("zero1"), 1, 0, 0, 1), None, print)
     assert refusal.value.problem.startswith("accelerate 1.15.0 with deepspeed 0.19.0 has not been shown")
     assert "deepspeed==0.19.8" in refusal.value.fix
     assert f"{UNVERIFIED_VARIABLE}=1" in refusal.value.fix

@@ -7,10 +7,10 @@ from importlib.metadata import version
 
 import pytest
 
-from study.host.stacks import release_order
+from study.host.stacks import release_key
 from study.records.frames import Records, read_parquet
 from study.releases.causes import PACKAGES, read_causes
-from study.releases.stacks import ReleaseCell, release_cells
+from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.pages.releases import BARE, DETAILS, PAGE, REPORT, details, page, read_rows
 
 
@@ -35,7 +35,7 @@ def test_at_least_ten_releases_ran_in_three_hundred_cells(cells: list[ReleaseCel
 
 
 def test_nothing_is_the_engines_fault_that_is_gone_with_the_releases_of_its_time(cells: list[ReleaseCell]) -> None:
-    gone = [cell for cell in cells if cell.verdict.kind == "different" and cell.of_its_time == "equal"]
+    gone = [cell for cell in cells if cell.verdict.kind == "different" and cell.contemporary == "equal"]
     # A run may miss a race.
     steady = [cause for cell in gone for cause in cell.causes if not cause.sometimes]
     assert {cause.id for cause in steady if cause.blame == "engine"} == set()
@@ -56,7 +56,7 @@ def test_a_release_recommended_against_one_cause_has_no_other() -> None:
     for cause in causes:
         if not (match := re.search(r"DeepSpeed ([\d.]+) or later", cause.instead)):
             continue
-        for release in (match[1], *(fixed for fixed in mended if release_order(fixed) > release_order(match[1]))):
+        for release in (match[1], *(fixed for fixed in mended if release_key(fixed) > release_key(match[1]))):
             versions = {"deepspeed": release, **{name: version(name) for name in PACKAGES if name != "deepspeed"}}
             conflicts += [
                 (cause.id, release, second.id) for second in causes for strategy in cause.strategies

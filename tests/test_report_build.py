@@ -15,7 +15,7 @@ from report_folders import committed, contents, few, laptop
 from study import cli
 from study.config.errors import UserError
 from study.config.strategies import REPOSITORY
-from study.host.box import this_box
+from study.host.machine import detect_machine
 from study.records.frames import Records, read_parquet, write_parquet
 from study.report.questions import answers
 from study.report.site import command
@@ -248,7 +248,7 @@ def test_a_wrong_request_is_refused_in_one_line(arguments, words, tmp_path, monk
 def test_a_report_of_an_incomplete_suite_lists_missing_runs(tmp_path):
     file = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]})
     facts = []
-    for cell in plan_cells(read_suite(file), this_box()):
+    for cell in plan_cells(read_suite(file), detect_machine()):
         assert isinstance(cell, Cell)
         write_run(tmp_path / "runs" / "tiny", cell.strategy, name=cell.id)
         facts.append(command._facts_of_suite(str(file), tmp_path / "runs"))

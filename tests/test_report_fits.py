@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from study.records.frames import probes, read_parquet, read_runs, real, write_parquet
+from study.records.frames import probe_runs, read_parquet, read_runs, real_runs, write_parquet
 from study.report.questions import TABLES, answers
 from study.report.questions.fits import answer, fits, fits_table, probes_table, what_fits
 from synthetic_records import answered, only, write_run
@@ -51,7 +51,7 @@ def study(tmp_path: Path) -> Path:
 
 
 def test_the_outcomes_of_its_probes_answer_each_search(study):
-    by_search = {(fit.arm, fit.within): fit for fit in fits(read_runs(study))}
+    by_search = {(fit.arm, fit.limit): fit for fit in fits(read_runs(study))}
     assert {key: fit.what_fits.answer for key, fit in by_search.items()} == {
         ("single", "16 GiB"): "16",
         ("zero3", "16 GiB"): "32",
@@ -71,10 +71,10 @@ def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(study):
     table = probes_table(records)
     assert table["Outcome"].value_counts().to_dict() == {"ok": 8, "oom": 3, "interrupted": 1}
     assert set(table.loc[table["Outcome"] == "oom", "Why"]) == {TOO_LARGE}
-    assert (len(real(records).runs), len(probes(records).runs)) == (1, 12)
+    assert (len(real_runs(records).runs), len(probe_runs(records).runs)) == (1, 12)
     assert [len(TABLES[name](records)) for name in ("summary", "loss", "memory", "runtime")] == [1, 1, 1, 1]
     # Probes do not make the names of other workloads longer.
-    assert real(records).runs["workload"].unique().tolist() == ["gpt-wikitext, gpt-tiny"]
+    assert real_runs(records).runs["workload"].unique().tolist() == ["gpt-wikitext, gpt-tiny"]
     assert "fits" in {question.name for question in answers(records)}
 
 
@@ -155,7 +155,7 @@ def test_a_probe_may_answer_two_searches_and_be_a_run_of_its_own(tmp_path):
     note_search(shared, "models", 3, axis="largest_model", probe=False)
     records = read_runs(tmp_path)
     assert sorted(fit.what_fits.answer for fit in fits(records)) == ["8", "at least gpt-tiny"]
-    assert real(records).runs["run"].tolist() == [shared.name]
+    assert real_runs(records).runs["run"].tolist() == [shared.name]
 
 
 def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):

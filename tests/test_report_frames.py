@@ -26,10 +26,10 @@ from study.records.frames import (
     is_empty,
     read_parquet,
     read_records,
-    real,
+    real_runs,
     runs_only_in,
     steps_by_run,
-    virtual,
+    virtual_runs,
     write_parquet,
 )
 from study.records.rows import RUN_COLUMNS, STEP_COLUMNS
@@ -286,9 +286,9 @@ def test_virtual_runs_are_separate(runs: Path) -> None:
     write_run(runs, "zero3", name="virtual", virtual=True, ranks=64, config={"global_batch_size": 64})
     records = read_records(runs)
     assert records.refused == ()
-    assert virtual(records).runs["run"].tolist() == ["virtual"]
-    assert set(virtual(records).steps["run"]) == {"virtual"}
-    assert "virtual" not in set(real(records).runs["run"]) | set(real(records).steps["run"])
+    assert virtual_runs(records).runs["run"].tolist() == ["virtual"]
+    assert set(virtual_runs(records).steps["run"]) == {"virtual"}
+    assert "virtual" not in set(real_runs(records).runs["run"]) | set(real_runs(records).steps["run"])
     for name in ("summary", "loss", "runtime", "single_vs_multi"):
         assert not TABLES[name](records)["Strategy"].str.contains("x64").any()
 

@@ -19,7 +19,7 @@ from study import cli
 from study.config.errors import UserError
 from study.config.strategies import REPOSITORY
 from study.records.frames import read_parquet, write_parquet
-from study.report.site import place
+from study.report.site import publishing
 from study.report.site.build import build
 from synthetic_records import write_run
 
@@ -35,7 +35,7 @@ def rendered(folder: Path, *figures: str) -> Path:
 
 
 def publish(tmp_path: Path, output: Path, *figures: str) -> None:
-    place.put_in_place(rendered(tmp_path / "new", *figures), output)
+    publishing.publish_report(rendered(tmp_path / "new", *figures), output)
 
 
 NO_LIST = r"report has \S+, and no files\.json of a report"
@@ -61,7 +61,7 @@ def test_a_file_of_the_users_is_not_overwritten(name, tmp_path):
         (output / name).write_text("my own words")
     words = NO_LIST if name == "files.json" else f"report has {name}, which is not as a report wrote it"
     with pytest.raises(UserError, match=words):
-        place.check_place(output, names)
+        publishing.check_place(output, names)
 
 
 @pytest.mark.parametrize("name", ["mine.png", "loss_1.svg"])
@@ -154,7 +154,7 @@ def test_a_folder_without_a_list_of_ours_is_refused(how, tmp_path):
         list_.write_text('{"made_by": "study report", "files": ["index.html"]}')
     before = contents(tmp_path)
     with pytest.raises(UserError, match=NO_LIST):
-        place.check_place(output, ["index.html", "files.json"])
+        publishing.check_place(output, ["index.html", "files.json"])
     assert contents(tmp_path) == before
 
 
@@ -162,10 +162,10 @@ def test_tables_without_a_list_are_replaced(tmp_path):
     """They are in a report, or in a folder without other files."""
     output = committed(tmp_path)
     write_parquet(dataclasses.replace(laptop(), refused=("another",)), output)
-    place.check_place(output, ["runs.parquet", "steps.parquet"])
+    publishing.check_place(output, ["runs.parquet", "steps.parquet"])
     (output / "runs.parquet").write_text("no table")
     with pytest.raises(UserError, match=r"has runs\.parquet, which is not as a report wrote it"):
-        place.check_place(output, ["runs.parquet", "steps.parquet"])
+        publishing.check_place(output, ["runs.parquet", "steps.parquet"])
     write_parquet(laptop(), tmp_path / "tables")
     publish(tmp_path, tmp_path / "tables")
     assert set(contents(tmp_path / "tables")) == {"index.html", "files.json"}
@@ -196,7 +196,7 @@ def killed_before_change(number: int, new: Path, output: Path) -> bool:
 
     try:
         sys.addaudithook(kill)
-        place.put_in_place(new, output)
+        publishing.publish_report(new, output)
         os._exit(0)
     finally:
         os._exit(1)
@@ -206,7 +206,7 @@ def old_report(output: Path) -> Path:
     """Write a report with files that the next one replaces, removes or does not touch."""
     new = rendered(output.with_name("old"), "loss_1.png", "gone.png")
     (new / "index.html").write_text("old")
-    place.put_in_place(new, output)
+    publishing.publish_report(new, output)
     for name in ("notes.txt", "figures/mine.png"):
         (output / name).write_text("mine")
     return output

@@ -20,7 +20,7 @@ from study.records.frames import Records
 from study.report.canvas import STRATEGIES, Drawing
 from study.report.document import as_svg
 from study.report.questions import QUESTIONS
-from study.report.questions.loss import MOST_POINTS, loss_curves, loss_differences
+from study.report.questions.loss import MAX_POINTS, loss_curves, loss_differences
 from study.report.questions.memory import model_state, offload, peak_memory, traffic
 from study.report.questions.scaling import batch_size, model_size, scaling
 from study.report.questions.time import frontier, step_time
@@ -154,7 +154,7 @@ def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
     steps = pd.concat([rows.assign(step=rows["step"] + rows["step"].max() * turn) for turn in range(100)])
     figure = only(loss_curves(dataclasses.replace(records, runs=runs, steps=steps))).figure
     lines = [line for line in figure.axes[0].lines if len(np.asarray(line.get_xdata())) > 10]
-    assert max(len(np.asarray(line.get_xdata())) for line in lines) <= MOST_POINTS
+    assert max(len(np.asarray(line.get_xdata())) for line in lines) <= MAX_POINTS
     assert np.mean(np.asarray(lines[0].get_ydata())) == pytest.approx(rows["loss"].mean(), rel=0.01)
 
 

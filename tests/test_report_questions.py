@@ -16,12 +16,12 @@ import pytest
 from scipy import stats
 
 from study.records.frames import Records, read_parquet, read_records
-from study.records.statistics import noise
+from study.records.statistics import estimate_noise
 from study.report import questions
 from study.report.document import Answer, Question, cell_text
 from study.report.questions import QUESTIONS, TABLES, answers
 from study.report.questions.loss import largest_step_difference, loss_differences
-from study.report.questions.runs import Resting
+from study.report.questions.runs import DependentClaim
 from study.report.site.build import NOTEBOOKS, build
 from synthetic_records import REPOSITORY, with_steps, write_run
 
@@ -53,7 +53,7 @@ def test_questions_have_unique_names_and_notebooks() -> None:
     assert len(TABLES) == sum(len(question.tables) for question in QUESTIONS)
     for question in QUESTIONS:
         assert question.title.endswith("?")
-        assert question.nothing.endswith(".")
+        assert question.no_data.endswith(".")
         assert question.first_figure is None or question.first_figure in question.figures
         if question.notebook is not None:
             assert (NOTEBOOKS / f"{question.notebook}.ipynb").is_file()
@@ -67,7 +67,7 @@ def test_a_new_question_is_one_file_and_its_place_in_the_list(tmp_path: Path, mo
         name="steps",
         title="How many steps ran?",
         answer=lambda records: Answer(f"{len(records.steps)} steps.", pd.DataFrame({"Runs": [len(records.runs)]})),
-        nothing="No step ran.",
+        no_data="No step ran.",
         tables={"steps_of_runs": lambda records: records.runs[["run", "steps"]]},
     )
     for place in (questions.__dict__, build.__globals__):
@@ -235,9 +235,9 @@ def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None
 
 def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
     steps = {"mine": pd.DataFrame({"loss": [1.0, math.nan, math.nan]}), "its": pd.DataFrame({"loss": [1.0, 1.0, 1.0]})}
-    assert math.isnan(largest_step_difference([("mine", "its")], steps).share)
+    assert math.isnan(largest_step_difference([("mine", "its")], steps).ratio)
     steps["mine"]["loss"] = [1.0, 1.5, 1.0]
-    assert largest_step_difference([("mine", "its")], steps).share == 0.5
+    assert largest_step_difference([("mine", "its")], steps).ratio == 0.5
 
 
 def test_nothing_is_compared_with_a_ddp_that_breaks_an_invariant(tmp_path: Path) -> None:
@@ -303,13 +303,13 @@ def test_a_significant_difference_in_time_is_named_with_its_interval(seeds: dict
 def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test_s_power(tmp_path: Path) -> None:
     for seed, factor in ((1, 0.94), (2, 1.0), (3, 1.06), (4, 1.0)):
         write(tmp_path, {"ddp": factor, "zero2": 2 - factor, "zero0": 1.0}, (seed,))
-    by_name, spread = read_answers(tmp_path), noise(read_records(tmp_path).runs, "step_time_s_median")
+    by_name, spread = read_answers(tmp_path), estimate_noise(read_records(tmp_path).runs, "step_time_s_median")
     assert spread is not None
 
     def power(seeds: int) -> float:
         """Return the power of a paired test at 5 %: a difference has sqrt(2) times the noise of one strategy."""
         beyond = stats.t.ppf(0.975, seeds - 1)
-        shift = math.log(1.05) / (spread.share * math.sqrt(2)) * math.sqrt(seeds)
+        shift = math.log(1.05) / (spread.log_sd * math.sqrt(2)) * math.sqrt(seeds)
         return float(1 - stats.nct.cdf(beyond, seeds - 1, shift) + stats.nct.cdf(-beyond, seeds - 1, shift))
 
     needed = next(seeds for seeds in range(2, 1000) if power(seeds) >= 0.8)
@@ -318,7 +318,7 @@ def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test
     beyond = stats.t.ppf(1 - 0.05 / 2 / 2, 4 / (1 / 3 + 1 / spread.df))
     sentence = r"the least significant difference is ([\d.]+) %, which is found half of the time"
     (least,) = re.findall(sentence, notes(by_name["time"]))
-    assert float(least) == pytest.approx(100 * math.expm1(beyond * spread.share * math.sqrt(2 / 4)), rel=0.02)
+    assert float(least) == pytest.approx(100 * math.expm1(beyond * spread.log_sd * math.sqrt(2 / 4)), rel=0.02)
 
 
 def test_strategies_with_three_seeds_are_judged_where_others_have_one(tmp_path: Path) -> None:
@@ -412,12 +412,12 @@ def test_claims_that_depend_on_the_records_have_links(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "ddp")
     evil = "<img src=x onerror=alert(1)> | *x*"
     resting = [
-        Resting("S9-01", "../docs/claims.md#s9-01", "supported", "It is so.", f"It was so. {evil}"),
-        Resting("S9-02", "", "partly", "It may be so.", "It was."),
+        DependentClaim("S9-01", "../docs/claims.md#s9-01", "supported", "It is so.", f"It was so. {evil}"),
+        DependentClaim("S9-02", "", "partly", "It may be so.", "It was."),
     ]
     records = read_records(tmp_path / "runs")
     assert "claims" not in read_answers(records)
-    build(records, "mine", tmp_path / "report", resting=resting)
+    build(records, "mine", tmp_path / "report", claims=resting)
     summary, page = ((tmp_path / "report" / name).read_text() for name in ("summary.md", "index.html"))
     assert "| [S9-01](../docs/claims.md#s9-01) | supported | It is so. |" in summary
     assert "| S9-02 | partly | It may be so. | It was. |" in summary

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from study.records.frames import Records, read_parquet, read_runs, write_parquet
-from study.releases.stacks import ReleaseCell, release_cells
+from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.pages.releases import details, page
 from study.report.questions import answers
 from study.report.questions.releases import QUESTION, avoid_table, fault_curves, release_grid, verdict_table
@@ -111,8 +111,8 @@ def test_each_case_is_compared_with_one_process_of_its_own_releases(records: Rec
 
 def test_a_fault_that_is_absent_with_contemporary_releases_is_a_mismatch(records: Records) -> None:
     engines, pairings = find_cell(records, "0.18.6", "zero1"), find_cell(records, "0.18.6", "zero2")
-    assert (engines.of_its_time, engines.is_mismatch) == ("different", False)
-    assert (pairings.of_its_time, pairings.is_mismatch) == ("equal", True)
+    assert (engines.contemporary, engines.is_mismatch) == ("different", False)
+    assert (pairings.contemporary, pairings.is_mismatch) == ("equal", True)
     assert [cause.id for cause in engines.causes] == ["divided-twice"]
     assert pairings.causes == ()
 
@@ -123,8 +123,8 @@ def test_a_case_with_one_wrong_run_is_wrong_sometimes(records: Records) -> None:
     assert lucky.worst_run.endswith("r2")
     assert not find_cell(records, "0.18.6", "zero1").differs_sometimes
     # One correct run proves nothing in a release with a race condition.
-    assert find_cell(records, "0.18.6", "zero3", 1).is_lucky
-    assert not find_cell(records, "0.19.8", "zero1").is_lucky
+    assert find_cell(records, "0.18.6", "zero3", 1).is_equal_by_chance
+    assert not find_cell(records, "0.19.8", "zero1").is_equal_by_chance
 
 
 def test_the_answer_names_the_good_releases_and_such_a_report_has_no_speeds(records: Records) -> None:
@@ -149,7 +149,7 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
     axes = today.figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0.19.8", "0.19.2", "0.18.6"]
     assert sorted(text.get_text() for text in axes.texts if text.get_text()) == ["?", "a", "b'"]
-    assert len(axes.patches) == len([cell for cell in release_cells(records) if not cell.is_of_its_time])
+    assert len(axes.patches) == len([cell for cell in release_cells(records) if not cell.is_contemporary])
     labels = [text.get_text() for text in today.figure.legends[0].get_texts()]
     assert "diverges by a mismatch of releases" in labels
     assert "the same by chance: its releases have a race" in labels

@@ -15,15 +15,15 @@ from scipy import stats
 from study.config.text import percent
 from study.records.statistics import (
     LOSS_MARGIN,
-    by_seed,
+    apply_holm,
     corrected_p,
     differences,
-    equivalence,
-    holm,
+    equivalence_test,
+    estimate_noise,
     interval,
-    noise,
     paired,
     paired_ratio,
+    pivot_by_seed,
     repeat_noise,
     seeds_needed,
 )
@@ -93,8 +93,8 @@ def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
     runs = frame([*baselines, *arm])
     pairs = paired(runs, LOSS, "zero3", "ddp", form=np.asarray)
     assert pairs["value"].tolist() == pytest.approx([1.00115, 1.00025])
-    averaged = equivalence(pairs["value"].tolist(), pairs["baseline"].tolist(), margin=0.002)
-    by_run = equivalence([row[3] for row in arm], [1.0] * 4, margin=0.002)
+    averaged = equivalence_test(pairs["value"].tolist(), pairs["baseline"].tolist(), margin=0.002)
+    by_run = equivalence_test([row[3] for row in arm], [1.0] * 4, margin=0.002)
     assert (averaged.n, by_run.n) == (2, 4)
     assert by_run.verdict == "equivalent"
     assert averaged.verdict == "not shown"
@@ -103,7 +103,7 @@ def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
 
 def test_repeats_of_the_only_seed_are_samples_of_a_time_and_not_of_a_loss() -> None:
     runs = frame([(arm, 42, repeat, 1.0 + repeat / 10) for arm in ("ddp", "zero3") for repeat in (1, 2, 3)])
-    assert (len(by_seed(runs, TIME)), len(by_seed(runs, LOSS))) == (3, 1)
+    assert (len(pivot_by_seed(runs, TIME)), len(pivot_by_seed(runs, LOSS))) == (3, 1)
 
 
 def drawn(rng: np.random.Generator, seeds: int, sd: Any = 0.02, effect: Any = 0.0, arms: int = 13) -> pd.DataFrame:
@@ -118,39 +118,39 @@ def as_runs(logs: pd.DataFrame) -> pd.DataFrame:
 
 @pytest.mark.parametrize("seeds", [3, 8, 100])
 def test_noise_is_that_of_one_run_and_more_data_makes_it_more_certain_and_not_larger(seeds: int) -> None:
-    spread = noise(as_runs(drawn(np.random.default_rng(7), seeds)), TIME)
+    spread = estimate_noise(as_runs(drawn(np.random.default_rng(7), seeds)), TIME)
     assert spread is not None
     assert spread.df == 12 * (seeds - 1)
     low, high = np.sqrt(stats.chi2.ppf([0.0005, 0.9995], spread.df) / spread.df)
-    assert low < spread.share / 0.02 < high
+    assert low < spread.log_sd / 0.02 < high
 
 
 def test_noise_needs_something_that_ran_again() -> None:
     one_each = frame([("ddp", 1, 1, 1.0), ("zero3", 1, 1, 2.0)])
-    assert noise(one_each, TIME) is None
+    assert estimate_noise(one_each, TIME) is None
     assert repeat_noise(one_each, TIME) is None
     with_repeat = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, math.e), ("zero3", 1, 1, 2.0)])
-    for spread in (noise(with_repeat, TIME), repeat_noise(with_repeat, TIME)):
+    for spread in (estimate_noise(with_repeat, TIME), repeat_noise(with_repeat, TIME)):
         assert spread is not None
-        assert (spread.share, spread.df) == (pytest.approx(math.sqrt(0.5)), 1)
+        assert (spread.log_sd, spread.df) == (pytest.approx(math.sqrt(0.5)), 1)
         assert spread.least_significant_difference(2) is None
     confounded = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, 5.0)], confounded=["", "threads per rank: 2, baseline 1"])
-    assert noise(confounded, TIME) is None
+    assert estimate_noise(confounded, TIME) is None
 
 
 def test_noise_is_found_where_seeds_are_missing() -> None:
     """Effects are fitted if seeds are missing, because cells cannot be averaged."""
     logs = drawn(np.random.default_rng(2), 200, arms=5)
     logs = logs.mask(np.random.default_rng(3).random(logs.shape) < 0.3).dropna(how="all")
-    spread = noise(as_runs(logs).dropna(subset=[TIME]), TIME)
+    spread = estimate_noise(as_runs(logs).dropna(subset=[TIME]), TIME)
     assert spread is not None
     assert spread.df == int(logs.count().sum()) - len(logs) - 4
-    assert spread.share == pytest.approx(0.02, rel=0.1)
+    assert spread.log_sd == pytest.approx(0.02, rel=0.1)
 
 
 def test_holm_multiplies_the_smallest_by_all_and_keeps_the_order() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.6, 0.7]) == [1, 1]
+    assert apply_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert apply_holm([0.6, 0.7]) == [1, 1]
 
 
 # Twelve strategies against one: equal noise, three times the noise in one, and in the baseline.
@@ -216,7 +216,7 @@ def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confo
 
 def test_half_the_least_significant_difference_is_seldom_significant_and_twice_that_often_is() -> None:
     rng, seeds = np.random.default_rng(9), 4
-    spread = noise(as_runs(drawn(rng, 400)), TIME)
+    spread = estimate_noise(as_runs(drawn(rng, 400)), TIME)
     assert spread is not None
     smallest = spread.least_significant_difference(seeds, len(AGAINST_THE_FIRST))
     assert smallest is not None
@@ -231,26 +231,26 @@ def test_equivalence_is_shown_inside_the_margin_only() -> None:
     rng = np.random.default_rng(5)
     baselines: Any = rng.normal(2.0, 0.1, size=8)
     margin = LOSS_MARGIN * baselines.mean()
-    equivalent = equivalence(baselines + rng.normal(0, margin / 20, size=8), baselines)
+    equivalent = equivalence_test(baselines + rng.normal(0, margin / 20, size=8), baselines)
     assert equivalent.verdict == "equivalent"
     assert (equivalent.p or 1) < 0.05
     assert f"n = 8, p = {equivalent.p:.2g}" in equivalent.text()
     for shift, scatter in ((3 * margin, margin / 20), (0, 20 * margin)):
         values = baselines + shift + rng.normal(0, scatter, size=8)
-        assert equivalence(values, baselines).verdict == "not shown"
+        assert equivalence_test(values, baselines).verdict == "not shown"
     # p is that of the larger of two one-sided t tests.
     differences = np.array([0, 0.002, 0.001, 0.0005])
     t = (differences.mean() - 0.005) / (differences.std(ddof=1) / 2)
-    tested = equivalence((1 + differences).tolist(), [1.0] * 4, margin=0.005)
+    tested = equivalence_test((1 + differences).tolist(), [1.0] * 4, margin=0.005)
     assert tested.p == pytest.approx(stats.t.cdf(t, 3))
 
 
 def test_one_run_each_is_no_test() -> None:
-    untested = equivalence([1.0], [1.0])
+    untested = equivalence_test([1.0], [1.0])
     assert (untested.verdict, untested.p, untested.n) == ("no test", None, 1)
     assert untested.text().startswith("one seed: no test")
-    assert equivalence([], []).text() == "no run to pair with"
-    same = equivalence([1.0, 2.0], [1.0, 2.0])
+    assert equivalence_test([], []).text() == "no run to pair with"
+    same = equivalence_test([1.0, 2.0], [1.0, 2.0])
     assert (same.verdict, same.p) == ("equivalent", None)
 
 

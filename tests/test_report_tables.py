@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from study.config.strategies import REPOSITORY, WITH_REPLICAS
-from study.predictor.records import predicted
+from study.predictor.run_predictions import predict_run
 from study.records.frames import Records, read_parquet, read_records
 from study.report.questions import QUESTIONS, TABLES, answers
 from study.report.questions.memory import NEIGHBOURS, neighbours_table
@@ -241,12 +241,12 @@ def test_predictions_for_many_machines_are_next_to_what_virtual_ranks_measured()
 def test_a_run_on_gpus_has_a_predicted_speed_and_peak(tmp_path: Path) -> None:
     write_run(tmp_path, "zero3", ranks=16, machines=2, config={"model_name_or_path": "gpt2"})
     run = read_records(tmp_path).runs.iloc[0]
-    gpu = predicted(run.replace({run["devices"]: '["NVIDIA H100 80GB HBM3"]'}))
+    gpu = predict_run(run.replace({run["devices"]: '["NVIDIA H100 80GB HBM3"]'}))
     assert gpu.tokens_per_s > 0
     assert gpu.peak_bytes > gpu.state_bytes
-    cpu = predicted(run.replace({run["devices"]: "[]"}))
+    cpu = predict_run(run.replace({run["devices"]: "[]"}))
     assert (cpu.state_bytes, math.isnan(cpu.tokens_per_s)) == (gpu.state_bytes, True)
-    assert math.isnan(predicted(run.replace({run["model_name_or_path"]: "somebody/else"})).state_bytes)
+    assert math.isnan(predict_run(run.replace({run["model_name_or_path"]: "somebody/else"})).state_bytes)
 
 
 def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import pandas as pd
 import pytest
 
 from study.config.strategies import REPOSITORY
-from study.predictor.state import papers_state_bytes, papers_traffic
+from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, read_records, read_runs, write_parquet
 from study.records.rows import RUN_COLUMNS
 from study.report.questions import TABLES
 from study.report.questions.virtual import LAYERS, SETTINGS, TABLE1, settings, table1
 from study.report.site.build import build
-from study.virtual.records import AS_SHIPPED, changes, relative_ring_bytes, summaries
+from study.virtual.summaries import AS_SHIPPED, relative_ring_bytes, setting_pairs, summaries
 from synthetic_records import answered, as_never_started, only, write_run
 
 GB = 10**9
@@ -69,7 +69,7 @@ def test_a_model_at_three_depths_is_compared_with_the_paper_by_extrapolation(bla
     table = TABLES["table1"](records)
     assert table["Strategy"].tolist() == ["zero2", "zero3"]
     for _, line in table.iterrows():
-        paper = papers_state_bytes(7.5e9, int(line["Strategy"][-1]), line["Ranks"])
+        paper = paper_state_bytes(7.5e9, int(line["Strategy"][-1]), line["Ranks"])
         assert line["Paper, GB"] == pytest.approx(paper / GB)
         assert line["Here, GB"] == pytest.approx(paper / GB, rel=1e-9)
         assert line["Difference"] == "+0.00%"
@@ -126,7 +126,7 @@ def test_an_extrapolation_is_compared_with_the_complete_model_if_both_ran(blank:
 
 def test_a_setting_has_the_figures_that_it_changes_and_no_others(blank: Records) -> None:
     setting = "zero_optimization.use_multi_rank_bucket_allreduce=false"
-    paper = papers_traffic(2, 8)
+    paper = paper_traffic(2, 8)
     records = together(
         row(blank, "zero2", 8, traffic=1.5 * paper),
         row(blank, "zero2", 8, setting=setting, traffic=paper),
@@ -216,13 +216,13 @@ def test_the_committed_records_support_the_sentences_of_the_readme_on_the_engine
     ratios: dict[Any, list[Any]] = {summary["strategy"]: [] for summary in summaries(records)}
     for summary in summaries(records):
         if summary["setting"] == AS_SHIPPED:
-            papers = papers_traffic(summary["stage"], summary["world_size"])
+            papers = paper_traffic(summary["stage"], summary["world_size"])
             ratios[summary["strategy"]].append(relative_ring_bytes(summary) / papers)
     assert ratios["zero1"] == pytest.approx([1.5] * 6, abs=0.005)
     assert ratios["zero2"] == pytest.approx([1.5] * 6, abs=0.005)
     assert max(ratios["zero3"]) < 1
-    reduced = [relative_ring_bytes(after) / papers_traffic(after["stage"], after["world_size"])
-               for _, after in changes(records)
+    reduced = [relative_ring_bytes(after) / paper_traffic(after["stage"], after["world_size"])
+               for _, after in setting_pairs(records)
                if "use_multi_rank_bucket_allreduce=false" in after["setting"]]  # fmt: skip
     assert len(reduced) == 12
     assert max(reduced) < 1.075
@@ -231,4 +231,4 @@ def test_the_committed_records_support_the_sentences_of_the_readme_on_the_engine
 def test_offload_is_compared_with_the_paper_s_figure_of_its_stage(blank: Records) -> None:
     offloaded = row(blank, "zero3", 8).assign(strategy="zero3_cpu")
     (line,) = TABLES["settings"](together(offloaded)).to_dict("records")
-    assert line["Paper, x weights"] == papers_traffic(3, 8)
+    assert line["Paper, x weights"] == paper_traffic(3, 8)

@@ -20,11 +20,11 @@ from damage import Trap
 from runs import FP32_RELATIVE, losses, train, trained
 from study.config.errors import RunFailed, UserError
 from study.config.flags import RunConfig, parse_command_line
-from study.config.launched import Launch
+from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.records.directory import Run, read_json, read_run, read_status
-from study.run.checkpoint import digests_of, last_checkpoint
+from study.run.checkpoint import file_digests, last_checkpoint
 from study.run.resume import check_indexes, engine_classes, find_checkpoint
 from synthetic_records import write_run
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(sav
         ("random_states_0.pkl", {"step": 4}, "random states"),
     ):
         torch.save(content, checkpoint / name)
-        write_manifest(checkpoint, files=digests_of(checkpoint, read_json(checkpoint / "checkpoint.json")["files"]))
+        write_manifest(checkpoint, files=file_digests(checkpoint, read_json(checkpoint / "checkpoint.json")["files"]))
         folder = tmp_path / name
         assert train("single", folder, *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1).returncode != 0
         assert reason in read_status(folder)["reason"]

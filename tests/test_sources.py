@@ -19,7 +19,7 @@ import torch
 
 from damage import no_file_larger_than
 from study.config.errors import UserError
-from study.config.flags import RunConfig, resolved
+from study.config.flags import RunConfig, resolve_config
 from study.config.strategies import REPOSITORY
 from study.workloads import sources
 from study.workloads.builtin import builtin_tokenizer
@@ -33,7 +33,7 @@ VALID_LINES = [" = Other = \n", " more words \n"] * 5
 
 def make_config(task: str, data: Path | str, **options: object) -> RunConfig:
     values = {"train_samples": 10, "eval_samples": 4, "data": str(data), "scale": "laptop", "task": task, **options}
-    return resolved(RunConfig.from_dict(values, "this test"), False)
+    return resolve_config(RunConfig.from_dict(values, "this test"), False)
 
 
 # Reviews
@@ -374,11 +374,11 @@ def test_invalid_data_are_refused_by_name_with_a_fix(case: str, tmp_path: Path) 
 LOAD = """
 import sys, time
 from pathlib import Path
-from study.config.flags import RunConfig, resolved
+from study.config.flags import RunConfig, resolve_config
 from study.config.errors import UserError
 from study.workloads import sources
 task, cache = sys.argv[1:]
-config = resolved(RunConfig(task=task, scale="laptop", data="hub", train_samples=10, eval_samples=4), False)
+config = resolve_config(RunConfig(task=task, scale="laptop", data="hub", train_samples=10, eval_samples=4), False)
 started = time.time()
 try:
     raw = {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}[task](config, Path(cache))

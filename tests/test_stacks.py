@@ -17,8 +17,8 @@ import pytest
 from study import cli
 from study.config.errors import UserError
 from study.host import stacks as stacks_module
-from study.host.box import Box, this_box
 from study.host.folders import cache_directory
+from study.host.machine import Machine, detect_machine
 from study.host.stacks import STACK_VARIABLE, VERIFIED, describe_stack, layer_folder, layer_state, stacks
 from study.records.directory import read_json, read_run
 from study.releases import prepare
@@ -29,7 +29,7 @@ from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
 from sweeps import TINY, write_suite
 
-NO_GPU = Box((), 16.0)
+NO_GPU = Machine((), 16.0)
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_a_missing_stack_is_refused_with_the_command_that_makes_it(tmp_path, cac
     assert sweep.refused == 1
     assert not (tmp_path / "runs" / cells[0].id / "status.json").exists()
     with pytest.raises(UserError, match=r"lacks deepspeed-0\.18\.0 -> run: study prepare releases"):
-        stacks()["0.18.0"].why_not()
+        stacks()["0.18.0"].install_error()
 
 
 def test_a_process_under_a_stack_describes_it_for_its_record(index, cache, monkeypatch):
@@ -192,7 +192,7 @@ def test_under_an_older_release_the_trainer_runs_and_unavailable_figures_are_nul
     for precision in ("fp32", "bf16"):
         axes = {"strategy": ["single", "zero2"], "stack": stack}
         cells = planned(tmp_path, axes, {**TINY, "precision": precision})
-        run_cells(cells, tmp_path / "runs", this_box())
+        run_cells(cells, tmp_path / "runs", detect_machine())
         runs = {cell.strategy: read_run(tmp_path / "runs" / cell.id) for cell in cells}
         if precision == "bf16":
             assert runs["zero2"].state == "unsupported"
@@ -214,7 +214,7 @@ def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path,
     (cell,) = planned(tmp_path, {"strategy": "zero1", "stack": VERIFIED[-1][1]})
     launched = run_cell(cell, tmp_path / "launched")
     launched.write_end(tmp_path / "launched" / cell.id)
-    run_cells([cell], tmp_path / "forked", this_box())
+    run_cells([cell], tmp_path / "forked", detect_machine())
     runs = [read_run(tmp_path / launcher / cell.id) for launcher in ("launched", "forked")]
     assert [run.state for run in runs] == ["ok", "ok"]
     assert [row["loss"] for row in runs[0].steps] == [row["loss"] for row in runs[1].steps]
@@ -223,14 +223,14 @@ def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path,
     assert runs[0].environment["packages"] == runs[1].environment["packages"]
     notes = read_json(tmp_path / "forked" / cell.id / "sweep.json")
     assert notes["stack"] == VERIFIED[-1][1]
-    assert notes["attempts"][-1]["launcher"] == ("accelerate" if this_box().gpus else "forked")
+    assert notes["attempts"][-1]["launcher"] == ("accelerate" if detect_machine().gpus else "forked")
     assert notes["command"] == [word.replace("/launched/", "/forked/") for word in launched.command]
 
 
 @pytest.mark.long
 def test_under_the_pinned_release_every_strategy_has_the_losses_of_single(tmp_path, prepared):
     suite = read_suite(find_suite("releases"))
-    box = this_box()
+    box = detect_machine()
     cells = [cell for cell in plan_cells(suite, box) if isinstance(cell, Cell) and cell.stack == VERIFIED[-1][1]]
     run_cells(cells, tmp_path, box)
     losses: dict[tuple[str, float | None], dict[str, list[float]]] = {}

@@ -20,25 +20,25 @@ from forked import fork_ranks
 from runs import train, trained
 from strategy_files import STRATEGIES, WITH_DEEPSPEED, expected_json, expected_yaml
 from study.config.errors import Unsupported, UserError
-from study.config.flags import RunConfig, resolved
-from study.config.launched import Launch, this_launch
-from study.config.names import SHIPPED, digest_of
+from study.config.flags import RunConfig, resolve_config
+from study.config.launch_context import Launch, read_launch
 from study.config.strategies import (
     STRATEGY_NAMES,
     STUDIED_STRATEGIES,
     WITH_GROUPS,
     WITH_REPLICAS,
     Strategy,
-    asked_of_files,
+    normalize_strategy_files,
     read_deepspeed_json,
     read_strategy,
     read_yaml,
 )
-from study.host.memory import locked_bytes
+from study.config.strategy_names import SHIPPED, config_digest
+from study.host.memory import required_pinned_bytes
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import request_for
 from study.records.directory import read_run
-from study.run.checks import check_swaps, enlarge_swap_buffers
+from study.run.checks import check_nvme_swap, enlarge_swap_buffers
 
 DIRECTORY = ROOT / "accelerate_configs"
 
@@ -179,17 +179,17 @@ def test_a_forked_rank_of_the_tests_has_the_environment_of_a_launched_one(strate
 
 
 def test_a_process_without_a_launcher_is_single() -> None:
-    assert this_launch({}) == Launch(Strategy("single", "NO"), 1, 0, 0, 1)
+    assert read_launch({}) == Launch(Strategy("single", "NO"), 1, 0, 0, 1)
 
 
 def test_a_rank_on_the_second_machine_is_main_only_there() -> None:
     place = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    second = this_launch(place)
+    second = read_launch(place)
     assert (second.strategy.name, second.is_main, second.local_rank) == ("ddp", False, 0)
 
 
 def launched_with(file: Path) -> Strategy:
-    return this_launch({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}).strategy
+    return read_launch({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}).strategy
 
 
 def write_variant(folder: Path, name: str, shipped: str, **zero: Any) -> Path:
@@ -220,9 +220,9 @@ def test_a_run_is_named_after_the_settings_of_its_file_and_not_after_the_file(
     strategy = launched_with(write_variant(tmp_path, name, shipped, **zero))
     assert re.fullmatch(run, strategy.name)
     assert strategy.zero_stage == STRATEGIES[shipped][0]
-    assert (strategy.own_settings is None) == (strategy.name in STRATEGY_NAMES)
-    if strategy.own_settings:
-        assert strategy.own_settings["zero_optimization"].items() >= zero.items()
+    assert (strategy.custom_settings is None) == (strategy.name in STRATEGY_NAMES)
+    if strategy.custom_settings:
+        assert strategy.custom_settings["zero_optimization"].items() >= zero.items()
 
 
 def test_the_record_of_a_custom_file_has_its_settings(tmp_path: Path) -> None:
@@ -255,14 +255,14 @@ def test_nvme_buffers_grow_to_hold_the_largest_parameter(tmp_path: Path) -> None
 
 
 def test_a_prediction_has_the_buffers_of_the_run() -> None:
-    config = resolved(RunConfig(task="gpt-wikitext", model_name_or_path="gpt-j-6b", weights="random"), True)
+    config = resolve_config(RunConfig(task="gpt-wikitext", model_name_or_path="gpt-j-6b", weights="random"), True)
     requests = [request_for("zero3_nvme", config, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1) for ranks in (1, 4)]
     # 50,400 x 4096 elements; a quarter of them fits the file's own buffers.
     assert [request.strategy.swap_buffers for request in requests] == [(5, 206_438_400), (5, 100_000_000)]
-    assert locked_bytes(requests[0].strategy) == 5 * 206_438_400 * 4
+    assert required_pinned_bytes(requests[0].strategy) == 5 * 206_438_400 * 4
     # A custom config that leaves them to DeepSpeed.
     custom = Strategy("mine", "DEEPSPEED", {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
-    assert locked_bytes(custom) == 5 * 100_000_000 * 4
+    assert required_pinned_bytes(custom) == 5 * 100_000_000 * 4
 
 
 @pytest.mark.parametrize(
@@ -276,21 +276,21 @@ def test_a_prediction_has_the_buffers_of_the_run() -> None:
 def test_buffers_that_nothing_fits_in_are_refused(size: str, problem: str) -> None:
     config = RunConfig(engine_override=(f"zero_optimization.offload_param.buffer_size={size}",))
     with pytest.raises(UserError, match=re.escape(problem)):
-        enlarge_swap_buffers(resolved(config, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
+        enlarge_swap_buffers(resolve_config(config, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
 
 
 def test_an_offload_that_swaps_nothing_is_refused_before_the_run() -> None:
-    config = resolved(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
+    config = resolve_config(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
     for name, what in (("zero3_cpu_nvme", "parameters"), ("zero3_nvme_optimizer", "optimizer")):
         strategy = read_strategy(name)
-        check_swaps(config, Launch(strategy, 2, 0, 0, 2))
+        check_nvme_swap(config, Launch(strategy, 2, 0, 0, 2))
         ranks = 8 if what == "parameters" else 64
         with pytest.raises(Unsupported, match=f"{name} would swap no {what} of gpt-tiny on {ranks} ranks"):
-            check_swaps(config, Launch(strategy, ranks, 0, 0, ranks))
+            check_nvme_swap(config, Launch(strategy, ranks, 0, 0, ranks))
     # 16-bit weights are half as large.
     half = dataclasses.replace(config, precision="bf16-engine")
     with pytest.raises(Unsupported, match="no parameters of gpt-tiny on 4 ranks: DeepSpeed keeps shards under 1 MiB"):
-        check_swaps(half, Launch(read_strategy("zero3_nvme"), 4, 0, 0, 4))
+        check_nvme_swap(half, Launch(read_strategy("zero3_nvme"), 4, 0, 0, 4))
 
 
 def test_two_versions_of_one_file_have_two_names(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_the_table_of_shipped_settings_is_that_of_the_files() -> None:
         document = read_yaml(DIRECTORY / f"{name}.yaml")
         json_file = DIRECTORY / "deepspeed" / f"{name}.json"
         settings = read_deepspeed_json(json_file) if json_file.exists() else None
-        digests[name] = digest_of(asked_of_files(document, settings))
+        digests[name] = config_digest(normalize_strategy_files(document, settings))
     assert digests == SHIPPED
 
 
@@ -456,7 +456,7 @@ HSDP = {
 )
 def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        this_launch(environment)
+        read_launch(environment)
 
 
 def test_the_corrected_command_is_this_run_with_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,12 +491,12 @@ ADDED = """\
 import json, sys
 from study.advisor.advise import AdviceRequest, candidates
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
-from study.predictor.hardware import box_of
+from study.predictor.hardware import to_box
 from study.predictor.shape import model_shape
 from study.report.canvas import STRATEGIES
 print(json.dumps([
     read_strategy("zero2_small").zero_stage, "zero2_small" in STUDIED_STRATEGIES, STRATEGIES["zero2_small"].colour,
-    "zero2_small" in candidates(AdviceRequest(model_shape("gpt2"), box_of("8xH100"), 1024, "bf16")),
+    "zero2_small" in candidates(AdviceRequest(model_shape("gpt2"), to_box("8xH100"), 1024, "bf16")),
 ]))
 """
 
@@ -511,7 +511,7 @@ def test_a_strategy_is_added_by_its_files_and_one_row(tmp_path: Path) -> None:
     settings = json.loads((configs / "deepspeed" / "zero2.json").read_text())
     settings["zero_optimization"]["reduce_bucket_size"] = 1000
     (configs / "deepspeed" / "zero2_small.json").write_text(json.dumps(settings))
-    digest = digest_of(asked_of_files(document, settings))
+    digest = config_digest(normalize_strategy_files(document, settings))
     registry = tmp_path / "study" / "config" / "registry.py"
     row = f'    "zero2_small": Registered("{digest}", "named", 16, "#123456", "o", SOLID),\n'
     registry.write_text(registry.read_text().replace("}  # fmt: skip", f"{row}}}  # fmt: skip"))

@@ -19,27 +19,27 @@ import pytest
 
 from study import cli
 from study.config.text import format_duration
-from study.host.box import Box, matmul_rates
 from study.host.folders import COMPILES
+from study.host.machine import Machine, matmul_rates
 from study.records.directory import RunWriter, read_json, read_run, read_status, write_json
-from study.records.outcome import Ending
+from study.records.outcome import Outcome
 from study.records.schema import State
+from study.sweep.cell_outcome import CellState, cell_state
 from study.sweep.execute import append_attempt, run_cells
 from study.sweep.forecast import earlier_durations, expected_s
 from study.sweep.launch import clean_environment
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import read_suite
-from study.sweep.verdict import CellState, cell_state
 from sweeps import ROOT, TINY, contents, run, write_suite
 from synthetic_records import write_run
 
 # DeepSpeed's ranks on CPU cores need this operator.
 SHARED_MEMORY = "deepspeed_shm_comm"
-ONE_GPU = Box((80.0,), 64.0)
+ONE_GPU = Machine((80.0,), 64.0)
 
 
-def list_cells(file: Path, box: Box | None = None) -> list[Any]:
-    return list(plan_cells(read_suite(file), box or Box((), 16.0)))
+def list_cells(file: Path, box: Machine | None = None) -> list[Any]:
+    return list(plan_cells(read_suite(file), box or Machine((), 16.0)))
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +171,10 @@ def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, c
     folders = [tmp_path / "runs" / "tiny" / cell.id for cell in list_cells(suite)]
     for folder, state in zip(folders, states, strict=False):
         RunWriter(folder).close(state, f"why {state}", "do that")
-    answered = [cell_state(folder).is_answered(retry=False) for folder in folders]
+    answered = [cell_state(folder).is_final(retry=False) for folder in folders]
     assert answered == [False, False, True, True, True, False]
-    assert not any(cell_state(folder).is_answered(retry=True) for folder in folders)
-    assert CellState("ok").is_answered(retry=True)
+    assert not any(cell_state(folder).is_final(retry=True) for folder in folders)
+    assert CellState("ok").is_final(retry=True)
 
     assert cli.main(["status", str(suite), "--runs_dir", str(tmp_path / "runs")]) == 0
     printed = capsys.readouterr().out
@@ -230,8 +230,8 @@ def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_non
     write_json(note, {"attempts": 3})
     append_attempt(note.parent, cells["single", 3, 0.0], ["accelerate"], {"state": "ok", "wall_s": 50.0})
     assert len(read_json(note)["attempts"]) == 1
-    sweep = run_cells([cells["single", 4, 0.0]], tmp_path, Box((), 16.0), time_budget_s=11.0)
-    assert (sweep.finished, sweep.left, sweep.stopped) == (0, 1, False)
+    sweep = run_cells([cells["single", 4, 0.0]], tmp_path, Machine((), 16.0), time_budget_s=11.0)
+    assert (sweep.finished, sweep.pending, sweep.stopped) == (0, 1, False)
     printed = capsys.readouterr().err
     assert "the time budget ends here: the next cell takes about 12s\n1 of 1 cells are left" in printed
 
@@ -239,7 +239,7 @@ def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_non
 def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
     cells = list_cells(write_suite(tmp_path, {"strategy": "ddp", "world_size": 4}), ONE_GPU)
     outcome = run_cells(cells, tmp_path / "runs", ONE_GPU)
-    assert (outcome.finished, outcome.left) == (1, 0)
+    assert (outcome.finished, outcome.pending) == (1, 0)
     status = read_status(tmp_path / "runs" / cells[0].id)
     assert (status["state"], status["reason"]) == ("unsupported", "4 ranks, and this machine has 1 GPU")
 
@@ -260,7 +260,7 @@ def test_cells_that_were_tried_before_run_last(tmp_path, capsys, state, retry):
 
 
 def test_a_gpu_s_matrix_products_are_timed_for_models_of_full_size_alone(tmp_path):
-    assert matmul_rates(Box((), 16.0)) == {}, "without a GPU there is no MFU"
+    assert matmul_rates(Machine((), 16.0)) == {}, "without a GPU there is no MFU"
     for scale in ("laptop", "paper"):
         fixed = {**TINY, "scale": scale, "model_name_or_path": "gpt-tiny", "weights": "random", "time_limit_s": 0.1}
         (cell,) = list_cells(write_suite(tmp_path, {"strategy": "single"}, fixed), ONE_GPU)
@@ -334,13 +334,13 @@ def test_a_sweep_whose_folder_was_renamed_stops_before_its_next_cell(tmp_path, m
     cells = list_cells(write_suite(tmp_path, {"strategy": ["single"], "seed": [1, 2]}))
     root, moved = tmp_path / "runs", tmp_path / "moved"
 
-    def rename(sweep: Any, cell: Any, order: int) -> Ending:
+    def rename(sweep: Any, cell: Any, order: int) -> Outcome:
         root.rename(moved)
         root.mkdir()
-        return Ending("ok", "")
+        return Outcome("ok", "")
 
     monkeypatch.setattr("study.sweep.execute.Sweep.run_cell", rename)
-    sweep = run_cells(cells, root, Box((), 16.0))
+    sweep = run_cells(cells, root, Machine((), 16.0))
     assert (len(cells), sweep.stopped, sweep.finished) == (2, True, 1)
     assert "was renamed or removed during this sweep" in "".join(capsys.readouterr())
     assert list(root.iterdir()) == []

@@ -13,14 +13,14 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from study.config.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
-from study.host.box import this_box
+from study.config.errors import ModelTooLarge, Unsupported, UserError, refusal_from_json
+from study.host.machine import detect_machine
 from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
-from study.records.lock import Held
-from study.records.outcome import FreeMemory, Terminated, ending_of, ending_of_text
-from study.sweep.plan import missing_here
+from study.records.lock import LockHeldError
+from study.records.outcome import FreeMemory, Terminated, outcome_from_exception, outcome_from_log
+from study.sweep.cell_outcome import ExitEvidence, classify_outcome, last_lines
+from study.sweep.plan import missing_requirement
 from study.sweep.suite_file import Requirements, Suite
-from study.sweep.verdict import ExitEvidence, judge, last_lines
 from sweeps import write_files
 
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
@@ -92,7 +92,7 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         (evidence(printed="torch.OutOfMemoryError: CUDA out of memory. Tried to get"), "oom", "CUDA out of memory"),
         # Rejected requests.
         (evidence(refusal=Unsupported("no aio", "install")), "unsupported", "no aio"),
-        (evidence(refusal=CannotBeHeld("20 B", "smaller", 3)), "unsupported", "20 B"),
+        (evidence(refusal=ModelTooLarge("20 B", "smaller", 3)), "unsupported", "20 B"),
         (evidence(refusal=UserError("odd batch", "even")), "failed", "odd batch"),
         # Only its output is left.
         (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),
@@ -100,7 +100,7 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
     ],
 )  # fmt: skip
 def test_the_evidence_decides_how_a_run_ended(exit_evidence, state, says):
-    ending = judge(exit_evidence)
+    ending = classify_outcome(exit_evidence)
     assert ending.state == state
     assert says in ending.reason
     assert ending.hint or state in ("ok", "failed", "oom")
@@ -131,7 +131,7 @@ def test_the_evidence_decides_how_a_run_ended(exit_evidence, state, says):
     ],
 )  # fmt: skip
 def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, state, says):
-    ending = ending_of(error)
+    ending = outcome_from_exception(error)
     assert ending.state == state
     assert says in ending.reason
     assert "\n" not in ending.reason
@@ -163,7 +163,7 @@ LOCKED, EITHER = "no more host memory could be locked", "the device's memory, or
     ],
 )
 def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, says, hint):
-    ending = ending_of_text(CUDA_ERROR, frames, free)
+    ending = outcome_from_log(CUDA_ERROR, frames, free)
     assert ending is not None
     assert ending.state == "oom"
     assert ending.reason.startswith(says)
@@ -171,27 +171,27 @@ def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, say
     assert hint in ending.hint
     log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {CUDA_ERROR}"
     # A log does not include the free memory.
-    assert judge(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER)
+    assert classify_outcome(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER)
 
 
 def test_free_memory_is_in_the_reason_and_decides_why_cublas_does_not_start():
     words = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
-    full = ending_of_text(words, free=FreeMemory(0.1, 90.0))
+    full = outcome_from_log(words, free=FreeMemory(0.1, 90.0))
     assert full is not None
     assert (full.state, full.reason.partition(" (")[0]) == ("oom", "the device's memory ran out")
-    assert ending_of_text(words, free=FreeMemory(40.0, 90.0)) is ending_of_text(words) is None
+    assert outcome_from_log(words, free=FreeMemory(40.0, 90.0)) is outcome_from_log(words) is None
     free = FreeMemory(0.21, 90.04)
 
     def pin_memory():
         raise RuntimeError(CUDA_ERROR)
 
     for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to get 2 GiB"), MemoryError()):
-        assert ending_of(error, free=free).reason.endswith(
+        assert outcome_from_exception(error, free=free).reason.endswith(
             "; 0.2 GiB of the device and 90.0 GiB of the host were free)"
         )
     with pytest.raises(RuntimeError) as caught:
         pin_memory()
-    assert ending_of(caught.value, free=FreeMemory(None, 1.0)).reason == (
+    assert outcome_from_exception(caught.value, free=FreeMemory(None, 1.0)).reason == (
         "no more host memory could be locked in place (RuntimeError: CUDA error: out of memory;"
         " 1.0 GiB of the host were free)"
     )
@@ -219,11 +219,11 @@ def test_the_kernels_counters_are_found_in_both_kinds_of_cgroup(tmp_path, cgroup
 
 
 @pytest.mark.parametrize(
-    "refusal", [UserError("a", "b"), Unsupported("a", "b"), CannotBeHeld("a", "b", 3), Held("a", {})]
+    "refusal", [UserError("a", "b"), Unsupported("a", "b"), ModelTooLarge("a", "b", 3), LockHeldError("a", {})]
 )
 def test_a_refusal_is_read_as_it_was_written(refusal):
     read = refusal_from_json(json.loads(json.dumps(refusal.to_json())))
-    assert type(read) is (UserError if isinstance(refusal, Held) else type(refusal))
+    assert type(read) is (UserError if isinstance(refusal, LockHeldError) else type(refusal))
     assert vars(read) == vars(refusal)
 
 
@@ -248,12 +248,12 @@ def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp
     assert memory.total_gib == 1
     # Memory that is only a cache counts as available.
     assert memory.available_gib == 0.75
-    box = this_box(tmp_path)
+    box = detect_machine(tmp_path)
     suite = Suite("x", "y", Requirements(host_memory_gib=2))
-    missing = missing_here(suite, box)
+    missing = missing_requirement(suite, box)
     assert missing is not None
     assert "needs 2 GiB of host memory, and here are 1" in missing.problem
-    assert missing_here(dataclasses.replace(suite, requires=Requirements(host_memory_gib=1)), box) is None
+    assert missing_requirement(dataclasses.replace(suite, requires=Requirements(host_memory_gib=1)), box) is None
 
 
 def test_without_a_cgroup_limit_a_machine_has_its_visible_memory_unless_the_user_states_more(tmp_path, monkeypatch):
@@ -262,7 +262,7 @@ def test_without_a_cgroup_limit_a_machine_has_its_visible_memory_unless_the_user
     memory = host_memory(tmp_path)
     assert (memory.total_bytes, memory.cgroup_limit_bytes) == (psutil.virtual_memory().total, None)
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "2048")
-    assert this_box().host_memory_gib == host_memory().available_gib == 2048
+    assert detect_machine().host_memory_gib == host_memory().available_gib == 2048
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "much")
     with pytest.raises(UserError, match="HOST_MEMORY_GIB is 'much'"):
-        this_box()
+        detect_machine()

@@ -17,25 +17,25 @@ import yaml
 
 from study import cli
 from study.config.errors import UserError
-from study.config.flags import parse_command_line, resolved
+from study.config.flags import parse_command_line, resolve_config
 from study.config.strategies import STUDIED_STRATEGIES
-from study.host.box import Box, this_box
+from study.host.machine import Machine, detect_machine
 from study.metrics.profiling import check_profiled_steps
 from study.sweep.cell import launch_command
 from study.sweep.command import duration
-from study.sweep.forecast import left_to_run
-from study.sweep.plan import missing_here, plan_cells, plan_suite
-from study.sweep.search import Search, runs_of
-from study.sweep.suite_file import find_suite, read_suite, rehearsed
+from study.sweep.forecast import pending_items
+from study.sweep.plan import missing_requirement, plan_cells, plan_suite
+from study.sweep.search import Search, list_runs
+from study.sweep.suite_file import find_suite, read_suite, shrink_suite
 from sweeps import ROOT, TINY, shipped, write_suite
 from synthetic_records import write_run
 
-CPU_BOX = Box((), 16.0)
+CPU_BOX = Machine((), 16.0)
 SHIPPED = [name for name, suite in shipped().items() if not suite.slices]
 
 
-def box_with(gpus: int) -> Box:
-    return Box((80.0,) * gpus, 1024.0)
+def box_with(gpus: int) -> Machine:
+    return Machine((80.0,) * gpus, 1024.0)
 
 
 def plan(file, box=CPU_BOX, only=()):
@@ -258,23 +258,23 @@ def test_each_trainer_has_its_own_script_and_the_flags_of_a_cell_ask_for_exactly
     (cell,) = plan(write_suite(tmp_path, {"strategy": "zero3"}, fixed))
     config = parse_command_line(cell.flags(tmp_path / "out dir"))
     assert config.output_dir == str(tmp_path / "out dir")
-    assert resolved(config, False).run_id("zero3", 2) == cell.config.run_id("zero3", 2)
+    assert resolve_config(config, False).run_id("zero3", 2) == cell.config.run_id("zero3", 2)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_suite_plans_on_every_box_that_meets_it(name):
     suite = read_suite(find_suite(name))
     assert suite.name == name
-    box = Box((max(suite.requires.gpu_memory_gib, 16.0),) * max(suite.requires.gpus, 0), 4096.0)
-    assert missing_here(suite, box) is None
+    box = Machine((max(suite.requires.gpu_memory_gib, 16.0),) * max(suite.requires.gpus, 0), 4096.0)
+    assert missing_requirement(suite, box) is None
     assert plan_cells(suite, box)
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name != "laptop"])
 def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
-    suite = rehearsed(read_suite(find_suite(name)))
+    suite = shrink_suite(read_suite(find_suite(name)))
     assert suite.name == f"{name}-rehearsal"
-    assert missing_here(suite, CPU_BOX) is None
+    assert missing_requirement(suite, CPU_BOX) is None
     cells = plan_cells(suite, CPU_BOX)
     full = plan_cells(read_suite(find_suite(name)), box_with(8))
     for cell in cells:
@@ -338,7 +338,7 @@ def test_the_docs_state_the_estimated_minutes_of_each_rented_suite(tmp_path):
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (\d+) min \|$", page, re.MULTILINE))
     assert set(rows) == {part.suite for part in read_suite(find_suite("one_gpu")).slices}
     for name, minutes in rows.items():
-        remaining = left_to_run(plan_cells(read_suite(find_suite(name)), box_with(1)), tmp_path)
+        remaining = pending_items(plan_cells(read_suite(find_suite(name)), box_with(1)), tmp_path)
         assert int(minutes) == round(sum(seconds for _, seconds in remaining) / 60), name
 
 
@@ -359,8 +359,8 @@ def test_runs_of_another_suite_in_the_folder_of_the_same_name_are_reported(tmp_p
     fixed = {key: value for key, value in TINY.items() if key != "global_batch_size" or not grid}
     file = write_suite(tmp_path, {"strategy": ["single", "ddp"]}, fixed, **grid)
     runs = tmp_path / "runs"
-    for item in plan_cells(read_suite(file), this_box()):
-        for cell in runs_of(item):
+    for item in plan_cells(read_suite(file), detect_machine()):
+        for cell in list_runs(item):
             write_run(runs / "tiny", cell.strategy, name=cell.id)
     assert cli.main(["run", str(file), "--runs_dir", str(runs), "--only", "*-ddp-*"]) == 0
     assert "not cells of this suite" not in capsys.readouterr().err
@@ -416,7 +416,7 @@ def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
     override = {"where": {"device_memory_cap_gib": 16}, "fixed": {"gradient_checkpointing": True}}
     fixed = {**TINY, "train_samples": None}
     file = write_suite(tmp_path, axes, fixed, exclude=rules, overrides=[override])
-    cells = plan_cells(rehearsed(read_suite(file)), CPU_BOX)
+    cells = plan_cells(shrink_suite(read_suite(file)), CPU_BOX)
     assert [cell.id.split("-")[4] for cell in cells] == ["ddp", "zero2"]
 
 

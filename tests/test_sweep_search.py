@@ -15,19 +15,19 @@ import pytest
 import yaml
 
 from study import cli
-from study.host.box import Box, this_box
+from study.host.machine import Machine, detect_machine
 from study.records.directory import RunWriter, read_json, read_run, read_status
-from study.records.frames import read_runs, real
+from study.records.frames import read_runs, real_runs
 from study.records.schema import State
 from study.report.questions.fits import fits
 from study.sweep.execute import append_attempt, note_searches, run_cells
 from study.sweep.plan import plan_cells, plan_suite
-from study.sweep.search import Search, cell_states, examine
-from study.sweep.suite_file import read_suite, rehearsed
+from study.sweep.search import Search, cell_states, next_bracket
+from study.sweep.suite_file import read_suite, shrink_suite
 from sweeps import ROOT, TINY, list_processes, run, shipped, start, wait_until, write_suite
 from synthetic_records import write_run
 
-CPU_BOX = Box((), 16.0)
+CPU_BOX = Machine((), 16.0)
 LADDER = {"search": {"largest_micro_batch": {"from": 1, "to": 512}}}
 UNSIZED = {key: value for key, value in TINY.items() if key not in ("global_batch_size", "max_steps", "train_samples")}
 
@@ -41,19 +41,19 @@ def plan_search(file: Path) -> Search:
 def end_probe(search: Search, root: Path, value: int, state: State, reason: str = "") -> None:
     """Write the record of a run that ended before its first step."""
     place = list(search.rungs).index(value)
-    RunWriter(root / search.probe_of(place).id).close(state, reason)
+    RunWriter(root / search.probe_at(place).id).close(state, reason)
 
 
 @pytest.mark.parametrize("rungs", [2, 3, 7, 16, 100, 512])
 def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
     for fitting in {0, 1, rungs - 1, rungs, *random.Random(rungs).sample(range(rungs + 1), min(rungs, 20))}:
         states: dict[int, str] = {}
-        while (place := examine(states, rungs - 1).next) is not None:
+        while (place := next_bracket(states, rungs - 1).next) is not None:
             assert place not in states
             # No probe exceeds twice the largest size that fitted.
             assert place + 1 <= 2 * max((size + 1 for size, state in states.items() if state == "ok"), default=1)
             states[place] = "ok" if place < fitting else "oom"
-        bracket = examine(states, rungs - 1)
+        bracket = next_bracket(states, rungs - 1)
         assert bracket.fits == (fitting - 1 if fitting else None)
         assert bracket.too_large == (fitting if fitting < rungs else None)
         assert bracket.stopped_by is None
@@ -64,11 +64,11 @@ def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
 def test_a_search_begins_at_a_guess_and_a_right_one_needs_two_probes(start):
     for fitting in range(11):
         states: dict[int, str] = {}
-        while (place := examine(states, 9, start).next) is not None:
+        while (place := next_bracket(states, 9, start).next) is not None:
             assert place not in states
             states[place] = "ok" if place < fitting else "oom"
         distance = abs(fitting - 1 - start)
-        assert (next(iter(states)), examine(states, 9).fits) == (start, fitting - 1 if fitting else None)
+        assert (next(iter(states)), next_bracket(states, 9).fits) == (start, fitting - 1 if fitting else None)
         assert len(states) <= 2 + 2 * distance.bit_length()
         assert distance or len(states) == 2 - (fitting == 10)
 
@@ -76,7 +76,7 @@ def test_a_search_begins_at_a_guess_and_a_right_one_needs_two_probes(start):
 def test_on_a_gpu_a_search_begins_at_the_predicted_size(tmp_path):
     fixed = {**UNSIZED, "model_name_or_path": "gpt2", "seq_length": 1024, "device_memory_cap_gib": 16, "world_size": 1}
     file = write_suite(tmp_path, {"strategy": "single"}, fixed, search={"largest_micro_batch": [1, 4, 8, 64]})
-    (search,) = plan_cells(read_suite(file), Box((80.0,), 64.0))
+    (search,) = plan_cells(read_suite(file), Machine((80.0,), 64.0))
     assert isinstance(search, Search)
     tried = []
     for probe in search.probes(tmp_path, retry=False):
@@ -91,40 +91,40 @@ def test_on_a_gpu_a_search_begins_at_the_predicted_size(tmp_path):
 def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tmp_path):
     file = write_suite(tmp_path, {"strategy": "single"}, {**UNSIZED, "world_size": 1}, search=LADDER["search"])
     search = dataclasses.replace(plan_search(file), guess=lambda: 5)
-    flags = {key: value for key, value in search.probe_of(5).asked.to_dict().items() if key != "scale"}
+    flags = {key: value for key, value in search.probe_at(5).requested.to_dict().items() if key != "scale"}
     write_run(
-        tmp_path / "runs", "single", name=search.probe_of(5).id, ranks=1, state="failed", reason="no luck", config=flags
+        tmp_path / "runs", "single", name=search.probe_at(5).id, ranks=1, state="failed", reason="no luck", config=flags
     )
-    append_attempt(tmp_path / "runs" / search.probe_of(5).id, search.probe_of(5), ["accelerate"], {"attempt": 1})
+    append_attempt(tmp_path / "runs" / search.probe_at(5).id, search.probe_at(5), ["accelerate"], {"attempt": 1})
     note_searches([search], tmp_path / "runs")
     (fit,) = fits(read_runs(tmp_path / "runs"))
-    assert fit.what_fits.why_not_more == search.what_fits(tmp_path / "runs").why_not_more
-    assert fit.what_fits.why_not_more == "stopped at 6: failed, no luck"
+    assert fit.what_fits.limiting_reason == search.what_fits(tmp_path / "runs").limiting_reason
+    assert fit.what_fits.limiting_reason == "stopped at 6: failed, no luck"
 
 
 @pytest.mark.parametrize("state", ["failed", "timeout", "unsupported"])
 def test_a_probe_that_neither_fits_nor_runs_out_of_memory_ends_the_search(state):
-    bracket = examine({0: "ok", 1: "ok", 3: state}, 511)
+    bracket = next_bracket({0: "ok", 1: "ok", 3: state}, 511)
     assert (bracket.next, bracket.stopped_by, bracket.fits, bracket.too_large) == (None, 3, 1, None)
     # A probe that bisection no longer needs does not stop it.
-    assert examine({0: "ok", 1: "oom", 3: state}, 511).stopped_by is None
+    assert next_bracket({0: "ok", 1: "oom", 3: state}, 511).stopped_by is None
 
 
 def test_a_size_that_fits_above_one_that_does_not_is_named():
-    bracket = examine({0: "ok", 1: "oom", 3: "ok", 7: "oom"}, 511)
-    assert (bracket.fits, bracket.too_large, bracket.fits_against_the_order) == (0, 1, (3,))
+    bracket = next_bracket({0: "ok", 1: "oom", 3: "ok", 7: "oom"}, 511)
+    assert (bracket.fits, bracket.too_large, bracket.non_monotonic_fits) == (0, 1, (3,))
 
 
 def test_a_probe_trains_without_accumulation_on_the_samples_of_a_step_or_with_the_batch_as_given(tmp_path):
-    cell = plan_search(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)).probe_of(31)
+    cell = plan_search(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)).probe_at(31)
     assert cell.config.batch_plan(2).gradient_accumulation_steps == 1
     assert (cell.config.per_device_train_batch_size, cell.config.global_batch_size) == (32, 64)
     assert (cell.config.train_samples, cell.config.max_steps) == (64, 3)
     fixed = {**UNSIZED, "per_device_train_batch_size": 2}
     names = ["gpt-tiny-1layers", "gpt-tiny", "gpt-tiny-4layers"]
     search = plan_search(write_suite(tmp_path, {"strategy": "zero3"}, fixed, search={"largest_model": names}))
-    assert [search.probe_of(place).config.model_name_or_path for place in range(3)] == names
-    assert search.probe_of(2).config.global_batch_size == 4
+    assert [search.probe_at(place).config.model_name_or_path for place in range(3)] == names
+    assert search.probe_at(2).config.global_batch_size == 4
 
 
 def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp_path):
@@ -185,9 +185,9 @@ def test_a_probe_that_another_grid_names_too_is_run_once_and_ends_its_search_if_
     document = {"name": "tiny", "description": "a test's", "order_seed": order_seed, "grids": grids}
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump({**document, "fixed": {**UNSIZED, "world_size": 2}}))
-    box = Box((80.0,), 64.0)
+    box = Machine((80.0,), 64.0)
     cells = plan_cells(read_suite(file), box)
-    assert run_cells(cells, tmp_path / "runs", box).left == 0
+    assert run_cells(cells, tmp_path / "runs", box).pending == 0
     (search,) = (cell for cell in cells if isinstance(cell, Search))
     assert search.what_fits(tmp_path / "runs").state == "stopped"
     (directory,) = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
@@ -205,13 +205,13 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
     file.write_text(yaml.safe_dump({"name": "tiny", "description": "a test's", "fixed": tiny, "grids": grids}))
     root = tmp_path / "runs"
     cells: list[Any] = plan_cells(read_suite(file), CPU_BOX)
-    probes = {search.probe_of(place).id for search in cells for place in (0, 1)}
+    probes = {search.probe_at(place).id for search in cells for place in (0, 1)}
     assert len(probes) == 3, "the smallest is shared"
     for search in cells:
         for place, state in ((0, "ok"), (1, "oom")):
-            probe = search.probe_of(place)
+            probe = search.probe_at(place)
             if not (root / probe.id).exists():
-                flags = {key: value for key, value in probe.asked.to_dict().items() if key != "scale"}
+                flags = {key: value for key, value in probe.requested.to_dict().items() if key != "scale"}
                 write_run(root, "single", name=probe.id, ranks=1, steps=3, state=state, reason="full", config=flags)
                 append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
     note_searches(cells, root)
@@ -221,9 +221,9 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
     note_searches(cells[:1], root)
     assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == answers
     # A probe that is also a cell of the suite counts as a run.
-    assert real(read_runs(root)).runs.empty
-    note_searches([*cells, cells[0].probe_of(0)], root)
-    assert real(read_runs(root)).runs["run"].tolist() == [cells[0].probe_of(0).id]
+    assert real_runs(read_runs(root)).runs.empty
+    note_searches([*cells, cells[0].probe_at(0)], root)
+    assert real_runs(read_runs(root)).runs["run"].tolist() == [cells[0].probe_at(0).id]
     assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == answers
 
 
@@ -233,7 +233,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_continues_from
     fixed = {**UNSIZED, "seq_length": 1024, "attn_implementation": "eager", "max_steps": 2, "logging_steps": 1}
     suite = write_suite(tmp_path, {"strategy": "single"}, fixed, search={"largest_micro_batch": [1, 2, 4, 64]})
     search, runs = plan_search(suite), tmp_path / "runs"
-    directories = [runs / "tiny" / search.probe_of(place).id for place in range(4)]
+    directories = [runs / "tiny" / search.probe_at(place).id for place in range(4)]
     limit = 4 * 2**30
 
     def limited() -> None:
@@ -278,7 +278,7 @@ def test_a_rented_suite_runs_from_end_to_end_with_tiny_models(tmp_path, name):
     )
     assert result.returncode == 0, result.stderr
     root = tmp_path / f"{name}-rehearsal"
-    cells = plan_cells(rehearsed(shipped()[name]), this_box())
+    cells = plan_cells(shrink_suite(shipped()[name]), detect_machine())
     for cell, record in cell_states(cells, root):
         assert record.state == "ok", f"{cell.id}: {record}"
         assert read_run(root / cell.id).engine["trainer"] == cell.trainer

@@ -13,22 +13,22 @@ import yaml
 
 from study import cli
 from study.config.errors import UserError
-from study.host.box import Box
+from study.host.machine import Machine
 from study.records.frames import read_parquet, read_runs, write_parquet
 from study.report.questions import TABLES
 from study.report.questions.runs import REMAINING
 from study.sweep.cell import Cell
 from study.sweep.command import _runnable, in_order
-from study.sweep.forecast import left_to_run
+from study.sweep.forecast import pending_items
 from study.sweep.plan import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
-from study.sweep.tables import remaining_of
+from study.sweep.tables import slice_progress
 from sweeps import TINY
 from synthetic_records import write_run
 
 pytestmark = pytest.mark.engine
 
-CPU_BOX = Box((), 16.0)
+CPU_BOX = Machine((), 16.0)
 SEED_FIRST: list[dict[str, object]] = [{"suite": "wide", "only": ["seed=2"]}, {"suite": "narrow"}, {"suite": "wide"}]
 
 
@@ -100,7 +100,7 @@ def test_slices_that_need_another_machine_are_left_out_and_refused_if_none_is_le
 def test_a_slice_requires_only_what_its_cells_require_and_a_plan_is_for_the_suite_s_hardware(tmp_path, capsys):
     slices: list[dict[str, object]] = [{"suite": "wide", "only": ["world_size=1"]}, {"suite": "wide"}]
     fixed, grids = {**TINY, "strategy": "zero2"}, [{"axes": {"world_size": [1, 2]}}]
-    file, box = write_series(tmp_path, slices, requires={"gpus": 2}, fixed=fixed, grids=grids), Box((16.0,), 16.0)
+    file, box = write_series(tmp_path, slices, requires={"gpus": 2}, fixed=fixed, grids=grids), Machine((16.0,), 16.0)
     assert [part.only for part in _runnable(plan_suite(str(file), box, tmp_path), box)] == [("world_size=1",)]
     assert "notice: wide needs 2 GPUs, and this machine shows 1: left out" in capsys.readouterr().err
     # Without this, `--dry_run` and the list of remaining runs on another machine would name other runs.
@@ -133,7 +133,7 @@ def test_a_series_runs_until_its_time_is_over_and_continues_there(tmp_path, caps
     assert capsys.readouterr().out.splitlines()[3].split() == ["wide", "seed=2", "1", "1", "0", "0", "0s"]
     # The remaining runs are in the report's first answer and in its parquet files.
     plan = plan_suite(str(file), CPU_BOX, runs)
-    records = read_runs(runs, plan.roots(), remaining_of(plan))
+    records = read_runs(runs, plan.roots(), slice_progress(plan))
     assert records.runs["status_state"].tolist() == ["ok"]
     write_parquet(records, tmp_path / "kept")
     reread = read_parquet(tmp_path / "kept")
@@ -174,7 +174,7 @@ def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeyp
     (tmp_path / "runs" / "wide" / "broken" / "status.json").write_text("{")
     monkeypatch.chdir(tmp_path)
     plan = plan_suite(str(file), CPU_BOX, Path("runs"))
-    records = read_runs(Path("runs"), plan.roots(), remaining_of(plan))
+    records = read_runs(Path("runs"), plan.roots(), slice_progress(plan))
     # A folder that belongs to no suite is left out.
     assert sorted(records.runs["seed"]) == [0, 1]
     assert records.refused[0].startswith("wide/broken/status.json: ")
@@ -220,10 +220,10 @@ def test_one_gpu_has_every_cell_of_every_rented_suite_in_slices_of_nine_minutes_
     assert counts == Counter((part.suite.name, cell.id) for part in alone for cell in part.cells)
     assert set(counts.values()) == {1}
     for part in plan.slices:
-        seconds = sum(seconds for _, seconds in left_to_run(part.cells, tmp_path))
+        seconds = sum(seconds for _, seconds in pending_items(part.cells, tmp_path))
         # Nine minutes minus the preparation of a new machine.
         assert 0 < seconds <= 8 * 60, part.title
-    remaining = remaining_of(plan)
+    remaining = slice_progress(plan)
     write_parquet(read_runs(tmp_path, (), remaining), tmp_path / "kept")
     reread = read_parquet(tmp_path / "kept")
     assert [row[:3] for row in reread.remaining] == [row[:3] for row in remaining]

@@ -21,7 +21,7 @@ from test_refusals import assert_is_one_line
 from engines import ROOT, launch
 from forked import fork_ranks
 from study.records.directory import read_run, read_status
-from study.records.lock import LOCK_NAME, refuse_files_of_others
+from study.records.lock import LOCK_NAME, check_is_run_directory
 from sweeps import TINY, contents, run, wait_until, write_suite
 
 FLAGS = (
@@ -145,7 +145,7 @@ def test_a_link_of_the_user_next_to_the_checkpoints_is_ignored(tmp_path):
     (tmp_path / "status.json").write_text("{}")
     (tmp_path / LOCK_NAME).touch()
     (tmp_path / "checkpoints" / "best").symlink_to("step_0000001")
-    refuse_files_of_others(tmp_path, "the folder", "")
+    check_is_run_directory(tmp_path, "the folder", "")
 
 
 def test_a_log_that_is_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path):
@@ -265,8 +265,8 @@ HOLDER = """
 import sys
 import tarfile
 from pathlib import Path
-from study.records.lock import take_folder
-lock = take_folder(Path(sys.argv[1]), "it")
+from study.records.lock import lock_run_directory
+lock = lock_run_directory(Path(sys.argv[1]), "it")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -354,7 +354,7 @@ def test_the_swap_folder_of_another_machine_is_left_to_it(tmp_path):
 
 
 def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):
-    from study.records.lock import FileLock, Held
+    from study.records.lock import FileLock, LockHeldError
 
     file = tmp_path / "lock"
     lock = FileLock(file, "held")
@@ -366,7 +366,7 @@ def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):
         os._exit(0)
     with subprocess.Popen(["sleep", "60"], close_fds=False) as started:
         for create in (False, True):
-            with pytest.raises(Held, match=f"pid {os.getpid()} on this machine, since 20"):
+            with pytest.raises(LockHeldError, match=f"pid {os.getpid()} on this machine, since 20"):
                 FileLock(file, "held", create=create)
         lock.release()
         FileLock(file, "held", create=False).release()

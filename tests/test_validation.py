@@ -13,17 +13,17 @@ import yaml
 from study.config.strategies import REPOSITORY, read_strategy
 from study.host.memory import GIB
 from study.metrics.flops import accelerate_bytes, deepspeed_bytes
-from study.predictor import records, validation
+from study.predictor import run_predictions, validation
 from study.predictor.hardware import ANY_DEVICE, Hardware
-from study.predictor.memory import COPIES, GAPS, points_of, small_blocks
+from study.predictor.memory import FRAGMENTATION, WEIGHT_COPIES, device_snapshots, small_blocks
 from study.predictor.request import Request
 from study.predictor.shape import model_shape
 from study.predictor.time import FITTED
 from study.predictor.validation import (
     describe_nearest,
     distance,
-    impossible,
-    league,
+    estimators,
+    implausibility,
     nearest,
     predicted_peak,
     predicted_step_s,
@@ -35,7 +35,7 @@ from study.report.pages import prediction as report
 from study.report.pages import prediction as tables
 
 ROWS = published_rows()
-COUNTED = [row for row in ROWS if not impossible(row)]
+COUNTED = [row for row in ROWS if not implausibility(row)]
 
 
 def test_there_are_enough_rows_of_many_sources() -> None:
@@ -50,7 +50,7 @@ def test_there_are_enough_rows_of_many_sources() -> None:
 
 
 def test_no_row_both_fits_a_constant_and_scores_it() -> None:
-    fitting, scoring = league.fit_rows(), [row for row in COUNTED if row.use == "score"]
+    fitting, scoring = estimators.fit_rows(), [row for row in COUNTED if row.use == "score"]
     # The name of a row does not state its optimizer.
     assert not {(row.source, row.name, row.step_s) for row in fitting} & {
         (row.source, row.name, row.step_s) for row in scoring if row.step_s
@@ -63,31 +63,33 @@ def test_no_row_both_fits_a_constant_and_scores_it() -> None:
 def test_arithmetic_rejects_impossible_rows() -> None:
     row = next(row for row in COUNTED if row.step_s and row.peak_bytes)
     assert row.step_s is not None
-    assert "TFLOP/s, but the device's peak is" in (impossible(dataclasses.replace(row, step_s=row.step_s / 1000)) or "")
-    assert "weights and optimizer alone are" in (impossible(dataclasses.replace(row, peak_bytes=GIB)) or "")
-    assert impossible(row) is None
+    assert "TFLOP/s, but the device's peak is" in (
+        implausibility(dataclasses.replace(row, step_s=row.step_s / 1000)) or ""
+    )
+    assert "weights and optimizer alone are" in (implausibility(dataclasses.replace(row, peak_bytes=GIB)) or "")
+    assert implausibility(row) is None
 
 
 def test_the_page_whose_sequences_are_shorter_than_stated_is_found_by_arithmetic() -> None:
     row = next(row for row in ROWS if row.refused and row.request.precision == "fp32")
-    assert "TFLOP/s" in (impossible(dataclasses.replace(row, refused=None)) or "")
+    assert "TFLOP/s" in (implausibility(dataclasses.replace(row, refused=None)) or "")
 
 
 def test_the_committed_constants_are_those_of_the_fit() -> None:
     """A search from the committed constants finds no better ones; a full search takes minutes."""
-    rows = league.fit_rows()
-    assert league.mean_error(rows, FITTED) == pytest.approx(
-        league.mean_error(rows, league.searched(rows, FITTED)), abs=0.005
+    rows = estimators.fit_rows()
+    assert estimators.mean_error(rows, FITTED) == pytest.approx(
+        estimators.mean_error(rows, estimators.minimize_error(rows, FITTED)), abs=0.005
     )
 
 
 @pytest.mark.long
 def test_a_fit_continues_while_it_improves() -> None:
-    rows = [row for row in league.fit_rows() if row.request.box.ranks < 8]
-    once, fit = league.searched(rows, league._START), league.fitted(rows)
-    refit = league.searched(rows, fit)
-    assert league.mean_error(rows, fit) <= league.mean_error(rows, once)
-    assert league.mean_error(rows, fit) - league.mean_error(rows, refit) <= league._GAIN
+    rows = [row for row in estimators.fit_rows() if row.request.box.ranks < 8]
+    once, fit = estimators.minimize_error(rows, estimators._START), estimators.fit_constants(rows)
+    refit = estimators.minimize_error(rows, fit)
+    assert estimators.mean_error(rows, fit) <= estimators.mean_error(rows, once)
+    assert estimators.mean_error(rows, fit) - estimators.mean_error(rows, refit) <= estimators._GAIN
 
 
 def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says() -> None:
@@ -104,7 +106,7 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says
 
 
 def test_no_run_without_a_gpu_is_a_measured_time() -> None:
-    processes = [row for row in records.own_rows() if row.request.box.in_host_memory]
+    processes = [row for row in run_predictions.study_rows() if row.request.box.is_cpu_only]
     assert any(row.request.strategy.offloads for row in processes)
     assert all(row.step_s is None for row in processes)
 
@@ -124,7 +126,7 @@ def test_stage_3_has_its_gradients_in_the_forward_pass_as_well() -> None:
 
 
 def test_bucketed_gradients_and_gathered_parameters_are_freed_once_they_are_copied() -> None:
-    rows = [row for row in records.own_rows() if row.name.startswith(("virtual_models ", "virtual_tuning "))]
+    rows = [row for row in run_predictions.study_rows() if row.name.startswith(("virtual_models ", "virtual_tuning "))]
     assert {row.request.strategy.zero_stage for row in rows} == {1, 2, 3}
     # The embedding table of these models is 0.25 to 1.2 GiB, which a second time would be 7 to 22 % of a peak. Partly
     # offloaded, its fp64 norm is 4 %.
@@ -141,22 +143,24 @@ def test_a_pool_with_free_room_is_larger_than_its_minimum() -> None:
 
 
 def test_the_fractions_of_kept_memory_are_those_of_their_fit() -> None:
-    document = yaml.safe_load(Path(validation.__file__).with_name("kept.yaml").read_text(encoding="utf-8"))
+    document = yaml.safe_load(Path(validation.__file__).with_name("malloc_retention.yaml").read_text(encoding="utf-8"))
     device = dataclasses.replace(ANY_DEVICE, memory_gib=0.0)
-    box = Hardware("processes", device, document["ranks"], gathers_into_copies=True)
+    box = Hardware("processes", device, document["ranks"], gloo_copies_gathers=True)
     parts = []
     for row in document["rows"]:
         request = Request(
             model_shape(document["model"]), read_strategy(row["strategy"]), box, row["sequence"], row["micro_batch"],
             row["accumulation"], "fp32", gradient_checkpointing=False, attention="sdpa",
         )  # fmt: skip
-        parts.append(small_blocks(request, [point.parts for point in points_of(request)]))
+        parts.append(small_blocks(request, [point.parts for point in device_snapshots(request)]))
     kept_bytes = [(row["kept"] - row["returned"]) * 2**20 for row in document["rows"]]
-    assert numpy.linalg.lstsq(parts, kept_bytes, rcond=None)[0] == pytest.approx([GAPS, COPIES], rel=0.01)
+    assert numpy.linalg.lstsq(parts, kept_bytes, rcond=None)[0] == pytest.approx(
+        [FRAGMENTATION, WEIGHT_COPIES], rel=0.01
+    )
 
 
 def test_saving_takes_the_predicted_host_memory() -> None:
-    saving = records.saving_table()
+    saving = run_predictions.saving_table()
     assert {"ddp", "fsdp2", "zero2", "zero2_cpu", "zero3"} <= set(saving["strategy"])
     assert (saving["predicted"] / saving["while it saves, GiB"]).between(0.8, 1.1).all()
 
@@ -198,7 +202,7 @@ def test_the_formula_of_the_cookbook_gives_what_its_script_gives() -> None:
     )
     parameters = 2 * 10 * 8 + 8 * 4 + 8 * 8 * 2 + 16 + 4 * 2 * 64 + 2 * 2 * 8 * 32
     activations = 4 * 8 * 2 * (34 + 5 * 2 * 4 / 8)
-    assert league.eleuther_bytes(small) == pytest.approx(parameters * 18 / 8 + 3e9 + activations)
+    assert estimators.eleuther_bytes(small) == pytest.approx(parameters * 18 / 8 + 3e9 + activations)
 
 
 def test_the_committed_report_is_of_these_rows() -> None:
@@ -215,7 +219,7 @@ def test_intervals_cover_the_stated_fraction() -> None:
     interval = yaml.safe_load(report.intervals_text(rows))["step_s"]
     is_covered = (rows["step_s"] / rows["predicted_step_s"]).between(interval["low"], interval["high"])
     assert interval["pages"] == tables.page(rows).nunique() > 10
-    assert is_covered.groupby(tables.page(rows)).mean().mean() == pytest.approx(report.WITHIN, abs=0.05)
+    assert is_covered.groupby(tables.page(rows)).mean().mean() == pytest.approx(report.INTERVAL_COVERAGE, abs=0.05)
 
 
 def test_a_page_with_many_rows_does_not_narrow_an_interval() -> None:
@@ -228,7 +232,7 @@ def test_a_page_with_many_rows_does_not_narrow_an_interval() -> None:
 
 
 def test_early_predictions_are_listed_next_to_current_ones() -> None:
-    table = tables.foretold(report.FOLDER, tables.read(report.FOLDER)).set_index("suite")
+    table = tables.preregistered_table(report.FOLDER, tables.read(report.FOLDER)).set_index("suite")
     assert table["rows"].to_dict() == {"virtual_models": 19, "virtual_tuning": 11}
     assert (table["worst"].str.rstrip("%").astype(float) > table["worst since"].str.rstrip("%").astype(float)).all()
 
@@ -258,7 +262,7 @@ def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
 
 
 def test_a_row_is_nearest_to_itself_and_a_differing_one_further_away() -> None:
-    row = next(row for row in ROWS if row.use == "score" and row.step_s and impossible(row) is None)
+    row = next(row for row in ROWS if row.use == "score" and row.step_s and implausibility(row) is None)
     assert distance(row.request, row.request) == 0
     assert distance(row.request, nearest(row.request, ROWS)[0].request) == 0
     twice = dataclasses.replace(row.request, micro_batch=2 * row.request.micro_batch)
@@ -269,7 +273,7 @@ def test_a_row_is_nearest_to_itself_and_a_differing_one_further_away() -> None:
 def test_no_row_that_a_constant_was_fitted_on_or_that_cannot_be_true_is_quoted() -> None:
     quoted = nearest(ROWS[0].request, ROWS, count=len(ROWS))
     assert {row.use for row in quoted} == {"score"}
-    assert not [row for row in quoted if impossible(row)]
+    assert not [row for row in quoted if implausibility(row)]
     assert 10 < len(quoted) < len(ROWS)
 
 

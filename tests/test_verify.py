@@ -13,11 +13,11 @@ import pytest
 
 from engines import ROOT
 from study.config.errors import UserError
-from study.host.box import this_box
+from study.host.machine import detect_machine
 from study.records.directory import read_json
-from study.releases.causes import PACKAGES, causes_of, known_faults, races_of, read_causes
-from study.releases.verdict import ROUNDING, Trace, Verdict, judge, tolerance_of
-from study.releases.verify import BY_LUCK, Verification, VerifyRow, _refuse_another_stack
+from study.releases.causes import PACKAGES, find_causes, find_races, known_faults, read_causes
+from study.releases.verdict import ROUNDING, TrainingTrace, Verdict, find_tolerance, judge
+from study.releases.verify import BY_LUCK, Verification, VerifyRow, _check_same_stack
 from synthetic_records import write_run
 
 pytestmark = pytest.mark.engine
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 PLANTED = ROOT / "tests" / "probes" / "planted"
 FP32 = ROUNDING["fp32"]
 # DeepSpeed 0.19.8, which matches one process: two ranks, gpt-wikitext, four micro-batches per step.
-SINGLE = Trace([5.57902, 5.47629, 5.40563, 5.33389], [1.867, 1.742, 1.665, 1.531], [4e-3, 3.5e-3, 3e-3, 2.5e-3],
+SINGLE = TrainingTrace([5.57902, 5.47629, 5.40563, 5.33389], [1.867, 1.742, 1.665, 1.531], [4e-3, 3.5e-3, 3e-3, 2.5e-3],
                weights="a", samples=("1", "2", "3", "4"), max_norm=1.0)  # fmt: skip
 
 
@@ -83,9 +83,9 @@ def test_an_equal_run_proves_nothing_in_a_release_with_a_known_race() -> None:
     equal = Verdict("equal", size=0.0)
     old, now = ({"deepspeed": deepspeed, "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
                 for deepspeed in ("0.19.7", "0.19.8"))  # fmt: skip
-    races = races_of(old, "zero3", 4, "fp32", on_gpu=False)
+    races = find_races(old, "zero3", 4, "fp32", on_gpu=False)
     assert races
-    assert not races_of(now, "zero3", 4, "fp32", on_gpu=False)
+    assert not find_races(now, "zero3", 4, "fp32", on_gpu=False)
     row = VerifyRow("zero3", "fp32", 4, equal, races)
     assert row.kind == BY_LUCK
     assert row.says.startswith(f"{BY_LUCK} (known: ")
@@ -107,7 +107,7 @@ def test_without_a_judged_engine_verification_does_not_pass() -> None:
 
 def test_a_failure_names_the_strategy_the_set_up_and_the_known_cause() -> None:
     old = {"deepspeed": "0.19.5", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
-    causes = causes_of(old, "zero2", 4, "fp32", "gradient")
+    causes = find_causes(old, "zero2", 4, "fp32", "gradient")
     assert causes
     wrong = Verdict("different", what="gradient", size=0.5)
     rows = [VerifyRow("zero2", "fp32", 1, Verdict("equal")), VerifyRow("zero2", "fp32", 4, wrong, causes),
@@ -122,7 +122,7 @@ def test_records_of_another_device_are_not_continued(tmp_path: Path) -> None:
     packages = read_json(next(tmp_path.glob("*/environment.json")))["packages"]
     stack = {name: packages.get(name) for name in PACKAGES}
     with pytest.raises(UserError, match="has runs on GPUs, unlike this machine"):
-        _refuse_another_stack(tmp_path, stack, dataclasses.replace(this_box(), gpu_memory_gib=()))
+        _check_same_stack(tmp_path, stack, dataclasses.replace(detect_machine(), gpu_memory_gib=()))
 
 
 @pytest.mark.long
@@ -175,9 +175,9 @@ def test_the_first_figure_that_differs_shows_the_fault(changed: dict, what: str,
     warm = dataclasses.replace(SINGLE, rates=[0.0, 4e-3, 3e-3, 2e-3])
     for losses, expected in (([5.57902, 5.48, 5.4, 5.3], "weights"), ([5.57902, 5.47629, 5.5, 5.3], "update")):
         assert judge(dataclasses.replace(warm, losses=losses), warm, FP32).what == expected
-    assert f"from step {first_step} on" in verdict.says
+    assert f"from step {first_step} on" in verdict.describe
     rounded = differing(losses=[5.57902, 5.47629, 5.40563, 5.33390], norms=[None] * 4)
-    assert (rounded.kind, rounded.says) == ("equal", "equal (to 2e-06)")
+    assert (rounded.kind, rounded.describe) == ("equal", "equal (to 2e-06)")
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ def test_a_run_that_cannot_be_compared_has_a_reason(changed: dict, kind: str) ->
 
 def test_varying_sums_of_a_machine_are_no_fault_and_a_wrong_ddp_is_no_noise() -> None:
     noisy = dataclasses.replace(SINGLE, losses=[loss * (1 + 5e-5) for loss in SINGLE.losses if loss])
-    assert tolerance_of("fp32", SINGLE, [noisy]).loss == pytest.approx(2e-4)
-    assert tolerance_of("fp32", SINGLE, [noisy]).norm == FP32.norm
-    assert tolerance_of("fp32", SINGLE, [SINGLE]) == FP32
+    assert find_tolerance("fp32", SINGLE, [noisy]).loss == pytest.approx(2e-4)
+    assert find_tolerance("fp32", SINGLE, [noisy]).norm == FP32.norm
+    assert find_tolerance("fp32", SINGLE, [SINGLE]) == FP32
     wrong = dataclasses.replace(SINGLE, losses=[loss * 1.01 for loss in SINGLE.losses if loss])
-    assert tolerance_of("fp32", SINGLE, [wrong]) == FP32
+    assert find_tolerance("fp32", SINGLE, [wrong]) == FP32
     assert judge(wrong, SINGLE, FP32).kind == "different"
 
 
@@ -230,11 +230,11 @@ causes:
 def test_a_cause_is_found_for_the_releases_and_cells_that_have_it(write_causes) -> None:
     write_causes(CAUSES)
     versions = {"deepspeed": "0.19.0", "accelerate": "1.15.0", "torch": "2.13.0+cu129", "transformers": None}
-    (match,) = causes_of(versions, "zero2", 4, "fp32", "scale")
+    (match,) = find_causes(versions, "zero2", 4, "fp32", "scale")
     assert (match.id, match.where) == ("divided-twice", "zero1, zero2, with accumulation")
-    assert causes_of(versions, "zero2", 1, "fp32", "scale") == ()
-    assert causes_of(versions, "zero3", 4, "fp32", "scale") == ()
-    assert causes_of(versions, "zero2", 4, "fp32", "weights") == ()
+    assert find_causes(versions, "zero2", 1, "fp32", "scale") == ()
+    assert find_causes(versions, "zero3", 4, "fp32", "scale") == ()
+    assert find_causes(versions, "zero2", 4, "fp32", "weights") == ()
     assert known_faults(versions, on_gpu=True) == [match]
     assert known_faults(versions | {"accelerate": "1.10.1"}, on_gpu=False) == []
     assert known_faults(versions | {"deepspeed": None}, on_gpu=False) == []

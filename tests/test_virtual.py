@@ -18,13 +18,13 @@ from runs import FLAGS, RunFactory, trained
 from study.config.strategies import WITH_GROUPS
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.predictor.memory import predict_memory
-from study.predictor.records import SENT, compared_of, request_of
+from study.predictor.run_predictions import SENT, compare_run_figures, request_from_record
 from study.records.directory import Run, read_run, read_status
 from study.records.frames import read_records
 from study.records.virtual_summary import RankSummary
 from study.report.questions.virtual import settings_table
-from study.virtual.lines import extrapolate
-from study.virtual.records import summaries
+from study.virtual.extrapolation import extrapolate
+from study.virtual.summaries import summaries
 
 GPT = ("--task", "gpt-wikitext")
 # Rank 0 with each kind of engine; the first and last rank with every strategy are among the long tests.
@@ -90,7 +90,7 @@ def exact_peaks(strategy: str, output_dir: Path, *flags: str, ranks: int) -> Run
 
 
 def predicted_gib(record: Any) -> float:
-    memory = predict_memory(request_of(record))
+    memory = predict_memory(request_from_record(record))
     return float(memory.peak_allocated.value + memory.host_parts["rank"]) / 2**30
 
 
@@ -126,7 +126,7 @@ def test_accumulating_fsdp_has_unpartitioned_gradients_and_reduces_once_a_step(
         batch = ("--per_device_train_batch_size", "1", "--global_batch_size", str(ranks * accumulation))
         run = exact_peaks(strategy, output_dir, *batch, "--virtual_world_size", str(ranks), ranks=1)
         record = next(read_records(output_dir).runs.assign(suite="").itertuples())
-        (sent,) = (single for single in compared_of(record) if single.figure == SENT)
+        (sent,) = (single for single in compare_run_figures(record) if single.figure == SENT)
         assert sent.predicted == pytest.approx(sent.measured, rel=1e-4)
         peaks.append((run.memory["ranks"][0]["phases"]["steady"]["host"], predicted_gib(record)))
     (single, single_predicted), (several, several_predicted) = peaks
@@ -190,7 +190,7 @@ def test_three_depths_are_extrapolated_and_the_json_is_one_document_with_the_fit
     assert [run.engine["model_layers"] for run in runs] == [3, 4, 6]
     assert {run.config["seq_length"] for run in runs} == {16}
     # The extrapolation also matches the third depth, which was measured.
-    depths = [RankSummary.of_run(run) for run in runs]
+    depths = [RankSummary.from_run(run) for run in runs]
     line = extrapolate(depths, "gpt-tiny-6layers", 6)
     assert line.model_parameters == depths[2].model_parameters
     assert line.state_bytes_total == pytest.approx(depths[2].state_bytes_total, rel=1e-4)

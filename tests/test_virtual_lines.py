@@ -14,7 +14,7 @@ from study.records.rows import run_row
 from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
 from study.records.virtual_summary import PEAKS, Extrapolation, RankSummary
 from study.virtual.command import describe, table
-from study.virtual.lines import STEP_TIMES, crossed, extrapolate
+from study.virtual.extrapolation import STEP_TIMES, extrapolate, find_crossed_thresholds
 from synthetic_records import write_run
 
 AROUND, PER_LAYER, RANKS = 100, 10, 4
@@ -140,9 +140,9 @@ def test_full_buckets_are_counted_in_steps_and_their_bytes_are_a_line(strategy: 
 
 def test_ddp_fills_its_buckets_with_fp32_and_without_an_engine_s_buckets_no_threshold_is_known() -> None:
     first = at_depth(2, "ddp", buckets={"ddp_bucket_bytes": 800})
-    result = crossed(first, 500, PER_LAYER)
+    result = find_crossed_thresholds(first, 500, PER_LAYER)
     assert {name: threshold.straight_from for name, threshold in result.items()} == {"ddp_bucket_bytes": None}
-    assert crossed(first, 200, PER_LAYER) == {}
+    assert find_crossed_thresholds(first, 200, PER_LAYER) == {}
     assert extrapolation(line(*(at_depth(depth, buckets=None) for depth in (2, 3, 4)))).crossed == []
 
 
@@ -212,7 +212,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> None:
-    measured = RankSummary.of_run(run)
+    measured = RankSummary.from_run(run)
     assert set(SUMMARY_KEYS) <= set(measured.document())
     result = line(*(dataclasses.replace(measured, model_layers=layers) for layers in (2, 3, 4)))
     assert set(result.document()) == set(measured.document())
@@ -221,7 +221,7 @@ def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> No
 
 
 def test_a_rank_is_the_same_in_its_record_and_in_the_table_of_records(run: Run) -> None:
-    from_run, from_row = RankSummary.of_run(run), RankSummary.of_row(run_row(run))
+    from_run, from_row = RankSummary.from_run(run), RankSummary.from_row(run_row(run))
     assert from_row.run_figures == {peak: from_run.run_figures[peak] for peak in PEAKS}
     # Fields that no report uses, and snapshots that this record lacks.
     ignored = {name: getattr(from_row, name) for name in ("run_dir", "memory_gib_by_phase", "run_figures")}

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from study.cli import main
-from study.config.flags import RunConfig, refuse_what_no_virtual_run_has, resolved
-from study.config.launched import Launch
+from study.config.flags import RunConfig, check_virtual_run_flags, resolve_config
+from study.config.launch_context import Launch
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
-from study.engine.virtual_rank import layers_within, needed_host_bytes
-from study.host.box import Box
-from study.metrics.clock import LEAST_WARMUP_STEPS
-from study.records.outcome import Ending, Terminated, ending_of
+from study.engine.virtual_rank import max_layers_that_fit, needed_host_bytes
+from study.host.machine import Machine
+from study.metrics.clock import MIN_WARMUP_STEPS
+from study.records.outcome import Outcome, Terminated, outcome_from_exception
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.run.summary import summarize
 from study.virtual.command import VirtualRequest, _strategies, _with_absolute_paths, add_arguments, read_request
-from study.workloads.architecture import shape_of
+from study.workloads.architecture import model_size
 from study.workloads.presets import find_preset
 
-NO_GPU = Box((), 16)
+NO_GPU = Machine((), 16)
 ZERO3 = ("--strategy", "zero3", "--world_size", "4")
 OVERRIDE = ("--engine_override", "zero_optimization.reduce_bucket_size=5000000")
 
@@ -94,13 +94,13 @@ def test_each_strategy_is_run_once() -> None:
 
 def test_a_gpus_step_time_is_of_steps_after_the_warm_up_and_the_watched_one() -> None:
     config = RunConfig(virtual_world_size=8, scale="laptop")
-    assert resolved(config, accelerator_visible=True).max_steps > LEAST_WARMUP_STEPS + 1
+    assert resolve_config(config, accelerator_visible=True).max_steps > MIN_WARMUP_STEPS + 1
     # Without a GPU no time is measured, and three steps are the fewest whose last one is like all later ones.
-    shortest = resolved(config, accelerator_visible=False)
+    shortest = resolve_config(config, accelerator_visible=False)
     assert shortest.max_steps == 3
-    refuse_what_no_virtual_run_has(shortest)
+    check_virtual_run_flags(shortest)
     epoch = RunConfig(virtual_world_size=4, max_steps=0, num_train_epochs=1, train_samples=12, global_batch_size=4)
-    refuse_what_no_virtual_run_has(resolved(epoch, accelerator_visible=False))
+    check_virtual_run_flags(resolve_config(epoch, accelerator_visible=False))
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def make_config(model: str, ranks: int) -> RunConfig:
     config = RunConfig(
         task="gpt-wikitext", scale="laptop", model_name_or_path=model, precision="bf16-engine", virtual_world_size=ranks
     )
-    return resolved(config, accelerator_visible=False)
+    return resolve_config(config, accelerator_visible=False)
 
 
 def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
     config = make_config("gpt-20b", 2)
-    shape = shape_of(config)
+    shape = model_size(config)
     offloaded, on_device, on_nvme = (
         needed_host_bytes(config, make_launch(name, 2), shape, on_gpu=True)
         for name in ("zero3_cpu", "zero3", "zero3_nvme")
@@ -165,19 +165,19 @@ def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
 
 def test_memory_that_does_not_depend_on_depth_leaves_no_layers() -> None:
     config, launch = make_config("gpt-1t", 64), make_launch("zero3", 64)
-    assert layers_within(2**30, config, launch, on_gpu=True) == 0
-    assert layers_within(2**40, config, launch, on_gpu=False) > 0
+    assert max_layers_that_fit(2**30, config, launch, on_gpu=True) == 0
+    assert max_layers_that_fit(2**40, config, launch, on_gpu=False) > 0
 
 
 def test_an_interrupted_single_rank_does_not_report_another_rank() -> None:
-    assert "another rank" in ending_of(Terminated()).reason
-    assert ending_of(Terminated(), alone=True) == Ending(
+    assert "another rank" in outcome_from_exception(Terminated()).reason
+    assert outcome_from_exception(Terminated(), alone=True) == Outcome(
         "interrupted", "ended by SIGTERM: from outside", "run it again"
     )
 
 
 def test_a_run_whose_watched_step_was_skipped_has_a_summary_without_state() -> None:
-    config = resolved(RunConfig(task="gpt-wikitext", virtual_world_size=4), accelerator_visible=False)
+    config = resolve_config(RunConfig(task="gpt-wikitext", virtual_world_size=4), accelerator_visible=False)
     figures = {"allocated": 1, "reserved": 2, "device": 3, "host": 1.0}
     times = ("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps", "warmup_steps")
     time = dict.fromkeys(times)

@@ -27,7 +27,7 @@ from typing import Any
 import pandas as pd
 
 from study.config.flags import RunConfig
-from study.config.strategies import LEAST_RANKS_WITH_REPLICAS, REPOSITORY, STRATEGY_NAMES, WITH_REPLICAS, read_strategy
+from study.config.strategies import MIN_RANKS_WITH_REPLICAS, REPOSITORY, STRATEGY_NAMES, WITH_REPLICAS, read_strategy
 from study.host.memory import MIB
 from study.records.directory import read_run
 from study.report.document import table_markdown
@@ -153,7 +153,7 @@ def main() -> int:
     cases = [
         (strategy, ranks, accumulation)
         for strategy in options.strategy for ranks in options.ranks for accumulation in options.accumulation
-        if ranks >= LEAST_RANKS_WITH_REPLICAS or strategy not in WITH_REPLICAS
+        if ranks >= MIN_RANKS_WITH_REPLICAS or strategy not in WITH_REPLICAS
     ]  # fmt: skip
     options.csv.parent.mkdir(parents=True, exist_ok=True)
     forks = ForkServer()

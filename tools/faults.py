@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAST_SEEN = 50
+MIN_SEEN = 50
 # Time limits of one fault's tests, and of all tests without a fault.
 TIME_LIMIT_S, TIME_LIMIT_OF_ALL_S = 240, 3600
 _FAILED = re.compile(r"^(?:FAILED|ERROR) \S*?/?(test_\w+\.py(?:::\w+)?)", re.MULTILINE)
@@ -110,7 +110,7 @@ def main() -> int:
             print(f"{verdict:14}  {time.monotonic() - started:4.0f} s  {fault['name']}  [{failed_tests}]", flush=True)
     print(f"{counts.get('seen', 0)} of {len(faults)} faults are seen ({counts})")
     errors = counts.get("text not found", 0) + counts.get("tests fail", 0) + counts.get("no test", 0)
-    return int(bool(errors) or (len(faults) == len(all_faults) and counts.get("seen", 0) < LEAST_SEEN))
+    return int(bool(errors) or (len(faults) == len(all_faults) and counts.get("seen", 0) < MIN_SEEN))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ _GENERATED = re.compile(r"<!-- (\w+)[^>]*-->\n(.*?)\n<!-- end of \1 -->", re.DOT
 # Writing: each part runs in a separate process, in a copy of the checkout, with that copy's `study`.
 
 
-def asked(kind: str) -> Iterator[str]:
+def read_requests(kind: str) -> Iterator[str]:
     """Yield the commands of tools/golden_requests.yaml, with braces and stars expanded like in a shell."""
     for line in read_yaml(REQUESTS)[kind]:
         yield from (" ".join(words) for words in itertools.product(*map(_expanded, shlex.split(line))))
@@ -96,7 +96,7 @@ def answers(commands: Iterable[str]) -> dict[str, Any]:
 
 def write_requests(output: Path) -> None:
     """Write the results of the requests, a file for each subcommand."""
-    for name, commands in itertools.groupby(asked("requests"), key=lambda command: command.split()[0]):
+    for name, commands in itertools.groupby(read_requests("requests"), key=lambda command: command.split()[0]):
         write_json(output / f"{name}.json", answers(commands))
 
 
@@ -104,7 +104,7 @@ def write_refusals(output: Path) -> None:
     """Write the exit status of each wrong request, and the file, line or flag that its error names."""
     results: dict[str, Any] = {}
     status: object
-    for command in asked("refusals"):
+    for command in read_requests("refusals"):
         if command.startswith("train "):
             words = [sys.executable, "study/train.py", *command.split()[1:]]
             ended = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -139,8 +139,8 @@ def write_reports(output: Path) -> None:
         records, results = read_parquet(folder), {}
         for question, answer in questions.answers(records).items():
             results[question.name] = {
-                "sentence": answer.sentence, "table": rows_of(answer.table), "notes": list(answer.notes),
-                "tables": {name: rows_of(make(records)) for name, make in question.tables.items()},
+                "sentence": answer.sentence, "table": table_rows(answer.table), "notes": list(answer.notes),
+                "tables": {name: table_rows(make(records)) for name, make in question.tables.items()},
                 "figures": {
                     name: [{"alt": drawing.alt, "axes": drawn_data(drawing.figure)} for drawing in draw(records)]
                     for name, draw in question.figures.items()
@@ -149,7 +149,7 @@ def write_reports(output: Path) -> None:
         write_json(output / f"report_{folder.name}.json", results)
 
 
-def rows_of(frame: Any) -> list[dict[str, Any]]:
+def table_rows(frame: Any) -> list[dict[str, Any]]:
     """Return the rows of a frame by column name."""
     names = [": ".join(filter(None, name)) if isinstance(name, tuple) else str(name) for name in frame.columns]
     return [dict(zip(names, row, strict=True)) for row in frame.itertuples(index=False, name=None)]
@@ -189,7 +189,9 @@ def write_pages(output: Path) -> None:
     for name in ("prediction", "autopsy"):
         shutil.copy(f"reports/{name}/summary.md", output / f"report_{name}.md")
     for name in ("scores", "league"):
-        write_json(output / f"prediction_{name}.json", rows_of(pd.read_parquet(f"reports/prediction/{name}.parquet")))
+        write_json(
+            output / f"prediction_{name}.json", table_rows(pd.read_parquet(f"reports/prediction/{name}.parquet"))
+        )
     write_json(output / "prediction_intervals.json", read_yaml(Path("study/predictor/intervals.yaml")))
 
 
@@ -201,7 +203,7 @@ def write_engines(output: Path) -> None:
     names = sorted(file.stem for file in Path("accelerate_configs").glob("*.yaml"))
     pairs = [f"{name} {ranks}" for name in names for ranks in ((1,) if name == "single" else (2, 4))]
     results: dict[str, Any] = {}
-    for run in (*pairs, *asked("engines")):
+    for run in (*pairs, *read_requests("engines")):
         (strategy, ranks, *flags), folder = run.split(), Path.cwd() / "made" / run.replace(" ", "_")
         flags_of_folders = ["--output_dir", str(folder), "--nvme_path", str(folder.with_name("nvme"))]
         ended = fork_ranks(strategy, "study/train.py", *TINY, *flags, *flags_of_folders, ranks=int(ranks), timeout=600)

@@ -14,16 +14,16 @@ from study.config.strategies import WITH_REPLICAS, Strategy, read_strategy
 from study.host.memory import GIB
 from study.predictor.hardware import Hardware
 from study.predictor.memory import predict_memory
-from study.predictor.request import FP32_BYTES, Attention, Memory, Request, Time
+from study.predictor.request import FP32_BYTES, Attention, MemoryUse, Request, StepTime
 from study.predictor.shape import ModelShape
-from study.predictor.state import SMALLEST_SWAPPED_BYTES, unswapped
+from study.predictor.state import MIN_SWAPPED_BYTES, unswapped_kind
 from study.predictor.time import (
     device_bytes,
     excess_bytes,
     fits,
-    left_share,
+    free_fraction,
+    max_offload_slowdown,
     predict_time,
-    slowest_offload,
     usable_bytes,
     why,
 )
@@ -34,9 +34,9 @@ _SMALL_BUCKET = 50_000_000
 _LIVE_LAYERS = 2
 _FEWEST_SUB_GROUPS = 10
 # A larger micro-batch makes a step no faster per token, on any device that is known here.
-LARGEST_MICRO_BATCH = 512
+MAX_MICRO_BATCH = 512
 # Where two strategies' speeds are within this share of each other, the simpler one is recommended.
-AS_FAST = 0.05
+SPEED_TOLERANCE = 0.05
 # Rented machines have 1 TiB for eight GPUs; many have twice as much, and some half.
 USUAL_HOST_GIB_PER_GPU = 128
 # A sample makes these on its rank; more ranks do not divide them. "context" is the process's own.
@@ -67,7 +67,7 @@ class AdviceRequest:
     price_per_gpu_hour: float | None = None
 
     @property
-    def share(self) -> int | None:
+    def samples_per_rank(self) -> int | None:
         """Samples of one rank in an optimizer step; None: one micro-batch."""
         return None if self.global_batch is None else max(1, round(self.global_batch / self.box.ranks))
 
@@ -79,9 +79,9 @@ class Option:
     # In accelerate_configs/, from whose files the settings come.
     name: str
     request: Request
-    memory: Memory
+    memory: MemoryUse
     # None where it does not fit.
-    time: Time | None
+    time: StepTime | None
     # One line: what is too large, or how much memory is left.
     why: str
     cost_per_million_tokens: float | None = None
@@ -91,9 +91,9 @@ class Option:
         return self.time is not None
 
     @property
-    def is_sure(self) -> bool:
+    def is_safe(self) -> bool:
         """Whether it fits at the upper bound of its predicted peak too."""
-        return fits(self.memory, self.request.box, at_upper_end=True)
+        return fits(self.memory, self.request.box, at_upper=True)
 
     @property
     def tokens_per_s(self) -> float:
@@ -123,24 +123,24 @@ class Advice:
         return next((option for option in self.options if option.name == name), None)
 
 
-def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, surely: bool = True) -> Advice:
-    """Rank strategies; what fits at the upper bound of its peak comes first, and without `surely` the peak counts."""
-    options = [_best_option(question, name, surely) for name in names or candidates(question)]
-    return Advice(question, ranked(sorted(options, key=functools.partial(_order, surely=surely)), surely))
+def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, at_upper: bool = True) -> Advice:
+    """Rank strategies; what fits at the upper bound of its peak comes first, and without `at_upper` the peak counts."""
+    options = [_best_option(question, name, at_upper) for name in names or candidates(question)]
+    return Advice(question, rank_options(sorted(options, key=functools.partial(_order, at_upper=at_upper)), at_upper))
 
 
-def ranked(options: Sequence[Option], surely: bool = True) -> tuple[Option, ...]:
+def rank_options(options: Sequence[Option], at_upper: bool = True) -> tuple[Option, ...]:
     """Put the simplest option that is as fast as the first, and that a usual host can load, before the others.
 
     The first is the fastest, but for an offload that is ahead by less than such steps were longer than predicted: then
     an option that needs no host is the first, if it is as sure to fit. Two options that both stay on the device have
-    similar errors, and `AS_FAST` is enough.
+    similar errors, and `SPEED_TOLERANCE` is enough.
     """
     fastest = options[0]
-    as_sure = [each for each in options if each.is_sure or not (surely and fastest.is_sure)]
+    as_sure = [each for each in options if each.is_safe or not (at_upper and fastest.is_safe)]
     plain = next((each for each in as_sure if each.fits and not each.request.strategy.offloads), fastest)
-    first = fastest if fastest.tokens_per_s > slowest_offload() * plain.tokens_per_s else plain
-    equal = [each for each in as_sure if each.tokens_per_s >= (1 - AS_FAST) * first.tokens_per_s
+    first = fastest if fastest.tokens_per_s > max_offload_slowdown() * plain.tokens_per_s else plain
+    equal = [each for each in as_sure if each.tokens_per_s >= (1 - SPEED_TOLERANCE) * first.tokens_per_s
              and each.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
     equal.sort(key=lambda option: (needs_large_host(option), SIMPLEST_FIRST.index(option.name)))
     return (*equal, *(option for option in options if option not in equal))
@@ -153,8 +153,8 @@ def needs_large_host(option: Option) -> bool:
     return box.host_gib_per_node is None and option.memory.host_peak.value > usual
 
 
-def _order(option: Option, surely: bool) -> tuple[bool, bool, float, float]:
-    is_unsure = surely and not option.is_sure
+def _order(option: Option, at_upper: bool) -> tuple[bool, bool, float, float]:
+    is_unsure = at_upper and not option.is_safe
     return is_unsure, not option.fits, -option.tokens_per_s, option.memory.peak_reserved.value
 
 
@@ -176,26 +176,26 @@ def candidates(question: AdviceRequest) -> list[str]:
     return [name for name in _SIMPLICITY if name not in left_out]
 
 
-def _best_option(question: AdviceRequest, name: str, surely: bool) -> Option:
+def _best_option(question: AdviceRequest, name: str, at_upper: bool) -> Option:
     """Return the fastest option over the strategy's settings, with and without checkpointing."""
     checkpointing = (False, True) if question.gradient_checkpointing is None else (question.gradient_checkpointing,)
     tried = [
-        _largest_option(question, name, strategy, each, surely)
-        for strategy in fitted(read_strategy(name), question.shape, question.box) for each in checkpointing
+        _largest_option(question, name, strategy, each, at_upper)
+        for strategy in tuned_variants(read_strategy(name), question.shape, question.box) for each in checkpointing
     ]  # fmt: skip
-    return min(tried, key=functools.partial(_order, surely=surely))
+    return min(tried, key=functools.partial(_order, at_upper=at_upper))
 
 
 def _largest_option(
-    question: AdviceRequest, name: str, strategy: Strategy, checkpointing: bool, surely: bool
+    question: AdviceRequest, name: str, strategy: Strategy, checkpointing: bool, at_upper: bool
 ) -> Option:
     """Return the largest micro-batch that is sure to fit, else the largest that may, else the smallest."""
-    share, box = question.share, question.box
-    largest = min(LARGEST_MICRO_BATCH, share or LARGEST_MICRO_BATCH)
+    share, box = question.samples_per_rank, question.box
+    largest = min(MAX_MICRO_BATCH, share or MAX_MICRO_BATCH)
     sizes = [size for size in range(1, largest + 1) if not share or share % size == 0]
 
     @functools.cache
-    def predicted(micro_batch: int) -> tuple[Request, Memory]:
+    def predicted(micro_batch: int) -> tuple[Request, MemoryUse]:
         request = Request(
             shape=question.shape, strategy=strategy, box=box, sequence_length=question.sequence_length,
             micro_batch=micro_batch, accumulation=share // micro_batch if share else 1,
@@ -206,7 +206,7 @@ def _largest_option(
         return request, predict_memory(request)
 
     count = 0
-    for at_upper_end in (True, False) if surely else (False,):
+    for at_upper_end in (True, False) if at_upper else (False,):
         # All of a rank's samples in one micro-batch leave no accumulated gradients, and may fit where fewer do not.
         # Among the others more samples never need less memory.
         if not count and fits(predicted(sizes[-1])[1], box, at_upper_end):
@@ -215,7 +215,7 @@ def _largest_option(
             sizes[:-1], True, key=lambda size: not fits(predicted(size)[1], box, at_upper_end)
         )
     request, memory = predicted(sizes[max(count - 1, 0)])
-    unused_nvme = unswapped(request)
+    unused_nvme = unswapped_kind(request)
     time = predict_time(request) if fits(memory, box) and unused_nvme is None else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
@@ -224,7 +224,7 @@ def _largest_option(
     return Option(name, request, memory, time, reason, cost)
 
 
-def fitted(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:
+def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:
     """Yield the strategy with buckets that suit the model; stage 3 also with few live parameters."""
     if strategy.deepspeed is None or not strategy.zero_stage:
         yield strategy
@@ -257,7 +257,7 @@ def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strateg
         strategy = _with_zero(strategy, offload_param={**zero["offload_param"], "buffer_size": 1})
         strategy = strategy.with_swap_buffers(shard)
     if strategy.offload_device("optimizer") == "nvme":
-        swapped = SMALLEST_SWAPPED_BYTES // FP32_BYTES
+        swapped = MIN_SWAPPED_BYTES // FP32_BYTES
         least = max(shape.trained_parameters // ranks // _FEWEST_SUB_GROUPS, shape.largest_trained // ranks, swapped)
         strategy = _with_zero(strategy, sub_group_size=min(1_000_000_000, least))
     return strategy
@@ -272,27 +272,27 @@ def _with_zero(strategy: Strategy, **settings: Any) -> Strategy:
 # How sure the advice is, and what would change it.
 
 
-def how_sure(advice: Advice) -> str:
+def explain_best(advice: Advice) -> str:
     best, other = advice.best, advice.runner_up
     if best is None:
         return _why_nothing_fits(advice)
-    memory = "; ".join([_memory_text(best), *unchecked(best)])
+    memory = "; ".join([_memory_text(best), *unchecked_needs(best)])
     if other is None:
         return f"it is the only one that fits; {memory}"
-    if best.is_sure and not other.is_sure:
+    if best.is_safe and not other.is_safe:
         return f"it is the only one that is sure to fit; {memory}"
     gap = best.tokens_per_s / other.tokens_per_s - 1
     if other.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
-        ahead, slowest = other.tokens_per_s / best.tokens_per_s - 1, slowest_offload()
+        ahead, slowest = other.tokens_per_s / best.tokens_per_s - 1, max_offload_slowdown()
         return (
             f"no offload: one is predicted {ahead:.0%} faster, but such steps took up to {slowest:.1f} x the"
             f" prediction; {memory}"
         )
-    if gap <= AS_FAST:
+    if gap <= SPEED_TOLERANCE:
         reason = " and simpler"
         if needs_large_host(other) and not needs_large_host(best):
             reason = f" and the next needs {other.memory.host_peak.value / GIB:,.0f} GiB of host memory"
-        return f"within {AS_FAST:.0%} of the fastest that fits,{reason}; {memory}"
+        return f"within {SPEED_TOLERANCE:.0%} of the fastest that fits,{reason}; {memory}"
     error = None if error_of_time(other) is None else error_of_time(best)
     if error is None:
         return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"
@@ -311,7 +311,7 @@ def error_of_time(option: Option) -> float | None:
 def _why_nothing_fits(advice: Advice) -> str:
     least = min(advice.options, key=lambda option: device_bytes(option.memory))
     request, parts, box = least.request, least.memory.device_parts, least.request.box
-    if box.host_gib_per_node is not None and not box.in_host_memory:
+    if box.host_gib_per_node is not None and not box.is_cpu_only:
         any_host = dataclasses.replace(box, host_gib_per_node=None)
         short = [option for option in advice.options if excess_bytes(option.memory, any_host) <= 0]
         if short:
@@ -338,13 +338,13 @@ def _why_nothing_fits(advice: Advice) -> str:
 def _memory_text(best: Option) -> str:
     memory, box = best.memory, best.request.box
     if (memory.process_peak or memory.peak_reserved).high is None:
-        return f"{left_share(memory, box):.0%} of the memory is left, but peaks are not validated here"
-    if not best.is_sure:
+        return f"{free_fraction(memory, box):.0%} of the memory is left, but peaks are not validated here"
+    if not best.is_safe:
         return "it may not fit: its 90 % bound does not"
-    return f"its 90 % bound fits, with {left_share(memory, box, True):.0%} of the memory left"
+    return f"its 90 % bound fits, with {free_fraction(memory, box, True):.0%} of the memory left"
 
 
-def unchecked(option: Option) -> Iterator[str]:
+def unchecked_needs(option: Option) -> Iterator[str]:
     """Yield what an offload needs and the user did not say that the box has."""
     box, strategy = option.request.box, option.request.strategy
     if strategy.offloads and box.host_gib_per_node is None:
@@ -355,14 +355,14 @@ def unchecked(option: Option) -> Iterator[str]:
         yield f"NVMe is taken to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"
 
 
-def because(option: Option, best: Option) -> str:
+def explain_slowdown(option: Option, best: Option) -> str:
     """Say why `option` is slower, by what it would do with the micro-batch and the checkpointing of `best`."""
     ours, box = best.request, best.request.box
     same = dataclasses.replace(
         option.request, micro_batch=ours.micro_batch, accumulation=ours.accumulation,
         gradient_checkpointing=ours.gradient_checkpointing,
     )  # fmt: skip
-    if not fits(predict_memory(same), box, at_upper_end=best.is_sure):
+    if not fits(predict_memory(same), box, at_upper=best.is_safe):
         return f": with {workload_text(ours)}, as {best.name} trains, it does not fit"
     assert best.time is not None
     time, bests = predict_time(same), best.time
@@ -373,12 +373,12 @@ def because(option: Option, best: Option) -> str:
     )
 
 
-def worth_trying(advice: Advice) -> Option | None:
+def faster_riskier_option(advice: Advice) -> Option | None:
     """Return an option that is faster than the recommended one, and not as sure to fit."""
     best = advice.best
-    if best is None or not best.is_sure:
+    if best is None or not best.is_safe:
         return None
-    faster = advise(advice.question, _near(advice, advice.question), surely=False).best
+    faster = advise(advice.question, _near(advice, advice.question), at_upper=False).best
     enough = (1 + _WORTH_SAYING) * best.tokens_per_s
     return faster if faster is not None and faster.tokens_per_s >= enough else None
 
@@ -386,11 +386,11 @@ def worth_trying(advice: Advice) -> Option | None:
 def _near(advice: Advice, question: AdviceRequest) -> list[str]:
     """Return the candidates without the slowest ones, which are no better for another question."""
     slowest = 0.0 if advice.best is None else _FAR_BEHIND * advice.best.tokens_per_s
-    slow = {option.name for option in advice.options if option.is_sure and option.tokens_per_s <= slowest}
+    slow = {option.name for option in advice.options if option.is_safe and option.tokens_per_s <= slowest}
     return [name for name in candidates(question) if name not in slow]
 
 
-def changes(advice: Advice) -> Iterator[str]:
+def sensitivity_lines(advice: Advice) -> Iterator[str]:
     """Yield questions near this one where the answer is another."""
     question, best = advice.question, advice.best
     box = question.box
@@ -401,7 +401,7 @@ def changes(advice: Advice) -> Iterator[str]:
         alone = advise(dataclasses.replace(question, box=dataclasses.replace(box, nodes=1))).best
         if alone is not None and (best is None or _is_as_good(alone, best)):
             times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
-            yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked(alone)])
+            yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked_needs(alone)])
         slower = dataclasses.replace(box, network_gb_per_s=box.network_gb_per_s / 8)
         others["an eighth of the network"] = {"box": slower}
     longer, positions = 2 * question.sequence_length, question.shape.positions
@@ -417,14 +417,14 @@ def changes(advice: Advice) -> Iterator[str]:
             if best is not None:
                 yield f"with {label} nothing would fit"
         elif best is not None and there.best.name == best.name:
-            if best.is_sure and not there.best.is_sure:
+            if best.is_safe and not there.best.is_safe:
                 yield f"with {label} it may not fit"
-        elif still is None or not still.is_sure or still.tokens_per_s < (1 - _WORTH_SAYING) * there.best.tokens_per_s:
+        elif still is None or not still.is_safe or still.tokens_per_s < (1 - _WORTH_SAYING) * there.best.tokens_per_s:
             yield f"with {label} it would be {there.best.name}"
 
 
 def _is_as_good(alone: Option, best: Option) -> bool:
     """Whether fewer machines are as fast; with an offload, as in `ranked`, only where it is far ahead."""
     is_offload = alone.request.strategy.offloads and not best.request.strategy.offloads
-    least = slowest_offload() if is_offload else 1 - AS_FAST
-    return (alone.is_sure or not best.is_sure) and alone.tokens_per_s >= least * best.tokens_per_s
+    least = max_offload_slowdown() if is_offload else 1 - SPEED_TOLERANCE
+    return (alone.is_safe or not best.is_safe) and alone.tokens_per_s >= least * best.tokens_per_s

@@ -14,23 +14,23 @@ from typing import Any
 import yaml
 
 from study.advisor.advise import (
-    AS_FAST,
+    SPEED_TOLERANCE,
     Advice,
     AdviceRequest,
     Option,
     advise,
-    because,
-    changes,
-    how_sure,
+    explain_best,
+    explain_slowdown,
+    faster_riskier_option,
     needs_large_host,
-    unchecked,
-    worth_trying,
+    sensitivity_lines,
+    unchecked_needs,
 )
 from study.advisor.predict_command import (
     add_model_arguments,
+    check_attention,
+    check_precision,
     known_optimizer,
-    refuse_attention,
-    refuse_precision,
     usual_precision,
     workload_text,
 )
@@ -40,10 +40,10 @@ from study.config.strategies import STRATEGY_DIRECTORY, read_yaml
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor import shape as adapters
-from study.predictor.hardware import box_asked, real, whole
+from study.predictor.hardware import box_from_args, parse_int, real
 from study.predictor.request import Request
-from study.predictor.shape import model_shape, sequence_length
-from study.predictor.time import LORA_NOTE, device_bytes, host_adam_note, slowest_offload, usable_bytes
+from study.predictor.shape import model_shape, resolve_length
+from study.predictor.time import LORA_NOTE, device_bytes, host_adam_note, max_offload_slowdown, usable_bytes
 from study.workloads.presets import find_preset
 
 EPILOG = """\
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=("bf16", "fp16", "fp32"), help="by default bf16, or what the device has")
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
     batch = "samples of an optimizer step; by default 64, or one a rank"
-    add("--global_batch_size", type=whole, metavar="B", help=batch)
+    add("--global_batch_size", type=parse_int, metavar="B", help=batch)
     add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on NVMe that the files name")
@@ -94,12 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]] | None = None) -> int:
     """`nearest` yields what was measured nearest to a request, in lines for the reader."""
-    advice = advise(question_of(options))
+    advice = advise(build_advice_request(options))
     best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     measured = list(nearest(best.request)) if nearest and best else []
-    riskier, others = worth_trying(advice), list(changes(advice))
+    riskier, others = faster_riskier_option(advice), list(sensitivity_lines(advice))
     if options.json:
         print(json.dumps(_document(advice, riskier, others, measured, files), indent=2))
     else:
@@ -110,24 +110,24 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
     return 0 if best else 1
 
 
-def question_of(options: argparse.Namespace) -> AdviceRequest:
-    box = box_asked(options)
+def build_advice_request(options: argparse.Namespace) -> AdviceRequest:
+    box = box_from_args(options)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
     precision = options.precision or usual_precision(box)
-    refuse_precision(box, precision)
+    check_precision(box, precision)
     batch = options.global_batch_size or next(share * box.ranks for share in _SHARES if share * box.ranks >= _BATCH)
     if batch % box.ranks:
         more = -(-batch // box.ranks) * box.ranks
         raise UserError(f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks", f"use {more}")
-    shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
+    shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     question = AdviceRequest(
-        shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length), precision=precision,
+        shape=shape, box=box, sequence_length=resolve_length(shape, options.seq_length), precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
         price_per_gpu_hour=options.price_per_gpu_hour,
     )  # fmt: skip
-    refuse_attention(question)
+    check_attention(question)
     return question
 
 
@@ -141,7 +141,7 @@ def _document(
         "hardware": question.box.name, "ranks": question.box.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
         "chunked_loss": question.chunked_loss,
-        "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),
+        "recommended": best and best.name, "runner_up": other and other.name, "how_sure": explain_best(advice),
         "faster_if_it_fits": riskier and _entry(riskier), "changes": others, "nearest": measured,
         "strategies": [_entry(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
@@ -151,7 +151,7 @@ def _document(
 def _entry(option: Option) -> dict[str, Any]:
     request, memory, time = option.request, option.memory, option.time
     return {
-        "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_sure, "why": option.why,
+        "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_safe, "why": option.why,
         "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing, "precision": request.precision,
         "device_bytes": device_bytes(memory), "peak_reserved": dataclasses.asdict(memory.peak_reserved),
@@ -203,16 +203,16 @@ def _page(
 def _verdict(advice: Advice) -> str:
     best = advice.best
     if best is None:
-        reason = how_sure(advice)
+        reason = explain_best(advice)
         return reason[0].upper() + reason[1:]
     request, memory = best.request, best.memory
-    peak, bound = (f"{device_bytes(memory, at_upper_end=upper) / GIB:.0f}" for upper in (False, True))
+    peak, bound = (f"{device_bytes(memory, at_upper=upper) / GIB:.0f}" for upper in (False, True))
     use = (
         f"Use {best.name}, micro-batch {request.micro_batch}, accumulation {request.accumulation},"
         f" {'' if request.gradient_checkpointing else 'no '}checkpointing:"
     )
     figures = [f"{peak} of {usable_bytes(request.box) / GIB:.0f} GiB (90 % bound {bound})"]
-    if not best.is_sure:
+    if not best.is_safe:
         figures.append("may not fit")
     if request.strategy.offloads:
         figures.append(f"{memory.host_peak.value / GIB:,.0f} GiB of host memory")
@@ -223,15 +223,15 @@ def _verdict(advice: Advice) -> str:
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
     box, shape, other = advice.question.box, advice.question.shape, advice.runner_up
-    yield f"why {best.name}: {how_sure(advice)}"
-    if other is not None and best.is_sure == other.is_sure:
+    yield f"why {best.name}: {explain_best(advice)}"
+    if other is not None and best.is_safe == other.is_safe:
         gap = other.tokens_per_s / best.tokens_per_s - 1
-        if -gap > AS_FAST:
-            yield f"next {_named(other)}, {-gap:.0%} slower{because(other, best)}"
+        if -gap > SPEED_TOLERANCE:
+            yield f"next {_named(other)}, {-gap:.0%} slower{explain_slowdown(other, best)}"
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1
         yield "; ".join([f"{faster:.0%} faster if it fits, which its 90 % bound does not: {_named(riskier)}",
-                         *unchecked(riskier)])  # fmt: skip
+                         *unchecked_needs(riskier)])  # fmt: skip
     loading = best.memory.host_parts["load"]
     if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
         only = "; fsdp_cpu_ram_efficient_loading: true leaves that to one" if best.request.strategy.is_fsdp else ""
@@ -252,7 +252,7 @@ def _row(option: Option, best: Option | None) -> list[str]:
     return [
         option.name, *((f"{request.micro_batch}", f"{request.accumulation}") if option.fits else "--"),
         "yes" if request.gradient_checkpointing else "no", f"{device_bytes(memory) / GIB:.1f}",
-        f"{device_bytes(memory, at_upper_end=True) / GIB:.0f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
+        f"{device_bytes(memory, at_upper=True) / GIB:.0f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
         f"{memory.host_peak.value / GIB:.0f}", f"{memory.nvme / GIB:.0f}" if memory.nvme else "-",
         "-" if cost is None else f"{cost:.3f}", _remark(option, best),
     ]  # fmt: skip
@@ -265,15 +265,15 @@ def _remark(option: Option, best: Option | None) -> str:
     gap = option.tokens_per_s / best.tokens_per_s - 1
     if option is best:
         return "recommended"
-    if best.is_sure and not option.is_sure:
+    if best.is_safe and not option.is_safe:
         return f"may not fit{f'; {gap:.0%} faster' if gap > 0 else ''}"
     if gap <= 0:
         return ""
     if option.request.strategy.offloads and not best.request.strategy.offloads:
-        return f"{gap:.0%} faster by prediction; offload steps took up to {slowest_offload():.1f} x that"
+        return f"{gap:.0%} faster by prediction; offload steps took up to {max_offload_slowdown():.1f} x that"
     if needs_large_host(option) and not needs_large_host(best):
         return f"{gap:.0%} faster; needs a large host"
-    return f"{gap:.0%} faster; within {AS_FAST:.0%} the simpler one is recommended"
+    return f"{gap:.0%} faster; within {SPEED_TOLERANCE:.0%} the simpler one is recommended"
 
 
 def _named(option: Option) -> str:

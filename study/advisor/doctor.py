@@ -25,17 +25,17 @@ import psutil
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.config.strategies import (
-    LEAST_RANKS_WITH_REPLICAS,
+    MIN_RANKS_WITH_REPLICAS,
     REPOSITORY,
     STRATEGY_NAMES,
     WITH_REPLICAS,
     Strategy,
     read_strategy,
 )
-from study.host.box import this_box, visible_gpus
-from study.host.folders import cache_directory, folder_argument, home_folder, refuse_unwritable
-from study.host.memory import GIB, MIB, can_lock, host_memory, locked_bytes
-from study.host.slurm import Node, allocated_box, ask_nodes, is_in_job, this_job
+from study.host.folders import cache_directory, check_writable, folder_argument, home_folder
+from study.host.machine import detect_machine, visible_gpus
+from study.host.memory import GIB, MIB, can_lock, host_memory, required_pinned_bytes
+from study.host.slurm import Node, current_job, is_in_job, job_resources, query_nodes
 from study.host.stacks import BUILDS_DEEPSPEED, VERIFIED, package_version, pair_fix, unverified_pair
 from study.records.outcome import MORE_SHARED_MEMORY
 from study.releases.causes import PACKAGES, known_faults
@@ -82,9 +82,9 @@ def run(options: argparse.Namespace) -> int:
     nvme, folder = nvme_path(options.nvme_path)
     checks += [nvme, *_probe(options.hub, folder, can_pin)]
     try:
-        gpus = allocated_box().gpus
+        gpus = job_resources().gpus
     except UserError:  # which the checks of the cluster report
-        gpus = this_box().gpus
+        gpus = detect_machine().gpus
     checks += [*cluster(), strategies(checks, gpus)]
     missing = list(dict.fromkeys(check.name for check in checks if check.state == "missing"))
     if options.json:
@@ -198,7 +198,7 @@ def memory() -> Iterator[Check]:
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     found = f"ulimit -l is {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit / MIB:.0f} MiB'}"
-    wanted = max(locked_bytes(strategy) for strategy in map(read_strategy, STRATEGY_NAMES))
+    wanted = max(required_pinned_bytes(strategy) for strategy in map(read_strategy, STRATEGY_NAMES))
     problem = f"{wanted / GIB:.1f} GiB cannot be pinned, as each rank's buffers for parameters on NVMe must be"
     fix = "ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)"
     yield needed("pinned memory", can_lock(wanted), found, problem, fix)
@@ -218,7 +218,7 @@ def nvme_path(path: Path) -> tuple[Check, Path | None]:
     """Return the check, and the folder to measure in."""
     fix = "study doctor --nvme_path DIR, with a folder on a local drive that you may write"
     try:
-        refuse_unwritable(path, shown(path), fix)
+        check_writable(path, shown(path), fix)
     except UserError as refusal:
         return Check("nvme path", "missing", refusal.problem.replace(f"{home_folder()}/", "~/"), fix), None
     folder = _nearest(path)
@@ -272,15 +272,15 @@ def cluster() -> list[Check]:
         return []
     folders = {"repository": REPOSITORY, "runs": Path("runs").absolute(), "cache": cache_directory()}
     try:
-        if (job := this_job()) is None:
+        if (job := current_job()) is None:
             return [Check("slurm", "ok", "a job of one node, on which runs start as they do without Slurm")]
         with ExitStack() as held:
             marks = {
                 what: held.enter_context(tempfile.NamedTemporaryFile(dir=_nearest(folder))).name
                 for what, folder in folders.items()
             }
-            nodes = ask_nodes(job, tuple(marks.values()))
-        blind = {what: ", ".join(node.name for node in nodes if mark not in node.sees) for what, mark in marks.items()}
+            nodes = query_nodes(job, tuple(marks.values()))
+        blind = {what: ", ".join(node.name for node in nodes if mark not in node.paths) for what, mark in marks.items()}
     except (UserError, OSError) as problem:
         fix = problem.fix if isinstance(problem, UserError) else _SHARE
         return [Check("slurm", "missing", getattr(problem, "problem", str(problem)), fix)]
@@ -337,7 +337,7 @@ def strategies(checks: list[Check], gpus: int) -> Check:
     for strategy in map(read_strategy, STRATEGY_NAMES):
         least = strategy.group.ranks if strategy.group else 1
         if strategy.name in WITH_REPLICAS:
-            least = LEAST_RANKS_WITH_REPLICAS
+            least = MIN_RANKS_WITH_REPLICAS
         if on_gpu and gpus < least:
             too_large.setdefault(least, []).append(strategy.name)
             continue

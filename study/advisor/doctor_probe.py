@@ -19,19 +19,19 @@ from typing import Any
 
 from study.advisor.doctor import INSTALL, Check, needed, shown
 from study.config.errors import Unsupported, UserError, first_line
-from study.host.environment import refuse_useless_gpus
+from study.host.environment import check_torch_supports_gpus
 from study.host.folders import cache_directory
 from study.host.memory import GIB, MIB
 from study.host.operators import (
     build_folder,
     builders,
+    configure_build_environment,
     is_built,
+    is_libaio_installed,
     lacks_toolkit,
-    libaio_is_there,
     load_operator,
     toolkit_fix,
     toolkit_version,
-    use_own_build,
 )
 
 CHUNK_MIB, CHUNKS = 32, 8
@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     unusable = None
     try:
-        use_own_build(cache_directory())
+        configure_build_environment(cache_directory())
     except UserError as refusal:
         unusable = refusal
     # DeepSpeed prints to stdout from Python and from C++; what is written there after this goes to stderr.
@@ -72,14 +72,14 @@ def main() -> None:
 def _gpus() -> Check:
     import torch
 
-    from study.host.box import this_box
     from study.host.environment import describe_environment
+    from study.host.machine import detect_machine
 
     try:
-        refuse_useless_gpus()
+        check_torch_supports_gpus()
     except Unsupported as refusal:
         return Check("gpus", "missing", refusal.problem, refusal.fix)
-    visible = this_box().gpus
+    visible = detect_machine().gpus
     seen = describe_environment()
     devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in seen["devices"]]
     if not devices and not visible:
@@ -123,7 +123,7 @@ def _matmul() -> Check:
 
 
 def _libaio() -> Check:
-    links = libaio_is_there()
+    links = is_libaio_installed()
     problem, fix = "libaio or a C compiler is missing", "apt-get install gcc libaio-dev"
     return needed("libaio", links, f"a program that calls it {'links' if links else 'does not link'}", problem, fix)
 

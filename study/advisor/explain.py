@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study.advisor.explain_case import ConfigCase, Workload, resolve
+from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import ZERO, read_user_file
 from study.config.printing import TextTable, print_page
-from study.predictor.gathers import gathers_of
-from study.predictor.hardware import whole
+from study.predictor.hardware import parse_int
 from study.predictor.memory import predict_memory
-from study.predictor.request import FP32_BYTES, Memory
-from study.predictor.shape import USUAL_LENGTH, model_shape, sequence_length
+from study.predictor.request import FP32_BYTES, MemoryUse
+from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
 from study.predictor.state import persistent_params, sub_groups
+from study.predictor.zero3_gathers import simulate_gathers
 
 EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting that DeepSpeed 0.19.8 knows, "auto" too. Nothing is
@@ -31,10 +31,10 @@ _FINDINGS = {
     "ignored": "ignored", "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
 }  # fmt: skip
 # The others are printed with --details.
-_MOST_COSTLY = 5
+_MAX_COST_ROWS = 5
 _MORE = "; --details has the reasons"
-_COUNT = functools.partial(whole, most=1_000_000, what="number")
-_MOST_RANKS = 1024
+_COUNT = functools.partial(parse_int, most=1_000_000, what="number")
+_MAX_RANKS = 1024
 # A part that does not fall to two thirds on twice as many ranks is not sharded.
 _FALLS_TO = 2 / 3
 
@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     file = read_user_file(options.config)
     shape = model_shape(options.model, ask_hub=options.hub)
-    length = sequence_length(shape, options.seq_length)
-    work = Workload(
+    length = resolve_length(shape, options.seq_length)
+    work = ProgramSettings(
         length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
     )
     case = resolve(file, shape, options.world_size, work)
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
-def _document(case: ConfigCase, memory: Memory) -> dict[str, Any]:
+def _document(case: ConfigCase, memory: MemoryUse) -> dict[str, Any]:
     return {
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
         "model": case.shape.name, "parameters": case.shape.parameters, "world_size": case.ranks,
@@ -106,11 +106,11 @@ def _document(case: ConfigCase, memory: Memory) -> dict[str, Any]:
         "accumulation": case.request.accumulation, "gradient_checkpointing": case.request.gradient_checkpointing,
         "settings": [dataclasses.asdict(cost) for cost in costs(case)],
         "findings": [dataclasses.asdict(finding) for finding in case.findings],
-        "answers": [dataclasses.asdict(answer) for answer in answers(case)], "memory": dataclasses.asdict(memory),
+        "answers": [dataclasses.asdict(answer) for answer in find_answers(case)], "memory": dataclasses.asdict(memory),
     }  # fmt: skip
 
 
-def _verdict(case: ConfigCase, memory: Memory) -> str:
+def _verdict(case: ConfigCase, memory: MemoryUse) -> str:
     counts = Counter[str](finding.kind for finding in case.findings)
     said = [
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
@@ -121,7 +121,7 @@ def _verdict(case: ConfigCase, memory: Memory) -> str:
     return f"{', '.join(said) or 'every setting takes effect'}; {peak}"
 
 
-def _page(case: ConfigCase, memory: Memory, details: bool) -> Iterator[str | TextTable]:
+def _page(case: ConfigCase, memory: MemoryUse, details: bool) -> Iterator[str | TextTable]:
     request = case.request
     engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else request.strategy.name
     yield f"{_verdict(case, memory)}\n"
@@ -148,7 +148,7 @@ def _page(case: ConfigCase, memory: Memory, details: bool) -> Iterator[str | Tex
     yield from (f"  {note}" for note in memory.notes if details)
     if not details:
         yield ""
-    for answer in answers(case):
+    for answer in find_answers(case):
         yield f"\n{answer.question}\n  {answer.short}" if details else f"{answer.question} {answer.short}"
         yield from (f"  - {line}" for line in answer.because if details)
 
@@ -165,7 +165,7 @@ def _cost_rows(found: Sequence[SettingCost], details: bool) -> list[tuple[str, .
         says = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
         rows.append((max(map(abs, sizes)), (*map(_size, sizes), f"{says}: {cost.says}" if details else says)))
     if not details:
-        rows = sorted(rows, key=lambda row: -row[0])[:_MOST_COSTLY]
+        rows = sorted(rows, key=lambda row: -row[0])[:_MAX_COST_ROWS]
     return [row for _, row in rows]
 
 
@@ -192,7 +192,7 @@ def _cost(case: ConfigCase, key: str, says: str, device: float = 0, host: float 
     value: Any = case.zero
     for part in key.split("."):
         value = value[part]
-    return SettingCost(f"{ZERO}.{key}", value, f"{ZERO}.{key}" in case.file.given, device, host, nvme, says)
+    return SettingCost(f"{ZERO}.{key}", value, f"{ZERO}.{key}" in case.file.explicit_keys, device, host, nvme, says)
 
 
 def bucket_bytes(case: ConfigCase) -> float:
@@ -232,7 +232,7 @@ def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
 
 def gathered_elements(case: ConfigCase) -> int:
     """Return the most elements of stage 3's sharded parameters that are gathered at once."""
-    return gathers_of(case.request).gathered_at_once
+    return simulate_gathers(case.request).gathered_at_once
 
 
 def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
@@ -251,7 +251,7 @@ def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
     )
     if least < gathered:
         says += f"; {least:,} elements with this and stage3_max_live_parameters at 0, and each is gathered twice"
-    yield _cost(case, "stage3_max_reuse_distance", says, gathers_of(case.request).most * weight)
+    yield _cost(case, "stage3_max_reuse_distance", says, simulate_gathers(case.request).max_live_elements * weight)
     if (group := min(case.zero["zero_hpz_partition_size"], case.ranks)) > 1:
         says = f"each {group:,.0f} ranks have a second copy of all weights"
         yield _cost(case, "zero_hpz_partition_size", says, elements * weight / group)
@@ -306,7 +306,7 @@ def sub_groups_on_host(case: ConfigCase) -> int:
 # The questions of forums.
 
 
-def answers(case: ConfigCase) -> list[Explanation]:
+def find_answers(case: ConfigCase) -> list[Explanation]:
     found = []
     optimizer = case.offload("offload_optimizer")
     if case.stage and case.ranks > 1:
@@ -332,7 +332,7 @@ def _compare_stages(case: ConfigCase) -> Explanation:
     second, third = (predict_memory(each.request) for each in cases)
     before, after = second.peak_allocated.value, third.peak_allocated.value
     less_from, count = None, case.ranks
-    while after >= before and count < _MOST_RANKS and less_from is None:
+    while after >= before and count < _MAX_RANKS and less_from is None:
         count *= 2
         at = [predict_memory(each.request).peak_allocated.value for each in _with_either_stage(case, count)]
         less_from = count if at[1] < at[0] else None
@@ -352,7 +352,8 @@ def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
         yield (
             f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.1%} of the model:"
             " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps what is"
-            f" reused; with their buffers that is {gib(gathers_of(third.request).most * third.weight)}"
+            " reused; with their buffers that is"
+            f" {gib(simulate_gathers(third.request).max_live_elements * third.weight)}"
         )
     largest = third.largest.elements
     if bucket >= elements:

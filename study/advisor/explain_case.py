@@ -10,10 +10,10 @@ from study.advisor.user_settings import OFFLOADS, ZERO, Finding, UserFile, known
 from study.config.errors import UserError
 from study.config.flags import Precision
 from study.config.strategies import Strategy
-from study.predictor.hardware import ANY_DEVICE, LARGEST_JOB, Hardware, box_of_ranks
-from study.predictor.request import Request, sizes_of_width
-from study.predictor.shape import USUAL_LENGTH, ModelShape, Tensor
-from study.predictor.state import State, state_of
+from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
+from study.predictor.request import Request, auto_bucket_sizes
+from study.predictor.shape import USUAL_LENGTH, ModelShape, TensorShape
+from study.predictor.state import State, predict_state
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # torch's own order (ShardingStrategy), from 1.
@@ -21,7 +21,7 @@ SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class ProgramSettings:
     """Sizes and precision that the program decides, and not its settings file."""
 
     sequence_length: int = USUAL_LENGTH
@@ -56,7 +56,7 @@ class ConfigCase:
 
     @property
     def state(self) -> State:
-        return state_of(self.request)
+        return predict_state(self.request)
 
     @property
     def weight(self) -> int:
@@ -64,7 +64,7 @@ class ConfigCase:
         return self.request.weight_bytes
 
     @property
-    def largest(self) -> Tensor:
+    def largest(self) -> TensorShape:
         return max(self.shape.tensors, key=lambda tensor: tensor.elements)
 
     def offload(self, what: str) -> Mapping[str, Any] | None:
@@ -88,10 +88,10 @@ def _box(ranks: int) -> Hardware:
 
 def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
     settings = {**top, ZERO: dict(zero)}
-    return Strategy(file.name, "DEEPSPEED", settings, own_settings=settings)
+    return Strategy(file.name, "DEEPSPEED", settings, custom_settings=settings)
 
 
-def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload) -> ConfigCase:
+def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramSettings) -> ConfigCase:
     """Fill in what the file leaves to defaults and to "auto"; UserError where nothing says it."""
     findings = list(file.findings)
     if file.distributed_type == "NO":
@@ -106,18 +106,18 @@ def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload
     ranks = ranks or file.num_processes
     if ranks is None:
         raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world_size N")
-    if ranks > LARGEST_JOB:
-        raise UserError(f"{ranks:,} ranks", f"give at most {LARGEST_JOB:,}")
+    if ranks > MAX_JOB_GPUS:
+        raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")
     zero: dict[str, Any] = {}
     precision: Precision
     if file.deepspeed is None:
         asked = work.mixed_precision or file.mixed_precision
         if asked == "fp8":
             findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16: only products are in fp8"))
-        kind = "MULTI_GPU" if sharding_of(file) == "NO_SHARD" else file.distributed_type
+        kind = "MULTI_GPU" if read_sharding_strategy(file) == "NO_SHARD" else file.distributed_type
         mesh = _fitting_mesh(file, ranks, findings)
         name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
-        strategy = Strategy(name, kind, own_settings={"mesh": mesh} if mesh else None, mesh=mesh)
+        strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
         precision = "bf16" if asked in ("bf16", "fp8") else "fp16" if asked == "fp16" else "fp32"
     else:
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
@@ -137,7 +137,7 @@ def fsdp_settings(file: UserFile) -> dict[str, Any]:
     return {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in given}
 
 
-def sharding_of(file: UserFile) -> str | None:
+def read_sharding_strategy(file: UserFile) -> str | None:
     """Return the sharding strategy of FSDP's first version, which has numbers for it too; None for the second."""
     settings = fsdp_settings(file)
     if file.fsdp is None or str(settings.get("fsdp_version", 1)) != "1":
@@ -167,7 +167,7 @@ def ranks_of_a_batch(top: Mapping[str, Any], ranks: int) -> float:
     return ranks / sequence if ranks % sequence else ranks // sequence
 
 
-def _batch(file: UserFile, ranks: int, work: Workload) -> tuple[int, int]:
+def _batch(file: UserFile, ranks: int, work: ProgramSettings) -> tuple[int, int]:
     """Return micro-batch and accumulation: by the file (_set_batch_related_parameters in DeepSpeed's config.py), and
     by the flags where it leaves them open."""
     top = file.deepspeed or {}
@@ -223,7 +223,7 @@ def _resolved_zero(file: UserFile, shape: ModelShape, findings: list[Finding]) -
 def _auto(file: UserFile, shape: ModelShape, place: str, name: str, findings: list[Finding]) -> Any:
     """Return the value that "auto" becomes."""
     key = f"{place}.{name}"
-    if (value := sizes_of_width(shape.hidden).get(name)) is not None:
+    if (value := auto_bucket_sizes(shape.hidden).get(name)) is not None:
         says = f"auto: Accelerate and the Trainer make it {value}, from a width of {shape.hidden}"
         if file.launcher == "deepspeed":
             says += "; deepspeed.initialize alone drops it and uses its default"

@@ -12,13 +12,13 @@ from study.advisor.explain_case import (
     ConfigCase,
     fsdp_settings,
     ranks_of_a_batch,
-    sharding_of,
+    read_sharding_strategy,
 )
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings
-from study.config.errors import brief, did_you_mean
+from study.config.errors import clip, did_you_mean
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
-from study.predictor.state import refused_accumulation
+from study.predictor.state import accumulation_error
 
 _OPTIMIZER = f"{ZERO}.offload_optimizer"
 # DEEPSPEED_OPTIMIZERS of its config.py, and the classes of torch.optim.
@@ -36,14 +36,14 @@ def findings(case: ConfigCase) -> list[Finding]:
     if case.file.deepspeed is None:
         return [*case.findings, *_fsdp(case)]
     found = [*case.findings, *_ineffective(case), *_optimizer(case), *_zero(case), *_batch(case)]
-    if refusal := refused_accumulation(case.request):
+    if refusal := accumulation_error(case.request):
         found.append(Finding("refused", "data_types.grad_accum_dtype", refusal))
     return found
 
 
 def _ineffective(case: ConfigCase) -> Iterator[Finding]:
     known = known_settings()
-    for key in case.file.given:
+    for key in case.file.explicit_keys:
         section, _, name = key.rpartition(".")
         of_section = known.get(section or "top", {})
         entry = of_section.get(name) or of_section.get(f"stage3_{name}")
@@ -81,7 +81,7 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
     if not isinstance(name, str) or name.lower() in ("adam", "adamw"):
         return
     if name.lower() not in ENGINES_OPTIMIZERS and name not in TORCHS_OPTIMIZERS:
-        says = f"the engine ends with an error: neither it nor torch.optim has {brief(name)}"
+        says = f"the engine ends with an error: neither it nor torch.optim has {clip(name)}"
         guess = did_you_mean(name, TORCHS_OPTIMIZERS)
         yield Finding("refused", key, f"{says}; {guess}".rstrip("; "))
         return
@@ -155,7 +155,7 @@ def _zero(case: ConfigCase) -> Iterator[Finding]:
         says = f"the engine ends with an error: {group:,.0f} does not divide {case.ranks} ranks"
         yield Finding("refused", f"{ZERO}.zero_hpz_partition_size", says)
     key, live = f"{ZERO}.stage3_max_live_parameters", zero["stage3_max_live_parameters"]
-    if key in case.file.given and not zero["stage3_prefetch_bucket_size"]:
+    if key in case.file.explicit_keys and not zero["stage3_prefetch_bucket_size"]:
         yield Finding("ineffective", key, "it limits only prefetching, which is off")
     elif live < case.shape.parameters <= zero["stage3_max_reuse_distance"] / 2:
         # Between its forward and its backward pass the engine uses as many parameters as the model has, twice.
@@ -164,17 +164,17 @@ def _zero(case: ConfigCase) -> Iterator[Finding]:
 
 
 def _fsdp(case: ConfigCase) -> Iterator[Finding]:
-    settings, known, sharding = fsdp_settings(case.file), known_settings()["fsdp"], sharding_of(case.file)
+    settings, known, sharding = fsdp_settings(case.file), known_settings()["fsdp"], read_sharding_strategy(case.file)
     more = f"up to {case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4) / GIB:.2f} GiB more a rank"
     kept = f"weights stay unsharded from the forward to the backward pass, {more}"
     key, version = "fsdp_sharding_strategy", settings.get("fsdp_version", 1)
     if str(version) not in ("1", "2"):
-        yield Finding("refused", "fsdp_version", f"Accelerate has versions 1 and 2, and no {brief(version)}")
+        yield Finding("refused", "fsdp_version", f"Accelerate has versions 1 and 2, and no {clip(version)}")
     if sharding == "NO_SHARD":
         yield Finding("noted", key, "NO_SHARD is plain data parallelism, as it is counted here")
     elif sharding is not None:
         if sharding not in SHARDINGS:
-            yield Finding("refused", key, f"Accelerate ends with an error: no {brief(sharding)}")
+            yield Finding("refused", key, f"Accelerate ends with an error: no {clip(sharding)}")
         default = "" if "fsdp_version" in settings else ", the default"
         yield Finding("noted", "fsdp_version", f"1{default}: bytes here are those of version 2")
         if sharding.endswith(("SHARD_GRAD_OP", "ZERO2")):
@@ -202,7 +202,7 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
         if any(type(size) is not int or size < 1 for size in (sequence, data or 1)) or (
             data is not None and data * sequence != case.ranks
         ):
-            says = f"{brief(data)} groups of {brief(sequence)} ranks are not {case.ranks}"
+            says = f"{clip(data)} groups of {clip(sequence)} ranks are not {case.ranks}"
             yield Finding("refused", "sequence_parallel_size", f"the engine ends with an error: {says}")
             return
     whole, micro, steps = (case.top.get(key) for key in keys)

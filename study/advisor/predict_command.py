@@ -14,7 +14,7 @@ from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_page
 from study.config.strategies import (
-    LEAST_RANKS_WITH_REPLICAS,
+    MIN_RANKS_WITH_REPLICAS,
     STRATEGY_NAMES,
     WITH_GROUPS,
     WITH_REPLICAS,
@@ -24,12 +24,12 @@ from study.config.strategies import (
 from study.host.memory import GIB
 from study.predictor import shape as adapters
 from study.predictor.activations import has_fused
-from study.predictor.communication import payload_of, sent_bytes
-from study.predictor.hardware import Hardware, add_speed_arguments, box_asked, whole
+from study.predictor.communication import predict_payload, sent_bytes
+from study.predictor.hardware import Hardware, add_speed_arguments, box_from_args, parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.request import Attention, Estimate, OptimizerName, Prediction, Request
-from study.predictor.shape import USUAL_LENGTH, model_shape, sequence_length
-from study.predictor.state import refused_accumulation
+from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
+from study.predictor.state import accumulation_error
 from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=whole, metavar="T", help=length)
+    add("--seq_length", type=parse_int, metavar="T", help=length)
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
     add("--chunked_loss", action="store_true", help=chunked)
@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--strategy", required=True, metavar="S", help=f"one of {', '.join(_PREDICTED)}")
     add_model_arguments(parser)
-    add("--micro_batch", type=whole, default=1, metavar="B", help="samples of one forward pass on one rank")
-    add("--accumulation", type=whole, default=1, metavar="A", help="micro-batches of an optimizer step")
+    add("--micro_batch", type=parse_int, default=1, metavar="B", help="samples of one forward pass on one rank")
+    add("--accumulation", type=parse_int, default=1, metavar="A", help="micro-batches of an optimizer step")
     default = "by default bf16, or what the device has; under DeepSpeed with 16-bit weights"
     add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
@@ -96,9 +96,9 @@ def run(options: argparse.Namespace) -> int:
     request = _request(options)
     prediction, traced = predict(request), None
     if options.traced:
-        from study.predictor.traced import traced as trace_of
+        from study.predictor.activation_trace import trace_activations as trace_of
 
-        traced = trace_of(request).kept
+        traced = trace_of(request).saved_bytes
     if options.json:
         print(json.dumps(_document(prediction, traced), indent=2))
     else:
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def predict(request: Request) -> Prediction:
-    if refusal := refused_accumulation(request):
+    if refusal := accumulation_error(request):
         raise UserError(f"data_types.grad_accum_dtype: {refusal}", "leave it out, or ask for zero1")
     memory = predict_memory(request)
     sent = estimate("sent", sent_bytes(request))
@@ -122,17 +122,17 @@ def precision_under(strategy: Strategy, precision: str) -> Precision:
 
 
 def usual_precision(box: Hardware) -> str:
-    if box.in_host_memory:
+    if box.is_cpu_only:
         return "fp32"
     return "bf16" if box.device.peak_tflops["bf16"] else "fp16"
 
 
-def refuse_precision(box: Hardware, precision: str) -> None:
+def check_precision(box: Hardware, precision: str) -> None:
     if precision.startswith("bf16") and usual_precision(box) == "fp16":
         raise UserError(f"{box.device.name} has no bf16", "use --precision fp16 or --precision fp32")
 
 
-def refuse_attention(request: Request | AdviceRequest) -> None:
+def check_attention(request: Request | AdviceRequest) -> None:
     """Refuse flash_attention_2 where it cannot run, and where its memory is not modelled."""
     device, shape = request.box.device, request.shape
     if request.attention != "flash_attention_2":
@@ -155,37 +155,37 @@ def _request(options: argparse.Namespace) -> Request:
     strategy = read_strategy(options.strategy)
     if strategy.group is not None:
         raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "ask for another strategy")
-    box = box_asked(options)
+    box = box_from_args(options)
     precision: Precision = options.precision or precision_under(strategy, usual_precision(box))
     config = RunConfig(precision=precision, engine_override=tuple(options.engine_override))
     strategy.check_engine_flags(config)
-    refuse_precision(box, "bf16" if options.pure_bf16 else precision)
+    check_precision(box, "bf16" if options.pure_bf16 else precision)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
-    if strategy.name in WITH_REPLICAS and (box.ranks < LEAST_RANKS_WITH_REPLICAS or box.ranks % 2):
-        problem = f"{strategy.name} needs an even number of ranks from {LEAST_RANKS_WITH_REPLICAS} up, not {box.ranks}"
+    if strategy.name in WITH_REPLICAS and (box.ranks < MIN_RANKS_WITH_REPLICAS or box.ranks % 2):
+        problem = f"{strategy.name} needs an even number of ranks from {MIN_RANKS_WITH_REPLICAS} up, not {box.ranks}"
         raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one replica")
     if options.pure_bf16 and strategy.deepspeed is not None:
         raise UserError(
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
-    shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
+    shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     request = Request(
         shape=shape, strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
-        box=box, sequence_length=sequence_length(shape, options.seq_length), micro_batch=options.micro_batch,
+        box=box, sequence_length=resolve_length(shape, options.seq_length), micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
         autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
     )  # fmt: skip
-    refuse_attention(request)
+    check_attention(request)
     return request
 
 
 def _overridden(strategy: Strategy, config: RunConfig, box: Hardware) -> Strategy:
     """Return the strategy with the settings of --engine_override, which DeepSpeed must know and use."""
-    changed = strategy.overridden(config)
+    changed = strategy.with_overrides(config)
     if changed.deepspeed is None or not config.engine_override:
         return changed
     file = UserFile("--engine_override", "deepspeed", "DEEPSPEED", copy.deepcopy(dict(changed.deepspeed)), ())
@@ -213,15 +213,15 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
         "fits": prediction.fits, "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced, "time": dataclasses.asdict(prediction.time),
         "sent_bytes_per_step": dataclasses.asdict(prediction.sent_bytes_per_step),
-        "payload_bytes": payload_of(request),
+        "payload_bytes": predict_payload(request),
     }  # fmt: skip
 
 
 def _verdict(prediction: Prediction) -> str:
     request, memory, time = prediction.request, prediction.memory, prediction.time
-    box, bound = request.box, device_bytes(memory, at_upper_end=True)
+    box, bound = request.box, device_bytes(memory, at_upper=True)
     verdict = "Does not fit" if not prediction.fits else "May not fit"
-    if fits(memory, box, at_upper_end=True):
+    if fits(memory, box, at_upper=True):
         verdict = "Fits"
     step, interval = time.step_s, ""
     if step.low is not None and step.high is not None:
@@ -234,7 +234,7 @@ def _verdict(prediction: Prediction) -> str:
 
 
 def _rank(request: Request) -> str:
-    return "rank" if request.box.in_host_memory else "GPU"
+    return "rank" if request.box.is_cpu_only else "GPU"
 
 
 def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterator[str | TextTable]:
@@ -272,7 +272,7 @@ def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextT
     yield TextTable(("", "", ""), rows, indent=2)
     host = {_HOST_PARTS[name]: memory.host_parts.get(name, 0.0) for name in ("load", "train")}
     host |= {"on NVMe": memory.nvme} if memory.nvme else {}
-    sent, payload = prediction.sent_bytes_per_step.value, payload_of(request)
+    sent, payload = prediction.sent_bytes_per_step.value, predict_payload(request)
     name, unit = _unit(sent)
     yield ""
     yield TextTable(("", ""), [
@@ -295,7 +295,7 @@ def _intervals(prediction: Prediction) -> TextTable:
         "peak allocated": prediction.memory.peak_allocated,
         "peak reserved": prediction.memory.peak_reserved,
     }  # fmt: skip
-    if not prediction.request.box.in_host_memory:
+    if not prediction.request.box.is_cpu_only:
         in_gib["reserved where there is room"] = Estimate(memory.pool_with_room)
     if memory.process_peak is not None:
         in_gib["whole process"] = memory.process_peak

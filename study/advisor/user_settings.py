@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import UserError, brief, did_you_mean, first_line
-from study.config.yaml_sections import Section, read_document, read_own
-from study.host.folders import folder_named
+from study.config.errors import UserError, clip, did_you_mean, first_line
+from study.config.yaml_sections import Section, load_package_yaml, read_document
+from study.host.folders import resolve_path
 
-_LARGEST_FILE_BYTES = 1_000_000
-_MOST_VALUES = 10_000
+_MAX_FILE_BYTES = 1_000_000
+_MAX_VALUES = 10_000
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -52,7 +52,7 @@ class UserFile:
     # As the engine gets it, but for what is "auto"; None where DeepSpeed does not run.
     deepspeed: dict[str, Any] | None
     # Dotted names of what the user wrote.
-    given: tuple[str, ...]
+    explicit_keys: tuple[str, ...]
     mixed_precision: str | None = None
     fsdp: Mapping[str, Any] | None = None
     num_processes: int | None = None
@@ -64,7 +64,7 @@ class UserFile:
 @functools.cache
 def known_settings() -> dict[str, Any]:
     text = Path(__file__).with_name("known_settings.yaml").read_text(encoding="utf-8")
-    document: dict[str, Any] = read_own(text)
+    document: dict[str, Any] = load_package_yaml(text)
     return document
 
 
@@ -81,7 +81,7 @@ def read_user_file(name: str) -> UserFile:
 
 def _read(name: str) -> tuple[dict[str, Any], list[Finding]]:
     """Read a JSON or YAML mapping that has no key twice; UserError says what is wrong in one line."""
-    path, findings = folder_named(name), list[Finding]()
+    path, findings = resolve_path(name), list[Finding]()
     try:
         if path.is_dir():
             raise UserError(f"{name} is a folder", "name the file in it")
@@ -89,7 +89,7 @@ def _read(name: str) -> tuple[dict[str, Any], list[Finding]]:
             files = path.parent.iterdir() if path.parent.is_dir() else ()
             there = [each.name for each in files if each.suffix in (".json", ".yaml", ".yml")]
             raise UserError(f"there is no file {name}", did_you_mean(path.name, there) or _EITHER)
-        if path.stat().st_size > _LARGEST_FILE_BYTES:
+        if path.stat().st_size > _MAX_FILE_BYTES:
             raise UserError(f"{name} is larger than 1 MB", _EITHER)
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ def _read(name: str) -> tuple[dict[str, Any], list[Finding]]:
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         document, findings = _read_json(name, text)
     else:
-        document = read_document(path, Section, _MOST_VALUES)
+        document = read_document(path, Section, _MAX_VALUES)
     if not isinstance(document, dict):
         raise UserError(f"{name} is not a mapping of settings", _EITHER)
     return document, findings
@@ -141,19 +141,19 @@ def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
 
 
 def _accelerate(name: str, document: dict[str, Any]) -> UserFile:
-    _refuse_unknown(name, "", document, known_settings()["accelerate"], "Accelerate")
+    _check_unknown_keys(name, "", document, known_settings()["accelerate"], "Accelerate")
     kind = document.get("distributed_type")
     if not isinstance(kind, str) or kind not in _DISTRIBUTED:
-        problem = f"says distributed_type: {brief(kind)}" if kind is not None else "has no distributed_type"
+        problem = f"says distributed_type: {clip(kind)}" if kind is not None else "has no distributed_type"
         if kind in _NOT_PREDICTED:
             raise UserError(f"{name} {problem}, which is not modelled", f"modelled are {', '.join(_DISTRIBUTED)}")
         guess = did_you_mean(str(kind).upper(), _DISTRIBUTED)
         raise UserError(f"{name} {problem}", f"{guess}supported are {', '.join(_DISTRIBUTED)}")
     processes, precision = document.get("num_processes"), document.get("mixed_precision")
     if processes is not None and (type(processes) is not int or processes < 1):
-        raise UserError(f"{name} says num_processes: {brief(processes)}", "set a whole number of ranks")
+        raise UserError(f"{name} says num_processes: {clip(processes)}", "set a whole number of ranks")
     if precision is not None and precision not in ("no", "fp16", "bf16", "fp8", False):
-        raise UserError(f"{name} says mixed_precision: {brief(precision)}", "set no, bf16 or fp16")
+        raise UserError(f"{name} says mixed_precision: {clip(precision)}", "set no, bf16 or fp16")
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
     precision = "no" if precision is False else precision
     findings = [Finding("noted", key, NOT_MODELLED) for key in ("megatron_lm_config",) if document.get(key)]
@@ -172,7 +172,7 @@ def _mesh(name: str, section: Mapping[str, Any], kind: str, findings: list[Findi
     sizes = {key.removeprefix("parallelism_config_"): value for key, value in section.items()}
     for key, size in sizes.items():
         if key.endswith("_size") and (type(size) is not int or size < 1):
-            raise UserError(f"{name} says parallelism_config.{key}: {brief(size)}", "set a whole number from 1 up")
+            raise UserError(f"{name} says parallelism_config.{key}: {clip(size)}", "set a whole number from 1 up")
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = [key for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1]
     findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in groups]
@@ -188,7 +188,7 @@ def _mesh(name: str, section: Mapping[str, Any], kind: str, findings: list[Findi
 def _section(name: str, document: Mapping[str, Any], key: str) -> dict[str, Any]:
     section = document.get(key)
     if not isinstance(section, dict) or not all(isinstance(each, str) for each in section):
-        problem = f"has no {key}" if section is None else f"says {key}: {brief(section)}, which is not a mapping"
+        problem = f"has no {key}" if section is None else f"says {key}: {clip(section)}, which is not a mapping"
         raise UserError(f"{name} {problem}", f"write its settings under {key}:")
     return section
 
@@ -232,11 +232,11 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
 
 
 def _read_inner(name: str, inner: Any) -> tuple[dict[str, Any], list[Finding]]:
-    if not isinstance(inner, str) or not folder_named(inner).exists():
+    if not isinstance(inner, str) or not resolve_path(inner).exists():
         fix = "name one that is there"
         if isinstance(inner, str) and not Path(inner).is_absolute():
             fix = "run this in the folder where that path begins: for this study's files, the root of the repository"
-        raise UserError(f"{name} says deepspeed_config_file: {brief(inner)}, and there is no file of that name", fix)
+        raise UserError(f"{name} says deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
     return _read(inner)
 
 
@@ -253,7 +253,7 @@ def _plugin_settings(plugin: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _refuse_unknown(name: str, place: str, section: Iterable[str], known: Iterable[str], owner: str) -> None:
+def _check_unknown_keys(name: str, place: str, section: Iterable[str], known: Iterable[str], owner: str) -> None:
     known = list(known)
     for key in section:
         if key not in known:
@@ -276,25 +276,25 @@ def check_deepspeed(file: UserFile) -> None:
     zero = settings.get(ZERO, {})
     if not isinstance(zero, dict):
         fix = 'write it as {"zero_optimization": {"stage": 2}}'
-        raise UserError(f"{file.name}: {ZERO} is {brief(zero)}, not a mapping", fix)
+        raise UserError(f"{file.name}: {ZERO} is {clip(zero)}, not a mapping", fix)
     if ZERO not in settings:
         says = "without it there is no ZeRO" + ", and Accelerate ends with an error" * (file.launcher == "accelerate")
         file.findings.append(Finding("missing", ZERO, says))
     _check_section(file.name, ZERO, zero)
     if type(zero.get("stage", 0)) is not int or zero.get("stage", 0) not in range(4):
-        raise UserError(f"{file.name}: {ZERO}.stage is {brief(zero['stage'])}", "set 0, 1, 2 or 3")
+        raise UserError(f"{file.name}: {ZERO}.stage is {clip(zero['stage'])}", "set 0, 1, 2 or 3")
     for what in OFFLOADS:
         section = zero.get(what)
         if section is None:
             continue
         if not isinstance(section, dict):
-            raise UserError(f"{file.name}: {ZERO}.{what} is {brief(section)}", 'write it as {"device": "cpu"}')
+            raise UserError(f"{file.name}: {ZERO}.{what} is {clip(section)}", 'write it as {"device": "cpu"}')
         _check_section(file.name, f"{ZERO}.{what}", section)
         if section.get("device", "none") not in ("none", "cpu", "nvme", "auto"):
-            raise UserError(f"{file.name}: {ZERO}.{what}.device is {brief(section['device'])}", "set none, cpu or nvme")
+            raise UserError(f"{file.name}: {ZERO}.{what}.device is {clip(section['device'])}", "set none, cpu or nvme")
     for key in ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler", "aio"):
         if key in settings and not isinstance(settings[key], dict):
-            raise UserError(f"{file.name}: {key} is {brief(settings[key])}, not a mapping", f'write "{key}": {{...}}')
+            raise UserError(f"{file.name}: {key} is {clip(settings[key])}, not a mapping", f'write "{key}": {{...}}')
     file.findings += _not_modelled("top", settings, zero)
     file.findings += _not_modelled(ZERO, zero, zero)
     for what in OFFLOADS:
@@ -318,7 +318,7 @@ def _check_section(name: str, place: str, section: dict[str, Any]) -> None:
     known = known_settings()[place]
     # DeepSpeed's own names of stage 3's settings, without the prefix.
     short = {key.removeprefix("stage3_") for key in known if key.startswith("stage3_")}
-    _refuse_unknown(name, f"{place}.", section, [*known, *short], "DeepSpeed")
+    _check_unknown_keys(name, f"{place}.", section, [*known, *short], "DeepSpeed")
     for key, value in section.items():
         default = known.get(key, known.get(f"stage3_{key}", {})).get("default")
         if value == "auto" or default is None:
@@ -339,4 +339,4 @@ def _check_section(name: str, place: str, section: dict[str, Any]) -> None:
         else:
             wanted, is_it = "a word", isinstance(value, str)
         if not is_it:
-            raise UserError(f"{name}: {place}.{key} is {brief(value)}", f"set {wanted}")
+            raise UserError(f"{name}: {place}.{key} is {clip(value)}", f"set {wanted}")

@@ -31,7 +31,16 @@ from study.autopsy.design import (
 from study.autopsy.run import SESSIONS
 from study.config.errors import UserError
 from study.records.directory import read_json
-from study.records.statistics import CONFIDENCE, POWER, Equivalence, Interval, equivalence, holm, interval, t_quantile
+from study.records.statistics import (
+    CONFIDENCE,
+    POWER,
+    Equivalence,
+    Interval,
+    apply_holm,
+    equivalence_test,
+    interval,
+    t_quantile,
+)
 
 FILE = "arms.parquet"
 # Columns of a session, next to those of its arms.
@@ -80,7 +89,7 @@ def gaps(arms: pd.DataFrame, response: str, kind: Kind = "factorial") -> pd.Data
     return np.log(figures["zero"] / figures["standard"]).unstack("cell")
 
 
-def of_cell(arms: pd.DataFrame, response: str, kind: Kind, cell: str) -> np.ndarray:
+def cell_gaps(arms: pd.DataFrame, response: str, kind: Kind, cell: str) -> np.ndarray:
     """Return one gap per seed."""
     table = gaps(arms, response, kind)
     return table[cell].dropna().to_numpy() if cell in table else np.empty(0)
@@ -133,7 +142,7 @@ class LinearModel:
         return self.at(dict.fromkeys(LETTERS, 1.0) | {"O": 0.0})
 
 
-def model(table: pd.DataFrame) -> LinearModel:
+def fit_linear_model(table: pd.DataFrame) -> LinearModel:
     """Fit the model to `gaps` of the factorial."""
     whole = table.reindex(columns=list(FACTORIAL)).dropna()
     signs = {letter: np.array([1.0 if letter in cell else -1.0 for cell in FACTORIAL]) for letter in LETTERS}
@@ -145,7 +154,7 @@ def model(table: pd.DataFrame) -> LinearModel:
     return LinearModel(pd.DataFrame(values, index=whole.index, columns=terms))
 
 
-def ratio(logs: np.ndarray) -> Interval:
+def mean_ratio(logs: np.ndarray) -> Interval:
     """Return the mean ratio with a t interval over seeds."""
     return interval(np.exp(logs))
 
@@ -189,22 +198,22 @@ class Effect:
         return "as expected" if self.expected == self.outcome else "not as expected"
 
 
-def margin_of(arms: pd.DataFrame, response: Response) -> float:
+def null_margin(arms: pd.DataFrame, response: Response) -> float:
     """Return the null margin: a fixed share, or twice the SD of two equal arms where that is more."""
-    equal = of_cell(arms, response.name, "aa", AA)
+    equal = cell_gaps(arms, response.name, "aa", AA)
     return max(response.margin, AA_DEVIATIONS * float(np.std(equal, ddof=1))) if len(equal) > 1 else response.margin
 
 
 def effects(arms: pd.DataFrame, response: Response) -> list[Effect]:
     """Return the effect of each switch; empty where no seed has all its sessions."""
-    made = model(gaps(arms, response.name))
+    made = fit_linear_model(gaps(arms, response.name))
     if made.terms.empty:
         return []
     values = {letter: made.effect(letter) for letter in LETTERS}
-    ps = holm(sign_flip_p(value) for value in values.values())
-    margin = margin_of(arms, response)
+    ps = apply_holm(sign_flip_p(value) for value in values.values())
+    margin = null_margin(arms, response)
     return [
-        Effect(letter, response, ratio(values[letter]), ratio(made.average_effect(letter)), p,
+        Effect(letter, response, mean_ratio(values[letter]), mean_ratio(made.average_effect(letter)), p,
                EXPECTED[letter][response.name], margin)
         for letter, p in zip(LETTERS, ps, strict=True)
     ]  # fmt: skip
@@ -217,8 +226,8 @@ def measured_responses(arms: pd.DataFrame) -> list[Response]:
 
 def engine_equivalence(arms: pd.DataFrame, response: Response) -> Equivalence:
     """Test the engine's effect on a loss, over both orders, for equivalence (TOST)."""
-    values = 1 + model(gaps(arms, response.name)).average_effect("E")
-    return equivalence(values.tolist(), np.ones(len(values)).tolist(), margin_of(arms, response))
+    values = 1 + fit_linear_model(gaps(arms, response.name)).average_effect("E")
+    return equivalence_test(values.tolist(), np.ones(len(values)).tolist(), null_margin(arms, response))
 
 
 def minimum_detectable_effect(arms: pd.DataFrame, response: Response) -> float:
@@ -226,7 +235,7 @@ def minimum_detectable_effect(arms: pd.DataFrame, response: Response) -> float:
 
     An effect is a difference of two means of four cells, in each seed.
     """
-    equal = of_cell(arms, response.name, "aa", AA)
+    equal = cell_gaps(arms, response.name, "aa", AA)
     if len(equal) < 2:
         return math.nan
     deviation, n = float(np.std(equal, ddof=1)), len(equal)
@@ -255,9 +264,9 @@ def is_as_printed(arms: pd.DataFrame) -> pd.Series:
 
 def printed_ratio(arms: pd.DataFrame, response: str) -> Interval:
     """Return ZeRO over standard, as the listing's table prints the two."""
-    return ratio(of_cell(arms, response, "factorial", PRINTED))
+    return mean_ratio(cell_gaps(arms, response, "factorial", PRINTED))
 
 
 def corrected_ratio(arms: pd.DataFrame, response: str) -> Interval:
     """Return ZeRO over standard with everything corrected."""
-    return ratio(of_cell(arms, response, "corrected", CORRECTED))
+    return mean_ratio(cell_gaps(arms, response, "corrected", CORRECTED))

@@ -16,14 +16,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from study.autopsy.contrasts import (
+    cell_gaps,
     effects,
     engine_was_on,
+    fit_linear_model,
     gaps,
     is_as_printed,
+    mean_ratio,
     measured_responses,
-    model,
-    of_cell,
-    ratio,
     sets_it_as_printed,
 )
 from study.autopsy.design import AA, CORRECTED, PUBLISHED, SWITCHES, Response
@@ -42,7 +42,7 @@ _RISES, _FALLS, _BAND = "#c58b1a", "#2b98ff", "#d3d7dc"
 _OFFSETS = (-0.14, 0.14)
 
 
-def shown(arms: pd.DataFrame, panel: str) -> list[Response]:
+def panel_responses(arms: pd.DataFrame, panel: str) -> list[Response]:
     """Return two responses of a panel, the device's memory where there is one."""
     measured = {response.name: response for response in measured_responses(arms)}
     return [measured[name] for name in _SHOWN[panel] if name in measured][:2]
@@ -50,8 +50,8 @@ def shown(arms: pd.DataFrame, panel: str) -> list[Response]:
 
 def effect_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
     """Draw a row per switch and a marker per response, with its interval over seeds."""
-    responses = shown(arms, panel)
-    band = ratio(of_cell(arms, responses[0].name, "aa", AA))
+    responses = panel_responses(arms, panel)
+    band = mean_ratio(cell_gaps(arms, responses[0].name, "aa", AA))
     if band.low is not None and band.high is not None:
         axes.axvspan(math.log(band.low), math.log(band.high), color=_BAND, zorder=0)
         axes.axvline(math.log(band.center), color=_BAND, linewidth=3, zorder=0)
@@ -109,8 +109,8 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def waterfall_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
     """Draw the way from the listing's gap to a corrected protocol's, and the corrected cell as measured."""
-    response = shown(arms, panel)[0]
-    made = model(gaps(arms, response.name))
+    response = panel_responses(arms, panel)[0]
+    made = fit_linear_model(gaps(arms, response.name))
     ends = [float(made.printed().mean())]
     for part in made.shares().values():
         ends.append(ends[-1] + float(part.mean()))
@@ -121,7 +121,7 @@ def waterfall_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = Tr
         axes.barh(row, after - before, left=before, height=0.62, color=_RISES if after > before else _FALLS, zorder=2)
         axes.plot([before, before], [row - 1, row], color=QUIET, linewidth=0.7, zorder=1)
     axes.barh(len(ends), ends[-1], height=0.62, color=INK, zorder=2)
-    measured = ratio(of_cell(arms, response.name, "corrected", CORRECTED))
+    measured = mean_ratio(cell_gaps(arms, response.name, "corrected", CORRECTED))
     if measured.n:
         _dot(axes, measured, len(ends) + 1, "white")
     _rows(axes, labels, names)
@@ -145,7 +145,7 @@ def order_panel(axes: Axes, arms: pd.DataFrame) -> None:
     for turn, (letter, response, name, colour, marker) in enumerate(_LINES):
         centres = []
         for place, values in enumerate(_by_order(arms, response, letter)):
-            found, x = ratio(values), place + (turn - 1) * 0.06
+            found, x = mean_ratio(values), place + (turn - 1) * 0.06
             centres.append((x, math.log(found.center)))
             axes.plot(np.full(len(values), x), values, marker, color=colour, markersize=3.5, alpha=0.4, linewidth=0)
             if found.low is not None and found.high is not None:
@@ -179,7 +179,7 @@ def _title_of_order(arms: pd.DataFrame) -> str:
 def legend(panel: str, arms: pd.DataFrame) -> list[Line2D | Patch]:
     marks: list[Line2D | Patch] = [
         Line2D([], [], linestyle="", marker="o", markersize=6.5, color=fill, markeredgecolor=INK, label=response.words)
-        for response, fill in zip(shown(arms, panel), (INK, "white"), strict=False)
+        for response, fill in zip(panel_responses(arms, panel), (INK, "white"), strict=False)
     ]
     marks.append(Patch(color=_BAND, label="two equal arms"))
     if panel == "loss":
@@ -196,14 +196,14 @@ def drawings(arms: pd.DataFrame) -> list[Drawing]:
             effect_panel(axes, arms, panel)
             title = f"{_TITLES[panel]}: what correcting each switch does"
             words = ", ".join(f"{effect.letter} {effect.ratio.brief(lambda value: percent(value - 1, signed=True))}"
-                              for effect in effects(arms, shown(arms, panel)[0]))  # fmt: skip
+                              for effect in effects(arms, panel_responses(arms, panel)[0]))  # fmt: skip
             subtitle = "To the figure of the ZeRO arm over that of the standard arm, which comes first."
             made.append(finish(figure, title, subtitle, "", words, legend=legend(panel, arms), legend_columns=2,
                                lead=title)._replace(name=f"effects_{panel}"))  # fmt: skip
             figure, (axes,) = sheet(2.9)
             waterfall_panel(axes, arms, panel)
             title = f"{_TITLES[panel]}: from the listing to a corrected protocol"
-            response = shown(arms, panel)[0]
+            response = panel_responses(arms, panel)[0]
             subtitle = f"ZeRO over standard, {response.words}. Corrected adds up the steps; measured has ZeRO first."
             made.append(finish(figure, title, subtitle, "", _words_of_waterfall(arms, response), lead=title)
                         ._replace(name=f"waterfall_{panel}"))  # fmt: skip
@@ -217,7 +217,7 @@ def drawings(arms: pd.DataFrame) -> list[Drawing]:
 
 
 def _words_of_waterfall(arms: pd.DataFrame, response: Response) -> str:
-    made = model(gaps(arms, response.name))
+    made = fit_linear_model(gaps(arms, response.name))
     steps = {"as printed": made.printed(), **made.shares(), "corrected": made.corrected()}
     return ", ".join(f"{name} {percent(math.expm1(float(each.mean())), signed=True)}" for name, each in steps.items())
 
@@ -260,5 +260,5 @@ def _screen(arms: pd.DataFrame) -> Drawing:
     grid["order"].set_title(textwrap.fill(_title_of_order(arms), 24))
     grid["order"].set_ylabel("ZeRO over standard, at equal batches", color=QUIET)
     figure.suptitle(headline(arms), x=0.008, ha="left", size=15, weight="bold")
-    words = "; ".join(f"{panel}: {_words_of_waterfall(arms, shown(arms, panel)[0])}" for panel in PANELS)
+    words = "; ".join(f"{panel}: {_words_of_waterfall(arms, panel_responses(arms, panel)[0])}" for panel in PANELS)
     return Drawing(figure, f"The whole screen. {words}.", "screen")

@@ -14,18 +14,18 @@ import pandas as pd
 from study.autopsy.contrasts import (
     FILE,
     Effect,
+    cell_gaps,
     corrected_ratio,
     effects,
     engine_equivalence,
     engine_was_on,
+    fit_linear_model,
     gaps,
     is_as_printed,
+    mean_ratio,
     measured_responses,
     minimum_detectable_effect,
-    model,
-    of_cell,
     printed_ratio,
-    ratio,
     read_arms,
     read_sessions,
 )
@@ -36,7 +36,7 @@ from study.config.errors import UserError
 from study.config.text import percent
 from study.records.statistics import Interval
 from study.report.document import PageSection, as_png, page_html, page_markdown
-from study.report.site.place import FIGURES, put_in_place
+from study.report.site.publishing import FIGURES, publish_report
 
 TITLE = "The published listing, taken apart"
 _MADE_BY = (
@@ -48,7 +48,7 @@ _MADE_BY = (
 def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
     """Make the page from the sessions in `runs`, or from the table of an earlier report."""
     arms = read_sessions(runs) if (runs / MARK).is_file() or runs_named else read_arms(output)
-    if model(gaps(arms, "eval_loss")).terms.empty:
+    if fit_linear_model(gaps(arms, "eval_loss")).terms.empty:
         raise UserError("no seed has all its 16 cells yet", "run: study autopsy run")
     output.resolve().parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.building-", dir=output.resolve().parent))
@@ -68,7 +68,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         first = dataclasses.replace(first, text=f"{facts}\n\n![{screen.alt}]({FIGURES}/screen.png)")
         markdown = page_markdown(TITLE, [first, *others, PageSection(text=_MADE_BY)])
         (folder / "summary.md").write_text(markdown, encoding="utf-8")
-        put_in_place(folder, output)
+        publish_report(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return output / "index.html"
@@ -103,7 +103,7 @@ def _facts(arms: pd.DataFrame) -> str:
     minutes = sessions["session_s"].sum() / 60 / sessions["lanes"].max()
     return " · ".join([
         f"{len(sessions)} sessions, {int((sessions['state'] == 'ok').sum())} ok",
-        f"{len(model(gaps(arms, 'eval_loss')).terms)} seeds with all their cells",
+        f"{len(fit_linear_model(gaps(arms, 'eval_loss')).terms)} seeds with all their cells",
         f"{last['cpu']}, {device}",
         *(f"{name} {last['packages'][name]}" for name in ("torch", "transformers", "accelerate", "deepspeed")),
         f"commit {', '.join(commits)}",
@@ -122,7 +122,7 @@ def _findings(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> list[str]:
     printed = {name: printed_ratio(arms, name) for name in ("eval_loss", "train_loss", "whole_s")}
     memory = next(name for name in ("device_peak_never_reset", "host_peak_never_reset") if name in found)
     corrected = {name: _share(corrected_ratio(arms, name)) for name in ("eval_loss", "whole_s", memory)}
-    equal = {name: _share(ratio(of_cell(arms, name, "aa", AA))) for name in ("eval_loss", "whole_s")}
+    equal = {name: _share(mean_ratio(cell_gaps(arms, name, "aa", AA))) for name in ("eval_loss", "whole_s")}
     engine = "" if engine_was_on(arms, is_as_printed)[0] else ", without DeepSpeed"
     where = {
         loss: "inside" if (printed[loss].low or 0) <= 1 + PUBLISHED[loss] <= (printed[loss].high or 0) else "outside"
@@ -150,7 +150,7 @@ def _findings(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> list[str]:
         f"{right} of {len(verdicts) - left_open} signs expected before the first session came out, {wrong} did not, and"
         f" {undecided} are not decided.",
     ]
-    at_rate = {loss: ratio(of_cell(arms, loss, "printed rate", PRINTED)) for loss in ("eval_loss", "train_loss")}
+    at_rate = {loss: mean_ratio(cell_gaps(arms, loss, "printed rate", PRINTED)) for loss in ("eval_loss", "train_loss")}
     if at_rate["eval_loss"].n:
         standard = arms[(arms["kind"] == "printed rate") & (arms["arm"] == "standard")]
         lines.append(
@@ -169,10 +169,10 @@ def _protocols(arms: pd.DataFrame) -> pd.DataFrame:
         rows.append({
             "ZeRO over standard": each.words,
             "as printed": _share(printed_ratio(arms, each.name)),
-            "third run of the listing": _share(ratio(of_cell(arms, each.name, "listing", PRINTED))),
+            "third run of the listing": _share(mean_ratio(cell_gaps(arms, each.name, "listing", PRINTED))),
             "corrected": _share(corrected_ratio(arms, each.name)),
-            "corrected, clipping not asked for": _share(ratio(of_cell(arms, each.name, "unclipped", CORRECTED))),
-            "two equal arms": _share(ratio(of_cell(arms, each.name, "aa", AA))),
+            "corrected, clipping not asked for": _share(mean_ratio(cell_gaps(arms, each.name, "unclipped", CORRECTED))),
+            "two equal arms": _share(mean_ratio(cell_gaps(arms, each.name, "aa", AA))),
         })  # fmt: skip
     return pd.DataFrame(rows)
 

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from study.autopsy.design import READY, RESULT, SCALES, Scale, Session, plan
-from study.config.errors import UserError, extra
+from study.config.errors import UserError, require_extra
 from study.config.strategies import REPOSITORY, read_strategy
-from study.host.box import this_box, visible_gpus
 from study.host.folders import cache_directory, folder_argument
+from study.host.machine import detect_machine, visible_gpus
 from study.host.operators import build_operators
-from study.host.stacks import import_libraries, importing
-from study.records.directory import is_part_of, read_json, utc_now, write_json
+from study.host.stacks import import_libraries, without_gc
+from study.records.directory import is_partial_write, read_json, utc_now, write_json
 from study.records.lock import FileLock
 from study.records.schema import RecordError
 
@@ -61,12 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.action == "report":
-        with extra("report"):
+        with require_extra("report"):
             from study.autopsy.page import build
         print(build(options.runs or RUNS, options.output, runs_named=options.runs is not None))
         return 0
     scale = SCALES[options.scale]
-    if scale.on_gpu and not this_box().gpus:
+    if scale.on_gpu and not detect_machine().gpus:
         raise UserError(f"--scale {scale.name} needs {scale.box}, and no GPU is here", "use --scale laptop")
     folder = options.runs or (RUNS if scale.name == "laptop" else RUNS.with_name(f"autopsy-{scale.name}"))
     with open_folder(folder, scale) as lock:
@@ -81,7 +81,7 @@ def open_folder(folder: Path, scale: Scale) -> FileLock:
         raise UserError(f"--runs {folder} is a file", "name a folder")
     mark = folder / MARK
     others = [file.name for file in (folder.iterdir() if folder.exists() else ())
-              if file.name not in (_LOCK, SESSIONS, MARK, _WORK) and not is_part_of(file.name, MARK)]  # fmt: skip
+              if file.name not in (_LOCK, SESSIONS, MARK, _WORK) and not is_partial_write(file.name, MARK)]  # fmt: skip
     try:
         is_own = read_json(mark).get("made_by") == _MADE_BY
     except RecordError:
@@ -112,11 +112,11 @@ def missing(folder: Path, sessions: Sequence[Session], retry: bool = False) -> l
     return [session for session in sessions if not is_done(session)]
 
 
-class LaneLost(Exception):
+class WorkerStartError(Exception):
     """A lane that cannot start."""
 
 
-class Lane:
+class SessionWorker:
     """A process that runs sessions, from outside; a new one after a session that took too long."""
 
     def __init__(self, scale: Scale, core: int, work: Path):
@@ -163,7 +163,7 @@ class Lane:
             if process.stdout.readline().strip() != READY:
                 self.end()
                 said.seek(0)
-                raise LaneLost((said.read().strip().splitlines() or ["it printed nothing"])[-1])
+                raise WorkerStartError((said.read().strip().splitlines() or ["it printed nothing"])[-1])
         return process
 
     def end(self) -> None:
@@ -190,7 +190,7 @@ def run_sessions(
     work = folder / _WORK
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    lanes = [Lane(scale, cores[place] if scale.threads else -1, work) for place in range(count)]
+    lanes = [SessionWorker(scale, cores[place] if scale.threads else -1, work) for place in range(count)]
     threads = [
         threading.Thread(target=_work, args=(lane, todo, folder, lock, progress, count), daemon=True) for lane in lanes
     ]
@@ -213,7 +213,7 @@ def run_sessions(
 
 
 def _work(
-    lane: Lane, todo: queue.SimpleQueue[Session], folder: Path, lock: FileLock, progress: _Progress, lanes: int
+    lane: SessionWorker, todo: queue.SimpleQueue[Session], folder: Path, lock: FileLock, progress: _Progress, lanes: int
 ) -> None:
     while True:
         try:
@@ -222,7 +222,7 @@ def _work(
             return
         try:
             answer = lane.run(session)
-        except LaneLost as loss:
+        except WorkerStartError as loss:
             progress.lost = str(loss)
             return
         if progress.stopped or not lock.is_in_place():
@@ -267,7 +267,7 @@ def serve_sessions(core: int, threads: int) -> None:
     os.dup2(2, 1)
     strategy = read_strategy("zero3_cpu_optimizer")
     import_libraries(strategy)
-    with importing():
+    with without_gc():
         import study.autopsy.session  # noqa: F401
     build_operators(strategy, cache_directory())
     answers.write(f"{READY}\n")

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from study.autopsy.design import RESULT, AutopsyArm, Scale
-from study.config.flags import RunConfig, resolved
+from study.config.flags import RunConfig, resolve_config
 from study.host.environment import describe_environment
 from study.host.folders import cache_directory
 from study.metrics.clock import warmup_steps
 from study.metrics.memory import MemoryMeter
 from study.records.directory import write_json
-from study.records.outcome import ending_of
+from study.records.outcome import outcome_from_exception
 from study.workloads.initial import load_initial_model, materialize_initial_weights
 from study.workloads.tasks import Split, TaskData, load_data
 
@@ -126,7 +126,7 @@ def live_state(trainer: Trainer) -> dict[str, Any]:
 def run_config(scale: Scale, seed: int) -> RunConfig:
     samples = {"train_samples": scale.train_samples, "eval_samples": scale.wide_samples}
     options = {"task": "bert-imdb", "seed": seed, **samples, **scale.options}
-    return resolved(RunConfig(**options), accelerator_visible=scale.on_gpu)
+    return resolve_config(RunConfig(**options), accelerator_visible=scale.on_gpu)
 
 
 def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder: Path) -> TrainingArguments:
@@ -188,7 +188,7 @@ class Process:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         model = self.model_for(arm)
-        start = _size_of(model)
+        start = _weight_checksum(model)
         with launched(arm):
             arguments = training_arguments(arm, self.scale, self.config, self.folder / arm.name)
             trainer = WatchedTrainer(
@@ -236,7 +236,7 @@ def _samples(split: Split, count: int) -> Any:
     return [split[place] for place in range(count)]
 
 
-def _size_of(model: PreTrainedModel) -> float:
+def _weight_checksum(model: PreTrainedModel) -> float:
     """Return a checksum of the weights."""
     return float(sum(parameter.detach().double().abs().sum() for parameter in model.parameters()))
 
@@ -296,7 +296,7 @@ def main(task_file: Path) -> int:
         for place, arm in enumerate(task["arms"]):
             arms.append(process.train(AutopsyArm(**arm)) | {"place_in_process": place})
     except Exception as error:  # whatever a library raises is the outcome
-        ending = ending_of(error, alone=True)
+        ending = outcome_from_exception(error, alone=True)
         result |= {"state": ending.state, "reason": ending.reason}
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     result["environment"] = describe_environment()

@@ -6,7 +6,7 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig
 
 
-def refuse_study_only_flags(trainer: str, config: RunConfig) -> None:
+def check_baseline_flags(trainer: str, config: RunConfig) -> None:
     """Raise UserError for flags that a baseline does not support: checkpoints, trackers, LoRA, Muon."""
     only_the_study_has = (
         "checkpointing_steps", "resume_from_checkpoint", "report_to", "optimizer", "peft", "bf16_states",

@@ -13,20 +13,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from study.baselines import refuse_study_only_flags
+from study.baselines import check_baseline_flags
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.config.launched import Launch
-from study.run.console import exit_status_of
+from study.config.launch_context import Launch
+from study.run.console import run_for_exit_status
 from study.run.open import open_run
 
 if TYPE_CHECKING:
     import torch
 
 
-def refuse(config: RunConfig, launch: Launch) -> None:
+def check_request(config: RunConfig, launch: Launch) -> None:
     """Raise UserError for flags and strategies that the bare loop does not support."""
-    refuse_study_only_flags("bare_loop", config)
+    check_baseline_flags("bare_loop", config)
     if config.profile_steps:
         raise UserError(
             "bare_loop does not support --profile_steps, because it does not measure inside the steps",
@@ -50,7 +50,7 @@ def synchronized_time(device: torch.device) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train with the bare loop and write the record; return the exit status."""
-    with open_run("bare_loop", arguments, refuse) as run:
+    with open_run("bare_loop", arguments, check_request) as run:
         import torch
         from torch.nn.parallel import DistributedDataParallel
         from transformers import get_scheduler, set_seed
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accelerator = engine.make_accelerator(run)
         device = accelerator.device
         accelerator.wait_for_everyone()
-        run.keep_log()
+        run.redirect_output_to_log()
         set_seed(config.seed)
         # Only peaks are read, between steps: torch and Linux track them at no cost to the loop.
         meters = Meters(device, None, run.warmup_steps)
@@ -153,4 +153,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # As in study/train.py: native threads must not abort a run that has finished.
-    os._exit(exit_status_of(main))
+    os._exit(run_for_exit_status(main))

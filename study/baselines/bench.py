@@ -30,7 +30,7 @@ from study.config.errors import RunFailed
 from study.config.printing import TextTable, print_page
 from study.config.strategies import REPOSITORY
 from study.records.directory import Run, read_run
-from study.run.console import StepProgress, exit_status_of
+from study.run.console import StepProgress, run_for_exit_status
 
 SCRIPTS = {
     "study": "study.train", "hf_trainer": "study.baselines.hf_trainer", "bare_loop": "study.baselines.bare_loop",
@@ -44,12 +44,12 @@ WINDOW = (
 )
 # CPU time of one thread on one core equals the wall time of an idle machine; other processes do not affect it.
 CLOCKS = {"wall": "by the wall clock", "cpu": "of CPU time of the run's process"}
-LEAST_RATIO = {"hf_trainer": 1.00, "bare_loop": 0.98}
-LARGEST_MEASUREMENT_SHARE = 0.01
+MIN_RATIO = {"hf_trainer": 1.00, "bare_loop": 0.98}
+MAX_OVERHEAD_FRACTION = 0.01
 # Without large pages the placement of small ones makes processes differ by several percent; no effect outside glibc.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Largest relative difference between the final losses of loops that do the same arithmetic.
-SAME_LOSS = 1e-5
+LOSS_TOLERANCE = 1e-5
 
 
 class BenchCase(NamedTuple):
@@ -127,7 +127,7 @@ def run_in_turns(trainer: str, arguments: list[str]) -> int:
         sys.stdin.readline()
 
     StepProgress.show = pause  # type: ignore[assignment,method-assign]
-    return exit_status_of(functools.partial(importlib.import_module(SCRIPTS[trainer]).main, arguments))
+    return run_for_exit_status(functools.partial(importlib.import_module(SCRIPTS[trainer]).main, arguments))
 
 
 def measure(case: BenchCase, repeats: int, clock: str) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def check_same_losses(case: BenchCase, records: dict[str, Run]) -> None:
     expected = records["study"].summary["train_loss_final"]
     for trainer, run in records.items():
         final = run.summary["train_loss_final"]
-        if abs(final - expected) > SAME_LOSS * abs(expected):
+        if abs(final - expected) > LOSS_TOLERANCE * abs(expected):
             raise RunFailed(f"{trainer} on {case.name} diverges from the study: its loss is {final}, not {expected}")
 
 
@@ -176,7 +176,7 @@ def compare(
     }
     ratios: dict[str, dict[str, Any]] = {}
     missed, undecided = [], []
-    for trainer, least in LEAST_RATIO.items():
+    for trainer, least in MIN_RATIO.items():
         pairs = [statistics.median(turn[trainer] / turn["study"] for turn in turns) for turns in repeats]
         median, (low, high) = statistics.median(pairs), median_interval(pairs)
         ratios[trainer] = {
@@ -187,10 +187,8 @@ def compare(
             missed.append(line)
         elif median < least:
             undecided.append(line)
-    if share > LARGEST_MEASUREMENT_SHARE:
-        missed.append(
-            f"{name}: measurement takes {share:.2%} of a step, target at most {LARGEST_MEASUREMENT_SHARE:.0%}"
-        )
+    if share > MAX_OVERHEAD_FRACTION:
+        missed.append(f"{name}: measurement takes {share:.2%} of a step, target at most {MAX_OVERHEAD_FRACTION:.0%}")
     return {
         "case": name,
         "tokens_per_s": speeds,
@@ -218,14 +216,14 @@ def table(results: Sequence[dict[str, Any]]) -> TextTable:
         [
             result["case"],
             *(f"{result['tokens_per_s_median'][trainer]:,.0f}" for trainer in SCRIPTS),
-            *("{median:.3f} ({min:.3f} to {max:.3f})".format_map(result["ratio"][trainer]) for trainer in LEAST_RATIO),
+            *("{median:.3f} ({min:.3f} to {max:.3f})".format_map(result["ratio"][trainer]) for trainer in MIN_RATIO),
             f"{result['measurement_share']:.2%}",
         ]
         for result in results
     ]
-    targets = [f"at least {least:.2f}" for least in LEAST_RATIO.values()]
-    rows.append(["target", *["-"] * len(SCRIPTS), *targets, f"at most {LARGEST_MEASUREMENT_SHARE:.0%}"])
-    speeds, ratios = [f"{name}, tokens/s" for name in SCRIPTS], [f"study/{name}" for name in LEAST_RATIO]
+    targets = [f"at least {least:.2f}" for least in MIN_RATIO.values()]
+    rows.append(["target", *["-"] * len(SCRIPTS), *targets, f"at most {MAX_OVERHEAD_FRACTION:.0%}"])
+    speeds, ratios = [f"{name}, tokens/s" for name in SCRIPTS], [f"study/{name}" for name in MIN_RATIO]
     return TextTable(["case", *speeds, *ratios, "measurement"], rows)
 
 

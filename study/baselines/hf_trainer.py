@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from study.baselines import refuse_study_only_flags
+from study.baselines import check_baseline_flags
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.config.launched import Launch
-from study.run.console import exit_status_of
+from study.config.launch_context import Launch
+from study.run.console import run_for_exit_status
 from study.run.open import open_run
 
 
-def refuse(config: RunConfig, launch: Launch) -> None:
+def check_request(config: RunConfig, launch: Launch) -> None:
     """Raise UserError for flags and strategies that the Trainer baseline does not support."""
-    refuse_study_only_flags("hf_trainer", config)
+    check_baseline_flags("hf_trainer", config)
     if config.precision == "fp16" and launch.strategy.name == "zero0":
         raise UserError(
             "hf_trainer cannot detect the steps that DeepSpeed's stage 0 skips under fp16",
@@ -38,7 +38,7 @@ def refuse(config: RunConfig, launch: Launch) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train with the Trainer and write the record; return the exit status."""
-    with open_run("hf_trainer", arguments, refuse) as run:
+    with open_run("hf_trainer", arguments, check_request) as run:
         import torch
         from transformers import set_seed
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # The Trainer does this on a GPU only; without it zero.Init uses a world size of 1.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
         training.distributed_state.wait_for_everyone()
-        run.keep_log()
+        run.redirect_output_to_log()
         set_seed(config.seed)
         meters = Meters(
             training.device,
@@ -91,4 +91,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # As in study/train.py: native threads must not abort a run that has finished.
-    os._exit(exit_status_of(main))
+    os._exit(run_for_exit_status(main))

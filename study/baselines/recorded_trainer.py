@@ -134,7 +134,7 @@ class StepRecorder(TrainerCallback):
         live = audit(run, trainer.accelerator, trainer.model_wrapped, trainer.optimizer, plan)
         run.write_engine(live | {"gradient_accumulation_steps": args.gradient_accumulation_steps})
         self.progress = run.console.progress(run.total_steps, 0)
-        engine.forget_first_step(trainer.model_wrapped)
+        engine.reset_initial_optimizer_step(trainer.model_wrapped)
         # This is the last hook before the first step, and DeepSpeed's engine exists by now.
         self.skips = SkippedSteps(trainer.accelerator)
         run.start_clock()
@@ -161,7 +161,7 @@ class StepRecorder(TrainerCallback):
                 log.flush(dict(trainer.meters.flush()))
                 self.progress.show(step, log.last_loss, log.tokens_per_s, trainer.meters.peak_gib())
         if run.evaluates_after(step):
-            with trainer.meters.interruption("eval"):
+            with trainer.meters.untimed_phase("eval"):
                 trainer.evaluation = evaluate(run, trainer.accelerator, trainer.model_wrapped)
             run.write_evaluation(step, trainer.evaluation)
 

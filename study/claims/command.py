@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.config.errors import UserError, extra
+from study.config.errors import UserError, require_extra
 from study.config.printing import print_page
 
 if TYPE_CHECKING:
     from study.records.frames import Records
-    from study.report.questions.runs import Resting
+    from study.report.questions.runs import DependentClaim
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.page and (options.action or options.json):
         raise UserError("--page goes with neither --json nor check-table", "leave one of them out")
-    with extra("report"):
+    with require_extra("report"):
         if options.page:
             from study.claims.page import write_page
 
@@ -52,9 +52,9 @@ def run(options: argparse.Namespace) -> int:
                     row, training = each.row, f"{each.row.model} on {each.row.gpus} under {each.row.strategy}"
                     print(f"line {row.line}: {each.plausibility}: {training}: {each.why}")
         else:
-            from study.claims.board import board
+            from study.claims.scoreboard import build_scoreboard
 
-            made = board()
+            made = build_scoreboard()
             if options.json:
                 print(json.dumps(made.document(), indent=1))
             else:
@@ -62,15 +62,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def resting(records: Records, report: str, output: Path) -> list[Resting]:
+def dependent_claims(records: Records, report: str, output: Path) -> list[DependentClaim]:
     """Return the claims that rest on the records of a report at this place; none where the ledger is not readable."""
-    with extra("report"):
-        from study.claims.board import resting_on
+    with require_extra("report"):
         from study.claims.ledger import read_ledger
         from study.claims.page import address
-        from study.report.questions.runs import Resting
+        from study.claims.scoreboard import claims_of_report
+        from study.report.questions.runs import DependentClaim
     try:
-        found = resting_on(report, records, read_ledger())
+        found = claims_of_report(report, records, read_ledger())
     except UserError as error:
         print(f"notice: the report names no claims: {error.problem}", file=sys.stderr)
         return []
@@ -78,5 +78,5 @@ def resting(records: Records, report: str, output: Path) -> list[Resting]:
     for judged, findings in found:
         claim, more = judged.claim, f" And {len(findings) - 1} more." if len(findings) > 1 else ""
         sentence = f"{findings[0].sentence}.{more}"
-        rows.append(Resting(claim.id, address(claim.id, output), judged.verdict, claim.says, sentence))
+        rows.append(DependentClaim(claim.id, address(claim.id, output), judged.verdict, claim.says, sentence))
     return rows

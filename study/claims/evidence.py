@@ -19,12 +19,12 @@ from study.claims.verdicts import NoRecords, NotJudged
 from study.config.errors import UserError
 from study.host.memory import GIB
 from study.records.fairness import differences_between
-from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real, virtual
+from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import Interval, by_seed, paired_ratio
+from study.records.statistics import Interval, paired_ratio, pivot_by_seed
 from study.records.virtual_summary import ring_bytes
 from study.report.questions.fits import Fit, fits
-from study.virtual.records import Summary, known, rank_state_bytes, setting_of, state_bytes_of, summaries
+from study.virtual.summaries import Summary, figure_or_nan, kind_bytes, rank_state_bytes, setting_text, summaries
 
 # The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
 _PRECISION = "bf16-engine"
@@ -68,7 +68,7 @@ class Evidence:
             known = self._of_kind[report, kind] = records, runs[runs["status_state"] == "ok"]
         return known[1]
 
-    def instead(self, report: str, records: Records) -> Evidence:
+    def with_records(self, report: str, records: Records) -> Evidence:
         """Return evidence with other records in one report."""
         other = Evidence(self.root)
         other._records = self._records | {report: records}
@@ -85,13 +85,13 @@ class Evidence:
                 return one
         raise NotJudged(f"{report} has no {strategy} of {model} at {ranks} ranks")
 
-    def runs_of(self, report: str, one: Summary) -> tuple[str, ...]:
+    def find_runs(self, report: str, one: Summary) -> tuple[str, ...]:
         """Return the runs behind the figures of a virtual rank."""
-        runs = self._ended(report, virtual)
+        runs = self._ended(report, virtual_runs)
         models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
         is_alike = (runs["strategy"] == one["strategy"]) & (runs["world_size"] == one["world_size"])
         runs = runs[is_alike & (runs["precision"] == _PRECISION) & (models == one["model"])]
-        mine = runs[[setting_of(run) == one["setting"] for run in runs.to_dict("records")]]
+        mine = runs[[setting_text(run) == one["setting"] for run in runs.to_dict("records")]]
         is_full = mine["model_layers"] == mine["preset_layers"]
         mine = mine[is_full] if one["extrapolated"] is None else mine[~is_full].nsmallest(3, "model_layers")
         return tuple(f"{report}/{run}" for run in mine["run"])
@@ -104,7 +104,7 @@ class Evidence:
 
         They are of the workload that most of them share; or with `over_where` of two that differ in that alone.
         """
-        runs = self._ended(report, real)
+        runs = self._ended(report, real_runs)
         runs = runs[runs["task"] == task]
         confound = "confounded_loss" if is_loss else "confounded"
         if over_where:
@@ -121,7 +121,7 @@ class Evidence:
         least_pairs: int,
     ) -> Levels:  # fmt: skip
         """Return the pairs at each value of a setting or model size that has enough seeds, the smallest first."""
-        runs = self._ended(report, real)
+        runs = self._ended(report, real_runs)
         runs = _with(runs[runs["task"] == task], settings(where))
         found = {}
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
@@ -137,7 +137,7 @@ class Evidence:
     def fit(self, report: str, task: str, strategy: str, cap_gib: float, precision: str) -> Fit:
         """Return the one finished search for the largest micro-batch."""
         for one in fits(self.records(report)):
-            row = one.any
+            row = one.probe
             wanted = (row["task"], one.arm, one.cap_gib, row["precision"]) == (task, strategy, cap_gib, precision)
             if one.axis == "largest_micro_batch" and wanted:
                 if one.what_fits.is_open:
@@ -171,23 +171,23 @@ class Pair:
     """Runs of a strategy and those of its reference, which may be the same."""
 
     report: str
-    mine: pd.DataFrame
-    its: pd.DataFrame
+    treatment: pd.DataFrame
+    control: pd.DataFrame
 
     @property
     def records(self) -> tuple[str, ...]:
-        return tuple(f"{self.report}/{run}" for run in dict.fromkeys([*self.mine["run"], *self.its["run"]]))
+        return tuple(f"{self.report}/{run}" for run in dict.fromkeys([*self.treatment["run"], *self.control["run"]]))
 
     @property
     def box(self) -> str:
-        first = self.mine.iloc[0]
+        first = self.treatment.iloc[0]
         device = "no GPU" if first["devices"] == "[]" else str(first["devices"])
-        ranks = int(self.mine["world_size"].max())
+        ranks = int(self.treatment["world_size"].max())
         return f"{first['model_name_or_path']} on {ranks} rank{'s' if ranks > 1 else ''}, {first['cpu']}, {device}"
 
     @property
     def _both(self) -> pd.DataFrame:
-        return pd.concat([self.mine.assign(arm="mine"), self.its.assign(arm="its")])
+        return pd.concat([self.treatment.assign(arm="mine"), self.control.assign(arm="its")])
 
     def ratio(self, figure: str) -> Interval:
         """Return the ratio of a figure, paired by seed."""
@@ -195,16 +195,16 @@ class Pair:
 
     def by_seed(self, figure: str) -> pd.DataFrame:
         """Return columns `mine` and `its`, for the seeds that both have."""
-        return by_seed(self._both, figure, np.asarray).reindex(columns=["mine", "its"]).dropna()
+        return pivot_by_seed(self._both, figure, np.asarray).reindex(columns=["mine", "its"]).dropna()
 
-    def norms_apart(self, steps: pd.DataFrame) -> tuple[float, int]:
+    def max_norm_difference(self, steps: pd.DataFrame) -> tuple[float, int]:
         """Return the largest relative difference of the gradient norms, and the number of seeds."""
         steps = steps[["run", "step", "grad_norm"]].astype({"run": str})
         mine, its = (
             runs.drop_duplicates("seed")[["run", "seed"]]
             .merge(steps, on="run")
             .set_index(["seed", "step"])["grad_norm"]
-            for runs in (self.mine, self.its)
+            for runs in (self.treatment, self.control)
         )
         apart = (mine / its - 1).abs().dropna()
         return float(apart.max()), apart.index.get_level_values("seed").nunique()
@@ -262,15 +262,15 @@ def _rows(runs: pd.DataFrame) -> list[dict[str, Any]]:
 def virtual_bytes(one: Summary, figure: str) -> float:
     """Return a figure of a virtual rank; NaN where it cannot be extrapolated over layers."""
     if figure in _PEAKS:
-        return known(one, _PEAKS[figure]) * GIB
+        return figure_or_nan(one, _PEAKS[figure]) * GIB
     if figure in ("sent", "calls"):
-        return known(one, "sent_bytes_per_step" if figure == "sent" else "comm_calls_per_step")
+        return figure_or_nan(one, "sent_bytes_per_step" if figure == "sent" else "comm_calls_per_step")
     if figure.startswith("collective."):
         counted = one["collectives"].get(figure.removeprefix("collective."), {"wire_bytes_per_rank": 0.0})
         return math.nan if counted["wire_bytes_per_rank"] is None else float(counted["wire_bytes_per_rank"])
     what, _, place = figure.partition("_")
     if not place:
-        return rank_state_bytes(one) if what == "state" else state_bytes_of(one, what)
+        return rank_state_bytes(one) if what == "state" else kind_bytes(one, what)
     held_there = [one["state_bytes_per_rank"][kind][place] for kind in (STATE_KINDS if what == "state" else (what,))]
     return math.nan if None in held_there else float(sum(held_there))
 

@@ -17,9 +17,16 @@ from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, counted_b
 from study.claims.verdicts import Figure, Kind, NotJudged, awaited
 from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
-from study.predictor.state import KINDS, StateBytes, papers_state_bytes, papers_traffic, split_by, state_bytes
+from study.predictor.state import (
+    KINDS,
+    BytesPerParameter,
+    bytes_per_parameter,
+    paper_state_bytes,
+    paper_traffic,
+    split_by,
+)
 from study.records.statistics import Interval, interval
-from study.virtual.records import AS_SHIPPED, Summary
+from study.virtual.summaries import AS_SHIPPED, Summary
 
 
 class Form(NamedTuple):
@@ -44,9 +51,9 @@ GB = 1e9
 MIXED = "bf16-engine"
 
 
-def held_bytes(strategy: str, ranks: int, precision: str = MIXED) -> StateBytes:
+def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> BytesPerParameter:
     """Return bytes per parameter; by default 2 + 2 + 12, as in mixed-precision Adam."""
-    return state_bytes(read_strategy(strategy), precision, ranks)
+    return bytes_per_parameter(read_strategy(strategy), precision, ranks)
 
 
 @form("consistency")
@@ -81,7 +88,7 @@ def tflops(_: Evidence, *, parameters_b: float, tokens_per_s: float) -> Figure:
 @form("arithmetic")
 def state_gb(_: Evidence, *, parameters_b: float, strategy: str, gpus: int, precision: str = MIXED) -> Figure:
     """Return the model state on one device."""
-    return Figure(parameters_b * held_bytes(strategy, gpus, precision).device)
+    return Figure(parameters_b * parameter_bytes(strategy, gpus, precision).device)
 
 
 @form("arithmetic")
@@ -89,18 +96,18 @@ def state_ratio(
     _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, over_precision: str = MIXED
 ) -> Figure:
     """Return the ratio of the model state on one device under two strategies."""
-    return Figure(held_bytes(strategy, gpus).device / held_bytes(over, over_gpus, over_precision).device)
+    return Figure(parameter_bytes(strategy, gpus).device / parameter_bytes(over, over_gpus, over_precision).device)
 
 
 @form("arithmetic")
 def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: str, over: str, gpus: int) -> Figure:
-    return Figure(parameters_b * (held_bytes(over, gpus).device - held_bytes(strategy, gpus).device))
+    return Figure(parameters_b * (parameter_bytes(over, gpus).device - parameter_bytes(strategy, gpus).device))
 
 
 @form("arithmetic")
 def capacity_b(_: Evidence, *, device_gb: float, strategy: str, gpus: int) -> Figure:
     """Return the billions of parameters whose model state alone fills the device: activations reduce it."""
-    return Figure(device_gb / held_bytes(strategy, gpus).device)
+    return Figure(device_gb / parameter_bytes(strategy, gpus).device)
 
 
 @form("arithmetic")
@@ -136,9 +143,9 @@ def settings_changed(_: Evidence, *, strategy: str, over: str) -> Figure:
 def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> float:
     """Return a figure by the ZeRO paper's formula, in mixed precision."""
     if figure == "state":
-        return papers_state_bytes(parameters, stage, ranks)
+        return paper_state_bytes(parameters, stage, ranks)
     if figure == "sent":
-        return parameters * KINDS["params"][0] * papers_traffic(stage, ranks)
+        return parameters * KINDS["params"][0] * paper_traffic(stage, ranks)
     if figure not in KINDS:
         raise NotJudged(f"the paper has no formula for {figure}")
     return parameters * KINDS[figure][0] / split_by(figure, stage, ranks)
@@ -158,7 +165,7 @@ def virtual(
     which no virtual rank here ran.
     """
     one = evidence.rank(report, model, strategy, ranks, setting)
-    value, records = _known(one, figure), evidence.runs_of(report, one)
+    value, records = _known(one, figure), evidence.find_runs(report, one)
     if not (over or over_ranks or over_figure):
         return Figure(value if figure == "calls" else value / GB, n=len(records), records=records)
     below_figure, below_ranks = over_figure or figure, over_ranks or ranks
@@ -167,7 +174,7 @@ def virtual(
         below = formula_bytes(float(one["model_parameters"]), below_figure, stage, below_ranks)
     else:
         other = evidence.rank(report, model, over or strategy, below_ranks, setting)
-        below, records = _known(other, below_figure), (*records, *evidence.runs_of(report, other))
+        below, records = _known(other, below_figure), (*records, *evidence.find_runs(report, other))
     return Figure(value / below, n=len(records), records=records)
 
 
@@ -186,7 +193,7 @@ def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: st
             half = 0.5 / 10 ** len(figure.partition(".")[2])
             off = max(0.0, abs(_known(one, "state") / GB - float(figure)) - half)
             worst = max(worst, off / float(figure))
-            records += evidence.runs_of(report, one)
+            records += evidence.find_runs(report, one)
     return Figure(worst, n=len(records), records=records)
 
 
@@ -224,14 +231,14 @@ def utilization(
     """Return the model FLOP utilization, with its interval over runs."""
     pair = evidence.pair(report, task, strategy, strategy, where)
     of = f"runs of {strategy} with a utilization"
-    return _estimate(interval(pair.mine["mfu"]), least_runs, report, of, pair.records, pair.box)
+    return _estimate(interval(pair.treatment["mfu"]), least_runs, report, of, pair.records, pair.box)
 
 
 @form("measured")
 def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "") -> Figure:
     """Return the largest relative difference of the gradient norms over steps."""
     pair = evidence.pair(report, task, strategy, over, where, is_loss=True)
-    apart, pairs = pair.norms_apart(evidence.records(report).steps)
+    apart, pairs = pair.max_norm_difference(evidence.records(report).steps)
     if not pairs:
         raise NotJudged(f"{report} has no gradient norms of both {strategy} and {over}")
     return Figure(apart, n=pairs, records=pair.records, note=pair.box)
@@ -247,8 +254,8 @@ def counted(
     `figure` may be `sent/tokens` or any other ratio. `times` undoes a split over ranks.
     """
     pair = evidence.pair(report, task, strategy, over, where, over_where)
-    above = pair.mine.apply(_size, axis=1, figure=figure)
-    below = pair.its.apply(_size, axis=1, figure=over_figure or figure)
+    above = pair.treatment.apply(_size, axis=1, figure=figure)
+    below = pair.control.apply(_size, axis=1, figure=over_figure or figure)
     if above.isna().any() or below.isna().any() or not (below > 0).all():
         raise NotJudged(f"{report} has no {over_figure or figure} of {over}, or no {figure} of {strategy}")
     value = times * float(above.median() / below.median())
@@ -268,7 +275,7 @@ def ratio_slope(
     pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
     logs = _by_level(pairs, figure, lambda both: np.log(both["mine"] / both["its"]))
     found = interval(np.exp(_slopes(logs, np.log)))
-    exponential = _estimate(found, least_pairs, report, f"seeds with every {along}", *_of_levels(pairs))
+    exponential = _estimate(found, least_pairs, report, f"seeds with every {along}", *_level_runs(pairs))
     low, high = (math.log(end) for end in (exponential.low, exponential.high) if end is not None)
     return dataclasses.replace(exponential, value=math.log(exponential.value), low=low, high=high)
 
@@ -281,7 +288,7 @@ def growth(
     """Return the growth of one strategy's figure with size, length or batch, as a multiple of the other's."""
     pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
     mine, its = (_slopes(_by_level(pairs, figure, operator.itemgetter(side)), np.asarray) for side in ("mine", "its"))
-    return _estimate(interval(mine / its), least_pairs, report, f"seeds with every {along}", *_of_levels(pairs))
+    return _estimate(interval(mine / its), least_pairs, report, f"seeds with every {along}", *_level_runs(pairs))
 
 
 @form("measured")
@@ -348,7 +355,7 @@ def _slopes(table: pd.DataFrame, scale: Callable[[Any], Any]) -> np.ndarray:
     return np.array([np.polyfit(scale(list(table)), row, 1)[0] for row in table.to_numpy(dtype=float)])
 
 
-def _of_levels(pairs: Levels) -> tuple[tuple[str, ...], str]:
+def _level_runs(pairs: Levels) -> tuple[tuple[str, ...], str]:
     return tuple(run for pair in pairs.values() for run in pair.records), next(reversed(pairs.values())).box
 
 

@@ -19,7 +19,7 @@ from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
 
 LEDGER = Path(__file__).with_name("ledger.yaml")
-_MOST = 20_000
+_MAX_VALUES = 20_000
 _REGION_KEYS = {"at_least", "at_most", "about", "within"}
 _STRICT = pydantic.ConfigDict(extra="forbid")
 Text = Annotated[str, pydantic.Field(pattern=r"\S"), pydantic.AfterValidator(lambda text: " ".join(text.split()))]
@@ -37,7 +37,7 @@ class Document:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Settle:
+class DecidingExperiment:
     """The one command that would say more."""
 
     command: Text
@@ -156,7 +156,7 @@ class Claim:
     checks: tuple[ClaimCheck, ...] = ()
     # Why no record here can judge it, and which record would.
     untestable: str = ""
-    settle: Settle | None = None
+    settle: DecidingExperiment | None = None
     protocol: Protocol | None = None
     # Other explanations of a measured figure.
     alternatives: tuple[Text, ...] = ()
@@ -165,7 +165,7 @@ class Claim:
     @classmethod
     def _is_complete(cls, written: Any) -> Any:
         if isinstance(written, Section) and "untestable" not in written:
-            written.need("settle")
+            written.require_keys("settle")
             if not written.get("checks"):
                 fix = "add one (form: missing says what it needs), or untestable: why"
                 raise written.refusal("checks", "are none", fix)
@@ -183,7 +183,7 @@ class Contradiction:
     between: Annotated[tuple[tuple[ClaimId, ...], ...], pydantic.Field(min_length=1)]
     why: Text
 
-    def others(self, claim: str) -> list[str]:
+    def other_claims(self, claim: str) -> list[str]:
         return [other for side in self.between if claim not in side for other in side]
 
 
@@ -196,7 +196,7 @@ class Ledger:
 
 
 def read_ledger(file: Path = LEDGER) -> Ledger:
-    top = read_document(file, Section, _MOST)
+    top = read_document(file, Section, _MAX_VALUES)
     try:
         ledger = pydantic.TypeAdapter(Ledger).validate_python(top)
     except pydantic.ValidationError as error:
@@ -228,7 +228,7 @@ def _refusal(top: Any, file: str, problem: Any) -> UserError:
     here, place, key = top, getattr(top, "place", file), ""
     for key in problem["loc"]:
         if isinstance(here, Section) and key in here:
-            place, here = here.place_of(key), here[key]
+            place, here = here.key_place(key), here[key]
         elif isinstance(here, list) and isinstance(key, int):
             here = here[key]
             place = getattr(here, "place", place)

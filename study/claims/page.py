@@ -11,11 +11,11 @@ from typing import get_args
 import pandas as pd
 from markupsafe import Markup
 
-from study.claims.board import REPORTS, Board, JudgedClaim, board
 from study.claims.evidence import KEYS_FILE, Evidence
 from study.claims.ledger import ClaimCheck, ClaimFinding
 from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import derivation, published_tables
+from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
 from study.claims.verdicts import Region, Verdict, number
 from study.config.errors import UserError
 from study.config.strategies import REPOSITORY
@@ -69,7 +69,7 @@ are. A figure is read in its favour: half of its last digit, and GiB written as 
 `study/claims/tables`."""
 
 
-def sections(made: Board, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
+def sections(made: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
     """Yield the sections of a document; with evidence also those of HTML alone: plots, records and provenance.
 
     `links_from` is the folder from which links to reports lead; without one there are none.
@@ -107,7 +107,7 @@ def _table(rows: object, *columns: str) -> pd.DataFrame:
     return pd.DataFrame(list(rows), columns=list(columns))  # type: ignore[call-overload]
 
 
-def _claim(judged: JudgedClaim, made: Board, evidence: Evidence | None, links_from: str) -> PageSection:
+def _claim(judged: JudgedClaim, made: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim = judged.claim
     notes: list[str | Note] = [f"True if: {claim.holds_if} Refuted if: {claim.falls_if}"]
     notes += [f"Not testable here: {claim.untestable}"] * bool(claim.untestable)
@@ -120,7 +120,7 @@ def _claim(judged: JudgedClaim, made: Board, evidence: Evidence | None, links_fr
     if claim.protocol:
         notes.append(f"Published protocol: {claim.protocol.published} Here: {claim.protocol.here}")
     notes += [f"Another explanation: {each}" for each in claim.alternatives]
-    notes += [f"Contradicts {ids}: {why}" for ids, why in made.contradictions_of(claim.id)]
+    notes += [f"Contradicts {ids}: {why}" for ids, why in made.find_contradictions(claim.id)]
     if settle := claim.settle:
         notes.append(f"Next experiment: `{settle.command}`, about {settle.minutes:g} minutes on {settle.box}.")
     facts = provenance(judged, evidence) if evidence else []
@@ -223,7 +223,7 @@ def _scale(values: list[float]) -> Callable[[float], float]:
 # Outputs
 
 
-def page(made: Board) -> str:
+def page(made: Scoreboard) -> str:
     rows = [[name, *(counts[each] or "-" for each in VERDICTS), counts.total()] for name, counts in made.counts()]
     scoreboard = _table(rows, "document", *VERDICTS, "claims")
     return page_markdown(_TITLE, [PageSection(text=_HEAD, table=scoreboard), *sections(made)])
@@ -239,7 +239,7 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
     except (OSError, ValueError):
         raise UserError(f"--page {file} exists, and is not readable", "name another file, or remove it") from None
     evidence = Evidence(reports_dir)
-    made = board(reports_dir, evidence=evidence)
+    made = build_scoreboard(reports_dir, evidence=evidence)
     inside = file.resolve().is_relative_to(REPOSITORY.resolve())
     links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
     titles = {each.code: each.title for each in made.ledger.documents}
@@ -280,7 +280,7 @@ def address(claim: str, folder: Path) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page(board()), encoding="utf-8")
+    PAGE.write_text(page(build_scoreboard()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import pandas as pd
 import yaml
 
-from study.claims.board import JudgedClaim
 from study.claims.evidence import AUTOPSY, KEYS_FILE, Evidence
 from study.claims.ledger import LEDGER
+from study.claims.scoreboard import JudgedClaim
 from study.config.strategies import REPOSITORY
-from study.config.yaml_sections import read_own
+from study.config.yaml_sections import load_package_yaml
 
 ENGINE_KEYS = "engine_keys"
 # Reports whose records are not runs of a suite, and the command that makes these again.
@@ -41,9 +41,9 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
     reports = sorted({report for finding in judged.findings for report in finding.reports})
     if not reports:
         return []
-    found = [("Checks and records", order_text(orders(judged, evidence)))]
+    found = [("Checks and records", order_text(preregistration_orders(judged, evidence)))]
     for report in reports:
-        used, every = _used(judged, evidence, report), made(evidence, report)
+        used, every = _used(judged, evidence, report), source_runs(evidence, report)
         ended = ", ".join(f"{count} {state}" for state, count in every["status_state"].value_counts().items())
         runs = f"{len(used)} of {len(every)}, which ended as: {ended}"
         if report not in NOT_OF_RUNS:
@@ -73,7 +73,7 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
     return found
 
 
-def made(evidence: Evidence, report: str) -> pd.DataFrame:
+def source_runs(evidence: Evidence, report: str) -> pd.DataFrame:
     """The records of a report in the columns of runs, also sessions of the autopsy and probes of the engine."""
     if report == AUTOPSY:
         arms = evidence.arms()
@@ -103,7 +103,7 @@ def _box(environment: dict[str, Any]) -> dict[str, Any]:
     return versions | {"cpu": environment.get("cpu"), "devices": devices, "git_commit": environment.get("git_commit")}
 
 
-def orders(judged: JudgedClaim, evidence: Evidence, repository: Path = REPOSITORY) -> list[Order]:
+def preregistration_orders(judged: JudgedClaim, evidence: Evidence, repository: Path = REPOSITORY) -> list[Order]:
     """Return for each check on records whether the ledger of the commits that made them had it as it is now."""
     written = _checks_in(LEDGER.read_text(encoding="utf-8")).get(judged.claim.id, [])
     found = []
@@ -146,7 +146,7 @@ def _ledger_at(commit: str, repository: Path) -> Written | None:
 @functools.cache
 def _checks_in(ledger: str) -> Written:
     try:
-        return {str(claim["id"]): list(claim["checks"]) for claim in read_own(ledger)["claims"]}
+        return {str(claim["id"]): list(claim["checks"]) for claim in load_package_yaml(ledger)["claims"]}
     except (yaml.YAMLError, LookupError, TypeError):
         return {}
 
@@ -164,7 +164,7 @@ def _used(judged: JudgedClaim, evidence: Evidence, report: str, only: Any = None
     """The runs of a report that the claim's figures rest on, or one figure does."""
     figures = [only] if only else [finding.figure for finding in judged.findings if finding.figure]
     names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}
-    runs = made(evidence, report)
+    runs = source_runs(evidence, report)
     return runs[runs["run"].isin(names)]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from study.claims.forms import GB, MIXED, held_bytes
+from study.claims.forms import GB, MIXED, parameter_bytes
 from study.claims.ledger import ClaimCheck
 from study.claims.verdicts import number
 from study.config.errors import UserError
@@ -61,7 +61,7 @@ def _values(check: ClaimCheck) -> Mapping[str, Any]:
 
 def _bytes(strategy: str, gpus: int, precision: str) -> str:
     """Return the bytes per parameter on one device: weight, gradient and optimizer state."""
-    held = held_bytes(strategy, gpus, precision)
+    held = parameter_bytes(strategy, gpus, precision)
     parts = [number(part) for part in (held.params_device, held.grads_device, held.optimizer_device) if part]
     return f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts) or "0"
 
@@ -104,7 +104,7 @@ class PublishedRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checked:
+class CheckedRow:
     row: PublishedRow
     plausibility: Plausibility
     # The minimum, and the need of mixed-precision Adam; equal where adapters alone are trained.
@@ -121,7 +121,7 @@ class PublishedTable:
     # In markdown.
     address: str
     note: str
-    rows: tuple[Checked, ...]
+    rows: tuple[CheckedRow, ...]
 
 
 def published_tables(folder: Path = TABLES) -> list[PublishedTable]:
@@ -136,14 +136,14 @@ def _published(file: Path) -> PublishedTable:
     return PublishedTable(head[0][2:], head[1], note, tuple(check_table(file)))
 
 
-def check_table(file: Path) -> list[Checked]:
+def check_table(file: Path) -> list[CheckedRow]:
     return [check(row) for row in read_table(file)]
 
 
-def check(row: PublishedRow) -> Checked:
+def check(row: PublishedRow) -> CheckedRow:
     # Whoever trains without ZeRO may also do it in 16 bits alone, and FSDP splits what stage 3 does.
     stand_in = {"single": "zero0", "ddp": "zero0", "fsdp2": "zero3", "hsdp": "zero3"}.get(row.strategy, row.strategy)
-    per_parameter = held_bytes(stand_in, row.gpus)
+    per_parameter = parameter_bytes(stand_in, row.gpus)
     least = row.parameters * (per_parameter.params_device + per_parameter.grads_device) / GB
     adam = row.parameters * per_parameter.device / GB
     needs, bits = "16-bit weights and gradients alone", _FROZEN_BITS[row.trains]
@@ -166,7 +166,7 @@ def check(row: PublishedRow) -> Checked:
     else:
         unit = ", read as GiB" if adam > row.gb + row.rounding_gb else ""
         why = f"mixed-precision Adam needs {number(adam)} GB of {stated}{unit}"
-    return Checked(row, verdict, least, adam, why)
+    return CheckedRow(row, verdict, least, adam, why)
 
 
 def read_table(file: Path) -> list[PublishedRow]:

@@ -71,7 +71,7 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class CheckOutcome:
     """One check, as the rule that combines them reads it."""
 
     answer: Answer
@@ -81,7 +81,7 @@ class Part:
     elsewhere: bool = False
 
 
-def combine(parts: Sequence[Part], is_untestable: bool = False) -> Verdict:
+def combine(parts: Sequence[CheckOutcome], is_untestable: bool = False) -> Verdict:
     """Combine the answers of a claim's checks.
 
     - A necessary check that fails contradicts the claim.

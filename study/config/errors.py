@@ -15,7 +15,7 @@ REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
 
 
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-_LEAST_SECRET = 6
+_MIN_SECRET_LENGTH = 6
 _PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
 
 _BRIEF = reprlib.Repr()
@@ -23,7 +23,7 @@ _BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist = 2, 4, 4
 _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 100, 60, 60
 
 
-def brief(value: object) -> str:
+def clip(value: object) -> str:
     """A value as it was given, for a message: a few lines of YAML with aliases can be gigabytes of text."""
     return _BRIEF.repr(value)
 
@@ -56,7 +56,7 @@ class Unsupported(UserError):
 
 
 @contextlib.contextmanager
-def extra(name: str) -> Iterator[None]:
+def require_extra(name: str) -> Iterator[None]:
     """Refuse a missing import by the name of its extra in pyproject.toml."""
     try:
         yield
@@ -64,7 +64,7 @@ def extra(name: str) -> Iterator[None]:
         raise UserError(f"{error.name} is not installed here", f"run: pip install -e '.[{name}]'") from None
 
 
-class CannotBeHeld(Unsupported):
+class ModelTooLarge(Unsupported):
     """A model that is too large for this box's memory, and how many of its layers are not."""
 
     def __init__(self, problem: str, fix: str, layers_that_fit: int):
@@ -72,7 +72,7 @@ class CannotBeHeld(Unsupported):
         super().__init__(problem, fix)
 
 
-_KINDS = {kind.__name__: kind for kind in (UserError, Unsupported, CannotBeHeld)}
+_KINDS = {kind.__name__: kind for kind in (UserError, Unsupported, ModelTooLarge)}
 
 
 def refusal_from_json(said: Mapping[str, Any]) -> UserError:
@@ -90,25 +90,25 @@ class RunFailed(Exception):
 
 def _in_one_line(text: str) -> str:
     """A file's name need not be UTF-8, and what is not can be neither printed nor recorded."""
-    return printable(without_secrets(" ".join(text.split())).encode(errors="backslashreplace").decode())
+    return replace_unprintable(redact_secrets(" ".join(text.split())).encode(errors="backslashreplace").decode())
 
 
-def printable(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     """Half a surrogate pair is JSON and no text; control characters are for a terminal, and for no table or page."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def without_secrets(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """Return a text without tokens, passwords, and addresses of mirrors and proxies."""
     for name in _SECRETS:
         for variable in (name, name.lower()):
-            if len(value := os.environ.get(variable, "").rstrip("/")) >= _LEAST_SECRET:
+            if len(value := os.environ.get(variable, "").rstrip("/")) >= _MIN_SECRET_LENGTH:
                 text = text.replace(value, f"${variable}")
     return _PASSWORD.sub("", text)
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error."""
-    return without_secrets(next(iter(str(error).strip().splitlines()), type(error).__name__))
+    return redact_secrets(next(iter(str(error).strip().splitlines()), type(error).__name__))

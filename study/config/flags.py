@@ -19,8 +19,8 @@ import typing
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from study.config.errors import UserError, brief, did_you_mean
-from study.config.names import parse_overrides
+from study.config.errors import UserError, clip, did_you_mean
+from study.config.strategy_names import parse_overrides
 
 # What a flag is by default where that depends on others. `paper` repeats what the studied documents did.
 
@@ -52,7 +52,7 @@ _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 _MODEL_DEFAULTS: dict[str, dict[str, Any]] = {"gemma-2-9b": {"seq_length": 2048, "precision": "bf16"}}
 # A virtual run's third step is like every later one: the first makes the optimizer's state, and over the first two
 # ZeRO-3 learns and agrees on the order of the layers.
-STEPS_UNTIL_ALIKE = 3
+FIRST_STEADY_STEP = 3
 
 
 def default_values(asked: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _virtual_values(asked: dict[str, Any], scale: str, accelerator_visible: bool
     samples = asked["virtual_world_size"] * asked.get("per_device_train_batch_size", 1)
     return {
         "weights": "random", "data": "builtin", "global_batch_size": samples, "eval_samples": 8,
-        "max_steps": 8 if accelerator_visible else STEPS_UNTIL_ALIKE,
+        "max_steps": 8 if accelerator_visible else FIRST_STEADY_STEP,
         "train_samples": asked.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
         "virtual_rank": 0,
         # Without a GPU the sequences are short: what is held of the model's state does not depend on them.
@@ -85,9 +85,9 @@ def _virtual_values(asked: dict[str, Any], scale: str, accelerator_visible: bool
 
 # Which values a run's flags may have. None of this needs torch, so a wrong value is refused at once.
 
-LARGEST_WORLD = 1024
+MAX_WORLD_SIZE = 1024
 # Up to here every whole number is a float, which a table or a plot may make of it.
-LARGEST = 2**53
+MAX_EXACT_INT = 2**53
 
 
 def check_values(config: RunConfig) -> None:
@@ -100,8 +100,8 @@ def check_values(config: RunConfig) -> None:
             raise _out_of_range(field.name, value, "use a finite number")
         if value is not None and least is not None and value < least:
             raise _out_of_range(field.name, value, f"use {least} or more")
-        if isinstance(value, int) and value > LARGEST:
-            raise _out_of_range(field.name, value, f"use {LARGEST} or less, which is all that a table can hold")
+        if isinstance(value, int) and value > MAX_EXACT_INT:
+            raise _out_of_range(field.name, value, f"use {MAX_EXACT_INT} or less, which is all that a table can hold")
     if config.seed >= 2**32:
         raise _out_of_range("seed", config.seed, f"use {2**32 - 1} or less, which is all numpy takes")
     cap, dropout = config.device_memory_cap_gib, config.dropout
@@ -122,7 +122,7 @@ def check_values(config: RunConfig) -> None:
         check_virtual_rank(config.virtual_world_size, config.virtual_rank)
     elif config.virtual_rank is not None:
         flag = f"--virtual_rank {config.virtual_rank}"
-        raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {LARGEST_WORLD}")
+        raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {MAX_WORLD_SIZE}")
 
 
 def _check_options(config: RunConfig) -> None:
@@ -152,16 +152,16 @@ def check_virtual_rank(
     ranks: int, rank: int | None, ranks_flag: str = "--virtual_world_size", rank_flag: str = "--virtual_rank"
 ) -> None:
     """`study virtual` has both flags under names of its own."""
-    if not 2 <= ranks <= LARGEST_WORLD:
+    if not 2 <= ranks <= MAX_WORLD_SIZE:
         raise UserError(
             f"{ranks_flag} {ranks} is out of range",
-            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts without it",
+            f"use 2 to {MAX_WORLD_SIZE}: one rank is what `accelerate launch` starts without it",
         )
     if rank is not None and not 0 <= rank < ranks:
         raise UserError(f"{rank_flag} {rank} is none of {ranks} ranks", f"use 0 to {ranks - 1}")
 
 
-def refuse_what_no_virtual_run_has(config: RunConfig) -> None:
+def check_virtual_run_flags(config: RunConfig) -> None:
     for name, without, why in (
         ("weights", "random", "loads no weights"), ("report_to", "none", "has no losses to report"),
         ("checkpointing_steps", 0, "has no state worth saving"),
@@ -171,10 +171,10 @@ def refuse_what_no_virtual_run_has(config: RunConfig) -> None:
         if getattr(config, name) not in (None, without):
             raise UserError(f"--{name} {getattr(config, name)}: a virtual run {why}", "leave it out")
     steps = config.total_steps(config.train_samples or config.global_batch_size)
-    if steps < STEPS_UNTIL_ALIKE:
+    if steps < FIRST_STEADY_STEP:
         raise UserError(
             f"a virtual run of {steps} step{'s'[: steps > 1]} would watch one that is not like all later ones",
-            f"use --max_steps {STEPS_UNTIL_ALIKE} or more, or leave it out",
+            f"use --max_steps {FIRST_STEADY_STEP} or more, or leave it out",
         )
 
 
@@ -318,7 +318,7 @@ class RunConfig:
         """The model without its owner or folder, and short enough for a folder's name."""
         return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1][:96]
 
-    def scalars(self) -> dict[str, Any]:
+    def tracker_config(self) -> dict[str, Any]:
         """Return the flags for trackers, which accept neither null nor lists."""
         return {key: value for key, value in self.to_dict().items() if isinstance(value, (bool, int, float, str))}
 
@@ -332,9 +332,9 @@ class RunConfig:
         unknown = [key for key in values if key not in hints]
         if unknown:
             fix = f"{did_you_mean(str(unknown[0]), hints)}known keys: {', '.join(sorted(hints))}"
-            raise UserError(f"unknown key {brief(unknown[0])} in {where}", fix)
+            raise UserError(f"unknown key {clip(unknown[0])} in {where}", fix)
         given = {key: value for key, value in values.items() if value is not None}
-        return cls(**{key: _of_type(hints[key], value, f"{key} in {where}") for key, value in given.items()})
+        return cls(**{key: _parse_as(hints[key], value, f"{key} in {where}") for key, value in given.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +358,7 @@ class BatchPlan:
         return [list(step_samples[start : start + size]) for start in starts]
 
 
-def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
+def resolve_config(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     """Every flag that was left out gets its value; what contradicts itself is refused."""
     scale = config.scale if config.scale != "auto" else ("paper" if accelerator_visible else "laptop")
     asked = {key: value for key, value in vars(config).items() if value is not None}
@@ -418,7 +418,7 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
             parser.add_argument(f"--{_OLD_NAMES[field.name]}", dest=field.name, **hidden)
 
 
-def command_line_of(flag: str, value: Any) -> str:
+def format_flag(flag: str, value: Any) -> str:
     """Return in words how a command line gives a flag this value."""
     if isinstance(value, bool):
         return f"use --{flag}" if value else f"use --no-{flag}"
@@ -446,18 +446,18 @@ def inner_type(hint: Any) -> Any:
     return hint
 
 
-def _of_type(hint: Any, value: Any, where: str) -> Any:
+def _parse_as(hint: Any, value: Any, where: str) -> Any:
     kind = inner_type(hint)
     if typing.get_origin(kind) is Literal:
         if value in typing.get_args(kind):
             return value
-        raise UserError(f"{where} is {brief(value)}", f"use one of {', '.join(typing.get_args(kind))}")
+        raise UserError(f"{where} is {clip(value)}", f"use one of {', '.join(typing.get_args(kind))}")
     if typing.get_origin(kind) is tuple:
         if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
             return tuple(value)
-        raise UserError(f"{where} is {brief(value)}", "use a list of KEY=JSON strings")
+        raise UserError(f"{where} is {clip(value)}", "use a list of KEY=JSON strings")
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is kind:
         return value
-    raise UserError(f"{where} is {brief(value)}", f"use a value of type {kind.__name__}")
+    raise UserError(f"{where} is {clip(value)}", f"use a value of type {kind.__name__}")

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from study.config.errors import printable
+from study.config.errors import replace_unprintable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,9 @@ def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> N
         if isinstance(part, TextTable) and isinstance(last, TextTable):
             print(file=out)
         last = part
-        text = _table_text(part, width, out) if isinstance(part, TextTable) else _wrapped(printable(part), width)
+        text = (
+            _table_text(part, width, out) if isinstance(part, TextTable) else _wrapped(replace_unprintable(part), width)
+        )
         # An output in another encoding has no bars.
         encoding = out.encoding or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding), file=out, flush=True)
@@ -55,7 +57,7 @@ def _table_text(table: TextTable, width: int | None, out: TextIO) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    rows = [[printable(text) for text in row] for row in table.rows]
+    rows = [[replace_unprintable(text) for text in row] for row in table.rows]
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(table.columns))
     widths = [
         max(map(len, (*column.split("\n"), *(row[place] for row in rows))))

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 SOLID: tuple[float, ...] = ()
 
 
-class Registered(NamedTuple):
-    # Of what its files ask for (study/config/names.py); a test prints the one that a changed file needs. None of one
-    # that asks for no engine.
+class StrategyEntry(NamedTuple):
+    # Of what its files ask for (study/config/strategy_names.py); a test prints the one that a changed file needs. None
+    # of one that asks for no engine.
     digest: str
     # `studied` are what `strategy: all` means in a suite: they stay as they are, so that reports stay comparable.
     # `replicas` shard more than one copy of the state, each over a part of the ranks; the ranks of `groups` work on
@@ -24,27 +24,27 @@ class Registered(NamedTuple):
 
 
 REGISTRY = {
-    "single": Registered("", "studied", 1, "#000000", "o", SOLID),
-    "ddp": Registered("", "studied", 2, "#767676", "s", SOLID),
-    "zero0": Registered("9481e1f5", "studied", 3, "#2b98ff", "^", SOLID),
-    "zero1": Registered("e51e6afa", "studied", 4, "#0a35b3", "v", (6, 1.5)),
-    "zero2": Registered("a2f2c754", "studied", 5, "#018228", "D", SOLID),
-    "zero3": Registered("156585ce", "studied", 7, "#db3502", "P", SOLID),
-    "zero2_cpu": Registered("a71bb567", "studied", 10, "#6e9a78", "d", (3, 1.5)),
-    "zero3_cpu_optimizer": Registered("6576381e", "studied", 11, "#c58b1a", "<", (3, 1.5)),
-    "zero3_cpu": Registered("c697a613", "studied", 12, "#704731", ">", (4, 1.5, 1, 1.5)),
-    "zero3_nvme_optimizer": Registered("9fb10f9d", "studied", 14, "#e557bb", "p", (1, 1.2)),
-    "zero3_nvme": Registered("215f28b7", "studied", 15, "#9c1179", "h", (5, 1.5, 1, 1.5, 1, 1.5)),
-    "zero3_cpu_nvme": Registered("e2779d97", "studied", 13, "#b328da", "*", (2, 2)),
-    "fsdp2": Registered("0d15d130", "studied", 6, "#3e1665", "X", (8, 2)),
-    "hsdp": Registered("afad6f4c", "replicas", 8, "#183c3c", "H", (8, 2, 1, 2)),
-    "zero3_hpz": Registered("84b60480", "replicas", 9, "#6d1404", "8", (5, 1)),
-    "tp": Registered("46005079", "groups", None, "#767676", "4", (2, 1, 6, 1)),
-    "cp": Registered("066098a5", "groups", None, "#3e1665", "+", (4, 1, 2, 1)),
-    "ulysses_zero1": Registered("0bc82649", "groups", None, "#0a35b3", "1", (2, 1, 6, 1)),
-    "ulysses_zero2": Registered("3505de4a", "groups", None, "#018228", "2", (2, 1, 6, 1)),
-    "ulysses_zero3": Registered("9d1a4285", "groups", None, "#db3502", "3", (2, 1, 6, 1)),
-    "zero1_tp": Registered("b5179013", "groups", None, "#0a35b3", "_", (1, 1, 3, 1)),
-    "zero2_tp": Registered("b26f666d", "groups", None, "#018228", "x", (1, 1, 3, 1)),
-    "zero3_tp": Registered("dc9095f8", "groups", None, "#db3502", "|", (1, 1, 3, 1)),
+    "single": StrategyEntry("", "studied", 1, "#000000", "o", SOLID),
+    "ddp": StrategyEntry("", "studied", 2, "#767676", "s", SOLID),
+    "zero0": StrategyEntry("9481e1f5", "studied", 3, "#2b98ff", "^", SOLID),
+    "zero1": StrategyEntry("e51e6afa", "studied", 4, "#0a35b3", "v", (6, 1.5)),
+    "zero2": StrategyEntry("a2f2c754", "studied", 5, "#018228", "D", SOLID),
+    "zero3": StrategyEntry("156585ce", "studied", 7, "#db3502", "P", SOLID),
+    "zero2_cpu": StrategyEntry("a71bb567", "studied", 10, "#6e9a78", "d", (3, 1.5)),
+    "zero3_cpu_optimizer": StrategyEntry("6576381e", "studied", 11, "#c58b1a", "<", (3, 1.5)),
+    "zero3_cpu": StrategyEntry("c697a613", "studied", 12, "#704731", ">", (4, 1.5, 1, 1.5)),
+    "zero3_nvme_optimizer": StrategyEntry("9fb10f9d", "studied", 14, "#e557bb", "p", (1, 1.2)),
+    "zero3_nvme": StrategyEntry("215f28b7", "studied", 15, "#9c1179", "h", (5, 1.5, 1, 1.5, 1, 1.5)),
+    "zero3_cpu_nvme": StrategyEntry("e2779d97", "studied", 13, "#b328da", "*", (2, 2)),
+    "fsdp2": StrategyEntry("0d15d130", "studied", 6, "#3e1665", "X", (8, 2)),
+    "hsdp": StrategyEntry("afad6f4c", "replicas", 8, "#183c3c", "H", (8, 2, 1, 2)),
+    "zero3_hpz": StrategyEntry("84b60480", "replicas", 9, "#6d1404", "8", (5, 1)),
+    "tp": StrategyEntry("46005079", "groups", None, "#767676", "4", (2, 1, 6, 1)),
+    "cp": StrategyEntry("066098a5", "groups", None, "#3e1665", "+", (4, 1, 2, 1)),
+    "ulysses_zero1": StrategyEntry("0bc82649", "groups", None, "#0a35b3", "1", (2, 1, 6, 1)),
+    "ulysses_zero2": StrategyEntry("3505de4a", "groups", None, "#018228", "2", (2, 1, 6, 1)),
+    "ulysses_zero3": StrategyEntry("9d1a4285", "groups", None, "#db3502", "3", (2, 1, 6, 1)),
+    "zero1_tp": StrategyEntry("b5179013", "groups", None, "#0a35b3", "_", (1, 1, 3, 1)),
+    "zero2_tp": StrategyEntry("b26f666d", "groups", None, "#018228", "x", (1, 1, 3, 1)),
+    "zero3_tp": StrategyEntry("dc9095f8", "groups", None, "#db3502", "|", (1, 1, 3, 1)),
 }  # fmt: skip

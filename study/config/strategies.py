@@ -17,20 +17,20 @@ from typing import Any, Literal
 
 import yaml
 
-from study.config.errors import UserError, brief
+from study.config.errors import UserError, clip
 from study.config.flags import RunConfig
-from study.config.names import (
-    SHIPPED,
-    asked_of_deepspeed,
-    asked_of_fsdp,
-    asked_without_engine,
-    digest_of,
-    mesh_asked,
-    mesh_of,
-    override,
-    parse_overrides,
-)
 from study.config.registry import REGISTRY
+from study.config.strategy_names import (
+    SHIPPED,
+    apply_overrides,
+    config_digest,
+    normalize_deepspeed_config,
+    normalize_fsdp_config,
+    normalize_plain_config,
+    parse_overrides,
+    read_mesh_sizes,
+    requested_mesh,
+)
 
 # Options of a run that are settings of DeepSpeed, and in no strategy's file.
 
@@ -121,13 +121,13 @@ STUDIED_STRATEGIES = tuple(name for name, row in REGISTRY.items() if row.kind ==
 WITH_REPLICAS = tuple(name for name, row in REGISTRY.items() if row.kind == "replicas")
 WITH_GROUPS = tuple(name for name, row in REGISTRY.items() if row.kind == "groups")
 # Two replicas, and two ranks for each.
-LEAST_RANKS_WITH_REPLICAS = 4
+MIN_RANKS_WITH_REPLICAS = 4
 # A setting of DeepSpeed's that does nothing by itself, and that the study sees to.
-KEEPS_PARTS = "activation_checkpointing.partition_activations"
+PARTITION_ACTIVATIONS_KEY = "activation_checkpointing.partition_activations"
 # deepspeed/runtime/zero/offload_config.py: buffers that parameters on NVMe go through, and the elements of each.
 _SWAP_BUFFERS = {"buffer_count": 5, "buffer_size": 100_000_000}
 # Where nobody says it: of a virtual job, and in arithmetic.
-RANKS_OF_A_MACHINE = 8
+DEFAULT_RANKS_PER_NODE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Strategy:
     # The two mappings are left out of the hash, and equality compares them.
     deepspeed: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     # What a file of the user's own asks for; the record has it.
-    own_settings: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    custom_settings: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     # FSDP: the replicas of the state, and over how many ranks each is sharded.
     mesh: tuple[int, int] | None = None
     # Where ranks work on the same samples together.
@@ -157,7 +157,7 @@ class Strategy:
     def zero_stage(self) -> int | None:
         return self.deepspeed["zero_optimization"]["stage"] if self.deepspeed else None
 
-    def ranks_per_replica(self, world_size: int, per_machine: int = RANKS_OF_A_MACHINE) -> int | None:
+    def ranks_per_replica(self, world_size: int, per_machine: int = DEFAULT_RANKS_PER_NODE) -> int | None:
         """Return over how many ranks hsdp shards a replica, or zero3_hpz its second one; None for all other strategies.
 
         The shipped files say it for four ranks, and fit themselves to any others. Your own are taken at their word.
@@ -167,7 +167,7 @@ class Strategy:
         if type(asked) is not int or (asked < 2 and not self.mesh):
             return None
         # The engine takes as many as there are, if more are asked for (deepspeed/utils/groups.py).
-        return min(asked, world_size) if self.own_settings else ranks_per_replica(world_size, per_machine)
+        return min(asked, world_size) if self.custom_settings else ranks_per_replica(world_size, per_machine)
 
     def offload_device(self, what: str) -> str | None:
         """Return where `optimizer` or `param` is offloaded to: cpu, nvme or None."""
@@ -195,7 +195,7 @@ class Strategy:
         for key, default in _SWAP_BUFFERS.items():
             value = self.deepspeed["zero_optimization"]["offload_param"].get(key, default)
             if type(value) not in (int, float) or not 1 <= value < math.inf:
-                raise UserError(f"offload_param.{key} of {self.name} is {brief(value)}", "use a whole number from 1 up")
+                raise UserError(f"offload_param.{key} of {self.name} is {clip(value)}", "use a whole number from 1 up")
             found.append(int(value))
         return found[0], found[1]
 
@@ -206,18 +206,21 @@ class Strategy:
         # Whole pages of a direct read.
         size = -(-largest_part // 1024) * 1024
         return dataclasses.replace(
-            self, deepspeed=override(self.deepspeed or {}, (f"zero_optimization.offload_param.buffer_size={size}",))
+            self,
+            deepspeed=apply_overrides(self.deepspeed or {}, (f"zero_optimization.offload_param.buffer_size={size}",)),
         )
 
-    def overridden(self, config: RunConfig) -> Strategy:
+    def with_overrides(self, config: RunConfig) -> Strategy:
         """Return the strategy with the settings that a run asks for instead of the file's."""
         resized = self.with_group_size(config.group_size)
         if self.deepspeed is None:
             return resized
-        asked = override({**self.deepspeed, **settings_of_options(config, self.deepspeed)}, config.engine_override)
+        asked = apply_overrides(
+            {**self.deepspeed, **settings_of_options(config, self.deepspeed)}, config.engine_override
+        )
         sizes_are_asked = "zero_optimization.zero_hpz_partition_size" in parse_overrides(config.engine_override)
-        own_settings = asked if sizes_are_asked else self.own_settings
-        return dataclasses.replace(resized, deepspeed=asked, own_settings=own_settings)
+        own_settings = asked if sizes_are_asked else self.custom_settings
+        return dataclasses.replace(resized, deepspeed=asked, custom_settings=own_settings)
 
     @property
     def offloads(self) -> bool:
@@ -230,8 +233,8 @@ class Strategy:
     def _check_checkpointing(self, config: RunConfig) -> None:
         if self.deepspeed is None:
             return
-        section, key = KEEPS_PARTS.split(".")
-        asked = override(self.deepspeed, config.engine_override).get(section) or {}
+        section, key = PARTITION_ACTIVATIONS_KEY.split(".")
+        asked = apply_overrides(self.deepspeed, config.engine_override).get(section) or {}
         if asked in ({}, {key: False}):
             return
         problem = f"DeepSpeed's {section} does nothing by itself"
@@ -296,7 +299,7 @@ def ranks_per_replica(world_size: int, per_machine: int) -> int:
     return per_machine if spans_machines else world_size // 2
 
 
-def from_root(path: str) -> Path:
+def resolve_repository_path(path: str) -> Path:
     """A relative path is looked for here, then from the repository's root."""
     here = Path(path)
     return here if here.exists() else REPOSITORY / path
@@ -314,21 +317,21 @@ def read_strategy(name: str) -> Strategy:
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     deepspeed = document.get("deepspeed_config")
     settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None
-    asked = asked_of_files(document, settings) if name in SHIPPED else {}
-    if asked and digest_of(asked) != SHIPPED[name]:
+    asked = normalize_strategy_files(document, settings) if name in SHIPPED else {}
+    if asked and config_digest(asked) != SHIPPED[name]:
         raise UserError(
             f"accelerate_configs/ asks for something else under the name {name} than this study does",
             f"restore {name}.yaml and its JSON, and give your own settings files of their own",
         )
-    return Strategy(name, document["distributed_type"], settings, mesh=mesh_of(asked), group=parse_group(asked))
+    return Strategy(name, document["distributed_type"], settings, mesh=requested_mesh(asked), group=parse_group(asked))
 
 
-def asked_of_files(document: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings for `name_of`, before anything is launched."""
-    mesh = mesh_asked({key.upper(): str(value) for key, value in document.get("parallelism_config", {}).items()})
+def normalize_strategy_files(document: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings for `name_strategy`, before anything is launched."""
+    mesh = read_mesh_sizes({key.upper(): str(value) for key, value in document.get("parallelism_config", {}).items()})
     if settings is not None:
-        return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True), mesh)
+        return normalize_deepspeed_config(settings, document["deepspeed_config"].get("zero3_init_flag", True), mesh)
     if "fsdp_config" not in document:
-        return asked_without_engine(mesh)
+        return normalize_plain_config(mesh)
     sections = {**document["fsdp_config"], **document.get("parallelism_config", {})}
-    return asked_of_fsdp({key.upper(): str(value) for key, value in sections.items()}, mesh)
+    return normalize_fsdp_config({key.upper(): str(value) for key, value in sections.items()}, mesh)

@@ -23,13 +23,13 @@ class Section(dict[str, Any]):
         self.place = place
         self.places: dict[str, str] = {}
 
-    def place_of(self, key: str) -> str:
+    def key_place(self, key: str) -> str:
         return self.places.get(key, self.place)
 
     def refusal(self, key: str, problem: str, fix: str) -> UserError:
-        return UserError(f"{self.place_of(key)}: {key} {problem}", fix)
+        return UserError(f"{self.key_place(key)}: {key} {problem}", fix)
 
-    def need(self, *keys: str) -> None:
+    def require_keys(self, *keys: str) -> None:
         for key in keys:
             if key not in self:
                 raise UserError(f"{self.place}: {key} is missing", f"add {key}: to it")
@@ -50,7 +50,7 @@ class _Sections:
         node = self.get_single_node()
         if node is None:
             return None
-        if written_out(node, {}) > self.most:
+        if count_expanded_values(node, {}) > self.most:
             raise UserError(f"{self.file} has more than {self.most} values, its aliases written out", "fix the file")
         return self.construct_document(node)
 
@@ -72,13 +72,13 @@ class _Sections:
         return section
 
 
-def written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+def count_expanded_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     """Count the values with aliases expanded."""
     if node not in known:
         known[node] = 1  # also for one that holds itself
         if isinstance(node, yaml.CollectionNode):
             parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-            known[node] += sum(written_out(part, known) for part in parts)
+            known[node] += sum(count_expanded_values(part, known) for part in parts)
     return known[node]
 
 
@@ -102,7 +102,7 @@ for _loader in (_YamlLoader, _OwnLoader):
     _loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
 
 
-def read_own(text: str) -> Any:
+def load_package_yaml(text: str) -> Any:
     """Read a file of this package."""
     return yaml.load(text, _Fast)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from study.config.errors import RunFailed
 from study.config.flags import BatchPlan, RunConfig
-from study.config.launched import Launch
-from study.config.names import override, parse_overrides
-from study.config.strategies import KEEPS_PARTS
-from study.engine.live import dtype_name, read_engine, uses_tf32
-from study.engine.optimizer import LOSS_SCALER, asked_settings, live_settings, read_loss_scaler
+from study.config.launch_context import Launch
+from study.config.strategies import PARTITION_ACTIVATIONS_KEY
+from study.config.strategy_names import apply_overrides, parse_overrides
+from study.engine.introspection import dtype_name, read_engine, uses_tf32
+from study.engine.optimizer import LOSS_SCALER, expected_settings, live_settings, read_loss_scaler
 from study.engine.tensor_parallel import count_elements, has_partitioned_activations
 from study.host.stacks import package_version, unverified_pair
 from study.workloads.architecture import find_adapters, requested_adapters
@@ -69,7 +69,7 @@ def audit(
         "attn_implementation": getattr(unwrapped.config, "_attn_implementation", None),
         "gradient_checkpointing": bool(unwrapped.is_gradient_checkpointing),
         "strategy": launch.strategy.name,
-        "own_settings": launch.strategy.own_settings,
+        "own_settings": launch.strategy.custom_settings,
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
@@ -82,7 +82,7 @@ def audit(
         live["partitioned_activations"] = has_partitioned_activations(model)
     differences = [
         f"{key} is {live.get(key)!r}, requested {value!r}"
-        for key, value in _asked(run, accelerator, plan).items()
+        for key, value in _expected_settings(run, accelerator, plan).items()
         if live.get(key) != value
     ]
     if differences:
@@ -150,7 +150,7 @@ def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str
     return warnings
 
 
-def _asked(run: TrainingRun, accelerator: Accelerator, plan: BatchPlan) -> dict[str, Any]:
+def _expected_settings(run: TrainingRun, accelerator: Accelerator, plan: BatchPlan) -> dict[str, Any]:
     import torch
 
     config, strategy = run.config, run.launch.strategy
@@ -169,7 +169,7 @@ def _asked(run: TrainingRun, accelerator: Accelerator, plan: BatchPlan) -> dict[
         "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
         "tf32": False,
         "gradient_checkpointing": config.gradient_checkpointing,
-        "optimizer_settings": asked_settings(config),
+        "optimizer_settings": expected_settings(config),
         "adapters": requested_adapters(config),
     }
     if config.bf16_states:
@@ -186,8 +186,8 @@ def _asked(run: TrainingRun, accelerator: Accelerator, plan: BatchPlan) -> dict[
             "divides": divides, "ranks": strategy.group_size, "state_over": sharded_over if shards else 1,
         }  # fmt: skip
         if strategy.deepspeed is not None:
-            settings = override(strategy.deepspeed, config.engine_override)
-            section, key = KEEPS_PARTS.split(".")
+            settings = apply_overrides(strategy.deepspeed, config.engine_override)
+            section, key = PARTITION_ACTIVATIONS_KEY.split(".")
             requested["partitioned_activations"] = bool(settings.get(section, {}).get(key))
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in requested:

@@ -108,7 +108,7 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
     return MuonWithAuxAdam([group for group in groups if group["params"]])
 
 
-def asked_settings(config: RunConfig) -> dict[str, Any]:
+def expected_settings(config: RunConfig) -> dict[str, Any]:
     """Return the optimizer settings of the flags, which `live_settings` must equal."""
     settings = {
         "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": list(BETAS), "eps": EPSILON,

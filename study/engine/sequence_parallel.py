@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.workloads.architecture import has_window, model_class, resolve_attention
+from study.workloads.architecture import model_class, resolve_attention, uses_sliding_window
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,7 +48,7 @@ def check_sequence(
             "use --attn_implementation sdpa and a model that supports it, such as gpt2",
         )
     if is_context:
-        if has_window(architecture):
+        if uses_sliding_window(architecture):
             raise UserError(
                 f"{model}: its attention has a window, and the mask would be ignored", "use a model without a window"
             )
@@ -79,7 +79,7 @@ def uses_context_parallelism(accelerator: Accelerator) -> bool:
 
 
 @contextmanager
-def own_tokens(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def shard_sequence(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield the model's inputs on its device, for one forward and one backward pass within the block.
 
     Under sequence parallelism they are this rank's part of every sample, else the whole micro-batch. The mean of the

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig
-from study.config.launched import Launch
-from study.config.names import BATCH_KEYS, override, parse_overrides
-from study.config.strategies import KEEPS_PARTS, Strategy, settings_of_options
+from study.config.launch_context import Launch
+from study.config.strategies import PARTITION_ACTIVATIONS_KEY, Strategy, settings_of_options
+from study.config.strategy_names import BATCH_KEYS, apply_overrides, parse_overrides
 from study.engine import sequence_parallel, tensor_parallel
 from study.engine.audit import TrainingRun, check_compute_dtype
 from study.engine.optimizer import FP16_SECTION, GRAD_SCALER
 from study.engine.virtual_rank import answer_ddp, join_virtual_group
-from study.host.box import free_gpu_bytes
+from study.host.machine import free_gpu_bytes
 from study.host.stacks import package_version
 from study.workloads.tensor_plans import is_sharded_on_load
 
@@ -64,7 +64,7 @@ def deepspeed_settings(run: TrainingRun) -> dict[str, Any]:
         if section and section["device"] == "nvme":
             # The NVMe keys of the Accelerate YAML never reach the workers; those of the JSON do.
             section["nvme_path"] = str(run.swap_folder)
-    return override(settings, config.engine_override)
+    return apply_overrides(settings, config.engine_override)
 
 
 def make_accelerator(run: TrainingRun) -> Accelerator:
@@ -191,19 +191,19 @@ def prepare(
         if config.virtual_world_size is not None:
             # This check compares samples over the ranks of a group, which a virtual rank does not have.
             prepared_model.first_dataloader_check.remove()
-        if _nested(accelerator.state.deepspeed_plugin.deepspeed_config, KEEPS_PARTS):
+        if _nested(accelerator.state.deepspeed_plugin.deepspeed_config, PARTITION_ACTIVATIONS_KEY):
             tensor_parallel.partition_activations(model)
         # AutoTP has replaced the layers.
         check_compute_dtype(prepared_model, config)
     if config.virtual_world_size:
         answer_ddp(prepared_model)
-    forget_first_step(prepared_model)
+    reset_initial_optimizer_step(prepared_model)
     # DeepSpeed's stage 0 under fp16 autocast has a separate scaler, and leaves it out of its checkpoints.
     accelerator.scaler = getattr(prepared_model, "torch_autocast_z0_gradscaler", None) or accelerator.scaler
     return prepared_model, prepared_optimizer
 
 
-def forget_first_step(model: Any) -> None:
+def reset_initial_optimizer_step(model: Any) -> None:
     """Undo the step with zero gradients in which DeepSpeed's stage 0 in half precision creates the optimizer state.
 
     Adam would count this step in its bias correction, and its weight decay has changed the fp32 weights.
@@ -320,7 +320,7 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
                 f"--engine_override {key}: the run's batch flags set it",
                 "use --global_batch_size and --per_device_train_batch_size",
             )
-    settings = override(strategy.deepspeed, config.engine_override)
+    settings = apply_overrides(strategy.deepspeed, config.engine_override)
     if _nested(settings, _DEEPCOMPILE) and not config.torch_compile:
         raise UserError(f"{_DEEPCOMPILE} has no effect on a model that is not compiled", "add --torch_compile")
     need_a_gpu = [key for key in _NEED_A_GPU if _nested(settings, key)]

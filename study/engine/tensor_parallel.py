@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.config.launched import Launch
+from study.config.launch_context import Launch
 from study.workloads.tensor_plans import check_divisible
 
 if TYPE_CHECKING:

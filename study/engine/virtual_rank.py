@@ -17,29 +17,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from study.config.errors import CannotBeHeld
+from study.config.errors import ModelTooLarge
 from study.config.flags import RunConfig
-from study.config.launched import Launch
+from study.config.launch_context import Launch
 from study.config.strategies import Strategy
-from study.host.memory import GIB, LARGEST_KEPT_BYTES, LIBRARIES_BYTES, host_memory, locked_bytes
-from study.workloads.architecture import Shape, shape_of
-from study.workloads.presets import LARGEST_LAYERS, find_preset
+from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES, host_memory, required_pinned_bytes
+from study.workloads.architecture import ModelSize, model_size
+from study.workloads.presets import MAX_LAYERS, find_preset
 
 # The rest is for other processes of the machine.
-USABLE_SHARE = 0.85
+USABLE_HOST_FRACTION = 0.85
 
 
-def check_can_be_held(config: RunConfig, launch: Launch) -> None:
+def check_host_memory(config: RunConfig, launch: Launch) -> None:
     """Raise CannotBeHeld, with the largest depth that fits, if the model does not fit this machine's host memory."""
     import torch
 
     on_gpu = torch.cuda.is_available()
-    needed = needed_host_bytes(config, launch, shape_of(config), on_gpu)
-    available = USABLE_SHARE * host_memory().available_bytes
+    needed = needed_host_bytes(config, launch, model_size(config), on_gpu)
+    available = USABLE_HOST_FRACTION * host_memory().available_bytes
     if needed <= available:
         return
-    layers = layers_within(available, config, launch, on_gpu)
-    raise CannotBeHeld(
+    layers = max_layers_that_fit(available, config, launch, on_gpu)
+    raise ModelTooLarge(
         f"one rank of {launch.strategy.name} on {launch.world_size} needs about {needed / GIB:.1f} GiB of host memory"
         f" for {config.model_name_or_path}, and {available / GIB:.1f} GiB are usable on this machine",
         "extrapolate over layers with `study virtual --layers_fit A,B,C` and depths that fit: "
@@ -48,19 +48,19 @@ def check_can_be_held(config: RunConfig, launch: Launch) -> None:
     )
 
 
-def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: bool) -> int:
+def max_layers_that_fit(available: float, config: RunConfig, launch: Launch, on_gpu: bool) -> int:
     """Return the largest depth that fits; 0 if no layer fits or the model is not a preset."""
     preset = find_preset(config.model_name_or_path)
     if preset is None:
         return 0
     names = [preset.with_layers(depth).name for depth in (1, 2)]
-    shallow = [shape_of(dataclasses.replace(config, model_name_or_path=name)) for name in names]
+    shallow = [model_size(dataclasses.replace(config, model_name_or_path=name)) for name in names]
     first, second = (needed_host_bytes(config, launch, shape, on_gpu) for shape in shallow)
     # If all layers are on the GPU, host memory does not depend on the depth.
-    return min(LARGEST_LAYERS, max(0, 1 + int((available - first) // (second - first)))) if second > first else 0
+    return min(MAX_LAYERS, max(0, 1 + int((available - first) // (second - first)))) if second > first else 0
 
 
-def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: bool) -> float:
+def needed_host_bytes(config: RunConfig, launch: Launch, shape: ModelSize, on_gpu: bool) -> float:
     """Estimate the host memory of one rank, in bytes, before it allocates: a full host kills other processes.
 
     The estimate is rough and conservative. Running the rank measures its memory.
@@ -70,7 +70,7 @@ def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: b
     # Except under ZeRO-3 without tensor parallelism, the whole model is first built in fp32 on the host.
     by_layer = strategy.zero_stage == 3 and _ranks_of_a_layer(strategy) == 1
     built = 3 * 4 * shape.largest_parameter if by_layer else 4 * shape.parameters
-    fixed = LIBRARIES_BYTES + locked_bytes(strategy)
+    fixed = LIBRARIES_BYTES + required_pinned_bytes(strategy)
     if on_gpu:
         return fixed + built + _offloaded_bytes(config, launch, shape, per_weight)
     tokens = config.seq_length * config.batch_plan(launch.world_size, strategy.group_size).per_device_train_batch_size
@@ -80,9 +80,9 @@ def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: b
     return fixed + _state_and_working_bytes(config, launch, shape, per_weight, built) + tokens * per_token
 
 
-def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight: int) -> float:
+def _offloaded_bytes(config: RunConfig, launch: Launch, shape: ModelSize, per_weight: int) -> float:
     """Estimate the offloaded state of a rank with a GPU, in bytes of host memory."""
-    strategy, elements = launch.strategy.overridden(config), shape.parameters / launch.world_size
+    strategy, elements = launch.strategy.with_overrides(config), shape.parameters / launch.world_size
     per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
     # Frozen weights have no gradients and no optimizer states, and adapters are small.
     optimizer = strategy.offload_device("optimizer") if config.peft == "none" else None
@@ -100,9 +100,9 @@ def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight
 
 
 def _state_and_working_bytes(
-    config: RunConfig, launch: Launch, shape: Shape, per_weight: int, built_bytes: float
+    config: RunConfig, launch: Launch, shape: ModelSize, per_weight: int, built_bytes: float
 ) -> float:
-    strategy, trains_all = launch.strategy.overridden(config), config.peft == "none"
+    strategy, trains_all = launch.strategy.with_overrides(config), config.peft == "none"
     divided = _ranks_of_a_layer(strategy)
     elements, ranks = shape.parameters / divided, launch.world_size / divided
     per_replica = launch.ranks_per_replica(config)
@@ -148,7 +148,7 @@ def join_virtual_group(launch: Launch) -> None:
     if not torch.cuda.is_available():
         _copy_as_gloo_does()
     if launch.strategy.deepspeed is not None and launch.rank:
-        _compare_layer_order_with_itself()
+        _patch_layer_order_check()
 
 
 def answer_ddp(model: Any) -> None:
@@ -205,7 +205,7 @@ def _copy_as_gloo_does() -> Any:
         add_copy(
             "_allgather_base_",
             0,
-            lambda argument_index, group: next(_threads_of(group)).submit(torch.ones_like, argument_index).result(),
+            lambda argument_index, group: next(_group_threads(group)).submit(torch.ones_like, argument_index).result(),
         )
         add_copy("_reduce_scatter_base_", 1, lambda argument_index, _: argument_index.clone())
     # Kernels stay replaced as long as this object exists.
@@ -213,7 +213,7 @@ def _copy_as_gloo_does() -> Any:
 
 
 @functools.cache
-def _threads_of(group: str) -> Iterator[ThreadPoolExecutor]:
+def _group_threads(group: str) -> Iterator[ThreadPoolExecutor]:
     """Return an endless iterator over a gloo group's two threads. Each has a heap, and keeps freed memory in it."""
     return itertools.cycle([ThreadPoolExecutor(1), ThreadPoolExecutor(1)])
 
@@ -221,7 +221,7 @@ def _threads_of(group: str) -> Iterator[ThreadPoolExecutor]:
 def _may_be_the_peak(copied_bytes: int) -> bool:
     """Whether a copy could set a new memory peak; other copies are skipped, as large ones are slow."""
     status = Path("/proc/self/status")
-    if copied_bytes < LARGEST_KEPT_BYTES or not status.exists():
+    if copied_bytes < MALLOC_MMAP_THRESHOLD_MAX_BYTES or not status.exists():
         return True
     sizes = dict(line.split(":", 1) for line in status.read_text().splitlines())
     resident, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
@@ -229,7 +229,7 @@ def _may_be_the_peak(copied_bytes: int) -> bool:
     return resident + 2 * copied_bytes > peak
 
 
-def _compare_layer_order_with_itself() -> None:
+def _patch_layer_order_check() -> None:
     """Make DeepSpeed compare its layer order with this rank's, as no broadcast from rank 0 would arrive.
 
     The broadcast itself is still made.

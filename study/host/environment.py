@@ -11,15 +11,15 @@ import subprocess
 from typing import Any
 
 from study.config.errors import Unsupported
-from study.config.launched import Launch
+from study.config.launch_context import Launch
 from study.config.strategies import REPOSITORY, STRATEGY_DIRECTORY
-from study.host.box import cpu_info, driver_cuda, driver_version, visible_gpus
-from study.host.memory import LARGEST_KEPT_BYTES, available_cores
-from study.host.stacks import describe_stack, importing, package_version
+from study.host.machine import cpu_info, driver_cuda, driver_version, visible_gpus
+from study.host.memory import MALLOC_MMAP_THRESHOLD_MAX_BYTES, available_cores
+from study.host.stacks import describe_stack, package_version, without_gc
 
 # malloc.h's numbers for these.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_SMALLEST_BLOCK_RETURNED = 64 * 2**10
+_MMAP_THRESHOLD_BYTES = 64 * 2**10
 
 
 def prepare_devices(launch: Launch) -> int:
@@ -32,10 +32,10 @@ def prepare_devices(launch: Launch) -> int:
         # It copies its shard into N places where a real rank receives: threads that spin between two small copies would
         # cost most of the time, and more where the cores are shared.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    with importing():
+    with without_gc():
         import torch
 
-    refuse_useless_gpus()
+    check_torch_supports_gpus()
     gpus = torch.cuda.device_count()
     # Without a GPU a core is a device, so that N ranks have N times the machine of one. With GPUs cores are divided:
     # launchers set 1, which would starve an optimizer on the host. A virtual rank has the machine to itself.
@@ -45,13 +45,13 @@ def prepare_devices(launch: Launch) -> int:
     if not gpus:
         # There host memory is device memory, and its allocator part of every step.
         if launch.virtual:
-            return_freed_memory()
+            set_low_mmap_threshold()
         else:
             _keep_freed_memory()
     return gpus
 
 
-def refuse_useless_gpus() -> None:
+def check_torch_supports_gpus() -> None:
     """Refuse GPUs that the driver shows and this torch cannot use: torch counts them, and every run would fail."""
     import torch
 
@@ -81,10 +81,10 @@ def torch_for_driver(runs: str, version: str) -> str:
 
 
 @functools.cache
-def return_freed_memory() -> None:
+def set_low_mmap_threshold() -> None:
     """Return freed blocks under 32 MiB to the system, so that a peak is what a rank had at once."""
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALLEST_BLOCK_RETURNED)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def _keep_freed_memory() -> None:
@@ -95,7 +95,7 @@ def _keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, MALLOC_MMAP_THRESHOLD_MAX_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

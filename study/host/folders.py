@@ -19,7 +19,7 @@ from typing import Any
 
 from study.config.errors import Unsupported, UserError
 from study.host.memory import GIB
-from study.records.lock import HOST, SWAP_PREFIX, FileLock, Held, read_holder
+from study.records.lock import HOST, SWAP_PREFIX, FileLock, LockHeldError, read_lock_owner
 
 
 def content_digest(file: Path) -> str:
@@ -37,14 +37,14 @@ def content_digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the document with a new digest of its content. It is unmodified when that changes nothing."""
     plain = json.loads(json.dumps({key: value for key, value in document.items() if key != "own_sha256"}))
     return plain | {"own_sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
 
 
 @contextlib.contextmanager
-def whole_or_nothing(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` when the block succeeds; for one process at a time.
 
     Files of a killed process are deleted: half of a large model would fill the disk.
@@ -65,7 +65,7 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
 COMPILES = "compiling DeepSpeed's operator"
 
 
-def folder_named(text: str) -> Path:
+def resolve_path(text: str) -> Path:
     """Return the folder of a path, without reading it: `new/..` is its parent."""
     try:
         folder = Path(text).expanduser()
@@ -83,7 +83,7 @@ def _existing(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
-def refuse_full_disk(folder: Path, wanted_bytes: float, what: str) -> None:
+def check_disk_space(folder: Path, wanted_bytes: float, what: str) -> None:
     """Refuse to fill the cache. Not `Unsupported`, which is a sweep's final answer: later there may be room."""
     if (free := free_bytes(folder)) < wanted_bytes:
         raise UserError(
@@ -98,7 +98,7 @@ def folder_argument(text: str) -> Path:
         raise argparse.ArgumentTypeError("is empty")
     if not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} has characters that cannot be printed on a line")
-    folder = folder_named(text)
+    folder = resolve_path(text)
     # The methods of Path raise where a name is too long, or a parent may not be entered.
     if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112
         raise argparse.ArgumentTypeError(f"{text} is not a folder")
@@ -109,7 +109,7 @@ def cache_directory() -> Path:
     """Folder of initial weights and operators; ZERO_STUDY_CACHE moves it. An empty variable counts as unset."""
     fix = "let ZERO_STUDY_CACHE name a folder that you may write"
     if own := os.environ.get("ZERO_STUDY_CACHE"):
-        folder = folder_named(own)
+        folder = resolve_path(own)
     # Relative paths are ignored there: https://specifications.freedesktop.org/basedir-spec
     elif (xdg := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():
         folder = xdg / "zero-study"
@@ -117,7 +117,7 @@ def cache_directory() -> Path:
         folder = home / ".cache" / "zero-study"
     else:
         raise UserError("the cache has no place: this user has no home folder", fix)
-    refuse_unwritable(folder, f"the cache {folder}", fix)
+    check_writable(folder, f"the cache {folder}", fix)
     return folder
 
 
@@ -129,7 +129,7 @@ def home_folder() -> Path | None:
         return None
 
 
-def refuse_unwritable(folder: Path, what: str, fix: str) -> None:
+def check_writable(folder: Path, what: str, fix: str) -> None:
     """Try the nearest existing folder with a file without a name: a refused request leaves nothing."""
     try:
         existing = _existing(folder)
@@ -171,9 +171,9 @@ def check_process() -> None:
 _MARKER = "made-by-zero-study.lock"
 
 
-def refuse_full_nvme(nvme_folder: Path, wanted_bytes: float, what: str) -> None:
+def check_nvme_space(nvme_folder: Path, wanted_bytes: float, what: str) -> None:
     """Refuse early: DeepSpeed aborts the process where its writes fail. Files of dead runs are removed first."""
-    remove_left_folders(nvme_folder)
+    remove_stale_swap_folders(nvme_folder)
     free = free_bytes(nvme_folder)
     if free < wanted_bytes:
         raise Unsupported(
@@ -187,7 +187,7 @@ def swap_folder(nvme_folder: Path) -> Iterator[Path]:
     """Yield a new folder, this process's own until it ends."""
     nvme_folder = nvme_folder.resolve()
     nvme_folder.mkdir(parents=True, exist_ok=True)
-    remove_left_folders(nvme_folder)
+    remove_stale_swap_folders(nvme_folder)
     folder = Path(tempfile.mkdtemp(prefix=SWAP_PREFIX, dir=nvme_folder))
     # Locked before it has its name: every visible marker is locked.
     unnamed = folder / f"{_MARKER}.new"
@@ -198,17 +198,20 @@ def swap_folder(nvme_folder: Path) -> Iterator[Path]:
         finally:
             _remove(folder)
             # Another rank of this run may have died of the same cause, such as a full drive.
-            remove_left_folders(nvme_folder)
+            remove_stale_swap_folders(nvme_folder)
 
 
-def remove_left_folders(nvme_folder: Path) -> None:
+def remove_stale_swap_folders(nvme_folder: Path) -> None:
     """Remove the files of killed processes, which are as large as the model."""
     for folder in nvme_folder.glob(f"{SWAP_PREFIX}*"):
         marker = folder / _MARKER
         # On a shared drive, only its own machine may see a lock.
-        if folder.is_symlink() or read_holder(marker).get("host") != HOST:
+        if folder.is_symlink() or read_lock_owner(marker).get("host") != HOST:
             continue
-        with contextlib.suppress(Held, OSError), FileLock(marker, f"{folder} is in use", create=False, patience_s=0):
+        with (
+            contextlib.suppress(LockHeldError, OSError),
+            FileLock(marker, f"{folder} is in use", create=False, patience_s=0),
+        ):
             _remove(folder)
 
 

@@ -26,7 +26,7 @@ GIB, MIB = 2**30, 2**20
 # Interpreter, torch, DeepSpeed and their libraries, of each process that has a GPU.
 LIBRARIES_BYTES = 1.2 * GIB
 # Smaller blocks stay with the C library of a process when they are freed (glibc's largest threshold of mmap).
-LARGEST_KEPT_BYTES = 32 * MIB
+MALLOC_MMAP_THRESHOLD_MAX_BYTES = 32 * MIB
 _MLOCK_ONFAULT = 1
 _FP32_BYTES = 4
 
@@ -154,7 +154,7 @@ def can_lock(size: int) -> bool:
     return not refused
 
 
-def locked_bytes(strategy: Strategy) -> int:
+def required_pinned_bytes(strategy: Strategy) -> int:
     """Bytes that DeepSpeed locks for NVMe on each rank before it trains: buffers for fp32 parameters, or few."""
     if strategy.swap_buffers is not None:
         return math.prod(strategy.swap_buffers) * _FP32_BYTES

@@ -20,8 +20,8 @@ from typing import Any
 
 from study.config.errors import Unsupported, UserError
 from study.config.strategies import STRATEGY_NAMES, Strategy, read_strategy
-from study.host.box import cpu_info, own_build_folder
-from study.host.folders import COMPILES, cache_directory, refuse_unwritable
+from study.host.folders import COMPILES, cache_directory, check_writable
+from study.host.machine import cpu_info, operator_build_folder
 from study.records.directory import read_json, write_json
 from study.records.schema import RecordError
 
@@ -40,12 +40,12 @@ def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] 
     import torch
 
     started = time.perf_counter()
-    use_own_build(cache)
+    configure_build_environment(cache)
     _cache_cpu_info(cache)
     if strategy.uses_nvme and torch.cuda.is_available():
         # torch may have asked NVML alone whether there is a GPU.
         torch.cuda.init()
-        name_for_the_linker(cache / "operators" / "loaded", ("libcuda", "libcudart"))
+        symlink_loaded_libraries(cache / "operators" / "loaded", ("libcuda", "libcudart"))
     needed = builders(strategy)
     # Before any of them is compiled, which takes minutes.
     for builder in needed:
@@ -117,15 +117,15 @@ def is_built(builder: Any) -> bool:
     return installed_ops.get(builder.name, False) or (build_folder(builder.name) / f"{builder.name}.so").exists()
 
 
-def use_own_build(cache: Path) -> None:
+def configure_build_environment(cache: Path) -> None:
     """Use this installation's folder and ninja: two installations with one folder rebuild it in turns."""
-    folder = os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_build_folder(cache)))
-    refuse_unwritable(Path(folder), f"TORCH_EXTENSIONS_DIR {folder}", "unset it, or name a folder that you may write")
+    folder = os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(operator_build_folder(cache)))
+    check_writable(Path(folder), f"TORCH_EXTENSIONS_DIR {folder}", "unset it, or name a folder that you may write")
     # The environment may not be on PATH. Another version of ninja would rebuild everything.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def name_for_the_linker(folder: Path, names: Sequence[str]) -> None:
+def symlink_loaded_libraries(folder: Path, names: Sequence[str]) -> None:
     """Let a linker find libraries that this process has loaded by their plain names, after all other places.
 
     DeepSpeed links its asynchronous I/O with the driver's library and CUDA's, which a box without the toolkit has as
@@ -235,7 +235,7 @@ def _clear_dead_build(folder: Path) -> None:
 def main(names: Sequence[str] = STRATEGY_NAMES) -> None:
     """Build all operators of the strategies, so that no run's start-up includes it."""
     for name in names:
-        if read_strategy(name).uses_nvme and not libaio_is_there():
+        if read_strategy(name).uses_nvme and not is_libaio_installed():
             continue
         try:
             seconds = build_operators(read_strategy(name), cache_directory())
@@ -248,7 +248,7 @@ def main(names: Sequence[str] = STRATEGY_NAMES) -> None:
             print(f"{name}: operators built in {seconds:.0f} s")
 
 
-def libaio_is_there() -> bool:
+def is_libaio_installed() -> bool:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible(verbose=False))

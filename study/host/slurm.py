@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from study.config.errors import UserError
-from study.host.box import Box, cpu_info, gpu_names, own_build_folder, this_box
 from study.host.folders import cache_directory
+from study.host.machine import Machine, cpu_info, detect_machine, gpu_names, operator_build_folder
 from study.host.memory import available_cores
 
 _ASK_S = 60
@@ -34,7 +34,7 @@ class Job:
     # Of the smallest node.
     cores_per_node: int
 
-    def step(self, nodes: int) -> list[str]:
+    def srun_command(self, nodes: int) -> list[str]:
         """Return `srun` for one task on each of the job's first nodes, with all of the job's resources there."""
         return [
             "srun", f"--nodelist={','.join(self.nodes[:nodes])}", f"--nodes={nodes}", f"--ntasks={nodes}",
@@ -45,7 +45,7 @@ class Job:
         ]  # fmt: skip
 
 
-def this_job(environment: Mapping[str, str] = os.environ) -> Job | None:
+def current_job(environment: Mapping[str, str] = os.environ) -> Job | None:
     """Return the job; None outside of one, and in a job of one node on that node, which does not need Slurm."""
     id, listed = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not id or not listed or listed == environment.get("SLURMD_NODENAME"):
@@ -68,7 +68,7 @@ def is_array_task() -> bool:
     return "SLURM_ARRAY_JOB_ID" in os.environ
 
 
-def refuse_to_be_one_of_many_tasks() -> None:
+def check_single_slurm_task() -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "SLURM_STEP_ID" in os.environ:
         raise UserError(
@@ -83,7 +83,7 @@ def _hostnames(listed: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def address_of(node: str) -> str:
+def node_address(node: str) -> str:
     """Return Slurm's address of a node: not every cluster's names are known to a resolver."""
     found = re.search(r"\bNodeAddr=(\S+)", _answer("scontrol", "show", "node", node))
     return found[1] if found else node
@@ -103,7 +103,7 @@ def _run_on_nodes(job: Job, command: Sequence[str], timeout_s: float) -> str:
     """Return the output of a short command on all nodes; a failure is refused with the node's own words."""
     try:
         answer = subprocess.run(
-            [*job.step(len(job.nodes)), *command],
+            [*job.srun_command(len(job.nodes)), *command],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -137,27 +137,27 @@ class Node:
     cores: int
     cpu: str
     # Those of the given folders that it sees.
-    sees: list[str]
+    paths: list[str]
     cache: str
     operators: list[str]
     weights: list[str]
     networks: list[str]
 
 
-def allocated_box() -> Box:
+def job_resources() -> Machine:
     """All nodes of the job, or this machine. Each node counts as the smallest: a run uses the same on all."""
-    if (job := this_job()) is None:
-        return this_box()
-    nodes = ask_nodes(job)
+    if (job := current_job()) is None:
+        return detect_machine()
+    nodes = query_nodes(job)
     fewest = min(len(node.gpu_memory_gib) for node in nodes)
     gpus = tuple(size for node in nodes for size in node.gpu_memory_gib[:fewest])
-    return Box(gpus, min(node.host_memory_gib for node in nodes), len(nodes))
+    return Machine(gpus, min(node.host_memory_gib for node in nodes), len(nodes))
 
 
-def refuse_unshared(job: Job, folder: Path) -> None:
+def check_shared_folder(job: Job, folder: Path) -> None:
     """Refuse a folder that not all nodes see; tried with a file of a new name."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".zero-study-nodes-") as file:
-        blind = [node.name for node in ask_nodes(job, (file.name,)) if not node.sees]
+        blind = [node.name for node in query_nodes(job, (file.name,)) if not node.paths]
     if blind:
         raise UserError(
             f"{', '.join(blind)} does not see {folder}, where the records are kept",
@@ -166,7 +166,7 @@ def refuse_unshared(job: Job, folder: Path) -> None:
 
 
 @functools.cache
-def ask_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
+def query_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
     printed = _run_on_nodes(job, [sys.executable, "-m", "study.host.slurm", *folders], _PATIENCE_S)
     said: dict[int, str] = {}
     for place, part in re.findall(rf"^{_MARK}(\d+) (.*)$", printed, re.MULTILINE):
@@ -176,7 +176,7 @@ def ask_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
 
 def describe_node(folders: list[str]) -> None:
     """Print this node in short lines: srun mixes those of two nodes if they are longer than 1024 characters."""
-    box, cache = this_box(), cache_directory()
+    box, cache = detect_machine(), cache_directory()
     node = Node(
         place=int(os.environ.get("SLURM_NODEID", "0")),
         name=os.environ.get("SLURMD_NODENAME", platform.node()),
@@ -185,9 +185,9 @@ def describe_node(folders: list[str]) -> None:
         host_memory_gib=box.host_memory_gib,
         cores=available_cores(),
         cpu=cpu_info().get("model name", platform.machine()),
-        sees=[folder for folder in folders if Path(folder).exists()],
+        paths=[folder for folder in folders if Path(folder).exists()],
         cache=str(cache),
-        operators=sorted(file.stem for file in own_build_folder(cache).glob("*/*.so")),
+        operators=sorted(file.stem for file in operator_build_folder(cache).glob("*/*.so")),
         weights=sorted(file.parent.name for file in (cache / "initial_weights").glob("*/initial_weights.json")),
         networks=networks(),
     )

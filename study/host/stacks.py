@@ -24,8 +24,8 @@ from typing import Any
 from study.config.errors import Unsupported, UserError
 from study.config.strategies import REPOSITORY, Strategy
 from study.config.yaml_sections import Section, as_section, read_document
-from study.host.box import own_build_folder
 from study.host.folders import cache_directory
+from study.host.machine import operator_build_folder
 from study.records.directory import read_json
 from study.records.schema import RecordError
 
@@ -46,7 +46,7 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def is_since(name: str, release: str) -> bool:
+def is_at_least(name: str, release: str) -> bool:
     """Whether the installed release of a package is at least this one."""
     from packaging.version import Version
 
@@ -66,7 +66,7 @@ def pair_fix() -> str:
     return f"{install} accelerate=={accelerate} deepspeed=={deepspeed}"
 
 
-def refuse_unverified_pair(strategy: Strategy) -> None:
+def check_verified_pair(strategy: Strategy) -> None:
     if strategy.deepspeed is None or os.environ.get(UNVERIFIED_VARIABLE) == "1":
         return
     if pair := unverified_pair():
@@ -82,9 +82,9 @@ STACK_VARIABLE = "ZERO_STUDY_STACK"
 # Written to a layer's folder when it is complete: what pip installed there, and from which archives.
 LAYER_FILE = "layer.json"
 # Suffix of a stack with more than DeepSpeed from the time of its release.
-THEN = "-then"
+THEN_SUFFIX = "-then"
 PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
-_MOST = 1000
+_MAX_VALUES = 1000
 _VERSION = re.compile(r"\d+(\.\d+)+")
 
 
@@ -99,13 +99,13 @@ class Stack:
     def layers(self) -> list[str]:
         return [f"{package}-{version}" for package, version in self.releases.items()]
 
-    def why_not(self) -> str | None:
+    def install_error(self) -> str | None:
         """Return pip's message if it could not install a layer; refuse a stack that was not prepared yet."""
         states = {layer: layer_state(cache_directory(), layer) for layer in self.layers}
         for layer, state in states.items():
             if state.problem:
                 return f"{layer} is not installable: {state.problem}"
-        if missing := [layer for layer, state in states.items() if not state.is_there]:
+        if missing := [layer for layer, state in states.items() if not state.is_installed]:
             raise UserError(f"the stack {self.name} lacks {', '.join(missing)}", "run: study prepare releases")
         return None
 
@@ -117,7 +117,7 @@ class Stack:
         return {
             "PYTHONPATH": os.pathsep.join([*folders, str(REPOSITORY), *filter(None, [inherited.get("PYTHONPATH")])]),
             # Operators are compiled against one torch from one release's sources.
-            "TORCH_EXTENSIONS_DIR": str(own_build_folder(cache, self.name)),
+            "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache, self.name)),
             STACK_VARIABLE: self.name,
             UNVERIFIED_VARIABLE: "1",
         }
@@ -131,7 +131,7 @@ class LayerState:
     problem: str | None = None
 
     @property
-    def is_there(self) -> bool:
+    def is_installed(self) -> bool:
         return self.sha256 is not None
 
 
@@ -150,18 +150,18 @@ def layer_folder(cache: Path, layer: str) -> Path:
 @functools.cache
 def stacks() -> dict[str, Stack]:
     """Stacks by name. `today` stacks differ from the installation in DeepSpeed alone; `then` stacks in more."""
-    top = as_section(read_document(STACK_FILE, Section, _MOST), str(STACK_FILE), ("today", "then"), Section)
-    top.need("today", "then")
+    top = as_section(read_document(STACK_FILE, Section, _MAX_VALUES), str(STACK_FILE), ("today", "then"), Section)
+    top.require_keys("today", "then")
     found = {}
     if not isinstance(top["today"], list):
         raise top.refusal("today", "is not a list", "list releases of DeepSpeed")
     for release in top["today"]:
         found[_version(top, "today", release)] = Stack(release, {"deepspeed": release})
-    then = as_section(top["then"], top.place_of("then"), list(top["then"]), Section)
+    then = as_section(top["then"], top.key_place("then"), list(top["then"]), Section)
     for deepspeed in then:
-        others = as_section(then[deepspeed], then.place_of(deepspeed), PACKAGES[1:], Section)
+        others = as_section(then[deepspeed], then.key_place(deepspeed), PACKAGES[1:], Section)
         own = {package: _version(others, package, version) for package, version in others.items()}
-        name = f"{_version(then, deepspeed, deepspeed)}{THEN}"
+        name = f"{_version(then, deepspeed, deepspeed)}{THEN_SUFFIX}"
         found[name] = Stack(name, {"deepspeed": deepspeed, **own})
     return found
 
@@ -172,7 +172,7 @@ def _version(section: Section, key: str, version: Any) -> str:
     return version
 
 
-def release_order(name: str) -> tuple[int, ...]:
+def release_key(name: str) -> tuple[int, ...]:
     """Return the sort key of a release or of a stack's name."""
     return tuple(map(int, re.findall(r"\d+", name)))
 
@@ -187,7 +187,7 @@ def describe_stack() -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Disable garbage collection, which would walk the million objects of imports and free none."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -214,7 +214,7 @@ def import_libraries(strategy: Strategy) -> None:
     # transformers imports it, and it fails with another torch than its own: a notebook's remains when torch is
     # replaced. No model of text uses it.
     sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
-    with importing():
+    with without_gc():
         for library in ("accelerate", "transformers.modeling_utils", "transformers.generation"):
             importlib.import_module(library)
         if strategy.deepspeed is not None:

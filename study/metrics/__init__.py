@@ -7,7 +7,7 @@ for step in ...:
     with meters.step(step):
         ...forward, backward, optimizer step...
     rows = meters.flush()
-    with meters.interruption("eval"):
+    with meters.untimed_phase("eval"):
         ...
 meters.finish()
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from study.metrics.clock import LEAST_WARMUP_STEPS, EnergyMeter, HostCost, StepClock, step_time_statistics
+from study.metrics.clock import MIN_WARMUP_STEPS, EnergyMeter, MeasurementOverhead, StepClock, step_time_statistics
 from study.metrics.inventory import ForwardWatch
 from study.metrics.memory import MemoryMeter, Phase
 from study.metrics.profiling import PROFILER_WARMUP_STEPS, StepProfiler
@@ -39,13 +39,13 @@ class Meters:
         self,
         device: torch.device,
         watched_step: int | None,
-        warmup_steps: int = LEAST_WARMUP_STEPS,
+        warmup_steps: int = MIN_WARMUP_STEPS,
         profiled_steps: range = range(0),
         records_profile: bool = False,
         ranks_per_machine: int | None = None,
     ) -> None:
         self.ranks_per_machine = ranks_per_machine
-        self.cost = HostCost()
+        self.cost = MeasurementOverhead()
         self._device = device
         self.energy = EnergyMeter(device)
         self.memory = MemoryMeter(device, self.cost)
@@ -108,7 +108,7 @@ class Meters:
                 self.profiler.stop()
 
     @contextlib.contextmanager
-    def interruption(self, phase: Phase) -> Iterator[None]:
+    def untimed_phase(self, phase: Phase) -> Iterator[None]:
         """Wrap what is not a training step: its time is in no step, and its memory in a phase of its own."""
         self.clock.pause()
         with self.memory.phase(phase):

@@ -15,17 +15,17 @@ import torch
 
 # In 26 laptop runs of 40 steps the first ones took 54, 27, 1, -, 4 and 2 % longer than later ones (the fourth was
 # watched), and from the seventh on no longer; the step after the evaluation took 12 % longer (medians over the runs).
-_WARMUP_SHARE, LEAST_WARMUP_STEPS, _MOST_WARMUP_STEPS = 5, 3, 10
+_WARMUP_DIVISOR, MIN_WARMUP_STEPS, _MAX_WARMUP_STEPS = 5, 3, 10
 # Where evaluations are closer than that, the step after one counts: otherwise too few would.
 STEPS_BETWEEN_EVALUATIONS = 5
 
 
 def warmup_steps(steps: int) -> int:
     """Return the number of warm-up steps: a fifth, within limits that leave short runs some steps to count."""
-    return min(max(LEAST_WARMUP_STEPS, steps // _WARMUP_SHARE), _MOST_WARMUP_STEPS)
+    return min(max(MIN_WARMUP_STEPS, steps // _WARMUP_DIVISOR), _MAX_WARMUP_STEPS)
 
 
-class HostCost:
+class MeasurementOverhead:
     """Seconds that the host spent measuring inside steps. Every meter works under `with cost:`, and never nested."""
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class StepClock:
     def __init__(
         self,
         device: torch.device,
-        warmup_steps: int = LEAST_WARMUP_STEPS,
-        cost: HostCost | None = None,
+        warmup_steps: int = MIN_WARMUP_STEPS,
+        cost: MeasurementOverhead | None = None,
         on_segment: Callable[[bool, bool], None] = lambda counted, opened: None,
     ) -> None:
         self.device = device
-        self.cost = cost or HostCost()
+        self.cost = cost or MeasurementOverhead()
         self.window_s = 0.0
         self.window_steps = 0
         self.counted_step_times: list[float] = []
@@ -152,10 +152,10 @@ def step_time_statistics(times: Sequence[float]) -> dict[str, float | None]:
 def nvml_handle(device: torch.device) -> Any | None:
     """Return the driver's handle of this GPU, whatever CUDA_VISIBLE_DEVICES hides or reorders; None without one."""
     # The UUID names the card (or the MIG slice) itself; an index would have to be translated.
-    return handle_of(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+    return find_nvml_handle(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
 
 
-def handle_of(uuid: str) -> Any | None:
+def find_nvml_handle(uuid: str) -> Any | None:
     import pynvml
 
     try:

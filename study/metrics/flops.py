@@ -16,12 +16,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from study.config.flags import RunConfig
-from study.host.stacks import is_since
+from study.host.stacks import is_at_least
 
 if TYPE_CHECKING:
     import torch
 
-SECONDS_PER_PRECISION = 0.5
+TIME_PER_PRECISION_S = 0.5
 # Large enough to keep a GPU busy; on a CPU, small enough to be quick.
 _SIZE = {"cuda": 8192, "cpu": 1024}
 
@@ -46,7 +46,7 @@ def model_flops_per_sample(config: RunConfig) -> int:
         one_class = torch.zeros(1, dtype=torch.long)
         # A mask of this shape is used as it is; any other makes transformers look for padding in values meta lacks.
         # Releases before 4.56 cannot take such a mask for every model, and make their own without looking.
-        is_taken = is_since("transformers", "4.56")
+        is_taken = is_at_least("transformers", "4.56")
         mask = torch.zeros(1, 1, config.seq_length, config.seq_length) if is_taken else None
     labels = tokens if FAMILY_OF_TASK[config.task] == "causal-lm" else one_class
     with FlopCounterMode(display=False) as counter:
@@ -55,7 +55,7 @@ def model_flops_per_sample(config: RunConfig) -> int:
     return counter.get_total_flops()
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = SECONDS_PER_PRECISION) -> float:
+def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = TIME_PER_PRECISION_S) -> float:
     """Return the median rate of square products, with torch's current settings."""
     import torch
     from torch.utils.benchmark import Timer
@@ -67,7 +67,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: 
     return float(2 * size**3 / timer.blocked_autorange(min_run_time=seconds).median / 1e12)
 
 
-def measure_matmul_rates(seconds: float = SECONDS_PER_PRECISION) -> dict[str, Any]:
+def measure_matmul_rates(seconds: float = TIME_PER_PRECISION_S) -> dict[str, Any]:
     import torch
 
     # NVIDIA's containers turn TF32 on by an environment variable, and a run here turns it off (study/engine/setup.py).

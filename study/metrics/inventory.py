@@ -134,7 +134,7 @@ class Inventory:
 
     def note_bucketed(self, parameters: list[nn.Parameter]) -> None:
         """Count whole gradients that wait in the bucket for their reduction. Call when only the bucket is claimed."""
-        grads = tensors_in([gradients_of(parameter) for parameter in parameters])
+        grads = tensors_in([find_gradients(parameter) for parameter in parameters])
         waiting = [grad for grad in grads if grad.untyped_storage().data_ptr() in self._claimed]
         self.grads_in_bucket_bytes = sum(grad.numel() * grad.element_size() for grad in waiting)
 
@@ -201,5 +201,5 @@ def _cover(spans: list[tuple[int, int]], start: int, end: int) -> tuple[list[tup
     return [span for span in spans if span not in touching] + [merged], end - start - known
 
 
-def gradients_of(parameter: nn.Parameter) -> list[torch.Tensor | None]:
+def find_gradients(parameter: nn.Parameter) -> list[torch.Tensor | None]:
     return [parameter.grad, getattr(parameter, "grad_accum", None)]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from study.metrics.clock import HostCost, nvml_handle
+from study.metrics.clock import MeasurementOverhead, nvml_handle
 
 Phase = Literal["init", "load", "first_step", "steady", "eval", "save"]
 
@@ -24,9 +24,9 @@ Phase = Literal["init", "load", "first_step", "steady", "eval", "save"]
 class MemoryMeter:
     """Peaks in bytes by phase. A phase may be entered again: its peak is the largest of all its turns."""
 
-    def __init__(self, device: torch.device, cost: HostCost | None = None) -> None:
+    def __init__(self, device: torch.device, cost: MeasurementOverhead | None = None) -> None:
         self.device = device
-        self.cost = cost or HostCost()
+        self.cost = cost or MeasurementOverhead()
         self._nvml = nvml_handle(device)
         self._host = _HostPeak()
         self._peaks: dict[str, dict[str, int | None]] = {}

@@ -111,8 +111,8 @@ def categorize(name: str, callers: Sequence[str] = ()) -> str:
 COUNTED_STEPS = 3
 # The profiler's own warm-up: its hooks into the driver are slow at first.
 PROFILER_WARMUP_STEPS = 1
-TOP = 25
-NAME_LETTERS = 200
+MAX_TOP_KERNELS = 25
+MAX_NAME_LENGTH = 200
 _RANGE = "zero-study: profiled steps"
 _OPTIMIZER_RANGE = "Optimizer.step#"
 # Calls into the CUDA runtime and driver are among the operators of a trace.
@@ -186,12 +186,12 @@ class Span:
     parent: Span | None = None
     # An annotation only names the work inside it.
     is_work: bool = True
-    inside: int = 0
+    child_ns: int = 0
 
     @property
     def self_time(self) -> int:
         """Time without that of the operators that it calls."""
-        return self.end - self.start - self.inside
+        return self.end - self.start - self.child_ns
 
     def callers(self) -> Iterator[Span]:
         """Yield the spans around this one, the innermost first."""
@@ -269,7 +269,7 @@ def _nest(spans: list[Span]) -> None:
             span.parent = open_spans[-1]
             span.end = min(span.end, span.parent.end)
         if span.is_work and (caller := next((each for each in span.callers() if each.is_work), None)):
-            caller.inside += span.end - span.start
+            caller.child_ns += span.end - span.start
         open_spans.append(span)
 
 
@@ -284,11 +284,11 @@ def _document(work: Sequence[Span], wall: int, steps: range, device: str) -> dic
     totals: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for span in work:
         kind = categorize(span.name, [caller.name for caller in span.callers()])
-        name = "".join(letter if letter.isprintable() else " " for letter in span.name)[:NAME_LETTERS]
+        name = "".join(letter if letter.isprintable() else " " for letter in span.name)[:MAX_NAME_LENGTH]
         categories[kind] += span.self_time
         totals[name, kind][0] += 1
         totals[name, kind][1] += span.self_time
-    largest = sorted(totals.items(), key=lambda item: (-item[1][1], item[0]))[:TOP]
+    largest = sorted(totals.items(), key=lambda item: (-item[1][1], item[0]))[:MAX_TOP_KERNELS]
     return {
         "device": device,
         "steps": list(steps),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from study.host.stacks import unverified_pair
-from study.metrics.inventory import Inventory, fsdp_groups, gradients_of, tensors_in
+from study.metrics.inventory import Inventory, find_gradients, fsdp_groups, tensors_in
 from study.records.schema import STATE_KINDS, STATE_PLACES
 
 
@@ -188,7 +188,7 @@ def _claim_zero12(inventory: Inventory, engine: Any) -> None:
     partition_grads = [partition.grad for partition in zero.single_partition_of_fp32_groups]
     inventory.claim("grads", "fp32_partition_gradient", partition_grads, offloaded)
     inventory.claim("grads", "averaged_gradients", zero.averaged_gradients)
-    inventory.claim("grads", "gradients", [gradients_of(parameter) for parameter in parameters])
+    inventory.claim("grads", "gradients", [find_gradients(parameter) for parameter in parameters])
     inventory.claim("grads", "accumulated_on_host", getattr(zero, "accumulated_grads_in_cpu", None), offloaded)
     for name in ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload"):
         inventory.claim("buffers", name, getattr(zero, name, None), offloaded)
@@ -253,7 +253,7 @@ def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:
     inventory.claim("params", "parameters", parameters)
     for name in ("fp16_groups_flat", "bf16_groups_flat"):
         inventory.claim("params", "flat_groups", getattr(wrapper, name, None))
-    inventory.claim("grads", "gradients", [gradients_of(parameter) for parameter in parameters])
+    inventory.claim("grads", "gradients", [find_gradients(parameter) for parameter in parameters])
     for name in ("fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"):
         inventory.claim("grads", name, getattr(wrapper, name, None))
     masters = [

@@ -109,9 +109,9 @@ class TrafficWatch(TorchDispatchMode):
         collective = self.collectives[kind]
         collective.calls += 1
         collective.payload_bytes += count
-        ranks = _ranks_of(group)
+        ranks = _group_ranks(group)
         if kind == "all_to_all":
-            ring = gloo = _sent_to_others(arguments, ranks)
+            ring = gloo = _all_to_all_bytes(arguments, ranks)
         else:
             ring, gloo = _ring_bytes(kind, count, len(ranks)), _gloo_bytes(kind, count, len(ranks))
         collective.wire_bytes_per_rank += ring
@@ -154,7 +154,7 @@ def _gloo_bytes(kind: str, size: int, ranks: int) -> float:
     return _ring_bytes(kind, size, ranks)
 
 
-def _sent_to_others(arguments: dict[str, Any], ranks: list[int]) -> float:
+def _all_to_all_bytes(arguments: dict[str, Any], ranks: list[int]) -> float:
     """Return the bytes of an all-to-all's input that are addressed to other ranks."""
     own = ranks.index(dist.get_rank())
     if "input_tensors" in arguments:
@@ -166,7 +166,7 @@ def _sent_to_others(arguments: dict[str, Any], ranks: list[int]) -> float:
     return tensor.numel() * tensor.element_size() * (1 - kept)
 
 
-def _ranks_of(group: Any) -> list[int]:
+def _group_ranks(group: Any) -> list[int]:
     """Resolve the group: c10d operators have it boxed, functional ones its name."""
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)

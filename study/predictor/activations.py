@@ -16,7 +16,7 @@ from study.predictor.shape import INFIX, ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class MatMul:
     """One matrix product of the forward pass: (tokens, inner) times (inner, out), `count` times in the model."""
 
     inner: int
@@ -25,26 +25,26 @@ class Product:
     in_layer: bool = True
 
 
-def products(shape: ModelShape) -> tuple[Product, ...]:
+def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
     """Return the matrix products of the base model, without adapters."""
     query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     ups = 2 if shape.gated else 1
     # Queries, keys and values count as one product, as in GPT-2; the FLOPs are the same.
     matmuls = [
-        Product(shape.hidden, query + 2 * key_value, shape.layers),
-        Product(query, shape.hidden, shape.layers),
-        Product(shape.hidden, shape.inner, ups * shape.layers),
-        Product(shape.inner, shape.hidden, shape.layers),
+        MatMul(shape.hidden, query + 2 * key_value, shape.layers),
+        MatMul(query, shape.hidden, shape.layers),
+        MatMul(shape.hidden, shape.inner, ups * shape.layers),
+        MatMul(shape.inner, shape.hidden, shape.layers),
     ]
     if shape.family == "causal-lm":
-        matmuls.append(Product(shape.hidden, shape.vocabulary, 1, in_layer=False))
+        matmuls.append(MatMul(shape.hidden, shape.vocabulary, 1, in_layer=False))
     return tuple(matmuls)
 
 
-def adapter_products(shape: ModelShape) -> tuple[Product, ...]:
+def adapter_products(shape: ModelShape) -> tuple[MatMul, ...]:
     """Return the matrix products of the LoRA adapters: two per adapted product of a layer."""
     matrices = [matrix for matrix in shape.tensors if matrix.in_layer and INFIX in matrix.name]
-    return tuple(Product(matrix.elements // matrix.rows, matrix.rows, matrix.count) for matrix in matrices)
+    return tuple(MatMul(matrix.elements // matrix.rows, matrix.rows, matrix.count) for matrix in matrices)
 
 
 def head_flops(shape: ModelShape) -> int:
@@ -61,7 +61,7 @@ def forward_flops(shape: ModelShape, length: int, in_layers_only: bool = False) 
     """FLOPs of the forward pass for one sequence."""
     product_flops = sum(
         2 * length * product.inner * product.out * product.count
-        for product in (*products(shape), *adapter_products(shape))
+        for product in (*matmuls(shape), *adapter_products(shape))
         if product.in_layer or not in_layers_only
     )
     return product_flops + attention_flops(shape, length) + (0 if in_layers_only else head_flops(shape))
@@ -72,7 +72,7 @@ def model_flops(request: Request) -> int:
     shape, length = request.shape, request.sequence_length
     flops = 3 * forward_flops(shape, length)
     if shape.lora_rank:
-        flops -= sum(2 * length * product.inner * product.out * product.count for product in products(shape))
+        flops -= sum(2 * length * product.inner * product.out * product.count for product in matmuls(shape))
     return flops * request.micro_batch * request.accumulation
 
 
@@ -127,7 +127,7 @@ def _mode(request: Request) -> str:
     return "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
 
 
-def activations_of(request: Request) -> Activations:
+def predict_activations(request: Request) -> Activations:
     """Return the activation memory of one micro-batch of the request."""
     shape, family, mode, fused = request.shape, request.shape.table, _mode(request), is_fused(request)
     tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
@@ -141,7 +141,7 @@ def activations_of(request: Request) -> Activations:
     }[mode]  # fmt: skip
     stream = 4 if mode == "autocast" else width
     query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
-    on_cuda = mode == "autocast" and not request.box.in_host_memory
+    on_cuda = mode == "autocast" and not request.box.is_cpu_only
     inner = saved.inner + (family.inner_on_cuda if on_cuda else 0.0)
     per_token = 4 * wide * shape.hidden + width * (
         narrow * shape.hidden + inner * shape.inner + saved.query * query + saved.key * key
@@ -185,7 +185,7 @@ def activations_of(request: Request) -> Activations:
         layer=tokens * per_token + scores,
         scores=scores,
         checkpoint=tokens * shape.hidden * stream
-        + (_kept_products(request, tokens, width) if request.keeps_products else 0),
+        + (_kept_products(request, tokens, width) if request.saves_matmul_outputs else 0),
         outside=tokens * shape.hidden * outside + masks + tokens * adapted_outside,
         layer_forward=max(
             tokens * (width * (2 * shape.inner + shape.hidden) + widened), family.scores_forward * largest_scores

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from study.predictor.request import FP32_BYTES, Request, same_for_any_micro_batch
+from study.predictor.request import FP32_BYTES, Request, cache_by_request
 from study.predictor.shape import BEFORE, ModelShape, Parameter
-from study.predictor.state import accumulated_bytes, flat_elements, own_shards, shard_elements, sub_groups
+from study.predictor.state import accumulated_bytes, flat_elements, rank0_shards, shard_elements, sub_groups
 
 # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements that stage 0 reduces in one call.
 STAGE0_BUCKET = 500_000_000
@@ -34,14 +34,14 @@ class Snapshot(NamedTuple):
     arrival: bool = False
 
 
-def snapshots_of(request: Request) -> list[Snapshot]:
+def gradient_snapshots(request: Request) -> list[Snapshot]:
     """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
     # Gradient checkpointing does not change the order of gradients.
-    return _snapshots_of(dataclasses.replace(request, gradient_checkpointing=False))
+    return _gradient_snapshots(dataclasses.replace(request, gradient_checkpointing=False))
 
 
-@same_for_any_micro_batch
-def _snapshots_of(request: Request) -> list[Snapshot]:
+@cache_by_request
+def _gradient_snapshots(request: Request) -> list[Snapshot]:
     stage = request.strategy.zero_stage
     if request.strategy.is_fsdp:
         return list(_fsdp(request))
@@ -105,7 +105,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     shard = request.shape.trained_parameters / ranks
     accumulated = accumulated_bytes(request)
     grads = accumulated
-    copies = 1 if request.box.gathers_into_copies else 0
+    copies = 1 if request.box.gloo_copies_gathers else 0
     tied_head = request.shape.params[0].elements if has_tied_gradients(request.shape) else 0
     # Reduce-scatter input of the previous layer, freed after this layer's reduction.
     reducing, last_layer = 0.0, sizes[request.shape.layers - 1]
@@ -166,11 +166,11 @@ class _Bucket:
         self.written = 0
         self.filled = self.waiting = self.count = 0
         self.copies = 2 if settings.overlaps and settings.stage < 3 else 1
-        self.lazily = request.box.in_host_memory
+        self.lazily = request.box.is_cpu_only
         self.is_alone = request.box.ranks == 1
         # With an offloaded optimizer the norm of each gradient is computed when it is copied out of the bucket.
         copied_out = settings.optimizer is not None and settings.stage < 3
-        self.own = dict(own_shards(request)) if copied_out else {}
+        self.own = dict(rank0_shards(request)) if copied_out else {}
         self.norm = 0
 
     def is_full_with(self, param: Parameter) -> bool:
@@ -202,7 +202,7 @@ class _Bucket:
         return float(max(self.filled * self.width if flattens else 0, self.norm))
 
 
-@same_for_any_micro_batch
+@cache_by_request
 def standing_bucket(request: Request) -> float:
     """Return the bytes of stage 3's bucket, which exists from the start."""
     bucket = _Bucket(request, request.weight_bytes)
@@ -225,7 +225,7 @@ def _stage1(request: Request) -> Iterator[Snapshot]:
         grads += param.elements * width
         gradient_bytes = float(total * width) + param.elements * weight if request.accumulation > 1 else grads
         yield Snapshot(param.place, gradient_bytes, bucket.bytes + staging, param=param, arrival=True)
-    local_params, moved, gradient_bytes, in_bucket = {param for param, _ in own_shards(request)}, 0, 0.0, 0
+    local_params, moved, gradient_bytes, in_bucket = {param for param, _ in rank0_shards(request)}, 0, 0.0, 0
     # Elements of this rank's gradients larger than the bucket: freed after the copy. Those of other ranks stay.
     local_large = 0
 
@@ -255,7 +255,7 @@ def _stage2(request: Request) -> Iterator[Snapshot]:
     """Snapshots of stage 2: gradients are reduced bucket by bucket during the backward pass."""
     settings = request.settings
     weight, offloaded = request.weight_bytes, settings.optimizer is not None
-    local_params = {param for param, _ in own_shards(request)}
+    local_params = {param for param, _ in rank0_shards(request)}
     # Gradients of this rank are copied out of the bucket into one tensor, the last parameter's unpartitioned.
     local_bytes = 0.0 if offloaded else float(sum(param.elements for param in local_params) * weight)
     staging = request.shape.largest_trained * weight if offloaded else 0
@@ -287,12 +287,12 @@ def _flat_step(request: Request, grads: float, staging: float) -> Iterator[Snaps
     shard = elements // request.box.ranks
     if request.settings.optimizer is None:
         masters = shard * stepped if stepped != weight else 0
-        largest = min(shard, max(param.elements for param, _ in own_shards(request)))
+        largest = min(shard, max(param.elements for param, _ in rank0_shards(request)))
         yield Snapshot(BEFORE, grads, float(largest * NORM_BYTES), step=True)
         yield Snapshot(BEFORE, grads, float(shard * weight + masters), step=True)
         if request.step_copies:
             yield Snapshot(BEFORE, 0.0, masters + float(request.step_copies * stepped * shard), step=True)
-    if request.box.gathers_into_copies and request.box.ranks > 1:
+    if request.box.gloo_copies_gathers and request.box.ranks > 1:
         yield Snapshot(BEFORE, 0.0, float(elements * weight) + staging, step=True)
 
 
@@ -309,7 +309,7 @@ def _stage3(request: Request) -> Iterator[Snapshot]:
     def reduced() -> float:
         """Bytes while reduce_scatter_coalesced runs: it flattens all but a single gradient that needs no padding."""
         copies = int(not (bucket.count == 1 and bucket.filled % ranks == 0))
-        copies += int(request.box.gathers_into_copies and ranks > 1)
+        copies += int(request.box.gloo_copies_gathers and ranks > 1)
         return standing + copies * bucket.filled * float(weight)
 
     for param in reversed(request.shape.trained_params):

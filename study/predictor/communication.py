@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.yaml_sections import read_own
-from study.predictor.gathers import gathers_of
+from study.config.yaml_sections import load_package_yaml
 from study.predictor.hardware import Hardware
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.state import flat_elements, persistent_params, shard_elements
+from study.predictor.zero3_gathers import simulate_gathers
 
 # Time of a collective, interpolated in measured tables: no single latency and bandwidth fits them.
 
@@ -46,7 +46,7 @@ def _within_a_node(box: Hardware, collective: Collective, payload_bytes: float) 
     tables = _tables()
     if (links := box.device.nvlink_gb_per_s or box.device.pcie_gb_per_s) is None:
         raise ValueError(f"{box.device.name} has no links in hardware.yaml")
-    if box.meets_over_pcie:
+    if box.uses_pcie_links:
         table, cards = tables["one_node"]["A100"], max(box.gpus_per_node, min(tables["pcie"]))
         return links * _interpolated(tables["pcie"], cards) * _interpolated(table, payload_bytes) / max(table.values())
     name = "H200" if (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"] else "A100"
@@ -82,28 +82,28 @@ def _interpolated(table: Mapping[float, float], payload: float) -> float:
 @functools.cache
 def _tables() -> dict[str, Any]:
     """Read collectives.yaml."""
-    return dict(read_own(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))
+    return dict(load_package_yaml(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))
 
 
 _DDP_BUCKET_BYTES = 25 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class CommunicationTime:
     """Communication seconds of an optimizer step: overlapped with compute, and exposed."""
 
     overlapped: float
     exposed: float
 
-    def __add__(self, other: Exchange) -> Exchange:
-        return Exchange(self.overlapped + other.overlapped, self.exposed + other.exposed)
+    def __add__(self, other: CommunicationTime) -> CommunicationTime:
+        return CommunicationTime(self.overlapped + other.overlapped, self.exposed + other.exposed)
 
 
-def exchange_of(request: Request, forward: float, backward: float) -> Exchange:
+def communication_time(request: Request, forward: float, backward: float) -> CommunicationTime:
     """Return communication time; `forward` and `backward` are a micro-batch's compute seconds, which can overlap it."""
     strategy, stage = request.strategy, request.strategy.zero_stage
     if request.box.ranks == 1 or strategy.name == "single":
-        return Exchange(0.0, 0.0)
+        return CommunicationTime(0.0, 0.0)
     if strategy.is_fsdp or stage == 3:
         return _sharded(request, forward, backward)
     total = request.shape.trained_parameters * request.weight_bytes
@@ -113,15 +113,15 @@ def exchange_of(request: Request, forward: float, backward: float) -> Exchange:
     settings = request.settings
     bucket = settings.reduce_bucket * request.weight_bytes
     if stage == 0:
-        return Exchange(0.0, _calls_s(request.box, "all_reduce", total, bucket))
+        return CommunicationTime(0.0, _calls_s(request.box, "all_reduce", total, bucket))
     times = request.accumulation if stage == 2 else 1
     reduced = times * _calls_s(request.box, settings.gradients_by, total, bucket)
     room = times * backward if settings.overlaps else 0.0
     # One call; DeepSpeed ignores allgather_bucket_size here.
-    return _overlap(reduced, room, 0.0) + Exchange(0.0, collective_s(request.box, "all_gather", total))
+    return _overlap(reduced, room, 0.0) + CommunicationTime(0.0, collective_s(request.box, "all_gather", total))
 
 
-def _sharded(request: Request, forward: float, backward: float) -> Exchange:
+def _sharded(request: Request, forward: float, backward: float) -> CommunicationTime:
     """Communication time of FSDP and stage 3, which gather each layer for both passes unless stage 3 still has it.
 
     hsdp gathers within a replica group, hpz after the first gather within its group.
@@ -133,7 +133,7 @@ def _sharded(request: Request, forward: float, backward: float) -> Exchange:
     inner = _within(request.box, request.ranks_per_replica)
     outer = inner if strategy.is_fsdp else request.box
     settings = None if strategy.is_fsdp else request.settings
-    second_bytes = max(0.0, gathers_of(request).elements * width - total) if settings else total
+    second_bytes = max(0.0, simulate_gathers(request).elements * width - total) if settings else total
     first, second = _calls_s(outer, "all_gather", total, chunk), _calls_s(inner, "all_gather", second_bytes, chunk)
     scattered = _calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
     groups = request.box.ranks // outer.ranks
@@ -172,13 +172,13 @@ def _calls_s(box: Hardware, collective: Collective, total: float, chunk: float) 
     return total / chunk * collective_s(box, collective, chunk) if chunk else 0.0
 
 
-def _overlap(sent: float, room: float, last: float) -> Exchange:
+def _overlap(sent: float, room: float, last: float) -> CommunicationTime:
     """Split communication time into overlapped and exposed; the last call cannot overlap."""
     hidden = max(0.0, min(sent - last, room))
-    return Exchange(hidden, sent - hidden)
+    return CommunicationTime(hidden, sent - hidden)
 
 
-def payload_of(request: Request) -> dict[str, float]:
+def predict_payload(request: Request) -> dict[str, float]:
     """Return payload bytes by collective: an all-reduce counts once, a gather its output. Norms (a few bytes) are left
     out."""
     strategy, ranks = request.strategy, request.box.ranks
@@ -204,7 +204,7 @@ def payload_of(request: Request) -> dict[str, float]:
     persistent = shard_elements(request, persistent_params(request)) * ranks
     # Persistent parameters are gathered once per step, after the optimizer's update: frozen ones as well, since a step
     # begins by freeing all of them (stage3.py, _partition_all_parameters).
-    gathered = gathers_of(request).elements * request.accumulation + persistent
+    gathered = simulate_gathers(request).elements * request.accumulation + persistent
     scattered = shard_elements(request, request.shape.trained_params) * ranks * request.accumulation
     return {"all_gather": float(gathered * weight), settings.gradients_by: float(scattered * weight)}
 
@@ -233,7 +233,7 @@ def _fsdp(request: Request) -> dict[str, float]:
 
 def sent_bytes(request: Request) -> float:
     """Return ring bytes per step and rank. hsdp gathers within a replica group, and all-reduces over groups."""
-    ranks, replica, payload = request.box.ranks, request.ranks_per_replica, payload_of(request)
+    ranks, replica, payload = request.box.ranks, request.ranks_per_replica, predict_payload(request)
     if ranks == 1:
         return 0.0
     gathering = summing = ranks

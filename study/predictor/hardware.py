@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from study.config.errors import UserError, brief, did_you_mean
+from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import Precision
-from study.config.strategies import RANKS_OF_A_MACHINE
-from study.config.yaml_sections import read_own
-from study.host.box import NOT_MEASURED, gpu_names, matmul_rates, measured_rates, this_box
+from study.config.strategies import DEFAULT_RANKS_PER_NODE
+from study.config.yaml_sections import load_package_yaml
+from study.host.machine import MEASUREMENT_ERRORS, detect_machine, gpu_names, matmul_rates, measured_rates
 from study.host.memory import available_cores, host_memory
 
 # Visible fraction of the memory if no source gives it: that of A100 and V100.
@@ -60,7 +60,7 @@ ANY_DEVICE = Device(name="any", pattern="any", peak_tflops={}, memory_bandwidth_
 @functools.cache
 def known_devices() -> tuple[Device, ...]:
     """Return the devices of hardware.yaml, in order of precedence."""
-    entries = read_own(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
+    entries = load_package_yaml(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
     return tuple(Device(**{**entry, "names": tuple(entry["names"])}) for entry in entries)
 
 
@@ -93,7 +93,7 @@ def mfu(flops_per_step: float, step_time_s: float, world_size: int, device_name:
 
 
 # Upper limit of ranks, above that of any real job.
-LARGEST_JOB = 2**18
+MAX_JOB_GPUS = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,30 +114,30 @@ class Hardware:
     nvme_read_gb_per_s: float = 10.0
     nvme_write_gb_per_s: float = 5.0
     # gloo gathers into a copy of the full tensor, and scatters from one; NCCL does not.
-    gathers_into_copies: bool = False
+    gloo_copies_gathers: bool = False
 
     @property
     def ranks(self) -> int:
         return self.gpus_per_node * self.nodes
 
     @property
-    def in_host_memory(self) -> bool:
+    def is_cpu_only(self) -> bool:
         """Whether there is no GPU: ranks are CPU processes, and device memory is host memory."""
         return self.device.memory_gib == 0
 
     @property
-    def meets_over_pcie(self) -> bool:
+    def uses_pcie_links(self) -> bool:
         """Whether several GPUs of a node communicate over PCIe, without NVLink."""
-        return self.gpus_per_node > 1 and self.device.nvlink_gb_per_s is None and not self.in_host_memory
+        return self.gpus_per_node > 1 and self.device.nvlink_gb_per_s is None and not self.is_cpu_only
 
 
 def box_of_ranks(name: str, device: Device, ranks: int) -> Hardware:
     """Return hardware with a number of ranks: full machines, or a single one if they do not divide."""
-    nodes, rest = divmod(ranks, RANKS_OF_A_MACHINE)
-    return Hardware(name, device, ranks) if rest or not nodes else Hardware(name, device, RANKS_OF_A_MACHINE, nodes)
+    nodes, rest = divmod(ranks, DEFAULT_RANKS_PER_NODE)
+    return Hardware(name, device, ranks) if rest or not nodes else Hardware(name, device, DEFAULT_RANKS_PER_NODE, nodes)
 
 
-def whole(text: str, most: int = 10_000_000, what: str = "whole number") -> int:
+def parse_int(text: str, most: int = 10_000_000, what: str = "whole number") -> int:
     """Parse an integer from 1 to `most`, as an argparse type."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and 0 < int(text) <= most):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a {what} from 1 to {most}")
@@ -160,20 +160,20 @@ _SPEED = functools.partial(real, below=1e6)
 _COUNT = r"([0-9]{1,99}) *x *"
 
 
-def box_of(name: str) -> Hardware:
+def to_box(name: str) -> Hardware:
     """Return the hardware with a name; UserError suggests similar names if it is unknown."""
     count = re.fullmatch(rf"(?:{_COUNT})?(?:{_COUNT})?(?!{_COUNT})(?P<device>\w[\w .-]*)", name.strip(), re.IGNORECASE)
     if count is None:
         raise _unknown(name)
     numbers = [int(number) for number in count.groups()[:2] if number is not None]
     nodes, per_node = ([1] * (2 - len(numbers)) + numbers)[-2:]
-    if not 0 < nodes * per_node <= LARGEST_JOB:
+    if not 0 < nodes * per_node <= MAX_JOB_GPUS:
         raise UserError(
-            f"{brief(name)} is not valid hardware: a count is out of range", f"use 1 to {LARGEST_JOB:,} GPUs"
+            f"{clip(name)} is not valid hardware: a count is out of range", f"use 1 to {MAX_JOB_GPUS:,} GPUs"
         )
     if count["device"].lower() == "this":
         if numbers:
-            raise UserError(f"{brief(name)} is not valid hardware: `this` is the local machine", "leave the number out")
+            raise UserError(f"{clip(name)} is not valid hardware: `this` is the local machine", "leave the number out")
         return _this()
     spelled = _spelled(count["device"])
     by_name = next((device for device in known_devices() if spelled in device.names), None)
@@ -182,11 +182,11 @@ def box_of(name: str) -> Hardware:
     return Hardware(name, device, per_node, nodes, network_gb_per_s=device.network_gb_per_s)
 
 
-def box_of_devices(device_name: str, ranks: int, nodes: int) -> Hardware:
+def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
     """Return hardware of GPUs by the name that their driver reports."""
     if (device := find_device(device_name)) is None:
         raise UserError(
-            f"{brief(device_name)} is not in the table of devices", "add it to study/predictor/hardware.yaml"
+            f"{clip(device_name)} is not in the table of devices", "add it to study/predictor/hardware.yaml"
         )
     return Hardware(device.name, device, ranks // nodes, nodes, network_gb_per_s=device.network_gb_per_s)
 
@@ -206,9 +206,9 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def box_asked(options: argparse.Namespace) -> Hardware:
+def box_from_args(options: argparse.Namespace) -> Hardware:
     """Return the hardware of the command-line options, with the given bandwidths."""
-    box, (read, write) = box_of(options.hardware), options.nvme_gb_per_s
+    box, (read, write) = to_box(options.hardware), options.nvme_gb_per_s
     return dataclasses.replace(
         box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write,
         host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
@@ -235,11 +235,11 @@ def _spelled(text: str) -> str:
 def _unknown(name: str) -> UserError:
     """Return the error of an unknown hardware name, with similar names."""
     if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
-        return UserError(f"{brief(name)}: the speed of a MIG slice is not known", "name a whole GPU")
+        return UserError(f"{clip(name)}: the speed of a MIG slice is not known", "name a whole GPU")
     device = _spelled(re.sub(rf"^(?:{_COUNT})*", "", name.strip(), flags=re.IGNORECASE))
     suggestion = did_you_mean(device, [advice for advice in BOX_NAMES if advice[0] == device[:1]], cutoff=0.5)
     advice = f"{suggestion}write it as" if suggestion else f"use one of {', '.join(BOX_NAMES)}, as in"
-    return UserError(f"unknown hardware {brief(name)}", f"{advice} 8xH100, or 4x8xH100 (4 nodes)")
+    return UserError(f"unknown hardware {clip(name)}", f"{advice} 8xH100, or 4x8xH100 (4 nodes)")
 
 
 def _this() -> Hardware:
@@ -256,12 +256,12 @@ def _this() -> Hardware:
                 f"this machine's {gpus[0]} is not in study/predictor/hardware.yaml",
                 "add its data sheet's figures there",
             )
-        rates = device.matmul_tflops | matmul_rates(this_box()).get("tflops", {})
-        device = dataclasses.replace(device, memory_gib=this_box().gpu_memory_gib[0], matmul_tflops=rates)
+        rates = device.matmul_tflops | matmul_rates(detect_machine()).get("tflops", {})
+        device = dataclasses.replace(device, memory_gib=detect_machine().gpu_memory_gib[0], matmul_tflops=rates)
         return dataclasses.replace(box, device=device)
     try:
         rates = dict(measured_rates(OMP_NUM_THREADS="1")["tflops"])
-    except NOT_MEASURED as error:
+    except MEASUREMENT_ERRORS as error:
         raise UserError(
             f"this machine's compute rate could not be measured ({type(error).__name__})",
             "run `study doctor`, or name the hardware",
@@ -271,7 +271,7 @@ def _this() -> Hardware:
     device = dataclasses.replace(
         CPU_CORE, memory_bandwidth_gb_per_s=copied / cores, matmul_tflops=rates, pcie_gb_per_s=copied / 6
     )
-    return dataclasses.replace(box, device=device, gpus_per_node=cores, gathers_into_copies=True)
+    return dataclasses.replace(box, device=device, gpus_per_node=cores, gloo_copies_gathers=True)
 
 
 def _copy_gb_per_s(mebibytes: int = 256) -> float:

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from study.host.memory import GIB, LARGEST_KEPT_BYTES, LIBRARIES_BYTES
-from study.predictor.activations import Activations, activations_of
+from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES
+from study.predictor.activations import Activations, predict_activations
 from study.predictor.buckets import (
     Snapshot,
+    gradient_snapshots,
     has_tied_gradients,
-    snapshots_of,
     standing_bucket,
 )
-from study.predictor.gathers import Gathers, calls_of, gathers_of
-from study.predictor.request import FP32_BYTES, Estimate, Memory, Request, same_for_any_micro_batch
-from study.predictor.state import accumulated_bytes, persistent_params, shard_elements, state_of, sub_groups, unswapped
+from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
+from study.predictor.state import (
+    accumulated_bytes,
+    persistent_params,
+    predict_state,
+    shard_elements,
+    sub_groups,
+    unswapped_kind,
+)
 from study.predictor.time import estimate
+from study.predictor.zero3_gathers import GatherTrace, module_call_order, simulate_gathers
 
 # LIBRARIES_BYTES of a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1,
 # measured with torch 2.13, transformers 5.17 and deepspeed 0.19.8; with DeepSpeed it is 0.48 GiB.
@@ -33,15 +40,15 @@ def pinned_bytes(size: float) -> float:
     return float(1 << (int(size) - 1).bit_length()) if size >= 1 else 0.0
 
 
-@same_for_any_micro_batch
-def host_of(request: Request) -> tuple[dict[str, float], float]:
+@cache_by_request
+def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     """Return host bytes per node by part, and NVMe bytes per node."""
-    state, shape, strategy = state_of(request), request.shape, request.strategy
+    state, shape, strategy = predict_state(request), request.shape, request.strategy
     ranks, weight, stage = request.box.gpus_per_node, request.weight_bytes, request.strategy.zero_stage
     buffers = pinned = saved = 0.0
     libraries = LIBRARIES_BYTES
-    if request.box.in_host_memory:
-        hooked = calls_of(shape, recomputes=False)[0] if stage == 3 else ()
+    if request.box.is_cpu_only:
+        hooked = module_call_order(shape, recomputes=False)[0] if stage == 3 else ()
         libraries = CPU_LIBRARIES_BYTES + (CPU_ENGINE_BYTES if strategy.deepspeed else 0.0)
         libraries += len(hooked) * HOOKED_MODULE_BYTES
     if stage:
@@ -69,7 +76,7 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
                 swapped += optimizer.buffers * 4.0 * max(groups)
         if parameters is not None:
             locked.append(state.params_host)
-            if parameters.device == "cpu" and parameters.pinned and not request.box.in_host_memory:
+            if parameters.device == "cpu" and parameters.pinned and not request.box.is_cpu_only:
                 # zero.Init pins each shard separately. The shards are copied into one buffer and freed, but torch's
                 # pinned pool keeps the blocks.
                 retained = [
@@ -81,7 +88,7 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
                 swapped += float(parameters.buffers * parameters.buffer_size * weight)
         buffers += swapped
         pins = any(offload.pinned for offload in (optimizer, parameters) if offload is not None)
-        if pins and not request.box.in_host_memory:
+        if pins and not request.box.is_cpu_only:
             rounded = sum(map(pinned_bytes, locked))
             pinned = rounded + swapped
             buffers += rounded - sum(locked)
@@ -91,7 +98,7 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
     if stage == 3:
         loaded = read = 4.0 * shape.largest
     load = ranks * (libraries + loaded + state.host) + read
-    if not request.box.in_host_memory:
+    if not request.box.is_cpu_only:
         # The engine creates its optimizer after the weights have left the host (_configure_distributed_model), or are
         # in stage 3's host buffers.
         weights = ranks * (libraries + loaded + state.params_host) + read
@@ -107,9 +114,9 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
 # Freed blocks that malloc retains in a process without a GPU: runs set this for stable times
 # (study/host/environment.py), and blocks of 32 MiB and more are always returned. GAPS is a fraction of the peak in
 # smaller blocks (fragmentation), COPIES a number of flat copies of all weights, as ranks with shards send them. Both
-# are least squares over validation/kept.yaml. The reason for that many copies is not known: with one heap for all
-# threads (MALLOC_ARENA_MAX=1) there were more.
-GAPS, COPIES = 0.54, 7.8
+# are least squares over validation/malloc_retention.yaml. The reason for that many copies is not known: with one heap
+# for all threads (MALLOC_ARENA_MAX=1) there were more.
+FRAGMENTATION, WEIGHT_COPIES = 0.54, 7.8
 
 
 def small_blocks(request: Request, points: Sequence[Mapping[str, float]]) -> tuple[float, float]:
@@ -119,23 +126,23 @@ def small_blocks(request: Request, points: Sequence[Mapping[str, float]]) -> tup
               "logits": shape.vocabulary}  # fmt: skip
     blocks = {name: FP32_BYTES * tokens * width for name, width in widths.items()}
     blocks |= dict.fromkeys(("gradients", "buffers"), shape.largest * request.weight_bytes)
-    small = [name for name, size in blocks.items() if size < LARGEST_KEPT_BYTES]
+    small = [name for name, size in blocks.items() if size < MALLOC_MMAP_THRESHOLD_MAX_BYTES]
     peak = max(sum(parts.get(name, 0.0) for name in small) for parts in points)
     has_shards = request.box.ranks > 1 and (bool(request.strategy.zero_stage) or request.strategy.is_fsdp)
     # Stages 1 and 2 send only trained weights.
     is_whole = request.strategy.zero_stage == 3 or request.strategy.is_fsdp
     sent = (shape.parameters if is_whole else shape.trained_parameters) * request.weight_bytes
-    return peak, float(sent) if has_shards and sent < LARGEST_KEPT_BYTES else 0.0
+    return peak, float(sent) if has_shards and sent < MALLOC_MMAP_THRESHOLD_MAX_BYTES else 0.0
 
 
 # A CUDA context after the first tensor (https://discuss.pytorch.org/t/73021), and NCCL's buffers on A100s for two ranks
 # and for more (https://github.com/NVIDIA/nccl/issues/964).
 CONTEXT_BYTES, COMMUNICATOR_OF_TWO_BYTES, COMMUNICATOR_BYTES = 723 * 2**20, 544 * 2**20, 688 * 2**20
 # Reserved memory beyond the allocated peak, as a fraction. Assumed: no record of this project measures it.
-RESERVED_SHARE = 0.04
+FRAGMENTATION_FRACTION = 0.04
 
 
-class Point(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Device memory by part at one instant of a step."""
 
     parts: dict[str, float]
@@ -152,30 +159,30 @@ class Point(NamedTuple):
         return self.total - sum(self.parts[name] for name in names)
 
 
-def predict_memory(request: Request) -> Memory:
+def predict_memory(request: Request) -> MemoryUse:
     """Predict the memory of one GPU, its node's host, and NVMe."""
-    state = state_of(request)
+    state = predict_state(request)
     constant = {"parameters": state.params_device, "optimizer": state.optimizer_device}
     if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
         # If `ratio` leaves sub-groups on the device, their fp32 gradients are allocated at the start and persist
         # (initialize_optimizer_states).
-        constant["optimizer"] += state_of(request, waiting=False).grads_device
-    points = points_of(request)
+        constant["optimizer"] += predict_state(request, unreduced=False).grads_device
+    points = device_snapshots(request)
     highest = max(points, key=lambda point: point.total)
-    peak = Point({**constant, **highest.parts}, highest.step)
+    peak = DeviceMemory({**constant, **highest.parts}, highest.step)
     # Between two steps: weights, optimizer, and persistent buffers. Stage 3's gradients have a persistent buffer
     # (stage3.py, grad_partitions_flat_buffer).
     steady = state.params_device + state.optimizer_device
-    steady += state_of(request, waiting=False).grads_device if request.strategy.zero_stage == 3 else 0.0
-    steady += _standing(request)
-    host_parts, nvme = host_of(request)
+    steady += predict_state(request, unreduced=False).grads_device if request.strategy.zero_stage == 3 else 0.0
+    steady += _static_buffer_bytes(request)
+    host_parts, nvme = predict_host_memory(request)
     # The bytes of weights and optimizer are exact.
     exact = sum(constant.values())
-    in_host_memory, process = request.box.in_host_memory, None
-    reserved = peak.total * RESERVED_SHARE
+    in_host_memory, process = request.box.is_cpu_only, None
+    reserved = peak.total * FRAGMENTATION_FRACTION
     if in_host_memory:
         most, sent = small_blocks(request, [point.parts for point in points])
-        reserved = GAPS * most + COPIES * sent
+        reserved = FRAGMENTATION * most + WEIGHT_COPIES * sent
         process = estimate("process", peak.total + reserved + host_parts["rank"])
     allocated, pool = (
         # The interval comes from published peaks of GPUs.
@@ -184,10 +191,10 @@ def predict_memory(request: Request) -> Memory:
     )
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
-        "context": 0.0 if in_host_memory else _outside_torch(request.box.ranks),
+        "context": 0.0 if in_host_memory else _cuda_context_bytes(request.box.ranks),
         "fragmentation": reserved,
     }
-    return Memory(
+    return MemoryUse(
         device_parts=parts,
         steady_allocated=estimate("state", steady),
         peak_allocated=allocated,
@@ -201,7 +208,7 @@ def predict_memory(request: Request) -> Memory:
     )
 
 
-def _pool_with_room(request: Request, points: Sequence[Point], constant: float, needed: float) -> float:
+def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: float, needed: float) -> float:
     """Return the reserved memory of the caching allocator if it never has to free cached blocks.
 
     Blocks that one phase of a step freed are too small, or split, for the next phase: temporaries of the passes,
@@ -219,11 +226,11 @@ def _pool_with_room(request: Request, points: Sequence[Point], constant: float, 
     if request.expandable_segments:
         return max(needed, constant + other_streams + max(steps, *(point.without(*excluded) for point in passing)))
     passes = other_streams + max(point.without("gradients", *excluded) for point in passing)
-    available = request.box.device.visible_gib * 2**30 - _outside_torch(request.box.ranks)
+    available = request.box.device.visible_gib * 2**30 - _cuda_context_bytes(request.box.ranks)
     return max(needed, min(constant + passes + steps, available))
 
 
-def _outside_torch(ranks: int) -> float:
+def _cuda_context_bytes(ranks: int) -> float:
     """Return the bytes of the CUDA context and NCCL's buffers."""
     return float(CONTEXT_BYTES + (0 if ranks == 1 else COMMUNICATOR_OF_TWO_BYTES if ranks == 2 else COMMUNICATOR_BYTES))
 
@@ -231,7 +238,7 @@ def _outside_torch(ranks: int) -> float:
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")
 
 
-def _notes(request: Request, peak: Point) -> Iterator[str]:
+def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     """Yield explanations of parts whose size is not obvious."""
     shape, logits = request.shape, peak.parts.get("logits", 0.0)
     if logits > 0.2 * peak.total:
@@ -245,15 +252,15 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
         yield f"gradient of {largest.name} ({largest.elements:,} elements) exceeds the bucket and stays unpartitioned"
     if has_tied_gradients(shape):
         yield f"{params[0].name} is tied: the gradients of both uses and their sum are allocated at once"
-    if (what := unswapped(request)) is not None:
+    if (what := unswapped_kind(request)) is not None:
         yield f"no shard of the {what} has the 1 MiB that DeepSpeed swaps to NVMe: it stays in host memory"
     if settings.stage == 3:
         persistent = sum(param.elements for param in persistent_params(request))
-        most = gathers_of(request).gathered_at_once + persistent
+        most = simulate_gathers(request).gathered_at_once + persistent
         yield f"at most {most:,} of {shape.parameters:,} parameters are unsharded at once"
 
 
-def _standing(request: Request) -> float:
+def _static_buffer_bytes(request: Request) -> float:
     """Return bytes of gradient buffers that exist during the forward pass as well."""
     shape = request.shape
     if request.strategy.name == "ddp":
@@ -265,25 +272,25 @@ def _standing(request: Request) -> float:
     return 0.0
 
 
-def points_of(request: Request) -> list[Point]:
+def device_snapshots(request: Request) -> list[DeviceMemory]:
     """Return the memory snapshots of a step, without the weights and the optimizer, which are constant."""
-    saved, strategy, layers = activations_of(request), request.strategy, request.shape.layers
-    gathers = gathers_of(request) if strategy.zero_stage == 3 else Gathers()
-    weight, snapshots, standing = request.weight_bytes, snapshots_of(request), _standing(request)
+    saved, strategy, layers = predict_activations(request), request.strategy, request.shape.layers
+    gathers = simulate_gathers(request) if strategy.zero_stage == 3 else GatherTrace()
+    weight, snapshots, standing = request.weight_bytes, gradient_snapshots(request), _static_buffer_bytes(request)
     # Stage 3 allocates its gradient buffer at the start, unless the optimizer is offloaded.
     has_accumulated = not strategy.offload_device("optimizer") if strategy.zero_stage == 3 else request.accumulation > 1
     if strategy.is_fsdp:
         accumulated = accumulated_bytes(request)
     else:
-        accumulated = state_of(request, waiting=False).grads_device if has_accumulated else 0.0
+        accumulated = predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
     stored = _stored(request, saved, layers)
     begun, recomputed = max(standing, snapshots[0].buffers), request.gradient_checkpointing
     # autocast caches its weight copies until the forward pass ends.
     cached = saved.cast_cached / request.checkpoint_every if recomputed else 0.0
 
-    def point(live: int, **parts: float) -> Point:
+    def point(live: int, **parts: float) -> DeviceMemory:
         all_parts = {**stored, "gradients": accumulated, **parts}
-        return Point({**all_parts, "buffers": all_parts.get("buffers", standing) + live * weight})
+        return DeviceMemory({**all_parts, "buffers": all_parts.get("buffers", standing) + live * weight})
 
     # The end of the forward pass, when the loss is computed from the logits.
     activations, logits = stored["activations"] + cached * layers, saved.logits + saved.logits_forward
@@ -304,18 +311,18 @@ def points_of(request: Request) -> list[Point]:
                 # After the head's backward pass autograd has freed autocast's copy of its weight.
                 stored["activations"] -= saved.cast_head
             parts = {**stored, **parts}
-        points.append(Point(parts, snapshot.step))
+        points.append(DeviceMemory(parts, snapshot.step))
     return points
 
 
-@same_for_any_micro_batch
+@cache_by_request
 def _decisive_snapshots(request: Request) -> list[Snapshot]:
     """Return the snapshots that can be the peak, with all buffers: those with the most gradients, buffers, or both, per
     layer and for the optimizer step. All other memory is equal in the snapshots of a layer, of which there are many."""
-    standing, weight = _standing(request), request.weight_bytes
-    gathers = gathers_of(request) if request.strategy.zero_stage == 3 else Gathers()
+    standing, weight = _static_buffer_bytes(request), request.weight_bytes
+    gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
     snapshots = list[Snapshot]()
-    for snapshot in snapshots_of(request):
+    for snapshot in gradient_snapshots(request):
         param = snapshot.param
         live = 0 if snapshot.step else gathers.live_backward.get(snapshot.place, 0)
         live = live if param is None else gathers.live_at.get(param.index, live)

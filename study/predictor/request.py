@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
-from study.config.strategies import RANKS_OF_A_MACHINE, WITH_GROUPS, Strategy, read_strategy
+from study.config.strategies import DEFAULT_RANKS_PER_NODE, WITH_GROUPS, Strategy, read_strategy
 from study.predictor.hardware import Hardware
 from study.predictor.shape import ModelShape, model_shape, with_adapters
 
@@ -81,7 +81,7 @@ class EngineSettings:
         return "all_reduce" if self.reduces_to_all else "reduce"
 
 
-def sizes_of_width(hidden: int) -> dict[str, int]:
+def auto_bucket_sizes(hidden: int) -> dict[str, int]:
     """Return Accelerate's values for three sizes set to `auto`, from the hidden size."""
     return {
         "reduce_bucket_size": hidden * hidden,
@@ -94,7 +94,7 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
     """Read the engine's settings; any other `auto` is the engine's default."""
     assert strategy.deepspeed is not None
     zero = strategy.deepspeed["zero_optimization"]
-    auto = sizes_of_width(hidden)
+    auto = auto_bucket_sizes(hidden)
 
     def number(name: str, default: float) -> int:
         value = zero.get(name, default)
@@ -164,7 +164,7 @@ class Request:
     # With checkpointing every n-th layer is recomputed, and the others save their activations.
     checkpoint_every: int = 1
     # A recomputed layer saves its attention output and every second product: torchtitan's selective option.
-    keeps_products: bool = False
+    saves_matmul_outputs: bool = False
     # The model's dropout is on: masks are saved, and eager attention saves its scores twice.
     dropout: bool = False
     # For bf16 and fp16. False: FSDP alone casts to 16 bits, Accelerate's default; then norms, the residual stream and
@@ -225,7 +225,7 @@ class Request:
                 if strategy.zero_stage == 3 and strategy.offload_device(what) == "nvme"]  # fmt: skip
 
     @property
-    def gathered_again(self) -> float:
+    def regathered_frozen_elements(self) -> float:
         """Elements that stage 3 gathers a third time in a micro-batch: the frozen parameters of recomputed layers
         (_recomputing_frozen in gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
@@ -236,7 +236,7 @@ class Request:
     @property
     def ranks_per_replica(self) -> int | None:
         """Ranks of a replica group. A virtual rank runs alone, as a rank of machines with eight."""
-        per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else RANKS_OF_A_MACHINE
+        per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else DEFAULT_RANKS_PER_NODE
         return self.strategy.ranks_per_replica(self.box.ranks, per_machine)
 
 
@@ -244,7 +244,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def same_for_any_micro_batch(func: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
+def cache_by_request(func: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
     """Cache a function across requests that differ only in micro-batch, or in an accumulation above 1."""
     cached = functools.lru_cache(maxsize=64)(func)
 
@@ -265,7 +265,7 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes of one GPU, of one node's host memory, and of NVMe."""
 
     # parameters, gradients, optimizer, buffers, activations, logits, attention, context, fragmentation.
@@ -287,7 +287,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Time:
+class StepTime:
     """Seconds of one optimizer step by part, and the speed, MFU and HFU that follow."""
 
     # compute, communication_exposed, communication_overlapped, offload, cpu_adam, nvme.
@@ -304,13 +304,13 @@ class Prediction:
     """Predicted memory, time and communication of a request."""
 
     request: Request
-    memory: Memory
-    time: Time
+    memory: MemoryUse
+    time: StepTime
     sent_bytes_per_step: Estimate
     fits: bool
 
 
-def unpredicted(strategy: str, config: RunConfig) -> str | None:
+def unsupported_reason(strategy: str, config: RunConfig) -> str | None:
     """Return the unsupported part of a run, as text for a message; None if the run can be predicted."""
     if strategy in WITH_GROUPS:
         return f"{strategy}, whose ranks share their samples"
@@ -325,13 +325,13 @@ def unpredicted(strategy: str, config: RunConfig) -> str | None:
 
 def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: int, accumulation: int) -> Request:
     """Return a run's request; UserError if `unpredicted` returns a reason."""
-    if reason := unpredicted(strategy, config):
+    if reason := unsupported_reason(strategy, config):
         raise UserError(f"there is no prediction for {reason}", "leave it out")
     shape = model_shape(config.model_name_or_path)
     buffered = read_strategy(strategy).with_swap_buffers(-(-shape.largest // box.ranks))
     return Request(
         shape=shape if config.peft == "none" else with_adapters(shape, config.lora_rank),
-        strategy=buffered.overridden(config), box=box, sequence_length=config.seq_length,
+        strategy=buffered.with_overrides(config), box=box, sequence_length=config.seq_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=config.precision,
         gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
         dropout=config.dropout != 0, compiled=config.torch_compile,

@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from study.config.errors import UserError, brief, did_you_mean, first_line
+from study.config.errors import UserError, clip, did_you_mean, first_line
 from study.config.flags import RunConfig
-from study.host.folders import folder_named
+from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES, ModelFamily
-from study.workloads.presets import PRESETS, Family, Preset, find_preset, refuse_depth
+from study.workloads.presets import PRESETS, Family, Preset, check_depth, find_preset
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class TensorShape:
     """Shape of a parameter with one name: one per layer, or a single one outside the layers (`count` is 1)."""
 
     name: str
@@ -73,7 +73,7 @@ class ModelShape:
     gated: bool
     # The output layer shares the embedding's weight.
     tied: bool
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorShape, ...]
     # None: the configuration does not limit the sequence length.
     positions: int | None = None
     # Rank of the LoRA adapters, which are among the tensors; None: full training.
@@ -142,7 +142,7 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
     """Return the shape with LoRA adapters of a rank and frozen base weights; UserError if the rank is below 1."""
     if rank < 1:
         raise UserError(f"--lora_rank {rank} is out of range", "use 1 or more")
-    tensors = list[Tensor]()
+    tensors = list[TensorShape]()
     # Each module's adapters follow its tensors.
     for module, group in itertools.groupby(shape.tensors, key=lambda tensor: tensor.name.rpartition(".")[0]):
         base = [dataclasses.replace(tensor, trained=module == "classifier") for tensor in group]
@@ -155,7 +155,7 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
             out, columns_in = columns_in, out
         for letter, rows, columns in (("A", rank, columns_in), ("B", out, rank)):
             name = f"{module}{INFIX}{letter}.weight"
-            tensors.append(Tensor(name, rows * columns, matrix.count, matrix.in_layer, rows=rows))
+            tensors.append(TensorShape(name, rows * columns, matrix.count, matrix.in_layer, rows=rows))
     return dataclasses.replace(shape, tensors=tuple(tensors), lora_rank=rank)
 
 
@@ -177,7 +177,7 @@ def lora_text(shape: ModelShape) -> str:
     return f", LoRA of rank {shape.lora_rank}: {shape.trained_parameters / 1e6:,.3g} M trained"
 
 
-def shape_asked(shape: ModelShape, options: argparse.Namespace) -> ModelShape:
+def apply_lora_options(shape: ModelShape, options: argparse.Namespace) -> ModelShape:
     """Apply the command line's LoRA options to a shape."""
     if options.peft == "lora":
         return with_adapters(shape, RunConfig.lora_rank if options.lora_rank is None else options.lora_rank)
@@ -199,7 +199,7 @@ _ACTIVATIONS = (
     "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
     "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
 )  # fmt: skip
-_LARGEST_SIZE = 2**31 - 1
+_MAX_SIZE = 2**31 - 1
 _TIED = {"true": True, "false": False, "1": True, "0": False}
 _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "type")
 
@@ -210,7 +210,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         return shape_of_preset(preset)
     if "=" in name:
         return _shape_of_words(name)
-    path = folder_named(name)
+    path = resolve_path(name)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         return _shape_of_document(_read(file), name)
@@ -244,7 +244,7 @@ def _is_of_another_family(name: str) -> bool:
 USUAL_LENGTH = 2048
 
 
-def sequence_length(shape: ModelShape, requested: int | None, default: int = USUAL_LENGTH) -> int:
+def resolve_length(shape: ModelShape, requested: int | None, default: int = USUAL_LENGTH) -> int:
     """Return the sequence length: by default the model's maximum, up to `default`; UserError if it is too long."""
     if shape.positions is None:
         return requested or default
@@ -280,18 +280,18 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         raise UserError(f"{name} does not set its {', '.join(missing)}", "add the missing keys")
 
     def check_size(key: str, value: Any) -> int:
-        if type(value) is not int or not 1 <= value <= _LARGEST_SIZE:
-            raise UserError(f"{name}: {key} is {value!r:.40}", f"use a whole number from 1 to {_LARGEST_SIZE:,}")
+        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+            raise UserError(f"{name}: {key} is {value!r:.40}", f"use a whole number from 1 to {_MAX_SIZE:,}")
         return value
 
     layers, hidden, heads, vocabulary = (
         check_size(key, needed[key]) for key in ("layers", "hidden", "heads", "vocabulary")
     )
     inner = check_size("inner", inner)
-    refuse_depth(layers, name)
+    check_depth(layers, name)
     for key in ("hidden_act", "activation_function", "hidden_activation"):
         if get.get(key, "gelu") not in _ACTIVATIONS:
-            raise UserError(f"{name}: {key} is {brief(get[key])}", f"use one of {', '.join(_ACTIVATIONS)}")
+            raise UserError(f"{name}: {key} is {clip(get[key])}", f"use one of {', '.join(_ACTIVATIONS)}")
     key_value_heads = check_size("num_key_value_heads", get.get("num_key_value_heads") or heads)
     if heads % key_value_heads:
         raise UserError(f"{name}: {key_value_heads} key heads do not divide {heads} heads", "use key heads that do")
@@ -300,7 +300,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         raise UserError(f"{name}: {heads} heads do not divide a width of {hidden}", "use heads that do")
     tied = get.get("tie_word_embeddings", family.tied)
     if type(tied) is not bool:
-        raise UserError(f"{name}: tie_word_embeddings is {brief(tied)}", "use true or false")
+        raise UserError(f"{name}: tie_word_embeddings is {clip(tied)}", "use true or false")
     positions = _positions(get)
     positions = None if positions is None else check_size("max_position_embeddings", positions)
     is_classifier = model_type == "bert"
@@ -313,7 +313,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         "+": True, "+attention": bool(get.get("attention_bias", family.attention_bias)),
         "+mlp": bool(get.get("mlp_bias", False)),
     }  # fmt: skip
-    tensors = list[Tensor]()
+    tensors = list[TensorShape]()
     # Rows of the family's table: before the layers, in each layer, and after them.
     for text, count in zip(family.parameters, (1, layers, 1), strict=True):
         in_layer = text is family.parameters[1]
@@ -321,10 +321,10 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
             module, *words = row.split()
             has_bias = words[-1] in biases and biases[words.pop()]
             dimensions = [sizes[word] for word in words]
-            tensors.append(Tensor(f"{module}.weight", math.prod(dimensions), count, in_layer, rows=dimensions[0]))
+            tensors.append(TensorShape(f"{module}.weight", math.prod(dimensions), count, in_layer, rows=dimensions[0]))
             if has_bias:
                 out = dimensions[-1 if family.transposed else 0]
-                tensors.append(Tensor(f"{module}.bias", out, count, in_layer, rows=out))
+                tensors.append(TensorShape(f"{module}.bias", out, count, in_layer, rows=out))
     if tied:
         tensors = [tensor for tensor in tensors if tensor.name != "lm_head.weight"]
     return ModelShape(

@@ -13,11 +13,11 @@ from typing import cast
 from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
-from study.predictor.request import FP32_BYTES, Request, same_for_any_micro_batch
-from study.predictor.shape import ModelShape, Parameter, Tensor
+from study.predictor.request import FP32_BYTES, Request, cache_by_request
+from study.predictor.shape import ModelShape, Parameter, TensorShape
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
-SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
+MIN_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
 # torch's AdamW has a step counter per tensor.
 STEP_BYTES = 4
 
@@ -52,12 +52,12 @@ class State:
         return self.params_nvme + self.grads_nvme + self.optimizer_nvme
 
 
-@same_for_any_micro_batch
-def state_of(request: Request, *, waiting: bool = True) -> State:
-    """Return the model state; `waiting` includes gradients that are not reduced yet after the backward pass."""
+@cache_by_request
+def predict_state(request: Request, *, unreduced: bool = True) -> State:
+    """Return the model state; `unreduced` includes gradients that are not reduced yet after the backward pass."""
     if request.strategy.zero_stage in (None, 0):
-        return _unsharded(request, waiting)
-    return (_stage3 if request.settings.stage == 3 else _stage12)(request, waiting)
+        return _unsharded(request, unreduced)
+    return (_stage3 if request.settings.stage == 3 else _stage12)(request, unreduced)
 
 
 def accumulated_bytes(request: Request) -> float:
@@ -101,7 +101,7 @@ def _stage12(request: Request, waiting: bool) -> State:
     grad_width = FP32_BYTES if settings.accumulates_in_fp32 else weight
     if settings.stage == 1:
         return State(params, float(trained * grad_width), optimizer_bytes + STEP_BYTES)
-    reduced = sum(param.elements for param, _ in own_shards(request) if param not in last) if waiting else 0
+    reduced = sum(param.elements for param, _ in rank0_shards(request) if param not in last) if waiting else 0
     return State(params, float(max(shard * grad_width, (reduced + large) * weight)), optimizer_bytes + STEP_BYTES)
 
 
@@ -119,13 +119,13 @@ def _stage3(request: Request, waiting: bool) -> State:
     )
     if settings.optimizer is not None:
         # `ratio` leaves the first groups on a GPU (_create_fp32_partitions).
-        on_device = groups[: 0 if request.box.in_host_memory else int((1 - settings.optimizer.ratio) * len(groups))]
+        on_device = groups[: 0 if request.box.is_cpu_only else int((1 - settings.optimizer.ratio) * len(groups))]
         stays = sum(on_device)
         grads_host, grads_nvme, optimizer_host, optimizer_nvme = float(shard * grad_width), 0.0, 0.0, 0.0
         if settings.optimizer.device == "cpu":
             grads_host, optimizer_host = grads_host + (shard - stays) * FP32_BYTES, (shard - stays) * moments
         else:
-            swapped = [group for group in groups if group * FP32_BYTES >= SMALLEST_SWAPPED_BYTES]
+            swapped = [group for group in groups if group * FP32_BYTES >= MIN_SWAPPED_BYTES]
             optimizer_nvme = sum((aligned(group * FP32_BYTES) * (moments // FP32_BYTES) for group in swapped), 0.0)
             optimizer_host = (sum(groups) - sum(swapped)) * moments
             grads_nvme = _swapped_bytes(request, shape.trained_params, FP32_BYTES)
@@ -152,21 +152,21 @@ def _stage3(request: Request, waiting: bool) -> State:
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
     """Return the bytes of shards that are large enough for NVMe."""
     sizes = [math.ceil(param.elements / request.box.ranks) * width for param in params]
-    return float(sum(size for size in sizes if size >= SMALLEST_SWAPPED_BYTES))
+    return float(sum(size for size in sizes if size >= MIN_SWAPPED_BYTES))
 
 
-def unswapped(request: Request) -> str | None:
+def unswapped_kind(request: Request) -> str | None:
     """Return the kind of state that DeepSpeed should swap to NVMe but keeps in host memory, since no shard is large
     enough; None otherwise. study/train.py stops such a run (study/engine/audit.py)."""
     if not request.swapped:
         return None
-    state = state_of(request)
+    state = predict_state(request)
     sizes = {"optimizer": state.optimizer_nvme, "param": state.params_nvme}
     names = {"optimizer": "optimizer", "param": "parameters"}
     return next((names[kind] for kind in request.swapped if not sizes[kind]), None)
 
 
-def refused_accumulation(request: Request) -> str | None:
+def accumulation_error(request: Request) -> str | None:
     """Return DeepSpeed's error if stage 0 would accumulate in another type than its weights (engine.py,
     _do_optimizer_sanity_check); None otherwise."""
     is_16_bit = request.precision.endswith("-engine")
@@ -175,7 +175,7 @@ def refused_accumulation(request: Request) -> str | None:
     return None
 
 
-def own_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
+def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
     """Yield rank 0's parameters and their local elements: stages 1 and 2 shard the flat buffer, not each tensor."""
     remaining = flat_elements(request) // request.box.ranks
     for param in request.shape.trained_params:
@@ -234,7 +234,7 @@ def sub_groups(request: Request) -> list[int]:
 def unshards(request: Request) -> bool:
     """Whether stage 3 allocates unsharded parameters in addition to the shards. A single rank copies offloaded
     parameters to its GPU (NoGatherHandle in partition_parameters.py); otherwise its shard is the parameter."""
-    return request.box.ranks > 1 or (request.settings.parameters is not None and not request.box.in_host_memory)
+    return request.box.ranks > 1 or (request.settings.parameters is not None and not request.box.is_cpu_only)
 
 
 def aligned(size: float) -> int:
@@ -248,7 +248,7 @@ _LARGE, _LARGE_LAYERS = 2**50, 2**10
 
 
 @dataclasses.dataclass(frozen=True)
-class StateBytes:
+class BytesPerParameter:
     """Bytes on one rank per parameter of the full model. The host's include gradients for an offloaded optimizer."""
 
     params_device: float
@@ -266,10 +266,10 @@ class StateBytes:
         return self.params_device + self.grads_device + self.optimizer_device
 
 
-def state_bytes(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> StateBytes:
+def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> BytesPerParameter:
     """Return state bytes per parameter of a strategy, including its overrides; of frozen weights if not `trained`."""
     elements = _LARGE // _LARGE_LAYERS
-    weights = (Tensor("weights.weight", elements, _LARGE_LAYERS, in_layer=True, rows=elements, trained=trained),)
+    weights = (TensorShape("weights.weight", elements, _LARGE_LAYERS, in_layer=True, rows=elements, trained=trained),)
     shape = ModelShape(
         name="large", model_type="llama", family="causal-lm", layers=_LARGE_LAYERS, hidden=1, inner=1, heads=1,
         key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
@@ -277,10 +277,10 @@ def state_bytes(strategy: Strategy, precision: str, ranks: int, trained: bool = 
     request = Request(
         shape, strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
     )
-    state = state_of(request, waiting=False)
+    state = predict_state(request, unreduced=False)
     fraction = {name: value / shape.parameters for name, value in dataclasses.asdict(state).items()}
     stays = fraction["optimizer_nvme"] + fraction["grads_nvme"]
-    return StateBytes(
+    return BytesPerParameter(
         fraction["params_device"], fraction["grads_device"], fraction["optimizer_device"],
         host=state.host / shape.parameters, nvme=state.nvme / shape.parameters,
         nvme_per_step=2 * stays, nvme_per_pass=fraction["params_nvme"],
@@ -299,12 +299,12 @@ def split_by(kind: str, stage: int, ranks: int) -> int:
     return ranks if stage >= KINDS[kind][1] else 1
 
 
-def papers_state_bytes(parameters: float, stage: int, ranks: int) -> float:
+def paper_state_bytes(parameters: float, stage: int, ranks: int) -> float:
     """Model state per device with mixed-precision Adam, in bytes; stage 0 is plain data parallelism."""
     return parameters * sum(size / split_by(kind, stage, ranks) for kind, (size, _) in KINDS.items())
 
 
-def papers_traffic(stage: int, ranks: int) -> float:
+def paper_traffic(stage: int, ranks: int) -> float:
     """Communication of one rank per step, as a multiple of the weights; gradients have the weights' type.
 
     An all-reduce is a reduce-scatter and an all-gather. Stages 1 and 2 gather the updated weights instead of the

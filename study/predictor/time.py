@@ -8,14 +8,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from study.config.yaml_sections import read_own
+from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor import activations
 from study.predictor.activations import is_fused
-from study.predictor.communication import exchange_of
+from study.predictor.communication import communication_time
 from study.predictor.hardware import Hardware
-from study.predictor.request import Estimate, Memory, Request, Time
-from study.predictor.state import state_bytes
+from study.predictor.request import Estimate, MemoryUse, Request, StepTime
+from study.predictor.state import bytes_per_parameter
 
 # Phases in which host memory can peak.
 _WHEN = {"load": "while each process loads the model", "train": "in training", "save": "while the model is saved"}
@@ -23,48 +23,48 @@ _WHEN = {"load": "while each process loads the model", "train": "in training", "
 
 def usable_bytes(box: Hardware) -> float:
     """Return usable memory of one GPU in bytes; without a GPU the node's memory per rank."""
-    if box.in_host_memory:
+    if box.is_cpu_only:
         return (box.host_gib_per_node or 0) * GIB / box.gpus_per_node
     return box.device.visible_gib * GIB
 
 
-def device_bytes(memory: Memory, at_upper_end: bool = False) -> float:
+def device_bytes(memory: MemoryUse, at_upper: bool = False) -> float:
     """Return the device memory of a process as the driver counts it: reserved memory and context."""
-    return _end(memory.peak_reserved, at_upper_end) + memory.device_parts["context"]
+    return _upper_or_value(memory.peak_reserved, at_upper) + memory.device_parts["context"]
 
 
-def excess_bytes(memory: Memory, box: Hardware, at_upper_end: bool = False) -> float:
+def excess_bytes(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> float:
     """Return the bytes by which memory is exceeded; negative if it fits."""
-    host_bytes, host_peak = (box.host_gib_per_node or 0) * GIB, _end(memory.host_peak, at_upper_end)
+    host_bytes, host_peak = (box.host_gib_per_node or 0) * GIB, _upper_or_value(memory.host_peak, at_upper)
     if memory.process_peak is not None:
-        margin = _end(memory.process_peak, at_upper_end) - memory.process_peak.value
+        margin = _upper_or_value(memory.process_peak, at_upper) - memory.process_peak.value
         return box.gpus_per_node * (memory.peak_reserved.value + margin) + host_peak - host_bytes
     on_host = host_peak - host_bytes if box.host_gib_per_node is not None else -math.inf
-    on_device = device_bytes(memory, at_upper_end) - usable_bytes(box)
+    on_device = device_bytes(memory, at_upper) - usable_bytes(box)
     # An excess of host memory does not depend on the micro-batch.
     return max(on_device, on_host) if on_host > 0 else on_device
 
 
-def fits(memory: Memory, box: Hardware, at_upper_end: bool = False) -> bool:
+def fits(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> bool:
     """Whether a predicted memory fits the hardware."""
-    return excess_bytes(memory, box, at_upper_end) <= 0
+    return excess_bytes(memory, box, at_upper) <= 0
 
 
-def left_share(memory: Memory, box: Hardware, at_upper_end: bool = False) -> float:
+def free_fraction(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> float:
     """Return the free fraction of the device memory; on a CPU, of the host memory."""
-    excess = excess_bytes(memory, box, at_upper_end) if box.in_host_memory else None
+    excess = excess_bytes(memory, box, at_upper) if box.is_cpu_only else None
     usable = usable_bytes(box)
-    return 1 - device_bytes(memory, at_upper_end) / usable if excess is None else -excess / (usable * box.gpus_per_node)
+    return 1 - device_bytes(memory, at_upper) / usable if excess is None else -excess / (usable * box.gpus_per_node)
 
 
-def why(memory: Memory, box: Hardware) -> str:
+def why(memory: MemoryUse, box: Hardware) -> str:
     """Explain in one line whether it fits: the free memory, or the part that is too large."""
     peak, usable = device_bytes(memory), usable_bytes(box)
     if fits(memory, box):
-        at_most = excess_bytes(memory, box, at_upper_end=True)
+        at_most = excess_bytes(memory, box, at_upper=True)
         warning = f"; may not fit: up to {at_most / GIB:.1f} GiB too much" if at_most > 0 else ""
-        return f"{left_share(memory, box):.0%} of the {'memory' if box.in_host_memory else 'device'} is left{warning}"
-    if box.in_host_memory and box.host_gib_per_node is not None:
+        return f"{free_fraction(memory, box):.0%} of the {'memory' if box.is_cpu_only else 'device'} is left{warning}"
+    if box.is_cpu_only and box.host_gib_per_node is not None:
         needed = box.host_gib_per_node + excess_bytes(memory, box) / GIB
         return f"needs {needed:.1f} GiB of host memory for all ranks, of {box.host_gib_per_node:.1f}"
     if peak > usable or box.host_gib_per_node is None:
@@ -75,7 +75,7 @@ def why(memory: Memory, box: Hardware) -> str:
     return f"needs {needed:.1f} GiB of host memory, of {box.host_gib_per_node:.1f}, {_WHEN[when]}"
 
 
-def _end(figure: Estimate, upper: bool) -> float:
+def _upper_or_value(figure: Estimate, upper: bool) -> float:
     """Return the figure or its upper bound; a bound below the figure, from overestimates, does not lower it."""
     return max(figure.value, figure.high or 0.0) if upper else figure.value
 
@@ -86,10 +86,10 @@ FILE = Path(__file__).with_name("intervals.yaml")
 @functools.cache
 def _table() -> dict[str, Any]:
     """Read intervals.yaml; empty if it does not exist."""
-    return read_own(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    return load_package_yaml(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
 
 
-def slowest_offload() -> float:
+def max_offload_slowdown() -> float:
     """Largest measured over predicted step time with offload."""
     return float(_table().get("offload_step_s", {}).get("high", math.inf))
 
@@ -126,7 +126,7 @@ class Constants:
 
 # Written by `python -m study.report.pages.prediction fit`.
 FITTED_FILE = Path(__file__).with_name("fitted.yaml")
-FITTED = Constants(**read_own(FITTED_FILE.read_text(encoding="utf-8"))["constants"])
+FITTED = Constants(**load_package_yaml(FITTED_FILE.read_text(encoding="utf-8"))["constants"])
 
 # --- Constants from published sources.
 # Best measured product over the data sheet's peak, if no measurement is published: A100 0.87, H100 0.80
@@ -179,7 +179,7 @@ class _Step:
         return 4 if autocast else self.request.computing_bytes
 
 
-def predict_time(request: Request, memory: Memory | None = None, constants: Constants = FITTED) -> Time:
+def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:
     """Predict the time of an optimizer step; `memory` only adds a note if it does not fit."""
     device, precision, times = request.box.device, _base_precision(request), request.accumulation
     peak = device.peak_tflops.get(precision)
@@ -188,9 +188,9 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
     best = device.matmul_tflops.get(precision) or _MEASURED_OVER_PEAK * (peak or slowest)
     step = _Step(request, constants, constants.sustained * best * 1e12, device.memory_bandwidth_gb_per_s * 1e9)
     forward, backward = _passes_s(step)
-    exchange = exchange_of(request, forward, backward)
+    exchange = communication_time(request, forward, backward)
     parts = {
-        "compute": times * max(forward + backward, _launched_s(step)) + _optimizer_s(step),
+        "compute": times * max(forward + backward, _kernel_launch_s(step)) + _optimizer_s(step),
         "communication_exposed": exchange.exposed + constants.hidden_share * exchange.overlapped,
         "communication_overlapped": exchange.overlapped,
         "offload": _offload_s(step), "cpu_adam": _cpu_adam_s(step), "nvme": _nvme_s(step),
@@ -198,9 +198,9 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
     # Published times with offload are too few and too scattered for an interval; with LoRA, or with several GPUs but no
     # NVLink, there are none.
-    is_known = not (request.strategy.offloads or request.shape.lora_rank or request.box.meets_over_pcie)
+    is_known = not (request.strategy.offloads or request.shape.lora_rank or request.box.uses_pcie_links)
     tokens_per_s = step.tokens * times / total
-    return Time(
+    return StepTime(
         parts=parts,
         step_s=estimate("step_s", total) if is_known else Estimate(total),
         tokens_per_s_per_gpu=estimate("tokens", tokens_per_s) if is_known else Estimate(tokens_per_s),
@@ -220,7 +220,7 @@ def _passes_s(step: _Step) -> tuple[float, float]:
     request, shape, tokens = step.request, step.request.shape, step.tokens
     # Forward seconds in the layers and outside; backward seconds of input gradients and of weight gradients.
     in_layers = outside = input_gradients = weight_gradients = 0.0
-    base = [(product, bool(shape.lora_rank)) for product in activations.products(shape)]
+    base = [(product, bool(shape.lora_rank)) for product in activations.matmuls(shape)]
     for product, is_frozen in [*base, *((product, False) for product in activations.adapter_products(shape))]:
         seconds = product.count * _product_s(step, tokens, product.inner, product.out)
         if not product.in_layer:
@@ -307,7 +307,7 @@ def _share_on_host(request: Request) -> float:
     return settings.optimizer.ratio if settings and settings.optimizer else 0.0
 
 
-def _launched_s(step: _Step) -> float:
+def _kernel_launch_s(step: _Step) -> float:
     """Return CPU seconds to launch a micro-batch's kernels: a backward pass takes as long as two forward passes."""
     request = step.request
     layer_s = step.constants.launch_s + (step.constants.hooks_s if request.strategy.zero_stage == 3 else 0.0)
@@ -325,7 +325,7 @@ def _offload_s(step: _Step) -> float:
     # Gradients accumulate on the device: later micro-batches copy them back from the host.
     moved = _share_on_host(request) * shape.trained_parameters * 2
     if request.strategy.offload_device("param"):
-        moved += 2 * shape.parameters + request.gathered_again
+        moved += 2 * shape.parameters + request.regathered_frozen_elements
     return request.accumulation * moved * shard_bytes / link
 
 
@@ -344,18 +344,18 @@ def _nvme_s(step: _Step) -> float:
     DeepSpeed's stage3.py).
     """
     request, box = step.request, step.request.box
-    state = state_bytes(request.strategy, request.precision, box.ranks)
+    state = bytes_per_parameter(request.strategy, request.precision, box.ranks)
     if not state.nvme:
         return 0.0
     per_gb = 0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s
-    gathered = request.accumulation * (2 * request.shape.parameters + request.gathered_again)
+    gathered = request.accumulation * (2 * request.shape.parameters + request.regathered_frozen_elements)
     optimizer_s = state.nvme_per_step * request.shape.trained_parameters * per_gb
     passes_s = state.nvme_per_pass * gathered / box.nvme_read_gb_per_s
     write_s = state.nvme_per_pass * request.shape.trained_parameters / box.nvme_write_gb_per_s
     return box.gpus_per_node * (optimizer_s + passes_s + write_s) / 1e9
 
 
-def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
+def _notes(request: Request, memory: MemoryUse | None) -> tuple[str, ...]:
     """Return notes about the assumptions of a predicted time."""
     device, name = request.box.device, _base_precision(request)
     notes = [

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from study.records.schema import SEAL, RecordError, State, check, strictly_parsed, with_new_names
+from study.records.schema import SEAL, RecordError, State, parse_strict_json, validate, with_new_names
 
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic", "profile")
@@ -51,12 +51,12 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def is_part_of(name: str, document: str) -> bool:
+def is_partial_write(name: str, document: str) -> bool:
     """Whether a file is left over from an interrupted write of this document, or reserves disk space for it."""
     return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending|room)", name) is not None
 
 
-def _text_of(file: Path) -> str:
+def _read_text(file: Path) -> str:
     if file.exists() and not file.is_file():
         # Opening a named pipe would block until another process writes to it.
         raise OSError("not a regular file")
@@ -66,7 +66,7 @@ def _text_of(file: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, with old keys renamed; raises RecordError."""
     try:
-        document = strictly_parsed(_text_of(path))
+        document = parse_strict_json(_read_text(path))
     except FileNotFoundError:
         raise RecordError(path, "is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -76,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return with_new_names(document)
 
 
-def number_or_none(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return a finite float, else None: JSON has no NaN."""
     return float(value) if value is not None and math.isfinite(value) else None
 
@@ -108,7 +108,7 @@ class RunWriter:
             (path / name).unlink(missing_ok=True)
         # Only files of a record are deleted; all others belong to the user.
         for leftover in path.iterdir():
-            if any(is_part_of(leftover.name, name) for name in ("status.json", *_SEALED_FILES)):
+            if any(is_partial_write(leftover.name, name) for name in ("status.json", *_SEALED_FILES)):
                 leftover.unlink(missing_ok=True)
         (path / _ROOM).write_bytes(_ROOM_BYTES * b"\n")
         rows = read_rows(rows_from, complete=True) if rows_from else ([], [])
@@ -130,7 +130,7 @@ class RunWriter:
         """Write one document of the record."""
         write_json(self._folder / name, document)
 
-    def hint(self, hint: str) -> None:
+    def set_crash_hint(self, hint: str) -> None:
         """Set the hint for the case that the run is killed, unless another rank has already recorded an outcome."""
         self.status["hint"] = hint
         if read_status(self._folder)["ended_at"] is None:
@@ -210,12 +210,12 @@ def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> Non
         return
     try:
         if read_status(path)["ended_at"] is None:
-            change_ending(path, state, reason, hint)
+            rewrite_outcome(path, state, reason, hint)
     finally:
         ending.unlink()
 
 
-def change_ending(path: Path, state: State, reason: str, hint: str) -> None:
+def rewrite_outcome(path: Path, state: State, reason: str, hint: str) -> None:
     """Rewrite status.json with another outcome."""
     write_json(path / "status.json", _ended(read_status(path), state, reason, hint))
 
@@ -246,7 +246,7 @@ class Run:
 def read_status(path: Path) -> dict[str, Any]:
     """Read and check status.json of a run directory; raises RecordError."""
     status = read_json(path / "status.json")
-    check(path / "status.json", status)
+    validate(path / "status.json", status)
     return status
 
 
@@ -266,7 +266,7 @@ def read_run(path: Path) -> Run:
         required = complete and name != "profile"
         documents[name] = read_json(file) if required or file.exists() else {}
         if required or documents[name]:
-            check(file, documents[name])
+            validate(file, documents[name])
     steps, evals = read_rows(path, complete)
     run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
     # The seal is checked last, because an invalid value is a better reason than a changed file.
@@ -292,7 +292,7 @@ def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
             raise RecordError(file, "is missing")
         return []
     try:
-        text = _text_of(file)
+        text = _read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(file, f"is not readable ({error})") from None
     lines = text.split("\n")
@@ -302,10 +302,10 @@ def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = strictly_parsed(line)
+            row = parse_strict_json(line)
         except (ValueError, RecursionError) as error:
             raise RecordError(file, f"row {number} is not JSON ({error})") from None
-        check(file, row, number)
+        validate(file, row, number)
         last = rows[-1]["step"] if rows else 0
         # Every step has a row; evaluations follow only some steps.
         if row["step"] != number if file.name == "steps.jsonl" else row["step"] <= last:

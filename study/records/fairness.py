@@ -105,7 +105,7 @@ def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> di
         return {"baseline": "", "confounded": "", "confounded_loss": "", "notes": _notes(run)}
     same_seed = [row for (seed, _), row in baselines.items() if seed == run["seed"]]
     baseline = baselines.get((run["seed"], run["repeat"])) or next(iter(same_seed or baselines.values()))
-    reasons = [*_own_reasons(run), *_differences(run, baseline, bool(same_seed))]
+    reasons = [*_run_reasons(run), *_differences(run, baseline, bool(same_seed))]
     notes, code = _notes(run), ""
     if not same_seed and run["seed"] is not None:
         # The run is in no pair. Weights and samples of another seed differ by design.
@@ -158,7 +158,7 @@ def _code_name(run: Row) -> str:
     return f"release {run['study_version']}" if run["study_version"] else ""
 
 
-def _own_reasons(run: Row) -> Iterator[str]:
+def _run_reasons(run: Row) -> Iterator[str]:
     """Yield the invariants that a run breaks without comparison to a baseline."""
     parts = [run[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")]
     if None not in parts and run["group_ranks"]:

@@ -20,13 +20,13 @@ import pyarrow.parquet as pq
 from study.config.errors import UserError, first_line
 from study.records.directory import digests, find_runs, is_sealed, read_run
 from study.records.fairness import label_confounds
-from study.records.lock import is_at_work
+from study.records.lock import is_run_active
 from study.records.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.records.schema import NEW_NAMES, RecordError
 from study.records.workloads import name_workloads, strategy_order
 
 
-class Remaining(NamedTuple):
+class SliceProgress(NamedTuple):
     """Progress of one slice of a suite when its report was made: numbers of cells, and the labels of pending ones."""
 
     suite: str
@@ -40,7 +40,7 @@ class Remaining(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UniqueRuns:
+class LoadedRun:
     """A record that was read without error, with its path below the folder that was read."""
 
     place: Path
@@ -55,7 +55,7 @@ class UniqueRuns:
 # Deduplication: copies of a record are excluded, and so are records of one run that disagree.
 
 
-def each_once(runs: list[UniqueRuns]) -> tuple[list[UniqueRuns], list[str]]:
+def deduplicate_runs(runs: list[LoadedRun]) -> tuple[list[LoadedRun], list[str]]:
     """Return the runs to keep, with unique names and repeats, and the reasons why others are excluded."""
     refused: list[str] = []
     unique = []
@@ -84,28 +84,28 @@ def each_once(runs: list[UniqueRuns]) -> tuple[list[UniqueRuns], list[str]]:
 _CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
 
 
-def _grouped(runs: list[UniqueRuns], key: Callable[[UniqueRuns], Hashable]) -> list[list[UniqueRuns]]:
-    groups: defaultdict[Hashable, list[UniqueRuns]] = defaultdict(list)
+def _grouped(runs: list[LoadedRun], key: Callable[[LoadedRun], Hashable]) -> list[list[LoadedRun]]:
+    groups: defaultdict[Hashable, list[LoadedRun]] = defaultdict(list)
     for entry in runs:
         groups[key(entry)].append(entry)
     return list(groups.values())
 
 
-def _content(entry: UniqueRuns) -> Hashable:
+def _content(entry: LoadedRun) -> Hashable:
     is_complete = {"config.json", "engine.json"} <= entry.digests.keys()
     return (tuple(sorted(entry.digests.items())), entry.row["status_started_at"]) if is_complete else entry.place
 
 
-def _identity(entry: UniqueRuns) -> Hashable:
+def _identity(entry: LoadedRun) -> Hashable:
     """Return a key of one run; other runs of its config have the same key if they started in the same second."""
     if entry.steps is None:
         return entry.place
     return entry.digests["config.json"], *(entry.row[key] for key in (*_CELL, "status_started_at"))
 
 
-def _disagreeing(group: list[UniqueRuns]) -> list[UniqueRuns]:
+def _disagreeing(group: list[LoadedRun]) -> list[LoadedRun]:
     """Return records with mostly identical step times, which different runs never have."""
-    disagreeing: dict[Path, UniqueRuns] = {}
+    disagreeing: dict[Path, LoadedRun] = {}
     for first, second in itertools.pairwise(group):
         if first.steps is None or second.steps is None or len(first.steps["step"]) != len(second.steps["step"]):
             continue
@@ -114,7 +114,7 @@ def _disagreeing(group: list[UniqueRuns]) -> list[UniqueRuns]:
     return list(disagreeing.values())
 
 
-def _number_repeats(runs: list[UniqueRuns]) -> None:
+def _number_repeats(runs: list[LoadedRun]) -> None:
     """Number the repeats of one config across folders, because runs are paired by seed and repeat."""
     repeats_by_cell: defaultdict[Hashable, set[int]] = defaultdict(set)
     for entry in runs:
@@ -138,7 +138,7 @@ class Records:
     steps: pd.DataFrame
     refused: tuple[str, ...] = ()
     # For suites with slices.
-    remaining: tuple[Remaining, ...] = ()
+    remaining: tuple[SliceProgress, ...] = ()
 
 
 def read_records(source: Path) -> Records:
@@ -153,9 +153,9 @@ def read_records(source: Path) -> Records:
     return read_parquet(source)
 
 
-def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaining, ...] = ()) -> Records:
+def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[SliceProgress, ...] = ()) -> Records:
     """Read every run directory below `root`, or only below `folders`; paths in `refused` are relative to it."""
-    runs: list[UniqueRuns] = []
+    runs: list[LoadedRun] = []
     refused: list[str] = []
     root = root.absolute()
     for path in sorted({path for folder in folders or [root] for path in _candidates(folder.absolute())}):
@@ -165,7 +165,7 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaini
             continue
         try:
             run = read_run(path)
-            if run.status["ended_at"] is None and is_at_work(path):
+            if run.status["ended_at"] is None and is_run_active(path):
                 raise RecordError(path / "status.json", "its run is still active; a later report will include it")
             row = run_row(run) | {"sealed": is_sealed(run.status)}
             steps = step_block(run) if run.state == "ok" else None
@@ -173,8 +173,8 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaini
         except RecordError as error:
             refused.append(f"{error.file.relative_to(root)}: {error.reason}")
         else:
-            runs.append(UniqueRuns(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
-    unique, duplicates = each_once(runs)
+            runs.append(LoadedRun(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
+    unique, duplicates = deduplicate_runs(runs)
     return Records(*_tables(unique), tuple(sorted([*refused, *duplicates])), remaining)
 
 
@@ -184,7 +184,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
     yield from {file.parent for name in documents for file in folder.glob(f"**/{name}")}
 
 
-def _tables(runs: list[UniqueRuns]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _tables(runs: list[LoadedRun]) -> tuple[pd.DataFrame, pd.DataFrame]:
     blocks = {entry.row["run"]: entry.steps for entry in runs if entry.steps is not None}
     # Probes are named separately: the sizes that a search tries would make the names of all workloads longer.
     plain, probing = (
@@ -224,22 +224,22 @@ def steps_by_run(records: Records) -> dict[str, pd.DataFrame]:
     return {str(run): steps for run, steps in records.steps.groupby("run", sort=False)}
 
 
-def real(records: Records) -> Records:
+def real_runs(records: Records) -> Records:
     """Select the runs that are not virtual, which have losses and times, without probes of a search."""
     return _chosen(records, ~records.runs["virtual"] & ~_is_probe(records))
 
 
-def virtual(records: Records) -> Records:
+def virtual_runs(records: Records) -> Records:
     """Select the virtual runs, without probes of a search."""
     return _chosen(records, records.runs["virtual"] & ~_is_probe(records))
 
 
-def probes(records: Records) -> Records:
+def probe_runs(records: Records) -> Records:
     """Select the runs that a search used, including those that the suite also plans as cells."""
     return _chosen(records, records.runs["searches"].notna())
 
 
-def without_probes(records: Records) -> Records:
+def drop_probes(records: Records) -> Records:
     """Select all runs except those that were run only for a search."""
     return _chosen(records, ~_is_probe(records))
 
@@ -248,9 +248,9 @@ def _is_probe(records: Records) -> pd.Series:
     return records.runs["probe"].fillna(False).astype(bool)
 
 
-def only_virtual(records: Records) -> bool:
+def has_only_virtual_runs(records: Records) -> bool:
     """Whether all runs, probes excluded, are virtual."""
-    return real(records).runs.empty and not virtual(records).runs.empty
+    return real_runs(records).runs.empty and not virtual_runs(records).runs.empty
 
 
 def _chosen(records: Records, mask: pd.Series) -> Records:
@@ -297,7 +297,7 @@ def read_parquet(folder: Path) -> Records:
     if notes[_DIGEST] != _digest(runs, steps_file):
         raise UserError(f"{file} or {STEPS_FILE} was changed after the report was made", _fix(file))
     try:
-        remaining = tuple(Remaining(**progress) for progress in json.loads(notes.get(_REMAINING, b"[]")))
+        remaining = tuple(SliceProgress(**progress) for progress in json.loads(notes.get(_REMAINING, b"[]")))
         refused = tuple(map(str, json.loads(notes.get(_REFUSED, b"[]"))))
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} has no valid list of excluded runs ({error})", _fix(file)) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config.errors import UserError
-from study.records.directory import is_part_of, read_status, utc_now
+from study.records.directory import is_partial_write, read_status, utc_now
 from study.records.schema import RecordError
 
 # Read at import, because an orphaned process gets another parent. All ranks of a launch on one machine share it.
@@ -29,7 +29,7 @@ HOST = digest_of_host(platform.node())
 _open_descriptors: set[int] = set()
 
 
-class Held(UserError):
+class LockHeldError(UserError):
     """Another process owns the lock; names it if the lock file does."""
 
     def __init__(self, what: str, holder: dict[str, Any]):
@@ -43,7 +43,7 @@ class Held(UserError):
         )
 
 
-def read_holder(file: Path) -> dict[str, Any]:
+def read_lock_owner(file: Path) -> dict[str, Any]:
     """Read the last owner of a lock from its file; empty if the file is missing or damaged."""
     try:
         owner = json.loads(file.read_bytes())
@@ -78,7 +78,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
             for descriptor in self._descriptors:
                 while not self._is_locked(descriptor):
                     if time.monotonic() >= deadline:
-                        raise Held(what, read_holder(file))
+                        raise LockHeldError(what, read_lock_owner(file))
                     time.sleep(0.05)
         except BaseException:
             self.release()
@@ -136,7 +136,7 @@ CHECKPOINTS = "checkpoints"
 SWAP_PREFIX = "zero-study-swap-"
 
 
-def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
+def check_is_run_directory(folder: Path, what: str, fix: str) -> None:
     """Raise UserError if a folder has files but no status.json of a run, so that no file of the user is overwritten."""
     if not folder.is_dir():
         return
@@ -161,30 +161,30 @@ def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
 
 def _is_leftover(file: Path) -> bool:
     """Whether the file is left over from a run that was killed before it wrote its first status."""
-    return file.name == LOCK_NAME or is_part_of(file.name, "status.json") or file.name.startswith(SWAP_PREFIX)
+    return file.name == LOCK_NAME or is_partial_write(file.name, "status.json") or file.name.startswith(SWAP_PREFIX)
 
 
-def refuse_folder_at_work(folder: Path, what: str) -> None:
-    """Raise UserError if a running process owns the folder. It creates no file; `take_folder` checks again."""
+def check_not_active(folder: Path, what: str) -> None:
+    """Raise UserError if a running process owns the folder. It creates no file; `lock_run_directory` checks again."""
     # Without the lock file, the lock on the folder can be tested; without a status no run used the folder.
     if (folder / LOCK_NAME).exists():
-        take_folder(folder, what, create=False).release()
+        lock_run_directory(folder, what, create=False).release()
     elif (folder / "status.json").exists():
         with contextlib.suppress(OSError):
             problem = f"another run is active in {what}"
             FileLock(folder / "status.json", problem, create=False, with_folder=True).release()
 
 
-def is_at_work(folder: Path) -> bool:
+def is_run_active(folder: Path) -> bool:
     """Whether a run is active in the folder; False if this process may only read it."""
     try:
-        refuse_folder_at_work(folder, str(folder))
+        check_not_active(folder, str(folder))
     except UserError as why:
-        return isinstance(why, Held)
+        return isinstance(why, LockHeldError)
     return False
 
 
-def take_folder(folder: Path, what: str, *, create: bool = True) -> FileLock:
+def lock_run_directory(folder: Path, what: str, *, create: bool = True) -> FileLock:
     """Lock a run directory until the lock is released or the process ends; raises UserError."""
     try:
         if create:
@@ -199,7 +199,7 @@ def take_folder(folder: Path, what: str, *, create: bool = True) -> FileLock:
         ) from None
 
 
-def is_taken_by_this_launch(folder: Path) -> bool:
+def is_locked_by_current_launch(folder: Path) -> bool:
     """Whether this rank's launch was the last to lock the run directory."""
-    holder = read_holder(folder / LOCK_NAME)
+    holder = read_lock_owner(folder / LOCK_NAME)
     return (holder.get("host"), holder.get("launcher_pid")) == (HOST, LAUNCHER_PID)

@@ -15,8 +15,8 @@ from typing import Any
 from study.config.errors import RunFailed, Unsupported, UserError, first_line
 from study.records.schema import State
 
-SMALLER_ON_THE_DEVICE = "use a smaller --per_device_train_batch_size, or a strategy that shards or offloads more"
-SMALLER_ON_THE_HOST = "use a smaller model or batch, fewer ranks, or a strategy that offloads less"
+DEVICE_OOM_HINT = "use a smaller --per_device_train_batch_size, or a strategy that shards or offloads more"
+HOST_OOM_HINT = "use a smaller model or batch, fewer ranks, or a strategy that offloads less"
 
 # Messages of torch, the CUDA libraries and NCCL. NCCL mentions memory only in its last line, after an unhandled error.
 _DEVICE_MEMORY = re.compile(
@@ -42,7 +42,7 @@ _SHARED_MEMORY = re.compile(
     r"(/dev/shm|shared memory|unable to write to file </torch_).*No space left on device|insufficient shared memory"
 )
 # Hint for a run without a checkpoint.
-AGAIN = "run it again"
+RETRY_HINT = "run it again"
 MORE_SHARED_MEMORY = "mount -o remount,size=1g /dev/shm (or docker run --shm-size=1g)"
 # torch's archive writer reports a full disk only as a failed write.
 _DISK = re.compile(
@@ -52,17 +52,17 @@ _DISK = re.compile(
 _DIVERGED = re.compile(r"the (evaluation )?loss is (NaN|infinite|not a number)|gradients (are|were) not finite")
 DEVICE_RAN_OUT = "the device's memory ran out"
 _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
-    (_DEVICE_MEMORY, "oom", DEVICE_RAN_OUT, SMALLER_ON_THE_DEVICE),
-    (_NO_HANDLE, "oom", DEVICE_RAN_OUT, SMALLER_ON_THE_DEVICE),
+    (_DEVICE_MEMORY, "oom", DEVICE_RAN_OUT, DEVICE_OOM_HINT),
+    (_NO_HANDLE, "oom", DEVICE_RAN_OUT, DEVICE_OOM_HINT),
     (
         _CUDA_MEMORY,
         "oom",
         "the device's memory, or host memory that can be locked in place, ran out",
-        f"{SMALLER_ON_THE_DEVICE}; on the host: {SMALLER_ON_THE_HOST}",
+        f"{DEVICE_OOM_HINT}; on the host: {HOST_OOM_HINT}",
     ),
-    (_HOST_MEMORY, "oom", "the host's memory or a limit on the process ran out", SMALLER_ON_THE_HOST),
+    (_HOST_MEMORY, "oom", "the host's memory or a limit on the process ran out", HOST_OOM_HINT),
     (_SHARED_MEMORY, "failed", "/dev/shm is full", MORE_SHARED_MEMORY),
-    (_DISK, "failed", "the disk is full", f"free some space, and {AGAIN}"),
+    (_DISK, "failed", "the disk is full", f"free some space, and {RETRY_HINT}"),
 )
 
 
@@ -79,7 +79,7 @@ class FreeMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class Outcome:
     """Outcome of a run, as in status.json: state, reason and hint."""
 
     state: State
@@ -102,7 +102,7 @@ class Terminated(BaseException):
 
 
 @contextmanager
-def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]:
+def raise_on_signals(error: BaseException, *numbers: signal.Signals) -> Iterator[None]:
     """Raise `error` on the first of these signals; later ones are ignored."""
 
     def stop(number: int, frame: Any) -> None:
@@ -118,7 +118,7 @@ def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]
             signal.signal(number, handler)
 
 
-def ending_of_text(text: str, frames: str = "", free: FreeMemory | None = None) -> Ending | None:
+def outcome_from_log(text: str, frames: str = "", free: FreeMemory | None = None) -> Outcome | None:
     """Recognize exhausted memory or disk in an error message of any library; None for other failures.
 
     `frames` is the text of the traceback.
@@ -129,34 +129,34 @@ def ending_of_text(text: str, frames: str = "", free: FreeMemory | None = None) 
             if words is _NO_HANDLE and (device_is_free or free is None):
                 continue
             if words is _CUDA_MEMORY and (device_is_free or _LOCKING.search(frames)):
-                what, hint = "no more host memory could be locked in place", SMALLER_ON_THE_HOST
+                what, hint = "no more host memory could be locked in place", HOST_OOM_HINT
             start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
             line = text[start : end if end >= 0 else None].strip()[:500]
             free_text = f"; {free}" if free and state == "oom" else ""
-            return Ending(state, f"{what} ({line}{free_text})", hint)
+            return Outcome(state, f"{what} ({line}{free_text})", hint)
     return None
 
 
-def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None = None) -> Ending:
+def outcome_from_exception(error: BaseException, alone: bool = False, free: FreeMemory | None = None) -> Outcome:
     """Return the outcome for an exception; `alone` is for a single process, `free` the free memory at that time."""
     if isinstance(error, UserError):
-        return Ending("unsupported" if isinstance(error, Unsupported) else "failed", error.problem, error.fix)
+        return Outcome("unsupported" if isinstance(error, Unsupported) else "failed", error.problem, error.fix)
     if isinstance(error, RunFailed):
-        return Ending("failed", error.reason, error.hint)
+        return Outcome("failed", error.reason, error.hint)
     if isinstance(error, KeyboardInterrupt):
-        return Ending("interrupted", "stopped from the keyboard", AGAIN)
+        return Outcome("interrupted", "stopped from the keyboard", RETRY_HINT)
     if isinstance(error, Terminated):
         # The sender of a signal is unknown.
         or_launcher = "" if alone else ", or by the launcher because another rank died"
-        return Ending("interrupted", f"ended by SIGTERM: from outside{or_launcher}", AGAIN)
+        return Outcome("interrupted", f"ended by SIGTERM: from outside{or_launcher}", RETRY_HINT)
     # Records are shared, so the folder of the Python installation is removed from the message.
     message = f"{type(error).__name__}: {first_line(error).replace(sys.prefix + os.sep, '')[:500]}"
     # Pinned memory, cuBLAS and NCCL raise plain RuntimeErrors; only torch has a type for exhausted memory.
     if type(error).__name__ == "OutOfMemoryError":
-        return ending_of_text(str(error), free=free) or Ending("oom", message, SMALLER_ON_THE_DEVICE)
+        return outcome_from_log(str(error), free=free) or Outcome("oom", message, DEVICE_OOM_HINT)
     library_errors = ("SafetensorError", "CheckpointException")
     if isinstance(error, (RuntimeError, MemoryError, OSError)) or type(error).__name__ in library_errors:
         frames = "".join(traceback.format_tb(error.__traceback__))
-        if ending := ending_of_text(f"{message}\n{error}", frames, free):
+        if ending := outcome_from_log(f"{message}\n{error}", frames, free):
             return ending
-    return Ending("failed", message, "the traceback is in log.txt")
+    return Outcome("failed", message, "the traceback is in log.txt")

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from study.config.errors import UserError, printable
-from study.config.flags import LARGEST, RunConfig, inner_type, parse_command_line, resolved
+from study.config.errors import UserError, replace_unprintable
+from study.config.flags import MAX_EXACT_INT, RunConfig, inner_type, parse_command_line, resolve_config
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.records.directory import Run, read_json
-from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError, SearchAxis
-from study.records.virtual_summary import MOMENTS
+from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL, RecordError, SearchAxis
+from study.records.virtual_summary import GRADIENT_READ_POINTS
 
 # sweep.json: the planned cell of a run, its searches, and the speed of the machine.
 
@@ -53,7 +53,7 @@ def noted_searches(file: Path, noted: Any) -> str | None:
     return json.dumps([{key: entry[key] for key in kinds} for entry in noted])
 
 
-def noted_stack(file: Path, noted: Any) -> str | None:
+def validate_stack_note(file: Path, noted: Any) -> str | None:
     """Return the stack in sweep.json; raises RecordError if it is invalid."""
     if noted is not None and not (type(noted) is str and _STACK.fullmatch(noted)):
         raise RecordError(file, f"stack is {noted!r}"[:300])
@@ -66,7 +66,7 @@ def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
         rate = notes["attempts"][-1]["matmul_rates"]["tflops"][precision.removesuffix("-engine")]
     except (KeyError, IndexError, TypeError):
         return None
-    return float(rate) if type(rate) in (int, float) and 0 < rate < LARGEST else None
+    return float(rate) if type(rate) in (int, float) and 0 < rate < MAX_EXACT_INT else None
 
 
 def _asked(notes: Path, command: list[Any]) -> RunConfig:
@@ -76,7 +76,7 @@ def _asked(notes: Path, command: list[Any]) -> RunConfig:
         raise RecordError(notes, f"command is {shlex.join(words)!r}, which launches no run"[:300])
     try:
         flags = words[words.index("study/train.py") + 1 :]
-        return resolved(parse_command_line(flags), accelerator_visible=False)
+        return resolve_config(parse_command_line(flags), accelerator_visible=False)
     except UserError as error:
         raise RecordError(notes, f"command: {error.problem}") from None
 
@@ -130,7 +130,7 @@ RUN_COLUMNS: dict[str, str] = {
     "micro_batch_size": "Int64",
     "gradient_clipping": "float64",
     "samples_sha256": "str",
-    **{key: "float64" for key in (*SUMMARY_KEYS, *SUMMARY_MAY_HAVE) if key != "state_bytes_per_rank"},
+    **{key: "float64" for key in (*SUMMARY_KEYS, *SUMMARY_OPTIONAL) if key != "state_bytes_per_rank"},
     **dict.fromkeys(STATE_COLUMNS, "float64"),
     **dict.fromkeys(MEMORY_COLUMNS, "float64"),
     **dict.fromkeys(
@@ -169,7 +169,7 @@ def run_row(run: Run) -> dict[str, Any]:
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
     row["status_attempt"] = run.status["attempt"]
     notes = read_json(run.path / "sweep.json") if (run.path / "sweep.json").is_file() else {}
-    row["stack"] = noted_stack(run.path / "sweep.json", notes.get("stack"))
+    row["stack"] = validate_stack_note(run.path / "sweep.json", notes.get("stack"))
     row["searches"] = noted_searches(run.path / "sweep.json", notes.get("searches"))
     row["probe"] = row["searches"] is not None and notes.get("probe") is not False
     cell = {} if run.config and run.engine else planned_cell(run.path)
@@ -184,7 +184,7 @@ def run_row(run: Run) -> dict[str, Any]:
         # The machines of a virtual job do not exist; derive their number.
         row["machines"] = row["world_size"] // per_machine
     if not run.engine and row.get("strategy"):
-        row |= _of_strategy_file(row["strategy"])
+        row |= _strategy_file_columns(row["strategy"])
         # A virtual rank is launched as one process.
         row["world_size"] = row.get("virtual_world_size") or row["world_size"]
     # The row of a failed run has a reason, and none of the figures that it measured.
@@ -202,8 +202,8 @@ def run_row(run: Run) -> dict[str, Any]:
 
 def _cell_value(path: Path, key: str, value: Any) -> Any:
     if isinstance(value, str):
-        return printable(_FOLDERS.sub("", value) if key in _MAY_NAME_FOLDERS else value)
-    if RUN_COLUMNS[key] == "Int64" and value is not None and abs(value) > LARGEST:
+        return replace_unprintable(_FOLDERS.sub("", value) if key in _MAY_NAME_FOLDERS else value)
+    if RUN_COLUMNS[key] == "Int64" and value is not None and abs(value) > MAX_EXACT_INT:
         raise RecordError(path, f"{key} is {value:.3g}, which is out of range")
     return value
 
@@ -211,14 +211,14 @@ def _cell_value(path: Path, key: str, value: Any) -> Any:
 def _config(run: Run) -> RunConfig:
     try:
         config = RunConfig.from_dict(run.config, "config.json")
-        resolved(config, accelerator_visible=False)
+        resolve_config(config, accelerator_visible=False)
     except UserError as error:
         raise RecordError(run.path / "config.json", error.problem) from None
     return config
 
 
 @functools.cache
-def _of_strategy_file(strategy: str) -> dict[str, Any]:
+def _strategy_file_columns(strategy: str) -> dict[str, Any]:
     """Return stage and offload from a strategy's file, for runs whose engine did not start."""
     file = read_strategy(strategy)
     places = {f"offload_{what}": file.offload_device(what) for what in ("optimizer", "param")}
@@ -304,7 +304,7 @@ def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     row["grads_by_moment"] = json.dumps(
         {
             moment: {place: _largest(state[moment].get(place) for state in states) for place in STATE_PLACES}
-            for moment in MOMENTS
+            for moment in GRADIENT_READ_POINTS
             if states and all(state.get(moment) for state in states)
         }
     )
@@ -318,7 +318,7 @@ def _largest(values: typing.Iterable[float | None]) -> float | None:
 
 def step_block(run: Run) -> dict[str, Any]:
     """Return the steps of a successful run by column; an evaluation is in the row of the preceding step."""
-    if any(step["tokens"] > LARGEST for step in run.steps):
+    if any(step["tokens"] > MAX_EXACT_INT for step in run.steps):
         raise RecordError(run.path / "steps.jsonl", "a step has more tokens than any run can have")
     block: dict[str, Any] = {"samples_hash": np.array([step["samples_hash"] for step in run.steps], dtype=object)}
     for key in ("step", "tokens", "loss", "lr", "grad_norm", "step_time_s"):

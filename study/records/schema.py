@@ -145,7 +145,7 @@ _SUMMARY = {
 }  # fmt: skip
 SUMMARY_KEYS = tuple(_SUMMARY)
 # Keys that older records lack are optional, here and below.
-SUMMARY_MAY_HAVE = {
+SUMMARY_OPTIONAL = {
     "sent_bytes_per_step": "amount?", "gloo_sent_bytes_per_step": "amount?", "steps_skipped": "count",
     "warmup_steps": "count",
 }  # fmt: skip
@@ -198,7 +198,7 @@ _FILES: dict[str, Any] = {
     "config.json": "object",  # study/config/flags.py checks its keys
     "environment.json": _ENVIRONMENT,
     "engine.json": _ENGINE,
-    "summary.json": Keys(_SUMMARY, SUMMARY_MAY_HAVE),
+    "summary.json": Keys(_SUMMARY, SUMMARY_OPTIONAL),
     "memory.json": Keys({"unit": ("GiB",), "ranks": [_RANK_MEMORY]}),
     "traffic.json": Keys(
         {"step": "positive?", "world_size": "positive", "collectives": Keys({}, {}, _COLLECTIVE)},
@@ -213,7 +213,7 @@ _FILES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check(file: Path, value: Any, row: int | None = None) -> None:
+def validate(file: Path, value: Any, row: int | None = None) -> None:
     """Raise RecordError if a document, or one row of a file of rows, does not match the schema of its file."""
     try:
         _check(_FILES[file.name], value, "")
@@ -247,7 +247,7 @@ def _check_sums(profile: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} is {part} s, more than the sum of {summed} s")
 
 
-def strictly_parsed(text: str) -> Any:
+def parse_strict_json(text: str) -> Any:
     """Parse JSON; raises ValueError for duplicate keys and non-finite numbers."""
     return json.loads(
         text, parse_constant=_number, parse_float=_number, parse_int=_number, object_pairs_hook=_unique_keys

@@ -22,7 +22,7 @@ from scipy import special
 from study.config.text import percent
 
 CONFIDENCE = 0.95
-SMALLEST_SAMPLE = 3
+MIN_SAMPLE = 3
 # With fewer points than this, all of them are printed after the interval.
 SHOWN_BELOW = 6
 SIGNIFICANCE = 0.05
@@ -70,7 +70,7 @@ def interval(values: Iterable[float]) -> Interval:
         return Interval(math.nan, None, None, points if not points else ())
     logs = np.log(points)
     center = float(np.exp(logs.mean()))
-    if len(points) < SMALLEST_SAMPLE:
+    if len(points) < MIN_SAMPLE:
         return Interval(center, None, None, points)
     reach = float(t_quantile((1 + CONFIDENCE) / 2, len(points) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
     return Interval(center, center * math.exp(-reach), center * math.exp(reach), points)
@@ -86,7 +86,7 @@ def t_quantile(probability: float, df: float) -> float:
     return float(special.stdtrit(df, probability))
 
 
-def holm(ps: Iterable[float]) -> list[float]:
+def apply_holm(ps: Iterable[float]) -> list[float]:
     """Correct p values of a family by Holm's method."""
     values = np.fromiter(ps, dtype=float)
     order = np.argsort(values)
@@ -95,7 +95,7 @@ def holm(ps: Iterable[float]) -> list[float]:
     return [float(p) for p in corrected]
 
 
-def by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
+def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
     """Return one row per seed and one column per strategy of a workload, the mean over repeats in each cell.
 
     Repeats of a seed compute the same loss, so they are not further samples of it. They are samples of a time: if all
@@ -112,15 +112,15 @@ def by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log
     return values.groupby([rows.rename("sample"), valid["arm"]]).mean().unstack("arm").sort_index()
 
 
-def middle(runs: pd.DataFrame, figure: str, arm: str) -> Interval:
+def geometric_mean_interval(runs: pd.DataFrame, figure: str, arm: str) -> Interval:
     """Return the geometric mean of a strategy's figure over seeds, with its interval."""
-    table = by_seed(runs, figure)
+    table = pivot_by_seed(runs, figure)
     return interval(np.exp(table[arm].dropna()) if arm in table else ())
 
 
 def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any = np.log) -> pd.DataFrame:
     """Return one row per common seed of two strategies, with columns `value` and `baseline`."""
-    table = by_seed(runs, figure, form)
+    table = pivot_by_seed(runs, figure, form)
     if not {arm, baseline} <= set(table):
         return pd.DataFrame({"value": [], "baseline": []}, dtype=float)
     return pd.DataFrame({"value": table[arm], "baseline": table[baseline]}).dropna()
@@ -149,26 +149,26 @@ def paired_runs(runs: pd.DataFrame, arm: str, baseline: str) -> list[Pair]:
 class Noise:
     """Residual standard deviation of logs, that is, relative to the figure."""
 
-    share: float
+    log_sd: float
     df: int
 
     def least_significant_difference(self, samples: int, comparisons: int = 1) -> float | None:
         """Return the least significant difference; a true difference of this size is significant half of the time."""
-        if samples < SMALLEST_SAMPLE:
+        if samples < MIN_SAMPLE:
             return None
         # The test of `differences` with equal noise of all strategies.
         df = 4 / (1 / (samples - 1) + 1 / self.df)
         t = t_quantile(1 - SIGNIFICANCE / max(comparisons, 1) / 2, df)
-        return math.expm1(t * self.share * math.sqrt(2 / samples))
+        return math.expm1(t * self.log_sd * math.sqrt(2 / samples))
 
 
-def noise(runs: pd.DataFrame, figure: str) -> Noise | None:
+def estimate_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
     """Return the residual noise of one workload, pooled over strategies without seed effects; None without reruns.
 
     A seed effect is, for example, other load on the machine during the runs of one seed. More data makes the estimate
     more certain, not smaller.
     """
-    logs = by_seed(_fair(runs), figure)
+    logs = pivot_by_seed(_fair(runs), figure)
     variance, df, _ = _additive_fit(logs.to_numpy(dtype=float))
     if not df:
         # With repeats of a single strategy, seed effects cannot be separated from the noise.
@@ -220,10 +220,10 @@ class Difference:
     @property
     def is_confounded(self) -> bool:
         """Whether there are enough seeds, but a strategy breaks an invariant, so that no test was made."""
-        return self.p is None and self.ratio.n >= SMALLEST_SAMPLE
+        return self.p is None and self.ratio.n >= MIN_SAMPLE
 
     @property
-    def is_unsure(self) -> bool:
+    def is_inconclusive(self) -> bool:
         """Whether the difference is not significant, or has too few seeds for a test."""
         return not (self.is_significant or self.is_confounded)
 
@@ -255,8 +255,8 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
     - Holm over a separate t test of each pair: error rate of 5 %; power of 16 % and 28 % for these differences.
     """
     pairs = list(dict.fromkeys(pairs))
-    logs = by_seed(runs, figure)
-    ps = corrected_p(by_seed(_fair(runs), figure), pairs)
+    logs = pivot_by_seed(runs, figure)
+    ps = corrected_p(pivot_by_seed(_fair(runs), figure), pairs)
     nothing = pd.Series(dtype=float)
     ratios = {pair: np.exp((logs.get(pair[0], nothing) - logs.get(pair[1], nothing)).dropna()) for pair in pairs}
     return {pair: Difference(interval(ratios[pair]), ps.get(pair)) for pair in pairs}
@@ -265,30 +265,32 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
 def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
     """Return the corrected p of each pair of columns with enough common rows."""
     values, places = logs.to_numpy(dtype=float), {arm: place for place, arm in enumerate(logs)}
-    noises = {arm: _own_noise(values, places[arm]) for arm in dict.fromkeys(itertools.chain(*pairs)) if arm in places}
+    noises = {
+        arm: _strategy_noise(values, places[arm]) for arm in dict.fromkeys(itertools.chain(*pairs)) if arm in places
+    }
     tested = {}
     for arm, base in pairs:
         if arm != base and arm in places and base in places:
             ratios = values[:, places[arm]] - values[:, places[base]]
             ratios = ratios[~np.isnan(ratios)]
-            if len(ratios) >= SMALLEST_SAMPLE:
+            if len(ratios) >= MIN_SAMPLE:
                 tested[arm, base] = (*_t_and_df(ratios, noises[arm]), *_t_and_df(ratios, noises[base]))
     if not tested:
         return {}
     t, df = np.array(list(tested.values())).reshape(-1, 2, 2).transpose(2, 0, 1)
-    return dict(zip(tested, holm((2 * special.stdtr(df, -t)).max(axis=1)), strict=True))
+    return dict(zip(tested, apply_holm((2 * special.stdtr(df, -t)).max(axis=1)), strict=True))
 
 
-class _OwnNoise(NamedTuple):
+class _StrategyNoise(NamedTuple):
     """Variance and degrees of freedom of one strategy, and pooled over all others."""
 
-    own: float
-    own_df: int
-    others: float
+    variance: float
+    df: int
+    others_variance: float
     others_df: int
 
 
-def _own_noise(logs: np.ndarray, place: int) -> _OwnNoise:
+def _strategy_noise(logs: np.ndarray, place: int) -> _StrategyNoise:
     rest = np.delete(logs, place, axis=1)
     variance, df, seeds = _additive_fit(rest)
     residuals = logs[:, place] - seeds
@@ -297,17 +299,17 @@ def _own_noise(logs: np.ndarray, place: int) -> _OwnNoise:
     if df:
         # Subtract the uncertainty of the seed effects, which come from the other strategies.
         strategy_variance -= variance * float((1 / (~np.isnan(rest[valid])).sum(axis=1)).mean())
-    return _OwnNoise(max(strategy_variance, 0.0), int(valid.sum()) - 1, variance, df)
+    return _StrategyNoise(max(strategy_variance, 0.0), int(valid.sum()) - 1, variance, df)
 
 
-def _t_and_df(ratios: np.ndarray, noise: _OwnNoise) -> tuple[float, float]:
+def _t_and_df(ratios: np.ndarray, noise: _StrategyNoise) -> tuple[float, float]:
     """Return t and its degrees of freedom for differences of logs; the null hypothesis is a mean of 0."""
-    n, variance = len(ratios), noise.own + noise.others
+    n, variance = len(ratios), noise.variance + noise.others_variance
     if not noise.others_df:
         # Without other strategies: the t test of the pair alone.
         variance, df = float(ratios.var(ddof=1)), float(n - 1)
     elif variance:
-        df = variance**2 / (noise.own**2 / noise.own_df + noise.others**2 / noise.others_df)
+        df = variance**2 / (noise.variance**2 / noise.df + noise.others_variance**2 / noise.others_df)
     else:
         df = 1.0
     return abs(float(ratios.mean())) / max(math.sqrt(variance / n), _ROUNDING), df
@@ -321,7 +323,7 @@ LOSS_MARGIN = 0.0012
 # training.
 BF16_SPACING = 2.0**-8
 POWER = 0.8
-_MOST_SEEDS = 10_000
+_MAX_SEEDS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,7 +345,7 @@ class Equivalence:
         return f"{self.reason} ({measured}{'' if self.p is None else f', p = {self.p:.2g}'})"
 
 
-def equivalence(values: Sequence[float], baselines: Sequence[float], margin: float = LOSS_MARGIN) -> Equivalence:
+def equivalence_test(values: Sequence[float], baselines: Sequence[float], margin: float = LOSS_MARGIN) -> Equivalence:
     """Test the equivalence of paired losses, one pair per seed; `margin` is relative to the mean of the baselines."""
     differences = np.asarray(values, dtype=float) - np.asarray(baselines, dtype=float)
     n = len(differences)
@@ -376,7 +378,7 @@ def seeds_needed(claim: float, spread: float) -> int | None:
         raise ValueError(f"claim {claim} or spread {spread} is out of range")
     if spread == 0:
         return 2
-    choices = range(2, _MOST_SEEDS + 1)
+    choices = range(2, _MAX_SEEDS + 1)
     place = bisect.bisect_left(choices, POWER, key=functools.partial(_power, claim / spread))
     return choices[place] if place < len(choices) else None
 

@@ -12,8 +12,8 @@ import pandas as pd
 
 from study.records.fairness import baseline_arm
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import Interval, differences, middle, paired_ratio
-from study.records.workloads import BASELINES, texts_of
+from study.records.statistics import Interval, differences, geometric_mean_interval, paired_ratio
+from study.records.workloads import BASELINES, workload_names
 
 NAN = float("nan")
 Row = dict[str, Any]
@@ -26,7 +26,7 @@ class StrategyRuns:
     workload: str
     name: str
     runs: pd.DataFrame
-    ended: pd.DataFrame
+    ok_runs: pd.DataFrame
     # All runs of the workload, and the name of its baseline strategy.
     workload_runs: pd.DataFrame
     baseline: str | None
@@ -43,20 +43,20 @@ class StrategyRuns:
 
     def is_fair(self, confound: str = "confounded") -> bool:
         """Whether there are successful runs, and none of them breaks an invariant."""
-        return len(self.ended) > 0 and not (self.ended[confound] != "").any()
+        return len(self.ok_runs) > 0 and not (self.ok_runs[confound] != "").any()
 
     def median(self, figure: str) -> float:
         """Return the median over successful runs; NaN if the figure was not measured."""
-        return float(self.ended[figure].median()) if self.ended[figure].notna().any() else NAN
+        return float(self.ok_runs[figure].median()) if self.ok_runs[figure].notna().any() else NAN
 
-    def learned(self, figure: str) -> float:
+    def median_over_seeds(self, figure: str) -> float:
         """Return the median of a loss or metric over seeds, without repeats, which only reproduce it."""
-        once = self.ended.drop_duplicates("seed")[figure]
+        once = self.ok_runs.drop_duplicates("seed")[figure]
         return float(once.median()) if once.notna().any() else NAN
 
-    def middle(self, figure: str) -> Interval:
+    def geometric_mean(self, figure: str) -> Interval:
         """Return the geometric mean of a time or rate over seeds, with its interval."""
-        return middle(self.workload_runs, figure, self.name)
+        return geometric_mean_interval(self.workload_runs, figure, self.name)
 
     def ratio(self, figure: str) -> Interval | None:
         """Return the ratio to the baseline, paired by seed; None for the baseline itself."""
@@ -66,7 +66,7 @@ class StrategyRuns:
 
     def value(self, column: str) -> Any:
         """Return the value of a column that all runs share; None if no run has recorded it."""
-        return one_value(self.runs[column])
+        return first_known_value(self.runs[column])
 
     @property
     def ranks(self) -> int:
@@ -79,7 +79,7 @@ class StrategyRuns:
         return any(self.value(f"offload_{what}") for what in ("optimizer", "param"))
 
     @property
-    def same_stage(self) -> str | None:
+    def unoffloaded(self) -> str | None:
         """Strategy of the same stage and world size without offload; None if it did not run."""
         stage, runs = self.value("zero_stage"), self.workload_runs
         runs = runs[(runs["status_state"] == "ok") & (runs["world_size"] == self.ranks) & (runs["zero_stage"] == stage)]
@@ -88,7 +88,7 @@ class StrategyRuns:
 
     def state_mib(self, places: Sequence[str] = STATE_PLACES) -> float:
         """Return the model state of the largest rank, in MiB."""
-        return state_bytes(self.ended, places) / 2**20
+        return state_bytes(self.ok_runs, places) / 2**20
 
     @property
     def peak_gib(self) -> tuple[float, str]:
@@ -96,7 +96,7 @@ class StrategyRuns:
         device = self.median("peak_memory_gib_device")
         return (self.median("host_peak_rss_gib"), "host process") if pd.isna(device) else (device, "device")
 
-    def against(self, figure: str) -> str:
+    def format_baseline_ratio(self, figure: str) -> str:
         """Return the paired ratio to the baseline as a table cell."""
         return f"1 ({self.role})" if self.is_baseline else ratio_text(self.ratio(figure))
 
@@ -104,7 +104,7 @@ class StrategyRuns:
         """Return a table row with these figures between the common columns."""
         return {
             "Workload": self.workload, "Strategy": self.name, "Runs": len(self.runs), **figures,
-            "Outcome": outcome(self.runs), "Comparable": comparable(self.runs, self.baseline, confound),
+            "Outcome": outcome(self.runs), "Comparable": comparability(self.runs, self.baseline, confound),
         }  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def outcome(runs: pd.DataFrame) -> str:
     return ", ".join(counts) + (f": {'; '.join(reasons)}" if reasons else "")
 
 
-def comparable(runs: pd.DataFrame, baseline: str | None, confound: str = "confounded") -> str | None:
+def comparability(runs: pd.DataFrame, baseline: str | None, confound: str = "confounded") -> str | None:
     """Return "yes" or the broken invariants; None if all runs failed."""
     reasons = dict.fromkeys(reason for text in runs[confound].dropna() for reason in text.split("; ") if reason)
     if reasons:
@@ -139,7 +139,7 @@ def comparable(runs: pd.DataFrame, baseline: str | None, confound: str = "confou
     return "yes" if (runs["status_state"] == "ok").any() else None
 
 
-def one_value(values: pd.Series) -> Any:
+def first_known_value(values: pd.Series) -> Any:
     """Return the first recorded value of a column that all runs share; None if there is none."""
     recorded = values.dropna()
     return recorded.iloc[0] if len(recorded) else None
@@ -150,7 +150,7 @@ def has_no_gpu(workload_runs: pd.DataFrame) -> bool:
     return bool((workload_runs["devices"].dropna() == "[]").any())
 
 
-def fast_memory(workload_runs: pd.DataFrame) -> tuple[str, ...]:
+def scarce_memory(workload_runs: pd.DataFrame) -> tuple[str, ...]:
     """Return the places with scarce memory: the device and, without a GPU, the host."""
     return ("device", "host") if has_no_gpu(workload_runs) else ("device",)
 
@@ -168,7 +168,7 @@ def ratio_text(ratio: Interval | None, digits: int = 2) -> str:
     return ratio.text(digits) if ratio.n else "no pair"
 
 
-def frame(rows: Iterable[Row]) -> pd.DataFrame:
+def to_table(rows: Iterable[Row]) -> pd.DataFrame:
     """Build a table without empty columns, except "Outcome" and "Comparable"."""
     table = pd.DataFrame(list(rows))
     columns = [column for column in table if table[column].notna().any() or column in ("Outcome", "Comparable")]
@@ -186,7 +186,7 @@ def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     return runs[runs.groupby(groups)[column].transform("nunique") > 1] if len(runs) else runs
 
 
-def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
+def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return the throughput of each strategy in percent of the baseline of its workload and world size.
 
     `place` is the value of the column: the batch size, or millions of parameters.
@@ -195,12 +195,12 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     runs = runs_with_several(runs, column)
     # Keys of workloads without the column.
     rests = {key: json.dumps(json.loads(key) | {column: None}) for key in runs["workload_key"].unique()}
-    words = texts_of(sorted(set(rests.values())))
+    words = workload_names(sorted(set(rests.values())))
     for arm in group_by_strategy(runs):
         first = arm.runs.iloc[0]
         workload_runs = arm.workload_runs[arm.workload_runs["world_size"] == first["world_size"]]
         baseline = baseline_arm(workload_runs)
-        if baseline is None or not len(arm.ended) or workload_runs["arm"].nunique() < 2:
+        if baseline is None or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
             continue
         family = first["workload_key"], first["world_size"]
         if family not in judged:
@@ -216,7 +216,7 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
             "arm": arm.name, "strategy": first["strategy"], "baseline": baseline,
             "percent": 100 * difference.ratio.center, "significant": difference.is_significant,
             "points": tuple(100 * ratio for ratio in difference.ratio.points),
-            "note": "; ".join(dict.fromkeys(text for text in arm.ended["confounded"] if text)),
+            "note": "; ".join(dict.fromkeys(text for text in arm.ok_runs["confounded"] if text)),
         })  # fmt: skip
     columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "significant", "points", "note"]
     speed = pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])

@@ -13,7 +13,7 @@ from study.records.schema import STATE_KINDS, STATE_PLACES
 
 PEAKS = tuple(PEAKS_OF_PHASES)
 # Gradients are read in two memory snapshots, and the larger figure counts.
-MOMENTS = ("grads_after_backward", "grads_before_step")
+GRADIENT_READ_POINTS = ("grads_after_backward", "grads_before_step")
 
 ByPlace = dict[str, float | None]
 
@@ -79,7 +79,7 @@ class RankSummary:
     extrapolated: Extrapolation | None = None
 
     @classmethod
-    def of_run(cls, run: Run) -> RankSummary:
+    def from_run(cls, run: Run) -> RankSummary:
         """Return the summary of a run directory."""
         (rank,) = run.memory["ranks"]
         state = rank["state"] or {}
@@ -93,7 +93,7 @@ class RankSummary:
             "collectives": collectives,
             **{name: state.get(name) for name in ("buffer_bytes", "grads_in_bucket_bytes")},
             "kept_whole_bytes": state.get("kept_whole", {}).get("bytes"),
-            "grads_by_moment": {moment: state.get(moment) for moment in MOMENTS},
+            "grads_by_moment": {moment: state.get(moment) for moment in GRADIENT_READ_POINTS},
             "memory_gib_by_phase": rank["phases"],
             "run_figures": {key: value for key, value in run.summary.items() if key not in _FIELDS},
             "run_dir": str(run.path),
@@ -101,7 +101,7 @@ class RankSummary:
         return cls(**{name: values[name] for name in _FIELDS})
 
     @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> RankSummary:
+    def from_row(cls, row: Mapping[str, Any]) -> RankSummary:
         """Return the summary of a row of the table of runs, from a successful run with an instrumented step.
 
         Empty cells of the row are None.

@@ -45,7 +45,7 @@ def name_workloads(rows: Sequence[Columns]) -> list[dict[str, Any]]:
     exact = [tuple((field, _asked(field, row[field])) for field in _WORDS) for row in rows]
     experiments = _experiments(rows, exact)
     keys = {values: json.dumps(dict(experiment)) for values, experiment in experiments.items()}
-    texts = texts_of(sorted(set(keys.values())))
+    texts = workload_names(sorted(set(keys.values())))
     labelled = [
         {**row, "workload_key": keys[values], "workload": texts[keys[values]]}
         for row, values in zip(rows, exact, strict=True)
@@ -63,10 +63,10 @@ def _asked(field: str, value: Any) -> Any:
     return None if field in _AS_BEFORE and (pd.isna(value) or value == _AS_BEFORE[field]) else value
 
 
-def options_of(row: Columns) -> list[str]:
+def format_options(row: Columns) -> list[str]:
     """Return the options of a run that do not belong to its strategy, as text."""
     options = {field: _asked(field, row[field]) for field in _AS_BEFORE}
-    return [word_for(field, value) for field, value in options.items() if value is not None]
+    return [format_setting(field, value) for field, value in options.items() if value is not None]
 
 
 def _experiments(rows: Sequence[Columns], exact: Sequence[Values]) -> dict[Values, Values]:
@@ -100,7 +100,7 @@ def _differing(first: Values, second: Values) -> list[tuple[str, Any]]:
     ]
 
 
-def word_for(field: str, value: Any) -> str:
+def format_setting(field: str, value: Any) -> str:
     """Format a setting as text."""
     if field == "virtual":
         return "virtual" if value else "real"
@@ -112,7 +112,7 @@ def word_for(field: str, value: Any) -> str:
     return _WORDS.get(field, f"{field} {{}}").format("unset" if text is None else text)
 
 
-def texts_of(keys: Sequence[str]) -> dict[str, str]:
+def workload_names(keys: Sequence[str]) -> dict[str, str]:
     """Name workloads by task, model, and the settings that differ among the workloads of that model."""
     parsed = {key: json.loads(key) for key in keys}
     keys_by_model: defaultdict[tuple[Any, Any], list[str]] = defaultdict(list)
@@ -124,7 +124,7 @@ def texts_of(keys: Sequence[str]) -> dict[str, str]:
             values = parsed[key]
             varying = {field for field in values if len({json.dumps(parsed[peer][field]) for peer in group}) > 1}
             fields = [field for field in values if field in ("task", "model_name_or_path") or field in varying]
-            words = [word_for(field, values[field]) for field in fields if values[field] not in (None, False)]
+            words = [format_setting(field, values[field]) for field in fields if values[field] not in (None, False)]
             texts[key] = ", ".join(words) if task else "workload not recorded"
     return texts
 
@@ -139,7 +139,7 @@ def _arm(row: Columns, worlds: set[Any], differing: Values) -> str:
     # The profiler slows the last steps, so a profiled run is not a repeat of other runs.
     profiled = "profiled" if row["profile_steps"] else ""
     overrides = json.loads(row["engine_override"] or "[]")
-    words = (word_for(field, value) for field, value in differing)
+    words = (format_setting(field, value) for field, value in differing)
     return ", ".join(part for part in (name, trainer, profiled, *overrides, *words) if part)
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 from study.config.errors import UserError
 from study.config.printing import print_page
 from study.config.strategies import STRATEGY_NAMES
-from study.host.box import Box, this_box
 from study.host.folders import folder_argument
-from study.host.stacks import THEN, package_version, release_order, stacks
-from study.releases.causes import PACKAGES, races_of, read_causes
+from study.host.machine import Machine, detect_machine
+from study.host.stacks import THEN_SUFFIX, package_version, release_key, stacks
+from study.releases.causes import PACKAGES, find_races, read_causes
 from study.releases.verdict import Reference, Verdict, trace_at
 from study.sweep.cell import Cell
+from study.sweep.cell_outcome import cell_state
 from study.sweep.execute import run_cells
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
-from study.sweep.verdict import cell_state
 
 SUITE = "releases"
 
@@ -48,7 +48,7 @@ class Bisection:
     """Judges releases for one strategy, each once; runs the cells that have no record yet."""
 
     def __init__(self, strategy: str, micro_steps: int, runs: int, root: Path):
-        self._box, self._root, self._runs = this_box(), root, runs
+        self._box, self._root, self._runs = detect_machine(), root, runs
         self._cell, self._single = _cells(strategy, micro_steps, self._box)
         self.known: dict[str, bool | None] = {}
 
@@ -63,18 +63,18 @@ class Bisection:
             micro_steps = self._cell.plan.gradient_accumulation_steps
             versions = {name: package_version(name) for name in PACKAGES} | dict(stacks()[stack].releases)
             on_gpu = self._box.gpus > 0
-            if worst.kind == "equal" and races_of(versions, self._cell.strategy, micro_steps, "fp32", on_gpu):
+            if worst.kind == "equal" and find_races(versions, self._cell.strategy, micro_steps, "fp32", on_gpu):
                 self.known[stack], note = None, ", which proves nothing: the release has a known race condition"
-            print_page([f"{stack}: {worst.says}{note}"])
+            print_page([f"{stack}: {worst.describe}{note}"])
         return self.known[stack]
 
     def _verdicts(self, stack: str) -> list[Verdict]:
         single = dataclasses.replace(self._single, stack=stack)
         cells = [dataclasses.replace(self._cell, stack=stack, repeat=1 + repeat) for repeat in range(self._runs)]
-        pending = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_answered(retry=False)]
+        pending = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_final(retry=False)]
         if pending:
             # Raises UserError for a stack that is not installed.
-            stacks()[stack].why_not()
+            stacks()[stack].install_error()
             if run_cells(pending, self._root, self._box).stopped:
                 raise KeyboardInterrupt
         reference = Reference("fp32", trace_at(self._root / single.id))
@@ -122,7 +122,7 @@ def _edge(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> tupl
         low, high = (middle, high) if is_bad(releases[middle]) else (low, middle)
 
 
-def _cells(strategy: str, micro_steps: int, box: Box) -> tuple[Cell, Cell]:
+def _cells(strategy: str, micro_steps: int, box: Machine) -> tuple[Cell, Cell]:
     """Return the strategy's cell of the suite in fp32 with clipping, and that of one process."""
     cells = [cell for cell in plan_cells(read_suite(find_suite(SUITE)), box) if isinstance(cell, Cell)]
     cells = [cell for cell in cells if cell.config.precision == "fp32" and cell.config.max_grad_norm]
@@ -141,20 +141,20 @@ def _cells(strategy: str, micro_steps: int, box: Box) -> tuple[Cell, Cell]:
 
 def releases_between(ends: Sequence[str] | None) -> list[str]:
     """Return the stacks of stacks.yaml with today's Accelerate and torch, the oldest first."""
-    names = sorted((name for name in stacks() if not name.endswith(THEN)), key=release_order)
+    names = sorted((name for name in stacks() if not name.endswith(THEN_SUFFIX)), key=release_key)
     for end in ends or ():
         if end not in names:
             raise UserError(
                 f"--between: there is no stack {end!r}", f"use two of {', '.join(names)}, or add it to stacks.yaml"
             )
-    first, last = sorted(map(release_order, ends)) if ends else (release_order(names[0]), release_order(names[-1]))
-    selected = [name for name in names if first <= release_order(name) <= last]
+    first, last = sorted(map(release_key, ends)) if ends else (release_key(names[0]), release_key(names[-1]))
+    selected = [name for name in names if first <= release_key(name) <= last]
     if len(selected) < 2:
         raise UserError("--between spans a single release", "name two releases")
     return selected
 
 
-def changes_of(result: BisectResult, strategy: str, micro_steps: int) -> list[str]:
+def describe_changes(result: BisectResult, strategy: str, micro_steps: int) -> list[str]:
     """Describe the known causes that were introduced or fixed at the boundaries of a bad span."""
     causes = [cause for cause in read_causes() if cause.shows_in(strategy, micro_steps, "fp32")]
 
@@ -163,7 +163,7 @@ def changes_of(result: BisectResult, strategy: str, micro_steps: int) -> list[st
             return
         for cause in causes:
             change = getattr(cause, name)
-            if release_order(before) < release_order(change.release) <= release_order(after):
+            if release_key(before) < release_key(change.release) <= release_key(after):
                 yield f"{cause.title}: {word} {change.release} {change.change}".rstrip()
 
     return [
@@ -201,5 +201,5 @@ def run(options: argparse.Namespace) -> int:
         not_judged = f", {len(releases) - judged} could not be" if judged < len(releases) else ""
         print_page([f"no release of {releases[0]} to {releases[-1]} is bad; {judged} were judged{not_judged}"])
         return 1
-    print_page([*result.lines(), *changes_of(result, options.strategy, options.accumulation)])
+    print_page([*result.lines(), *describe_changes(result, options.strategy, options.accumulation)])
     return 0

@@ -17,7 +17,7 @@ from study.config.strategies import STRATEGY_NAMES
 from study.config.yaml_sections import Section, as_section, read_document
 
 FILE = Path(__file__).with_name("causes.yaml")
-_MOST = 5_000
+_MAX_VALUES = 5_000
 Blame = Literal["engine", "pairing"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]
 # Outcomes without any training step.
@@ -100,7 +100,7 @@ class Cause:
         )
 
 
-def causes_of(
+def find_causes(
     versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str | None
 ) -> tuple[Cause, ...]:
     """Return the known causes of a run's divergence; for a crash or a refusal only causes that list it in `differs`."""
@@ -114,7 +114,7 @@ def causes_of(
     )
 
 
-def races_of(
+def find_races(
     versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, on_gpu: bool
 ) -> tuple[Cause, ...]:
     """Return the race conditions that affect a run, so that an equal result proves nothing."""
@@ -133,8 +133,8 @@ def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause
 def read_causes(file: Path | None = None) -> tuple[Cause, ...]:
     """Read and check causes.yaml; raises UserError with the line of an invalid entry."""
     file = file or FILE
-    top = as_section(read_document(file, Section, _MOST), str(file), {"causes"}, Section)
-    return tuple(_cause(entry, top.place_of("causes")) for entry in top["causes"])
+    top = as_section(read_document(file, Section, _MAX_VALUES), str(file), {"causes"}, Section)
+    return tuple(_cause(entry, top.key_place("causes")) for entry in top["causes"])
 
 
 def _cause(entry: Any, place: str) -> Cause:
@@ -142,7 +142,7 @@ def _cause(entry: Any, place: str) -> Cause:
 
     keys = {field.name for field in dataclasses.fields(Cause)} - {"releases"} | set(PACKAGES)
     section = as_section(entry, place, keys, Section)
-    section.need(*_NEEDED)
+    section.require_keys(*_NEEDED)
     for key in PACKAGES:
         try:
             SpecifierSet(section.get(key, ""))
@@ -160,6 +160,6 @@ def _cause(entry: Any, place: str) -> Cause:
     for key in ("entered", "left"):
         values[key] = Change(**as_section(section.get(key, Section("")), place, {"release", "change"}, Section))
     fields = {field.name for field in dataclasses.fields(SourceLines)}
-    lines = [as_section(line, section.place_of("lines"), fields, Section) for line in section.get("lines", ())]
+    lines = [as_section(line, section.key_place("lines"), fields, Section) for line in section.get("lines", ())]
     values["lines"] = tuple(SourceLines(**line) for line in lines)
     return Cause(**values, releases={package: section[package] for package in PACKAGES if package in section})

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from study.config.errors import UserError
 from study.config.strategies import REPOSITORY, read_strategy
-from study.host.box import this_box
-from study.host.folders import cache_directory, refuse_full_disk
+from study.host.folders import cache_directory, check_disk_space
+from study.host.machine import detect_machine
 from study.host.stacks import BUILDS_DEEPSPEED, LAYER_FILE, STACK_FILE, Stack, layer_folder, layer_state, stacks
 from study.records.directory import read_json, write_json
 from study.sweep import command as sweep
@@ -50,7 +50,7 @@ class NotInstallable(Exception):
 
 def prepare(options: argparse.Namespace) -> int:
     """Prepare a suite; return exit status 1 if a stack or initial weights are missing."""
-    plan = plan_suite(options.suite, this_box(), options.runs_dir, options.only, rehearse=options.rehearse)
+    plan = plan_suite(options.suite, detect_machine(), options.runs_dir, options.only, rehearse=options.rehearse)
     cells = [cell for part in plan.slices for item in part.cells for cell in one_of_each_model(item)]
     names = list(dict.fromkeys(cell.stack for cell in cells if cell.stack))
     requested = [stacks()[name] for name in names]
@@ -74,7 +74,7 @@ def install(layers: Iterable[str]) -> set[str]:
     cache, pins, failed = cache_directory(), read_pins(), set()
     for layer in layers:
         folder = layer_folder(cache, layer)
-        if layer_state(cache, layer).is_there:
+        if layer_state(cache, layer).is_installed:
             continue
         try:
             digests = install_layer(layer, folder, pins.get(layer))
@@ -100,7 +100,7 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
     """Install one layer; return the digests of the archives that pip used, by `name==version`."""
     package, _, version = layer.partition("-")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    refuse_full_disk(folder.parent, _ROOM_BYTES.get(package, 2**28), layer)
+    check_disk_space(folder.parent, _ROOM_BYTES.get(package, 2**28), layer)
     print(f"{layer}: installing", flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{layer}.") as scratch:
         target, requirements, report = (Path(scratch) / name for name in ("layer", "wanted.txt", "report.json"))

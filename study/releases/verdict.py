@@ -52,12 +52,12 @@ ROUNDING = {
 }
 # A tolerance is at least _NOISE_FACTOR times the difference of `ddp` to `single`, because the kernels of some machines
 # sum in varying order. A difference of more than _MOST_NOISE tolerances is a fault of ddp, and is not used.
-_NOISE_FACTOR, _MOST_NOISE = 4, 10
+_NOISE_FACTOR, _MAX_NOISE = 4, 10
 _NOT_FINITE = re.compile(r"the loss is (?:NaN|infinite) at step (\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class TrainingTrace:
     """Loss, norm and learning rate of each step of a run, with its outcome."""
 
     losses: Sequence[float | None]
@@ -91,7 +91,7 @@ class Verdict:
         return {"crashes": "crash", "refuses": "refuses", "different": self.what}.get(self.kind)
 
     @property
-    def says(self) -> str:
+    def describe(self) -> str:
         """One-line description of the verdict."""
         if self.kind == "equal":
             return f"equal (to {self.size:.0e})" if self.size else "equal (to the last digit)"
@@ -104,27 +104,27 @@ class Verdict:
         return "; ".join([*parts, *filter(None, [self.reason])])
 
 
-def trace_at(folder: Path) -> Trace:
+def trace_at(folder: Path) -> TrainingTrace:
     """Read the trace of a run directory; a missing or damaged record is a failed run."""
     try:
         run = read_run(folder)
     except RecordError as error:
         # The sweep has already reported why.
-        return Trace([], [], [], "failed", f"it left no record ({error.reason})")
-    return Trace(
+        return TrainingTrace([], [], [], "failed", f"it left no record ({error.reason})")
+    return TrainingTrace(
         [row["loss"] for row in run.steps], [row["grad_norm"] for row in run.steps], [row["lr"] for row in run.steps],
         run.state, run.status["reason"], run.engine.get("initial_weights_sha256"),
         [row["samples_hash"] for row in run.steps], run.config.get("max_grad_norm") or 0.0,
     )  # fmt: skip
 
 
-def tolerance_of(precision: str, single: Trace, ddp: Iterable[Trace]) -> Tolerance:
+def find_tolerance(precision: str, single: TrainingTrace, ddp: Iterable[TrainingTrace]) -> Tolerance:
     """Return the tolerance for rounding, or a larger one if `ddp` differs more from `single` on this machine."""
     runs = [trace for trace in ddp if trace.state == "ok"]
 
     def allowed(rounding: float, differences: Iterable[float]) -> float:
         noise = max(differences, default=0.0)
-        return max(rounding, _NOISE_FACTOR * noise) if noise <= _MOST_NOISE * rounding else rounding
+        return max(rounding, _NOISE_FACTOR * noise) if noise <= _MAX_NOISE * rounding else rounding
 
     return Tolerance(
         allowed(ROUNDING[precision].loss, (_max_difference(trace.losses, single.losses) for trace in runs)),
@@ -137,15 +137,15 @@ class Reference:
     """`single` under a run's stack, in its precision without an engine, and `ddp`, which sets the tolerance."""
 
     precision: str
-    single: Trace
-    ddp: tuple[Trace, ...] = ()
+    single: TrainingTrace
+    ddp: tuple[TrainingTrace, ...] = ()
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
         """Tolerance of this precision on this machine."""
-        return tolerance_of(self.precision, self.single, self.ddp)
+        return find_tolerance(self.precision, self.single, self.ddp)
 
-    def judge(self, trace: Trace) -> Verdict:
+    def judge(self, trace: TrainingTrace) -> Verdict:
         """Return the verdict on a run."""
         return judge(trace, self.single, self.tolerance)
 
@@ -155,7 +155,7 @@ def reference_precision(precision: str) -> str:
     return "bf16" if precision == "bf16-engine" else precision
 
 
-def judge(trace: Trace, single: Trace, tolerance: Tolerance) -> Verdict:
+def judge(trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance) -> Verdict:
     """Return the verdict on a run; "not judged" if it or `single` cannot be compared."""
     not_finite = _NOT_FINITE.search(trace.reason)
     if trace.state == "unsupported":
@@ -174,7 +174,9 @@ def judge(trace: Trace, single: Trace, tolerance: Tolerance) -> Verdict:
     return _compared(trace, single, tolerance, int(not_finite[1]) if not_finite else None)
 
 
-def _compared(trace: Trace, single: Trace, tolerance: Tolerance, not_finite_step: int | None) -> Verdict:
+def _compared(
+    trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance, not_finite_step: int | None
+) -> Verdict:
     size = _max_difference(trace.losses, single.losses)
     bad_loss = _first_beyond(trace.losses, single.losses, tolerance.loss) or not_finite_step
     bad_norm = _first_beyond(trace.norms, single.norms, tolerance.norm)
@@ -188,7 +190,9 @@ def _compared(trace: Trace, single: Trace, tolerance: Tolerance, not_finite_step
     )  # fmt: skip
 
 
-def _what(trace: Trace, single: Trace, tolerance: Tolerance, bad_loss: int | None, bad_norm: int | None) -> What:
+def _what(
+    trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance, bad_loss: int | None, bad_norm: int | None
+) -> What:
     if bad_loss is None:
         return "norm"
     # The first step whose loss follows an update; a step with rate 0 updates nothing.

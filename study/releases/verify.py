@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from study.config.errors import UserError
-from study.config.flags import Precision, RunConfig, resolved
+from study.config.flags import Precision, RunConfig, resolve_config
 from study.config.printing import TextTable, print_page
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_duration
-from study.host.box import Box, this_box
 from study.host.folders import cache_directory, folder_argument
+from study.host.machine import Machine, detect_machine
 from study.host.stacks import UNVERIFIED_VARIABLE, package_version
-from study.predictor.hardware import whole
+from study.predictor.hardware import parse_int
 from study.records.directory import find_runs, read_json
 from study.records.schema import RecordError
-from study.releases.causes import PACKAGES, Cause, causes_of, races_of
+from study.releases.causes import PACKAGES, Cause, find_causes, find_races
 from study.releases.verdict import Reference, Verdict, reference_precision, trace_at
 from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
@@ -82,7 +82,7 @@ class VerifyRow:
     def says(self) -> str:
         """One-line description of the verdict and its known causes."""
         titles = "; ".join(cause.title for cause in self.causes)
-        description = BY_LUCK if self.kind == BY_LUCK else self.verdict.says
+        description = BY_LUCK if self.kind == BY_LUCK else self.verdict.describe
         return f"{description} (known: {titles})" if titles else description
 
     @property
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", metavar="STRATEGY", help="only these strategies, in every precision that they support")
     add("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="only these precisions; default: all")
     ranks = "number of ranks; default: one per GPU, or two without a GPU"
-    add("--world_size", type=lambda text: whole(text, 999, "number of ranks"), metavar="N", help=ranks)
+    add("--world_size", type=lambda text: parse_int(text, 999, "number of ranks"), metavar="N", help=ranks)
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     runs_dir = "keep the records in this folder and reuse them; default: a temporary folder"
     add("--runs_dir", type=folder_argument, metavar="DIR", help=runs_dir)
@@ -129,12 +129,12 @@ def run(options: argparse.Namespace) -> int:
         except OSError as error:
             problem = f"the folder for records cannot be created ({error.strerror})"
             raise UserError(problem, "name a folder with --runs_dir") from None
-        box = this_box()
-        _refuse_another_stack(root, stack, box)
+        box = detect_machine()
+        _check_same_stack(root, stack, box)
         ranks = options.world_size or box.gpus or RANKS_WITHOUT_A_GPU
         if box.gpus and ranks > box.gpus:
             raise UserError(f"--world_size {ranks} exceeds this machine, which has {box}", f"use {box.gpus} or less")
-        matrix = Matrix(root.absolute(), box, stack, options.precision, ranks, chosen=bool(options.only))
+        matrix = VerifyMatrix(root.absolute(), box, stack, options.precision, ranks, chosen=bool(options.only))
         matrix.is_kept = options.runs_dir is not None
         if not any(map(matrix.cells, strategies)):
             raise UserError(f"{' and '.join(strategies)} have no {' or '.join(options.precision)}", "use fp32")
@@ -204,11 +204,11 @@ class Verification:
         return f"{strategy}{where} ({', '.join(causes) or 'no known cause'})"
 
 
-class Matrix:
+class VerifyMatrix:
     """Cells of strategies, precisions and accumulation; runs them on demand and compares each with `single`."""
 
     def __init__(
-        self, root: Path, box: Box, stack: Mapping[str, str | None], precisions: Sequence[Precision], ranks: int, *,
+        self, root: Path, box: Machine, stack: Mapping[str, str | None], precisions: Sequence[Precision], ranks: int, *,
         chosen: bool,
     ):  # fmt: skip
         """Plan the cells; `chosen` strategies, which the user named, run in every precision that they support."""
@@ -233,9 +233,9 @@ class Matrix:
             verdict = reference.judge(trace_at(self.root / self._cell(strategy, precision, micro_steps).id))
             if reference.single.state != "ok":
                 verdict = Verdict("not judged", reason=f"the run of one process failed: {reference.single.reason}")
-            causes = causes_of(self._stack, strategy, micro_steps, precision, verdict.differs)
+            causes = find_causes(self._stack, strategy, micro_steps, precision, verdict.differs)
             if verdict.kind == "equal":
-                causes = races_of(self._stack, strategy, micro_steps, precision, self.box.gpus > 0)
+                causes = find_races(self._stack, strategy, micro_steps, precision, self.box.gpus > 0)
             yield VerifyRow(strategy, precision, micro_steps, verdict, causes)
 
     def cells(self, strategy: str) -> list[tuple[Precision, int]]:
@@ -276,18 +276,18 @@ class Matrix:
             global_batch_size=batch,
             per_device_train_batch_size=batch // ranks // micro_steps,
         )
-        config = resolved(request, accelerator_visible=self.box.gpus > 0)
+        config = resolve_config(request, accelerator_visible=self.box.gpus > 0)
         return Cell(strategy, ranks, config, request, repeat=1, time_limit_s=_TIME_LIMIT_S)
 
     def _run(self, cells: Sequence[Cell]) -> None:
         """Run cells without a successful record, each once per process: the failures of an earlier call are retried."""
         todo = [cell for cell in cells if cell.id not in self._asked]
         self._asked.update(cell.id for cell in todo)
-        if todo and run_cells(todo, self.root, self.box, retry=True, is_kept=self.is_kept, only_computes=True).stopped:
+        if todo and run_cells(todo, self.root, self.box, retry=True, is_kept=self.is_kept, allow_forks=True).stopped:
             raise KeyboardInterrupt
 
 
-def _refuse_another_stack(root: Path, stack: dict[str, str | None], box: Box) -> None:
+def _check_same_stack(root: Path, stack: dict[str, str | None], box: Machine) -> None:
     """Raise UserError if the folder has records of another stack or device: existing records are reused."""
     for path in find_runs(root):
         with contextlib.suppress(RecordError):
@@ -317,7 +317,7 @@ def _table(verification: Verification) -> TextTable:
     return TextTable(["strategy", *places], lines)
 
 
-def _document(stack: dict[str, str | None], matrix: Matrix, verification: Verification) -> dict[str, Any]:
+def _document(stack: dict[str, str | None], matrix: VerifyMatrix, verification: Verification) -> dict[str, Any]:
     references = matrix.references.items()
     return {
         "stack": stack, "ranks": matrix.ranks, "on_gpu": matrix.box.gpus > 0, "agrees": verification.agrees,

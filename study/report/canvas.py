@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from scipy.optimize import isotonic_regression
 
 from study.config.registry import REGISTRY
-from study.records.frames import Records, real
+from study.records.frames import Records, real_runs
 from study.records.statistics import SHOWN_BELOW
 from study.records.workloads import strategy_order
 
@@ -97,7 +97,7 @@ SETTINGS: Any = {
     "svg.hashsalt": "zero-study", "svg.fonttype": "path",
 }  # fmt: skip
 # Workloads drawn in one notebook; the tables have all of them.
-MOST_WORKLOADS = 6
+MAX_WORKLOADS = 6
 _TITLE_IN, _LINE_IN = 0.25, 0.185
 _TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS = 46, 64, 26
 _T = TypeVar("_T")
@@ -111,7 +111,7 @@ class Drawing(NamedTuple):
     name: str = ""
 
 
-def style_of(strategy: object) -> Style:
+def find_style(strategy: object) -> Style:
     """Return the style of a strategy; a gray one if the registry does not have it."""
     return STRATEGIES.get(str(strategy), UNKNOWN)
 
@@ -124,25 +124,25 @@ def drawings(name: str, subjects: Iterable[tuple[str, _T]], draw: Callable[[str,
 
 
 def per_workload(name: str, runs: pd.DataFrame, draw: Callable[[str, pd.DataFrame], Drawing | None]) -> list[Drawing]:
-    """Return a drawing per workload; at most `MOST_WORKLOADS`, those with most runs."""
-    largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:MOST_WORKLOADS]
+    """Return a drawing per workload; at most `MAX_WORKLOADS`, those with most runs."""
+    largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:MAX_WORKLOADS]
     return drawings(name, ((str(workload), runs[runs["workload"] == workload]) for workload in sorted(largest)), draw)
 
 
 def finished(records: Records) -> pd.DataFrame:
     """Return the real runs that succeeded: only they have a loss and a step time."""
-    runs = real(records).runs
+    runs = real_runs(records).runs
     return runs[runs["status_state"] == "ok"]
 
 
-def arms_of(runs: pd.DataFrame) -> dict[str, str]:
+def arm_strategies(runs: pd.DataFrame) -> dict[str, str]:
     """Return the strategy's name by its label, from plain training to the most offloaded."""
     arms = runs.drop_duplicates("arm")
     places = zip(arms["strategy"].map(strategy_order), arms["world_size"], arms["arm"], arms["strategy"], strict=True)
     return {str(arm): strategy for _, _, arm, strategy in sorted(places)}
 
 
-def confounds_of(runs: pd.DataFrame, column: str = "confounded") -> dict[str, str]:
+def find_confounds(runs: pd.DataFrame, column: str = "confounded") -> dict[str, str]:
     """Return the reasons why a strategy's runs are not comparable, by its label; an empty text if they are."""
     return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}
 
@@ -197,7 +197,7 @@ def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
     return textwrap.wrap(" ".join(printable.split()), letters, break_on_hyphens=False)
 
 
-def label_of(arm: str, notes: Mapping[str, str]) -> str:
+def format_label(arm: str, notes: Mapping[str, str]) -> str:
     """Return a strategy's label on at most two lines, with a dagger if it is confounded."""
     lines = _wrapped(f"{arm} †" if notes.get(arm) else arm, _LABEL_LETTERS)
     return "\n".join(lines if len(lines) <= 2 else [lines[0], f"{lines[1][: _LABEL_LETTERS - 1]}…"])
@@ -215,7 +215,7 @@ def plain_ticks(axis: Any) -> None:
 
 def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:
     """Label one row per strategy, the first at the top."""
-    names = [label_of(arm, notes) for arm in arms]
+    names = [format_label(arm, notes) for arm in arms]
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -240,14 +240,14 @@ def bars(
         axes.vlines(marks, rows - 0.42, rows + 0.42, color=INK, linewidth=1.6, zorder=5)
         ends = np.fmax(ends, marks)
     for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
-        write_right_of(axes, text, (end, row))
+        write_right(axes, text, (end, row))
     rows_of_arms(axes, parts.index, notes)
     axes.grid(visible=False)
     axes.margins(x=margin)
     axes.set(xlabel=xlabel, xlim=(0, None))
 
 
-def write_right_of(axes: Axes, text: str, place: tuple[float, float]) -> None:
+def write_right(axes: Axes, text: str, place: tuple[float, float]) -> None:
     """Write a text to the right of a point."""
     axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9)
 
@@ -262,9 +262,9 @@ def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list
 
 def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
     """Return a legend entry per strategy, with its line and marker."""
-    styles = {arm: style_of(strategy) for arm, strategy in arms.items()}
+    styles = {arm: find_style(strategy) for arm, strategy in arms.items()}
     return [
-        Line2D([], [], label=label_of(arm, notes), **style.line | {"markeredgecolor": style.colour})
+        Line2D([], [], label=format_label(arm, notes), **style.line | {"markeredgecolor": style.colour})
         for arm, style in styles.items()
     ]
 
@@ -300,7 +300,7 @@ def plot_lines(
     """Draw lines over a logarithmic axis with a label at the end of each; `extra` labels belong to other lines."""
     ends = list(extra)
     for line in lines:
-        style = style_of(line.strategy)
+        style = find_style(line.strategy)
         axes.plot(line.x, line.y, markersize=8, **style.line)
         for x, points in zip(line.x, line.points, strict=False):
             single_runs(axes, [x] * len(points), points, style.colour)
@@ -346,11 +346,11 @@ def label_points(
     """Draw a labelled marker per strategy on axes that start at 0, and its single runs unless there are many."""
     ends = []
     for arm, (x, y) in points.iterrows():
-        style = style_of(strategies[str(arm)])
+        style = find_style(strategies[str(arm)])
         xs, ys = single.loc[[arm]].to_numpy(dtype=float).T
         single_runs(axes, xs, ys, style.colour)
         axes.plot(x, y, markersize=9.5, **style.points)
-        ends.append(EndLabel(x, y, label_of(str(arm), notes), style.colour))
+        ends.append(EndLabel(x, y, format_label(str(arm), notes), style.colour))
     axes.grid()
     axes.margins(x=0.1, y=0.1)
     axes.set(xlim=(0, None), ylim=(0, None))

@@ -27,7 +27,7 @@ from study.records.frames import Records
 from study.report.canvas import SETTINGS, STRATEGIES, Drawing
 
 # Strategies that a sentence names before it counts the rest.
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,23 +50,23 @@ def cell_text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def known(value: float, form: Callable[[float], str]) -> str:
+def format_or_dash(value: float, form: Callable[[float], str]) -> str:
     """Return the formatted value; the sign for "not measured" if it is NaN."""
     return NOT_MEASURED if math.isnan(value) else form(value)
 
 
-def span(values: Iterable[float], form: Callable[[float], str]) -> str:
+def span_text(values: Iterable[float], form: Callable[[float], str]) -> str:
     """Return the lowest and the highest value as a text, without NaN."""
     measured = [value for value in values if not math.isnan(value)]
     return " to ".join(dict.fromkeys(form(end) for end in (min(measured), max(measured))))
 
 
-def names(arms: Sequence[str]) -> str:
+def format_names(arms: Sequence[str]) -> str:
     """Return strategies as an English list, with a count after the first three."""
     quoted = [f"`{name}`" for name in dict.fromkeys(arms)]
-    more = len(quoted) - _MOST_NAMES
+    more = len(quoted) - _MAX_NAMES
     if more > 0:
-        quoted[_MOST_NAMES:] = [f"{more} more"]
+        quoted[_MAX_NAMES:] = [f"{more} more"]
     return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
@@ -101,7 +101,7 @@ class Question:
     title: str
     # Returns None if the records do not answer it; then the report prints `nothing`.
     answer: Callable[[Records], Answer | None]
-    nothing: str
+    no_data: str
     tables: Mapping[str, Table]
     figures: Mapping[str, Figures] = dataclasses.field(default_factory=dict)
     # The figure on the first screen in place of the small table.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed, UserError
-from study.host.folders import content_digest, sealed
+from study.host.folders import content_digest, with_digest
 from study.records.directory import ROW_FILES, read_json, read_rows, write_json
 from study.records.lock import CHECKPOINTS
 from study.records.schema import RecordError
@@ -60,8 +60,8 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
             shutil.copyfile(run.output_dir / name, folder / name)
     accelerator.wait_for_everyone()
     # The ranks of each host divide the files, because a host is certain to see only the files that it wrote.
-    local_files = _files_of(folder)[launch.local_rank :: launch.local_world_size]
-    digests = gather_object([digests_of(folder, local_files)])
+    local_files = _list_files(folder)[launch.local_rank :: launch.local_world_size]
+    digests = gather_object([file_digests(folder, local_files)])
     if run.record is not None:
         assert run.initial is not None
         manifest = {
@@ -76,8 +76,8 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
             "environment": read_json(run.output_dir / "environment.json"),
             "files": {name: digest for rank_digests in digests for name, digest in sorted(rank_digests.items())},
         }
-        write_json(folder / MANIFEST, sealed(manifest))
-        run.record.hint(resume_hint(folder))
+        write_json(folder / MANIFEST, with_digest(manifest))
+        run.record.set_crash_hint(resume_hint(folder))
 
 
 def resume_hint(folder: Path) -> str:
@@ -85,14 +85,14 @@ def resume_hint(folder: Path) -> str:
     return f"--resume_from_checkpoint latest resumes from {folder.name}"
 
 
-def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the digest of each named file in the folder."""
     names = list(names)
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: content_digest(folder / name), names), strict=True))
 
 
-def _files_of(folder: Path) -> list[str]:
+def _list_files(folder: Path) -> list[str]:
     """Return the files of a checkpoint, without a user's files in the same folder."""
     files = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir())
     return sorted(filter(_FILE_OF_A_CHECKPOINT.fullmatch, files))
@@ -101,7 +101,7 @@ def _files_of(folder: Path) -> list[str]:
 def clear_checkpoint(folder: Path) -> None:
     """Delete the files of an earlier checkpoint: the manifest first, which marks it as incomplete, then the others."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    for name in _files_of(folder):
+    for name in _list_files(folder):
         (folder / name).unlink()
 
 
@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for key, kind in _MANIFEST_KEYS.items():
         if type(manifest.get(key)) is not kind:
             raise RecordError(file, f"{key} is {manifest.get(key)!r}, not a value of type {kind.__name__}")
-    if sealed(manifest) != manifest:
+    if with_digest(manifest) != manifest:
         raise RecordError(file, "was changed after the checkpoint was saved")
     steps, _ = read_rows(folder, complete=True)
     if len(steps) != manifest["step"]:
@@ -159,14 +159,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def check_files(folder: Path, saved: Mapping[str, str]) -> None:
     """Raise UserError if a checkpoint's files differ from the saved ones."""
-    names = _files_of(folder)
+    names = _list_files(folder)
     problems = [f"{name} is missing" for name in saved if name not in names]
     problems += [f"{name} was not saved with it" for name in names if name not in saved]
     # Opening a pipe would block until another process writes to it.
     problems += [f"{name} is not a file" for name in names if not (folder / name).is_file()]
     if not problems:
         try:
-            digests = digests_of(folder, saved)
+            digests = file_digests(folder, saved)
             problems = [f"{name} differs from the saved file" for name in saved if digests[name] != saved[name]]
         except OSError as error:
             problems = [f"{error.filename} cannot be read ({error.strerror})"]

@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from study.config.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
-from study.config.flags import BatchPlan, RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
-from study.config.launched import Launch, shell_environment, this_launch, virtual_launch
-from study.config.names import override
-from study.engine.groups import check_group, check_replicas
+from study.config.flags import BatchPlan, RunConfig, check_virtual_run_flags, parse_command_line, resolve_config
+from study.config.launch_context import Launch, read_launch, read_launcher_environment, virtual_launch
+from study.config.strategy_names import apply_overrides
+from study.engine.model_parallel import check_group, check_replicas
 from study.engine.setup import check_engine_settings
-from study.host.folders import cache_directory, folder_named, free_bytes, refuse_full_nvme, refuse_unwritable
-from study.host.memory import can_lock, locked_bytes
-from study.host.operators import libaio_is_there
-from study.host.stacks import refuse_unverified_pair
+from study.host.folders import cache_directory, check_nvme_space, check_writable, free_bytes, resolve_path
+from study.host.memory import can_lock, required_pinned_bytes
+from study.host.operators import is_libaio_installed
+from study.host.stacks import check_verified_pair
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
-from study.predictor.request import request_for, unpredicted
-from study.predictor.state import state_bytes, unswapped
+from study.predictor.request import request_for, unsupported_reason
+from study.predictor.state import bytes_per_parameter, unswapped_kind
 from study.records.directory import is_finished, write_json
-from study.records.lock import refuse_files_of_others, refuse_folder_at_work
+from study.records.lock import check_is_run_directory, check_not_active
 from study.records.schema import RecordError
-from study.run import machines
+from study.run import rendezvous
 
-SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
+FIRST_RANK_GRACE_S = 10
 # Enough for the rows and the log of a long run.
-LEAST_ROOM_BYTES = 16 * 2**20
+MIN_FREE_BYTES = 16 * 2**20
 # Raises UserError for a request that one trainer does not support.
 Refuse = Callable[[RunConfig, Launch], None]
 
@@ -51,7 +51,7 @@ class RunRequest:
 def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConfig, Launch]:
     """Return the flags and the launch, without importing torch."""
     config = parse_command_line(arguments)
-    launch = this_launch(shell=shell_environment())
+    launch = read_launch(shell=read_launcher_environment())
     if config.virtual_world_size:
         if trainer != "study":
             raise UserError(f"{trainer} does not run virtual ranks", "use study/train.py")
@@ -59,14 +59,14 @@ def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConf
     return config, dataclasses.replace(launch, strategy=launch.strategy.with_group_size(config.group_size))
 
 
-def checked(
+def resolve_run_request(
     trainer: str, config: RunConfig, launch: Launch, check_trainer: Refuse | None, print_line: Callable[[str], None]
 ) -> RunRequest:
     """Return the request after all checks, the cheapest first; raise UserError at the first problem.
 
     `print_line` prints on the terminal.
     """
-    from study.engine.virtual_rank import check_can_be_held
+    from study.engine.virtual_rank import check_host_memory
     from study.host.environment import prepare_devices
     from study.host.operators import build_operators
     from study.host.stacks import import_libraries
@@ -75,29 +75,29 @@ def checked(
 
     if check_trainer:
         check_trainer(config, launch)
-    refuse_unverified_pair(launch.strategy)
+    check_verified_pair(launch.strategy)
     if not config.torch_compile:
         # Importing DeepSpeed compiles parts of it, which takes a second of every rank's start-up.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     gpus = prepare_devices(launch)
-    config = resolved(config, accelerator_visible=gpus > 0)
+    config = resolve_config(config, accelerator_visible=gpus > 0)
     if launch.virtual:
-        refuse_what_no_virtual_run_has(config)
+        check_virtual_run_flags(config)
     check_replicas(config, launch, gpus)
     notice = check_devices(launch, gpus)
     plan = config.batch_plan(launch.world_size, launch.strategy.group_size)
     suffix = "" if trainer == "study" else f"-{trainer}"
     default = Path("runs") / config.run_id(f"{launch.strategy.name}{suffix}", launch.world_size)
-    output_dir = folder_named(str(config.output_dir or default))
+    output_dir = resolve_path(str(config.output_dir or default))
     check_output_dir(config, output_dir)
     if launch.is_main:
         # The other ranks may already see their main process's lock there.
-        refuse_folder_at_work(output_dir, f"--output_dir {output_dir}")
+        check_not_active(output_dir, f"--output_dir {output_dir}")
     if launch.strategy.offload_device("param") == "nvme":
         launch = enlarge_swap_buffers(config, launch)
     if launch.strategy.uses_nvme:
         # Before the check of locked memory: a model that is too large for the NVMe has too large buffers as well.
-        check_swaps(config, launch)
+        check_nvme_swap(config, launch)
         check_room_to_swap(config, launch)
     check_request(config, launch)
     check_launch_flags(config, plan)
@@ -111,17 +111,17 @@ def checked(
     cache = cache_directory()
     build_operators(launch.strategy, cache, print_line)
     if launch.virtual:
-        check_can_be_held(config, launch)
+        check_host_memory(config, launch)
     return RunRequest(config, launch, plan, output_dir, checkpoint, cache, notice)
 
 
-def check_swaps(config: RunConfig, launch: Launch) -> None:
+def check_nvme_swap(config: RunConfig, launch: Launch) -> None:
     """Raise UserError if the model is too small to swap. Cases without a prediction are left to the audit."""
-    strategy = launch.strategy.overridden(config)
-    if strategy.zero_stage != 3 or strategy.group or unpredicted("single", config):
+    strategy = launch.strategy.with_overrides(config)
+    if strategy.zero_stage != 3 or strategy.group or unsupported_reason("single", config):
         return
     request = request_for("single", config, box_of_ranks("any", ANY_DEVICE, launch.world_size), 1, 1)
-    if (section := unswapped(dataclasses.replace(request, strategy=strategy))) is not None:
+    if (section := unswapped_kind(dataclasses.replace(request, strategy=strategy))) is not None:
         raise Unsupported(
             f"{strategy.name} would swap no {section} of {config.model_name} on {launch.world_size} ranks: DeepSpeed"
             " keeps shards under 1 MiB in host memory",
@@ -134,11 +134,11 @@ def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
 
     Raise UserError if --engine_override makes them too small.
     """
-    from study.workloads.architecture import shape_of
+    from study.workloads.architecture import model_size
 
-    part = -(-shape_of(config).largest_parameter // launch.world_size)
+    part = -(-model_size(config).largest_parameter // launch.world_size)
     strategy = launch.strategy.with_swap_buffers(part)
-    if (overridden := strategy.overridden(config)) != overridden.with_swap_buffers(part):
+    if (overridden := strategy.with_overrides(config)) != overridden.with_swap_buffers(part):
         raise UserError(
             f"--engine_override sets buffer_size below the {part:,} elements of the largest parameter on a rank",
             "leave it out, or set it larger",
@@ -146,24 +146,24 @@ def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
     return dataclasses.replace(launch, strategy=strategy)
 
 
-def refused(refusal: UserError, print_line: Callable[[str], None]) -> int:
+def report_refusal(refusal: UserError, print_line: Callable[[str], None]) -> int:
     """Print the error of a wrong request, once on each machine; return the exit status."""
     # A launcher exits with 1 for every status of a rank, so a sweep reads the reason from this file.
     if file := os.environ.get(REFUSAL_FILE_VARIABLE):
         write_json(Path(file), refusal.to_json())
-    machines.publish_refusal(refusal)
+    rendezvous.publish_refusal(refusal)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # The launcher stops all ranks when one exits: the first rank needs time to print the reason.
-        time.sleep(SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK)
+        time.sleep(FIRST_RANK_GRACE_S)
     print_line(f"error: {refusal.problem}. To fix it: {refusal.fix}.")
-    machines.wait_until_heard()
+    rendezvous.wait_for_acknowledgements()
     return 2
 
 
 def check_output_dir(config: RunConfig, output_dir: Path) -> None:
     """Raise UserError if the folder has a finished run, which would be overwritten, or is not a run directory."""
-    refuse_unwritable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
-    refuse_files_of_others(output_dir, f"--output_dir {output_dir}", "name a new folder")
+    check_writable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
+    check_is_run_directory(output_dir, f"--output_dir {output_dir}", "name a new folder")
     if not (output_dir / "status.json").exists() or config.overwrite_output_dir:
         return
     try:
@@ -204,7 +204,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     if config.precision.startswith("fp16") and not has_fp16:
         raise Unsupported(f"--precision {config.precision}: this CPU has no fp16", "use --precision bf16")
     strategy.check_engine_flags(config)
-    if not on_gpu and (strategy.own_settings or {}).get("fsdp_offload_params"):
+    if not on_gpu and (strategy.custom_settings or {}).get("fsdp_offload_params"):
         raise Unsupported("fsdp_offload_params offloads from a GPU, and none is visible", "leave it out")
     has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision in ("bf16", "bf16-engine") and not has_bf16:
@@ -218,7 +218,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
                 f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB", "use a smaller cap"
             )
     if strategy.deepspeed is not None:
-        override(strategy.deepspeed, config.engine_override)
+        apply_overrides(strategy.deepspeed, config.engine_override)
     if config.report_to != "none":
         from accelerate.tracking import get_available_trackers
 
@@ -229,11 +229,11 @@ def check_request(config: RunConfig, launch: Launch) -> None:
                 f"install it, or use one of: {', '.join(['none', *available])}",
             )
     if strategy.uses_nvme:
-        if not libaio_is_there():
+        if not is_libaio_installed():
             raise Unsupported(
                 "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
             )
-        locked = locked_bytes(strategy)
+        locked = required_pinned_bytes(strategy)
         if not can_lock(locked):
             # Without this check DeepSpeed would abort the process.
             raise Unsupported(
@@ -241,8 +241,8 @@ def check_request(config: RunConfig, launch: Launch) -> None:
                 " less",
                 "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
             )
-        folder = folder_named(config.nvme_path)
-        refuse_unwritable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")
+        folder = resolve_path(config.nvme_path)
+        check_writable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")
 
 
 _OVERRULED_BY_DEEPSPEEDS_FILE = {
@@ -278,13 +278,13 @@ def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[
 
 def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
     """Raise UserError if the disk has no room for a record, and for a checkpoint if the run saves any."""
-    from study.workloads.architecture import shape_of
+    from study.workloads.architecture import model_size
 
-    needed, what = LEAST_ROOM_BYTES, "a record"
+    needed, what = MIN_FREE_BYTES, "a record"
     if config.checkpointing_steps:
         # Weights and Adam's two moments, in fp32; frozen weights have no moments.
         bytes_per_weight = 12 if config.peft == "none" else 4
-        needed, what = needed + bytes_per_weight * shape_of(config).parameters, "a record with a checkpoint"
+        needed, what = needed + bytes_per_weight * model_size(config).parameters, "a record with a checkpoint"
     free = free_bytes(output_dir)
     if free < needed:
         # Not `Unsupported`, which a sweep does not retry: the disk may have room later.
@@ -296,10 +296,10 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
 
 def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
     """Raise UserError if the NVMe folder is too small for all ranks of this machine, without LoRA's small adapters."""
-    from study.workloads.architecture import shape_of
+    from study.workloads.architecture import model_size
 
-    parameters, strategy = shape_of(config).parameters, launch.strategy.overridden(config)
-    state = state_bytes(strategy, config.precision, launch.world_size, trained=config.peft == "none")
+    parameters, strategy = model_size(config).parameters, launch.strategy.with_overrides(config)
+    state = bytes_per_parameter(strategy, config.precision, launch.world_size, trained=config.peft == "none")
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
-    refuse_full_nvme(folder_named(config.nvme_path), processes * parameters * state.nvme, what)
+    check_nvme_space(resolve_path(config.nvme_path), processes * parameters * state.nvme, what)

@@ -49,12 +49,12 @@ class Console:
             self._redirect(log.fileno(), log.fileno())
         self.log_path = path
 
-    def say(self, text: str) -> None:
+    def print_from_main(self, text: str) -> None:
         """Print one line on the terminal, from the main process only."""
         if self.speaks:
-            self.shout(text)
+            self.print_from_any_rank(text)
 
-    def shout(self, text: str) -> None:
+    def print_from_any_rank(self, text: str) -> None:
         """Print one line on the terminal, from any process."""
         # After `| head -1`, or in a closed terminal, a write fails: the run continues, and its record is written.
         with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ class StepProgress:
                 self._bar.update(step - self._bar.n)
         elif (tenth := step * 10 // self._total) > self._last_tenth:
             self._last_tenth = tenth
-            self._console.say(f"step {step}/{self._total}: {figures}")
+            self._console.print_from_main(f"step {step}/{self._total}: {figures}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -96,7 +96,7 @@ class StepProgress:
                 self._bar.close()
 
 
-def exit_status_of(main: Callable[[], int]) -> int:
+def run_for_exit_status(main: Callable[[], int]) -> int:
     """Run `main`, flush all output and return the exit status for `os._exit`, also after SystemExit or Ctrl-C."""
     interruptions = []
 

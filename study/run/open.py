@@ -24,14 +24,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.config.errors import RunFailed, UserError, first_line, without_secrets
-from study.host.box import free_memory
-from study.host.folders import check_process, folder_named
+from study.config.errors import RunFailed, UserError, first_line, redact_secrets
+from study.host.folders import check_process, resolve_path
+from study.host.machine import free_memory
 from study.records.directory import RunWriter, end_interrupted_run
-from study.records.lock import LOCK_NAME, is_taken_by_this_launch, read_holder, take_folder
-from study.records.outcome import AGAIN, Terminated, ending_of, raising_on
-from study.run import machines
-from study.run.checks import Refuse, RunRequest, check_output_dir, checked, read_request, refused
+from study.records.lock import LOCK_NAME, is_locked_by_current_launch, lock_run_directory, read_lock_owner
+from study.records.outcome import RETRY_HINT, Terminated, outcome_from_exception, raise_on_signals
+from study.run import rendezvous
+from study.run.checks import Refuse, RunRequest, check_output_dir, read_request, report_refusal, resolve_run_request
 from study.run.console import Console
 
 # torch and libraries that use it are imported in functions, so that a wrong flag is reported without their import time.
@@ -58,15 +58,15 @@ def open_run(
         check_process()
         config, launch = read_request(trainer, arguments)
     except UserError as refusal:
-        raise SystemExit(refused(refusal, lambda line: print(line, file=sys.stderr))) from None
+        raise SystemExit(report_refusal(refusal, lambda line: print(line, file=sys.stderr))) from None
     # The stack restores the terminal, the lock, signals and the swap folder at any end.
     with ExitStack() as stack:
         console = Console(speaks=launch.is_main)
         stack.callback(console.restore)
         try:
-            request = checked(trainer, config, launch, check_trainer, console.shout)
+            request = resolve_run_request(trainer, config, launch, check_trainer, console.print_from_any_rank)
         except UserError as refusal:
-            raise SystemExit(refused(refusal, console.shout)) from None
+            raise SystemExit(report_refusal(refusal, console.print_from_any_rank)) from None
         run = OpenRun(trainer, request, console, stack, opened)
         try:
             yield run
@@ -77,9 +77,9 @@ def open_run(
                 run.record_failure(error)
                 run.exit_status = 1
             elif isinstance(error, UserError):
-                run.exit_status = refused(error, console.shout)
+                run.exit_status = report_refusal(error, console.print_from_any_rank)
             else:
-                machines.publish_refusal(UserError(f"{type(error).__name__}: {first_line(error)}", "see its output"))
+                rendezvous.publish_refusal(UserError(f"{type(error).__name__}: {first_line(error)}", "see its output"))
                 raise
 
 
@@ -119,27 +119,29 @@ class OpenRun:
             assert initial is not None, "a virtual rank has no checkpoint"
             check_continues(config, launch, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
-        environment = describe_environment() if launch.is_main or machines.count() > 1 else {}
-        if machines.count() > 1:
-            with raising_on(Terminated(), signal.SIGTERM):
-                environment |= self._meet_other_machines(environment)
+        environment = describe_environment() if launch.is_main or rendezvous.machine_count() > 1 else {}
+        if rendezvous.machine_count() > 1:
+            with raise_on_signals(Terminated(), signal.SIGTERM):
+                environment |= self._sync_machines(environment)
         elif launch.is_main:
             self._take_folder()
         self.has_begun = True
         if self._notice:
-            console.say(f"notice: {self._notice}")
+            console.print_from_main(f"notice: {self._notice}")
         if initial is not None and initial.remark:
-            console.shout(f"notice: {initial.remark}")
+            console.print_from_any_rank(f"notice: {initial.remark}")
         ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
         place = f"as virtual rank {launch.rank} of {ranks}" if launch.virtual else f"on {ranks}"
         loop = "" if self.trainer == "study" else f"{self.trainer}: "
-        console.say(
+        console.print_from_main(
             f"{loop}{launch.strategy.name} {place}: {config.task} at {config.scale} scale,"
             f" {config.model_name_or_path}, {config.precision} -> {self.output_dir}"
         )
         if launch.local_rank == 0 and not launch.is_main:
-            console.shout(f"rank {launch.rank} of {launch.world_size}: rank 0's machine shows the run's progress")
-        self._stack.enter_context(raising_on(Terminated(), signal.SIGTERM))
+            console.print_from_any_rank(
+                f"rank {launch.rank} of {launch.world_size}: rank 0's machine shows the run's progress"
+            )
+        self._stack.enter_context(raise_on_signals(Terminated(), signal.SIGTERM))
         if launch.is_main:
             self.record = RunWriter(self.output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
             self.record.write("config.json", config.to_dict())
@@ -152,25 +154,25 @@ class OpenRun:
                     if not done
                     else f"steps {done + 1} to {self.total_steps}"
                 )
-                console.say(f"notice: --checkpointing_steps {interval} saves no checkpoint in {remaining}")
+                console.print_from_main(f"notice: --checkpointing_steps {interval} saves no checkpoint in {remaining}")
         if launch.strategy.uses_nvme:
-            self.swap_folder = self._stack.enter_context(swap_folder(folder_named(config.nvme_path)))
+            self.swap_folder = self._stack.enter_context(swap_folder(resolve_path(config.nvme_path)))
 
     def _take_folder(self) -> dict[str, Any]:
         """Lock the folder; return the lock's holder."""
-        self._stack.enter_context(take_folder(self.output_dir, f"--output_dir {self.output_dir}"))
+        self._stack.enter_context(lock_run_directory(self.output_dir, f"--output_dir {self.output_dir}"))
         # Another run may have begun and ended since the first check.
         check_output_dir(self.config, self.output_dir)
-        return read_holder(self.output_dir / LOCK_NAME)
+        return read_lock_owner(self.output_dir / LOCK_NAME)
 
-    def _meet_other_machines(self, environment: dict[str, Any]) -> dict[str, Any]:
+    def _sync_machines(self, environment: dict[str, Any]) -> dict[str, Any]:
         """Wait until every rank can begin; return environment.json's entry for the other machines."""
-        agreed = machines.what_must_agree(self, environment)
+        agreed = rendezvous.shared_request_fields(self, environment)
         if self.launch.is_main:
-            return {"other_machines": machines.meet_others(agreed, self._take_folder, self.console.say)}
+            return {"other_machines": rendezvous.sync_as_main(agreed, self._take_folder, self.console.print_from_main)}
 
         def look_for_the_record(holder: Mapping[str, Any]) -> None:
-            self._sees_record = read_holder(self.output_dir / LOCK_NAME) == holder
+            self._sees_record = read_lock_owner(self.output_dir / LOCK_NAME) == holder
             if (interval := self.config.checkpointing_steps) and not self._sees_record:
                 raise UserError(
                     f"--checkpointing_steps {interval}: rank {self.launch.rank} does not see the folder that rank 0"
@@ -178,7 +180,9 @@ class OpenRun:
                     "use an --output_dir that all machines share",
                 )
 
-        machines.meet_main(agreed, {key: environment[key] for key in machines.OF_A_MACHINE}, look_for_the_record)
+        rendezvous.sync_with_main(
+            agreed, {key: environment[key] for key in rendezvous.MACHINE_FIELDS}, look_for_the_record
+        )
         return {}
 
     @property
@@ -230,7 +234,7 @@ class OpenRun:
         )
 
     @property
-    def own_samples(self) -> int | None:
+    def local_samples_per_step(self) -> int | None:
         """Samples per step that a virtual rank reads, as no other rank reads the rest; None for real ranks."""
         return self.plan.samples_per_group if self.launch.virtual else None
 
@@ -252,13 +256,13 @@ class OpenRun:
         is_due = step == self.total_steps or step % self.config.logging_steps == 0
         return is_due or self.evaluates_after(step) or self.saves_after(step)
 
-    def keep_log(self) -> None:
+    def redirect_output_to_log(self) -> None:
         """Redirect all output to log.txt in the main process's folder.
 
         Other machines write separate files: two machines that append to one file on NFS may overwrite lines.
         """
         if self._sees_record:
-            machine = os.environ.get("GROUP_RANK", "0") if machines.count() > 1 else "0"
+            machine = os.environ.get("GROUP_RANK", "0") if rendezvous.machine_count() > 1 else "0"
             self.console.log_to(self.output_dir / ("log.txt" if machine == "0" else f"log.{machine}.txt"))
 
     def write_engine(self, audited: dict[str, Any]) -> None:
@@ -294,13 +298,15 @@ class OpenRun:
         record.write("summary.json", summary)
         output_dir = record.path
         if output_dir != self.output_dir:
-            self.console.shout(f"notice: {self.output_dir} was moved during this run: its record is complete")
+            self.console.print_from_any_rank(
+                f"notice: {self.output_dir} was moved during this run: its record is complete"
+            )
         record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}
         result = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
         if self.launch.virtual:
             result = "state, memory and traffic of a virtual rank; its losses are meaningless and are not recorded"
-        self.console.say(f"done: {result} -> {output_dir}")
+        self.console.print_from_main(f"done: {result} -> {output_dir}")
 
     def record_failure(self, error: BaseException) -> None:
         """Write the ending of a failed run to the record, the log and the terminal."""
@@ -308,22 +314,26 @@ class OpenRun:
 
         launch, console = self.launch, self.console
         output_dir = self.record.path if self.record else self.output_dir
-        local_ending = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
+        local_ending = outcome_from_exception(
+            error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank)
+        )
         # Every rank raises the same RunFailed; other errors are reported with their rank.
         if not (launch.is_main or isinstance(error, RunFailed)):
             local_ending = dataclasses.replace(local_ending, reason=f"rank {launch.rank}: {local_ending.reason}")
-        ending = machines.first_ending(local_ending)
-        if AGAIN in ending.hint and (saved := last_checkpoint(output_dir)):
-            ending = dataclasses.replace(ending, hint=ending.hint.replace(AGAIN, resume_hint(saved)))
+        ending = rendezvous.publish_outcome(local_ending)
+        if RETRY_HINT in ending.hint and (saved := last_checkpoint(output_dir)):
+            ending = dataclasses.replace(ending, hint=ending.hint.replace(RETRY_HINT, resume_hint(saved)))
         if not self._sees_record:
             # This machine has no log, and no other process prints on it.
             console.restore()
-            console.shout(f"{local_ending.state}: {local_ending.why}")
+            console.print_from_any_rank(f"{local_ending.state}: {local_ending.why}")
         with suppress(OSError):  # the log may be on a full disk
-            print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+            print(redact_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         # If the main process failed its checks, the folder may belong to another launch.
-        if self._sees_record and (launch.is_main or machines.count() > 1 or is_taken_by_this_launch(output_dir)):
+        if self._sees_record and (
+            launch.is_main or rendezvous.machine_count() > 1 or is_locked_by_current_launch(output_dir)
+        ):
             if console.log_path is None and (output_dir / "status.json").exists():
-                self.keep_log()
+                self.redirect_output_to_log()
             end_interrupted_run(output_dir, ending.state, ending.reason, ending.hint)
-        console.say(f"{ending.state}: {ending.why}")
+        console.print_from_main(f"{ending.state}: {ending.why}")

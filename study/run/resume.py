@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed, UserError
-from study.config.flags import RunConfig, command_line_of
-from study.config.launched import Launch
+from study.config.flags import RunConfig, format_flag
+from study.config.launch_context import Launch
 from study.host.environment import describe_environment
 from study.host.folders import swap_folder
 from study.records.schema import RecordError, with_new_names
@@ -93,7 +93,7 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
         if key not in _FREE_KEYS and value != saved.get(key):
             raise UserError(
                 f"the checkpoint was saved with {key} {saved.get(key)}, but this run has {value}",
-                f"{command_line_of(key, saved.get(key))}, or start from scratch",
+                f"{format_flag(key, saved.get(key))}, or start from scratch",
             )
     saved_by = manifest["world_size"]
     if config.optimizer == "muon" and launch.strategy.zero_stage and saved_by != launch.world_size:
@@ -190,13 +190,13 @@ def engine_classes() -> list[Any]:
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
-def _restore_random_states(folder: Path, accelerator: Accelerator, saved_by: int, same_ranks: bool) -> None:
+def _restore_random_states(folder: Path, accelerator: Accelerator, saved_world_size: int, same_ranks: bool) -> None:
     """Set the random states if the world size changed; else check them, as Accelerate ignores errors in loading."""
     import numpy
     import torch
     from accelerate.utils import load
 
-    rank = accelerator.process_index % saved_by
+    rank = accelerator.process_index % saved_world_size
     states = load(folder / f"random_states_{rank}.pkl")
     saved = [states.get("torch_manual_seed")]
     on_gpus = states.get("torch_cuda_manual_seed", [])

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed
-from study.records.directory import number_or_none
+from study.records.directory import finite_or_none
 from study.workloads.metrics import summarize_evaluation
 from study.workloads.tasks import sample_hashes
 
@@ -75,7 +75,7 @@ class StepLog:
         for (step, _, learning_rate, grad_norm, _, skipped), (loss_sum, high, low) in zip(
             pending, reduced, strict=True
         ):
-            loss = None if self._virtual else number_or_none(loss_sum / self._accelerator.num_processes)
+            loss = None if self._virtual else finite_or_none(loss_sum / self._accelerator.num_processes)
             if loss is None and not_finite is None and not self._virtual:
                 not_finite = (step, loss_sum)
             self.first_loss = loss if self.first_loss is None else self.first_loss
@@ -84,7 +84,7 @@ class StepLog:
                 "step": step,
                 "loss": loss,
                 "lr": learning_rate,
-                "grad_norm": number_or_none(None if grad_norm is None or self._virtual else float(grad_norm)),
+                "grad_norm": finite_or_none(None if grad_norm is None or self._virtual else float(grad_norm)),
                 # Without a GPU a virtual rank mostly copies memory, so its time means nothing.
                 "step_time_s": None if self._virtual and loss_is_on_host else step_times_s.get(step),
                 "tokens": self._tokens_per_step,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.flags import RunConfig
 from study.host.memory import GIB
-from study.records.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE
+from study.records.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -105,7 +105,7 @@ def summarize(
         "steps_skipped": log.skipped_before + log.skipped_steps,
         "warmup_steps": time["warmup_steps"],
     }
-    expected_keys = {*SUMMARY_KEYS, *SUMMARY_MAY_HAVE}
+    expected_keys = {*SUMMARY_KEYS, *SUMMARY_OPTIONAL}
     assert set(summary) == expected_keys, set(summary) ^ expected_keys
     return summary
 

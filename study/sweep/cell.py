@@ -15,7 +15,7 @@ from typing import Literal
 from study.config.errors import UserError
 from study.config.flags import BatchPlan, RunConfig
 from study.config.strategies import REPOSITORY, read_strategy
-from study.host.slurm import Job, address_of, allocated_box, this_job
+from study.host.slurm import Job, current_job, job_resources, node_address
 
 Trainer = Literal["study", "hf_trainer", "bare_loop"]
 _SCRIPTS: dict[Trainer, str] = {
@@ -35,7 +35,7 @@ class Cell:
     world_size: int
     config: RunConfig
     # The suite's settings, without the defaults of study/train.py.
-    asked: RunConfig
+    requested: RunConfig
     repeat: int
     time_limit_s: float = 3600.0
     # The suite's estimate, used until a record has a measurement.
@@ -79,7 +79,7 @@ class Cell:
         """Return the arguments of study/train.py for this run."""
         flags = []
         for field in dataclasses.fields(RunConfig):
-            value = getattr(self.asked, field.name)
+            value = getattr(self.requested, field.name)
             if value == field.default and field.name != "task":
                 continue
             if isinstance(value, bool):
@@ -97,20 +97,20 @@ def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]
     configuration = f"accelerate_configs/{cell.strategy}.yaml"
     launcher = [accelerate(), "launch", "--config_file", configuration, *processes]
     script = [_SCRIPTS[cell.trainer], *cell.flags(_shortest(output_dir)), *extra_flags]
-    if (job := this_job()) is None:
+    if (job := current_job()) is None:
         return [*launcher, *script]
     # The sweep rejects a cell that needs more nodes; its command shows all of the job's nodes.
-    return on_nodes(job, allocated_box().nodes_for(cell.world_size) or len(job.nodes), launcher, script)
+    return srun_command(job, job_resources().nodes_for(cell.world_size) or len(job.nodes), launcher, script)
 
 
-def on_nodes(job: Job, nodes: int, launcher: list[str], script: list[str]) -> list[str]:
+def srun_command(job: Job, nodes: int, launcher: list[str], script: list[str]) -> list[str]:
     """Return an `srun` command that starts a launcher on each node."""
     if nodes == 1:
-        return [*job.step(1), *launcher, *script]
-    rendezvous = ["--num_machines", str(nodes), "--main_process_ip", address_of(job.nodes[0])]
+        return [*job.srun_command(1), *launcher, *script]
+    rendezvous = ["--num_machines", str(nodes), "--main_process_ip", node_address(job.nodes[0])]
     # The rank of a node is set only in the environment of the step, so a shell on the node reads it.
     line = f"exec {shlex.join([*launcher, *rendezvous, '--main_process_port', _free_port(job)])}"
-    return [*job.step(nodes), "bash", "-c", f'{line} --machine_rank "$SLURM_NODEID" {shlex.join(script)}']
+    return [*job.srun_command(nodes), "bash", "-c", f'{line} --machine_rank "$SLURM_NODEID" {shlex.join(script)}']
 
 
 def _free_port(job: Job) -> str:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
-from study.host.box import Box
 from study.host.folders import folder_argument
-from study.host.slurm import allocated_box, refuse_to_be_one_of_many_tasks
+from study.host.machine import Machine
+from study.host.slurm import check_single_slurm_task, job_resources
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
-from study.sweep.forecast import Forecast, earlier_durations, estimate, forecast_for, left_to_run, warnings
-from study.sweep.plan import Plan, Slice, missing_here, plan_suite
-from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, runs_left
+from study.sweep.forecast import Forecast, earlier_durations, estimate, forecast_for, oom_warnings, pending_items
+from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite
+from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, pending_runs
 from study.sweep.tables import result_tables, series_tables, status_tables, status_verdict
 
 RESUME = """\
@@ -69,7 +69,7 @@ def duration(text: str) -> float:
     return hours * 3600 + minutes * 60 + seconds
 
 
-def _plan(options: argparse.Namespace, box: Box) -> Plan:
+def _plan(options: argparse.Namespace, box: Machine) -> Plan:
     return plan_suite(options.suite, box, options.runs_dir, options.only, rehearse=options.rehearse)
 
 
@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the cells of the suite or series; return 1 if some did not run or failed, else 0."""
     if options.hardware is not None and not options.dry_run:
         raise UserError("--hardware is only for predictions", "add --dry_run, or leave --hardware out")
-    refuse_to_be_one_of_many_tasks()
-    box = allocated_box()
+    check_single_slurm_task()
+    box = job_resources()
     plan = _plan(options, box)
     if options.dry_run:
         return _dry_run(plan, options.retry, box, options.hardware)
@@ -97,13 +97,13 @@ def run(options: argparse.Namespace) -> int:
         if title:
             print(f"{title}:", file=sys.stderr, flush=True)
         runs = [cell for cell in cells if isinstance(cell, Cell)]
-        for warning in warnings([cell for cell in runs if any(runs_left(cell, part.root, options.retry))], box):
+        for warning in oom_warnings([cell for cell in runs if any(pending_runs(cell, part.root, options.retry))], box):
             print(warning, file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         sweep = run_cells(cells, part.root, box, retry=options.retry, time_budget_s=budget)
         print_page([_verdict(plan, options), "", *result_tables(part.cells, part.root, options.details)])
         not_all_was_run |= sweep.stopped or sweep.refused > 0
-        if sweep.left:
+        if sweep.pending:
             break
     return 1 if not_all_was_run or any(_any_failed(part) for part in plan.slices) else 0
 
@@ -123,9 +123,9 @@ def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, l
     yield from second
 
 
-def _runnable(plan: Plan, box: Box) -> list[Slice]:
+def _runnable(plan: Plan, box: Machine) -> list[Slice]:
     """Return the slices of a series that the machine can run; if there are none, raise the first reason."""
-    refusals = [missing_here(part.suite, box, part.cells) for part in plan.slices]
+    refusals = [missing_requirement(part.suite, box, part.cells) for part in plan.slices]
     missing = {refusal.problem: refusal for refusal in refusals if refusal is not None}
     if None not in refusals:
         raise next(iter(missing.values()))
@@ -134,10 +134,10 @@ def _runnable(plan: Plan, box: Box) -> list[Slice]:
     return [part for part, refusal in zip(plan.slices, refusals, strict=True) if refusal is None]
 
 
-def _dry_run(plan: Plan, retry: bool, box: Box, hardware: str | None) -> int:
+def _dry_run(plan: Plan, retry: bool, box: Machine, hardware: str | None) -> int:
     remaining = []
     for part in plan.slices:
-        remaining_of_slice = list(left_to_run(part.cells, part.root, retry))
+        remaining_of_slice = list(pending_items(part.cells, part.root, retry))
         remaining += remaining_of_slice
         if plan.is_series:
             print(f"# {part.title}: {estimate(remaining_of_slice, bool(part.searches))}")
@@ -172,11 +172,11 @@ def _any_failed(part: Slice) -> bool:
 
 def weights(options: argparse.Namespace) -> int:
     """Create the initial weights of the cells that have none, each set in a separate process that loads the model."""
-    box = allocated_box()
+    box = job_resources()
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # Slices that the machine can run; if there are none, all.
-    parts = [part for part in plan.slices if not missing_here(part.suite, box, part.cells)] or plan.slices
+    parts = [part for part in plan.slices if not missing_requirement(part.suite, box, part.cells)] or plan.slices
     for item, root in in_order(parts, options.time_budget):
         for cell in one_of_each_model(item):
             config = cell.config
@@ -196,7 +196,7 @@ def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tu
     """Yield the cells and searches that `study run` would start within this time, in its order."""
     spent = 0.0
     for _, part, cells in _passes(parts, retry=False):
-        for cell, seconds in left_to_run(cells, part.root):
+        for cell, seconds in pending_items(cells, part.root):
             spent += seconds
             if time_budget_s is not None and spent > time_budget_s:
                 return
@@ -205,7 +205,7 @@ def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tu
 
 def status(options: argparse.Namespace) -> int:
     """Print how many cells are done, and the reasons of the others."""
-    plan = _plan(options, allocated_box())
+    plan = _plan(options, job_resources())
     print_page([_verdict(plan, options), "", *_status_tables(plan)])
     return 0
 

@@ -19,27 +19,27 @@ from rich.progress import Progress as Bars
 from study.config.errors import UserError
 from study.config.strategies import REPOSITORY, read_strategy
 from study.config.text import format_duration
-from study.host.box import Box, gpu_processes, matmul_rates
-from study.host.folders import folder_named, remove_left_folders
-from study.host.slurm import is_array_task, is_in_job, refuse_unshared, this_job
+from study.host.folders import remove_stale_swap_folders, resolve_path
+from study.host.machine import Machine, gpu_processes, matmul_rates
+from study.host.slurm import check_shared_folder, current_job, is_array_task, is_in_job
 from study.host.stacks import stacks
 from study.records.directory import read_json, utc_now, write_json
 from study.records.lock import (
     FileLock,
-    Held,
+    LockHeldError,
+    check_is_run_directory,
+    check_not_active,
     digest_of_host,
-    refuse_files_of_others,
-    refuse_folder_at_work,
-    take_folder,
+    lock_run_directory,
 )
-from study.records.outcome import Ending, raising_on
+from study.records.outcome import Outcome, raise_on_signals
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
+from study.sweep.cell_outcome import last_lines, read_attempt, write_outcome
 from study.sweep.forecast import NOTES, earlier_durations, expected_s
 from study.sweep.fork_server import ForkServer
-from study.sweep.launch import end_leftovers, only_sweep, run_cell
-from study.sweep.search import Search, new_and_tried, runs_left
-from study.sweep.verdict import attempt_of, conclude, last_lines
+from study.sweep.launch import kill_stale_processes, lock_sweep_directory, run_cell
+from study.sweep.search import Search, new_and_tried, pending_runs
 
 # Ctrl-C, `kill` and a closed terminal all end the current run in an orderly way.
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -53,38 +53,38 @@ class Stopped(KeyboardInterrupt):
 def run_cells(
     cells: Sequence[Cell | Search],
     root: Path,
-    box: Box,
+    box: Machine,
     *,
     retry: bool = False,
     time_budget_s: float | None = None,
     is_kept: bool = True,
-    only_computes: bool = False,
+    allow_forks: bool = False,
 ) -> Sweep:
     """Run all unanswered cells and searches in the given order, those that were tried before last.
 
     Otherwise a cell that hangs until the call is over would block the others in every call. `root` has one directory
-    per cell; `is_kept` is False if the caller deletes it, so that no call can resume. `only_computes` means that
+    per cell; `is_kept` is False if the caller deletes it, so that no call can resume. `allow_forks` means that
     memory and time are not measured, so runs may be forks.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
-    with only_sweep(root) as lock:
-        ended = end_leftovers(root)
-        if (job := this_job()) is not None:
-            refuse_unshared(job, root)
+    with lock_sweep_directory(root) as lock:
+        ended = kill_stale_processes(root)
+        if (job := current_job()) is not None:
+            check_shared_folder(job, root)
         new, tried = new_and_tried(cells, root, retry)
         to_do = [*new, *tried]
         searches = sum(isinstance(item, Search) for item in to_do)
         with (
             SweepProgress(len(to_do), len(cells) - len(to_do), searches) as progress,
-            raising_on(Stopped("stopped"), *_STOPS),
+            raise_on_signals(Stopped("stopped"), *_STOPS),
         ):
             if ended:
-                progress.say(f"notice: ended {ended} processes of an earlier sweep")
-            sweep = Sweep(root, lock, box, progress, retry, deadline, only_computes)
+                progress.show(f"notice: ended {ended} processes of an earlier sweep")
+            sweep = Sweep(root, lock, box, progress, retry, deadline, allow_forks)
             try:
                 sweep.run(to_do)
             except Stopped as stop:
-                progress.say(str(stop))
+                progress.show(str(stop))
                 sweep.stopped = True
             finally:
                 sweep.forks.close()
@@ -92,11 +92,11 @@ def run_cells(
             with suppress(OSError):
                 if lock.is_in_place():
                     note_searches(cells, root)
-            sweep.left = len(to_do) - sweep.finished
-            if sweep.left:
+            sweep.pending = len(to_do) - sweep.finished
+            if sweep.pending:
                 items = "cells and searches" if any(isinstance(item, Search) for item in cells) else "cells"
                 hint = "; run the same command again to continue" if is_kept else ""
-                progress.say(f"{sweep.left} of {len(cells)} {items} are left{hint}")
+                progress.show(f"{sweep.pending} of {len(cells)} {items} are left{hint}")
             return sweep
 
 
@@ -106,13 +106,13 @@ class Sweep:
 
     root: Path
     lock: FileLock
-    box: Box
+    box: Machine
     progress: SweepProgress
     retry: bool
     deadline: float | None
-    only_computes: bool
+    allow_forks: bool
     finished: int = 0
-    left: int = 0
+    pending: int = 0
     stopped: bool = False
     # Cells whose folder is not a run's or is in use: they were not run.
     refused: int = 0
@@ -123,7 +123,7 @@ class Sweep:
         ran: list[str] = []
         for item in to_do:
             ran_before = len(ran)
-            for cell in runs_left(item, self.root, self.retry):
+            for cell in pending_runs(item, self.root, self.retry):
                 if not self.lock.is_in_place():
                     raise Stopped(f"{self.root} was renamed or removed during this sweep: restore it to continue")
                 if cell.id in ran:  # also a probe of another search
@@ -131,7 +131,7 @@ class Sweep:
                 expected = 0.0 if self.deadline is None else expected_s(cell, earlier_durations(self.root))
                 if self.deadline is not None and time.monotonic() + expected > self.deadline:
                     duration = format_duration(expected)
-                    self.progress.say(f"the time budget ends here: the next cell takes about {duration}")
+                    self.progress.show(f"the time budget ends here: the next cell takes about {duration}")
                     return
                 self.progress.begin(cell, one_more=len(ran) > ran_before)
                 started = time.monotonic()
@@ -139,9 +139,9 @@ class Sweep:
                 try:
                     ending = self.run_cell(cell, len(ran) - 1)
                 except UserError as refusal:
-                    self.progress.end(cell, Ending("failed", refusal.problem, refusal.fix), 0)
+                    self.progress.end(cell, Outcome("failed", refusal.problem, refusal.fix), 0)
                     # Another task of this array reports its own cell.
-                    self.refused += not (is_array_task() and isinstance(refusal, Held))
+                    self.refused += not (is_array_task() and isinstance(refusal, LockHeldError))
                     # A search would request the same probe again.
                     break
                 except OSError as error:
@@ -154,46 +154,46 @@ class Sweep:
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=is_an_answer)
             if isinstance(item, Search):
                 what_fits = item.what_fits(self.root)
-                self.progress.end_search(f"{item.id}: {what_fits.answer} ({what_fits.why_not_more})")
+                self.progress.end_search(f"{item.id}: {what_fits.answer} ({what_fits.limiting_reason})")
             self.finished += 1
 
-    def run_cell(self, cell: Cell, order: int) -> Ending:
+    def run_cell(self, cell: Cell, order: int) -> Outcome:
         """Run the cell, note the attempt and return its ending.
 
         Raise UserError if the cell's folder is not a run's, or if another run uses it.
         """
         directory = self.root / cell.id
-        refuse_files_of_others(directory, str(directory), "move them away, or name another --runs_dir")
-        refuse_folder_at_work(directory, str(directory))
+        check_is_run_directory(directory, str(directory), "move them away, or name another --runs_dir")
+        check_not_active(directory, str(directory))
         ending = None
         node_count = self.box.nodes_for(cell.world_size)
         if node_count is None:
-            ending = Ending(
+            ending = Outcome(
                 "unsupported", f"{cell.world_size} ranks, and this machine has {self.box}", "run it on more"
             )
-        elif cell.stack and (problem := stacks()[cell.stack].why_not()):
-            ending = Ending("unsupported", problem, "compare it where pip can install it")
+        elif cell.stack and (problem := stacks()[cell.stack].install_error()):
+            ending = Outcome("unsupported", problem, "compare it where pip can install it")
         if ending is not None:
-            with take_folder(directory, str(directory)):
-                conclude(directory, attempt_of(directory), ending)
+            with lock_run_directory(directory, str(directory)):
+                write_outcome(directory, read_attempt(directory), ending)
             return ending
         # The MFU of a tiny model has no meaning, and would delay a rehearsal on a rented machine.
         rates = matmul_rates(self.box) if cell.config.scale == "paper" else {}
         # Digests of the job's nodes show whether two cells ran on the same nodes.
-        job = this_job()
+        job = current_job()
         nodes = None if job is None else [digest_of_host(name) for name in job.nodes[:node_count]]
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, steps = utc_now(), _Lines(directory / "steps.jsonl")
-        may_fork = (cell.stack is not None or self.only_computes) and not self.box.gpus and not is_in_job()
+        may_fork = (cell.stack is not None or self.allow_forks) and not self.box.gpus and not is_in_job()
         forks = self.forks if may_fork else None
-        ended = run_cell(cell, self.root, lambda: self.progress.step(cell, steps.count()), forks, self.progress.say)
+        ended = run_cell(cell, self.root, lambda: self.progress.step(cell, steps.count()), forks, self.progress.show)
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
-            with take_folder(directory, str(directory)):
+            with lock_run_directory(directory, str(directory)):
                 ended.write_end(directory)
                 attempt = {
-                    "attempt": attempt_of(directory),
+                    "attempt": read_attempt(directory),
                     "state": ending.state,
                     "order": order,
                     "started_at": started_at,
@@ -209,7 +209,7 @@ class Sweep:
         finally:
             if ending.state != "ok" and read_strategy(cell.strategy).uses_nvme:
                 # A killed rank leaves its swap files, which are as large as the model.
-                remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
+                remove_stale_swap_folders(REPOSITORY / resolve_path(cell.config.nvme_path))
             if ended.stopped_by == "user":
                 raise Stopped("stopped")
             if is_in_job() and ended.was_terminated:
@@ -225,13 +225,13 @@ class Sweep:
             time.sleep(patience_s)
             processes = gpu_processes()
         for process in processes:
-            self.progress.say(f"notice: GPU {process['gpu']} is in use by process {process['pid']}, not of this sweep")
+            self.progress.show(f"notice: GPU {process['gpu']} is in use by process {process['pid']}, not of this sweep")
         return processes
 
 
 def _without_nodes(words: Sequence[str]) -> list[str]:
     """Replace the names of this job's nodes by the digests that records use, and remove addresses."""
-    job = this_job()
+    job = current_job()
     names = sorted(job.nodes if job else (), key=len, reverse=True)
     replaced = []
     for word in words:
@@ -269,7 +269,7 @@ def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
     for search in (cell for cell in cells if isinstance(cell, Search)):
         for place in search.states(root):
             entry = {"id": search.id, "axis": search.axis, "place": place, "last": search.last}
-            noted.setdefault(search.probe_of(place).id, []).append(entry)
+            noted.setdefault(search.probe_at(place).id, []).append(entry)
     for name, entries in noted.items():
         file = root / name / NOTES
         try:
@@ -324,7 +324,7 @@ class SweepProgress:
     def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Print a line above the bars."""
         self._bars.console.print(text)
 
@@ -334,7 +334,7 @@ class SweepProgress:
         self._bars.update(self._all, total=self._total, description=self._counts())
         self._cell, self._step = self._bars.add_task(f"starting  {cell.id}", total=cell.total_steps), 0
         if self._bars.disable:
-            self.say(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
+            self.show(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
 
     def step(self, cell: Cell, step: int) -> None:
         """Show the cell's number of finished steps."""
@@ -346,7 +346,7 @@ class SweepProgress:
             self._bars.update(self._cell, completed=step, description=f"step {step}{total}  {cell.id}")
         self._step = step
 
-    def end(self, cell: Cell, ending: Ending, seconds: float, oom_is_an_answer: bool = False) -> None:
+    def end(self, cell: Cell, ending: Outcome, seconds: float, oom_is_an_answer: bool = False) -> None:
         """Print the ending of the current cell, and count it as failed unless it is an answer."""
         self._done += 1
         self._failed += ending.state not in ("ok", "unsupported", *(["oom"] if oom_is_an_answer else []))
@@ -354,12 +354,12 @@ class SweepProgress:
         self._bars.remove_task(self._cell)
         why = f": {ending.why}" if ending.state != "ok" else ""
         name = "    " if self._bars.disable else f"{cell.id} "
-        self.say(f"{name}{ending.state} after {format_duration(seconds)}{why}")
+        self.show(f"{name}{ending.state} after {format_duration(seconds)}{why}")
 
     def end_search(self, answer: str) -> None:
         """Print the answer of a search."""
         self._searches -= 1
-        self.say(answer)
+        self.show(answer)
 
     def _counts(self) -> str:
         at_least = "at least " if self._searches else ""

@@ -12,16 +12,16 @@ from pathlib import Path
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.config.text import format_duration
-from study.host.box import Box as Host
+from study.host.machine import Machine as Host
 from study.host.memory import GIB
-from study.predictor.hardware import ANY_DEVICE, Hardware, box_of
+from study.predictor.hardware import ANY_DEVICE, Hardware, to_box
 from study.predictor.memory import predict_memory
-from study.predictor.request import Memory, Request, request_for, unpredicted
+from study.predictor.request import MemoryUse, Request, request_for, unsupported_reason
 from study.predictor.time import device_bytes, predict_time
 from study.records.directory import read_json
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
-from study.sweep.search import Search, runs_left
+from study.sweep.search import Search, pending_runs
 from study.sweep.suite_file import Requirements, Suite
 
 # The sweep's notes in a record's folder: the command, exit status and time of each attempt.
@@ -67,13 +67,13 @@ def expected_s(cell: Cell, durations: Durations) -> float:
     return statistics.median(seconds) if seconds else 0.0
 
 
-def left_to_run(
+def pending_items(
     cells: Iterable[Cell | Search], root: Path, retry: bool = False
 ) -> Iterator[tuple[Cell | Search, float]]:
     """Yield the unanswered items, each with its expected seconds."""
     durations = earlier_durations(root)
     for item in cells:
-        if (run := next(runs_left(item, root, retry), None)) is not None:
+        if (run := next(pending_runs(item, root, retry), None)) is not None:
             yield item, expected_s(run, durations) * (PROBES_OF_A_SEARCH if isinstance(item, Search) else 1)
 
 
@@ -128,7 +128,7 @@ class Forecast:
             texts.append(f"{cell.world_size} ranks need as many GPUs, and {self.box.name} has {self.box.ranks}")
         device, fits = self._device_gib(cell), None
         if request is None:
-            texts.append(f"no memory for {unpredicted(cell.strategy, cell.config)}")
+            texts.append(f"no memory for {unsupported_reason(cell.strategy, cell.config)}")
         else:
             memory = predict_memory(request)
             texts.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
@@ -158,7 +158,7 @@ class Forecast:
 
         return max(0, sum(1 for _ in itertools.takewhile(fits, cells)) - 1)
 
-    def _fits(self, cell: Cell, memory: Memory) -> bool:
+    def _fits(self, cell: Cell, memory: MemoryUse) -> bool:
         device, on_host = self._device_gib(cell), memory.host_peak.value
         if device is None:
             on_host += cell.world_size / self._nodes(cell) * memory.peak_reserved.value
@@ -167,7 +167,7 @@ class Forecast:
         on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
         return on_host <= self._host_gib * GIB and (device is None or on_device <= device * GIB)
 
-    def too_large(self, cell: Cell) -> Memory | None:
+    def too_large(self, cell: Cell) -> MemoryUse | None:
         """Return the predicted memory of a cell whose lower bounds exceed the hardware; None if it may fit."""
         request, device = self.request(cell), self._device_gib(cell)
         if request is None:
@@ -181,7 +181,7 @@ class Forecast:
 
     def request(self, cell: Cell) -> Request | None:
         """Return the request of a prediction; None if `unpredicted` gives a reason."""
-        if unpredicted(cell.strategy, cell.config):
+        if unsupported_reason(cell.strategy, cell.config):
             return None
         plan = cell.plan
         # A virtual rank is the only process of its machine, whatever the size of its job.
@@ -198,10 +198,10 @@ class Forecast:
 def forecast_for(suite: Suite, host: Host, durations: Durations, hardware: str | None) -> Forecast:
     """Return the forecasts of a suite for --hardware, or for this machine."""
     name = hardware or ("this" if host.gpus else None)
-    return Forecast(suite, host, durations, None if name is None else box_of(name))
+    return Forecast(suite, host, durations, None if name is None else to_box(name))
 
 
-def warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:
+def oom_warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:
     """Yield a warning for each cell that will run out of memory here, except cells that demonstrate it."""
     this = Suite("this machine", "", Requirements(gpu_memory_gib=min(host.gpu_memory_gib, default=0.0)))
     forecast = Forecast(this, host, {}, None)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from study.sweep.cell import Cell
 
-ALSO = (
+PRELOADED_MODULES = (
     "accelerate.commands.launch", "datasets", "deepspeed.ops.op_builder.all_ops", "evaluate",
     "torch.distributed.fsdp", "torch.utils.cpp_extension", "torch.utils.flop_counter", "transformers.integrations",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "transformers.optimization",
@@ -110,11 +110,11 @@ def ask(address: str, file: str) -> int:
 def serve(address: str) -> None:
     """Import the libraries, then fork a process for each request until standard input closes."""
     from study.config.strategies import read_strategy
-    from study.host.stacks import import_libraries, importing
+    from study.host.stacks import import_libraries, without_gc
 
     import_libraries(read_strategy("zero3"))
-    with importing():
-        for library in ALSO:
+    with without_gc():
+        for library in PRELOADED_MODULES:
             importlib.import_module(library)
     with socket.create_server(address, family=socket.AF_UNIX) as listener:
         leaders: set[int] = set()
@@ -152,7 +152,7 @@ def _lead(connection: socket.socket) -> None:
     for rank in range(request["ranks"]):
         if (process := os.fork()) == 0:
             connection.close()
-            _leave_after(_be_rank, request, rank)
+            _leave_after(_run_rank, request, rank)
         ranks.add(process)
     status, deadline = 0, float("inf")
     while ranks:
@@ -174,7 +174,7 @@ def _signal(processes: set[int], number: int) -> None:
         os.kill(process, number)
 
 
-def _be_rank(request: dict[str, Any], rank: int) -> None:
+def _run_rank(request: dict[str, Any], rank: int) -> None:
     os.setsid()
     for descriptor, file in ((1, request["stdout"]), (2, request["stderr"])):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)

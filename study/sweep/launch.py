@@ -29,11 +29,11 @@ from study.host.slurm import is_array_task
 from study.host.stacks import stacks
 from study.records.directory import read_json, read_status
 from study.records.lock import FileLock
-from study.records.outcome import Ending
+from study.records.outcome import Outcome
 from study.sweep import supervise
 from study.sweep.cell import Cell, launch_command
+from study.sweep.cell_outcome import ExitEvidence, StoppedBy, classify_outcome, read_attempt, write_outcome
 from study.sweep.fork_server import ForkServer
-from study.sweep.verdict import ExitEvidence, StoppedBy, attempt_of, conclude, judge
 
 LOCK_NAME = "sweep.lock"
 MARKER = "ZERO_STUDY_SWEEP_DIRECTORY"
@@ -47,7 +47,7 @@ _NOT_FOR_A_RUN = re.compile(
 )
 
 
-def only_sweep(directory: Path) -> FileLock:
+def lock_sweep_directory(directory: Path) -> FileLock:
     """Return the directory's lock; raise UserError if another sweep has it.
 
     Tasks of a job array share it, and each locks one cell's folder at a time.
@@ -62,17 +62,17 @@ def only_sweep(directory: Path) -> FileLock:
         ) from None
 
 
-def _marker_of(directory: Path) -> str:
+def _process_marker(directory: Path) -> str:
     """Return the marker of the directory and the Slurm job, as each job ends only its processes."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"{directory.resolve()}{f'#{job}' if job else ''}"
 
 
-def end_leftovers(directory: Path) -> int:
+def kill_stale_processes(directory: Path) -> int:
     """End all processes of an earlier sweep on this directory; return their number."""
     ended: set[int] = set()
     deadline = time.monotonic() + _PATIENCE_S
-    while leftovers := _processes_of(directory):
+    while leftovers := _find_processes(directory):
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in leftovers)
             raise UserError(f"processes of an earlier sweep on {directory} do not end: {pids}", "restart the machine")
@@ -84,8 +84,8 @@ def end_leftovers(directory: Path) -> int:
     return len(ended)
 
 
-def _processes_of(directory: Path) -> list[psutil.Process]:
-    marker, processes = _marker_of(directory), []
+def _find_processes(directory: Path) -> list[psutil.Process]:
+    marker, processes = _process_marker(directory), []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             is_ours = process.environ().get(MARKER) == marker and process.status() != psutil.STATUS_ZOMBIE
@@ -95,7 +95,7 @@ def _processes_of(directory: Path) -> list[psutil.Process]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended(ExitEvidence):
+class FinishedCell(ExitEvidence):
     """A cell whose processes have all ended. `write_end` then writes its ending to the record."""
 
     command: list[str]
@@ -103,9 +103,9 @@ class Ended(ExitEvidence):
     wall_s: float
 
     @functools.cached_property
-    def ending(self) -> Ending:
+    def ending(self) -> Outcome:
         """State, reason and hint of the run."""
-        return judge(self)
+        return classify_outcome(self)
 
     @property
     def was_terminated(self) -> bool:
@@ -118,7 +118,7 @@ class Ended(ExitEvidence):
 
         Their lock ended with them, and another run may have begun there: the caller takes the folder first.
         """
-        conclude(directory, self.attempt_before, self.ending)
+        write_outcome(directory, self.attempt_before, self.ending)
         with (directory / "log.txt").open("a", encoding="utf-8") as stream:
             stream.write(self.printed)
 
@@ -129,7 +129,7 @@ def run_cell(
     watch: Callable[[], None] = lambda: None,
     forks: ForkServer | None = None,
     print_line: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> Ended:
+) -> FinishedCell:
     """Run the cell; return its evidence when no process of it is left, also after Ctrl-C.
 
     `watch` is called during the run, and `print_line` with lines about compilation before its start. The next attempt
@@ -139,14 +139,14 @@ def run_cell(
     overwrite = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
     command = launch_command(cell, directory, *overwrite)
     is_step = command[0] == "srun"
-    attempt_before = attempt_of(directory)
+    attempt_before = read_attempt(directory)
     log_sizes = {file: file.stat().st_size for file in _logs(directory)}
     stack = stacks()[cell.stack].environment(os.environ) if cell.stack else {}
     ooms, clock, printed_lines = oom_counts(), time.monotonic(), list[str]()
 
     def watch_the_new_run() -> None:
         # Until the run opens its directory, the record is an earlier attempt's, as its number shows.
-        if attempt_of(directory) > attempt_before:
+        if read_attempt(directory) > attempt_before:
             watch()
         else:
             lines = printed_file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -161,7 +161,7 @@ def run_cell(
         environment = clean_environment(root, refusal_file) | stack
         launched = forks.command(cell, command, environment, printed_file) if forks else command
         with printed_file.open("ab") as output, subprocess.Popen(
-            supervised(launched), cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
+            with_supervisor(launched), cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:
@@ -174,12 +174,12 @@ def run_cell(
         wall_s = time.monotonic() - clock
         if launcher_status < 0:
             # The supervisor itself was killed, and ended no process.
-            end_leftovers(root)
-        return Ended(
+            kill_stale_processes(root)
+        return FinishedCell(
             launcher_status=launcher_status,
             stopped_by=stopped_by,
             time_limit_s=cell.time_limit_s,
-            status=read_status(directory) if attempt_of(directory) > attempt_before else None,
+            status=read_status(directory) if read_attempt(directory) > attempt_before else None,
             refusal=refusal_from_json(read_json(refusal_file)) if refusal_file.exists() else None,
             printed=printed_file.read_text(encoding="utf-8", errors="replace"),
             log="\n".join(_tail(file, log_sizes.get(file, 0)) for file in _logs(directory)),
@@ -190,7 +190,7 @@ def run_cell(
         )
 
 
-def supervised(command: list[str]) -> list[str]:
+def with_supervisor(command: list[str]) -> list[str]:
     """Return the command with a supervisor before the launcher, and before each node's launcher of a step."""
     # A file instead of `-m`, and without site-packages, which it does not need: it starts faster.
     supervisor = [sys.executable, "-ES", str(Path(supervise.__file__))]
@@ -231,7 +231,7 @@ def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not _NOT_FOR_A_RUN.match(name)}
     # The Python environment may be inactive, and ninja and the launcher's children are found through PATH.
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH", os.defpath)])
-    return {**variables, MARKER: _marker_of(directory), REFUSAL_FILE_VARIABLE: str(refusal_file)}
+    return {**variables, MARKER: _process_marker(directory), REFUSAL_FILE_VARIABLE: str(refusal_file)}
 
 
 def _logs(directory: Path) -> list[Path]:

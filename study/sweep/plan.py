@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from study.config.errors import UserError
-from study.config.flags import RunConfig, resolved
-from study.config.strategies import LEAST_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS, read_strategy
-from study.host.box import Box
+from study.config.flags import RunConfig, resolve_config
+from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS, read_strategy
+from study.host.machine import Machine
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.sweep.cell import Cell, Trainer
 from study.sweep.forecast import Forecast
-from study.sweep.search import Search, example_of, runs_of
+from study.sweep.search import Search, list_runs, representative_cell
 from study.sweep.suite_file import (
     ACCUMULATION,
     CELL_KEYS,
     Grid,
     Ladder,
-    SliceOf,
+    SliceSpec,
     Suite,
     find_suite,
     read_suite,
-    rehearsed,
+    shrink_suite,
 )
 
 RANKS_WITHOUT_A_GPU = 2
@@ -72,7 +72,7 @@ class Slice:
 
         They come from another suite of this name or from another version of this suite.
         """
-        cell_ids = {run.id for item in self.planned for run in runs_of(item)}
+        cell_ids = {run.id for item in self.planned for run in list_runs(item)}
         run_ids = sorted({file.parent.name for file in self.root.glob("*/status.json")} - cell_ids)
         if not run_ids:
             return None
@@ -96,7 +96,7 @@ class Plan:
         return list(dict.fromkeys(part.root for part in self.slices))
 
 
-def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *, rehearse: bool = False) -> Plan:
+def plan_suite(name: str, box: Machine, runs_dir: Path, only: Sequence[str] = (), *, rehearse: bool = False) -> Plan:
     """Return the plan of a suite or series; each cell is in the first slice that selects it.
 
     A rehearsal has all cells of every suite, each suite once.
@@ -104,22 +104,22 @@ def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *,
     file = find_suite(name)
     suite = read_suite(file)
     is_series = bool(suite.slices)
-    parts = _members(file, suite) if is_series else [(suite, SliceOf("", name))]
+    parts = _members(file, suite) if is_series else [(suite, SliceSpec("", name))]
     if rehearse:
-        suite = rehearsed(suite)
-        small = {member.name: rehearsed(member) for member, _ in parts}
-        parts = [(member, SliceOf("", member.name)) for member in small.values()]
+        suite = shrink_suite(suite)
+        small = {member.name: shrink_suite(member) for member, _ in parts}
+        parts = [(member, SliceSpec("", member.name)) for member in small.values()]
     slices = []
     planned_ids: set[tuple[str, str]] = set()
     members = {member.name: member for member, _ in parts}
     planned = {name: plan_cells(member, _smallest_box_for(member, box)) for name, member in members.items()}
     for member, part in parts:
-        chosen = chosen_of(planned[member.name], part.only)
+        chosen = filter_cells(planned[member.name], part.only)
         if not chosen:
             raise _matches_nothing(f"{part.place}: only {list(part.only)}", member.name, planned[member.name])
         cells = [cell for cell in chosen if (member.name, cell.id) not in planned_ids]
         planned_ids |= {(member.name, cell.id) for cell in cells}
-        if cells := chosen_of(cells, only):
+        if cells := filter_cells(cells, only):
             slices.append(Slice(member, part.only, cells, (runs_dir / member.name).absolute(), planned[member.name]))
     if not slices:
         raise _matches_nothing(f"--only {' --only '.join(only)}", suite.name, next(iter(planned.values())))
@@ -130,7 +130,7 @@ def _matches_nothing(only: str, suite: str, planned: Sequence[Cell | Search]) ->
     return UserError(f"{only} matches no cell of {suite}", f"an id looks like {planned[0].id}")
 
 
-def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
+def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceSpec]]:
     """Return the suites of a series: files in its folder, else names in study/suites/, or paths."""
     read: dict[str, Suite] = {}
     for part in series.slices:
@@ -151,14 +151,14 @@ def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
     return [(read[part.suite], part) for part in series.slices]
 
 
-def missing_here(suite: Suite, box: Box, cells: Sequence[Cell | Search] = ()) -> UserError | None:
+def missing_requirement(suite: Suite, box: Machine, cells: Sequence[Cell | Search] = ()) -> UserError | None:
     """Return an error about the first requirement that the machine lacks, or None.
 
     If cells are selected, the GPUs of the largest of them are enough.
     """
     requires = suite.requires
     if cells:
-        largest = max(example_of(cell).world_size for cell in cells)
+        largest = max(representative_cell(cell).world_size for cell in cells)
         gpus, per_node = min(requires.gpus, largest), min(requires.gpus_per_node, largest)
         requires = dataclasses.replace(requires, gpus=gpus, gpus_per_node=per_node)
     smallest_gib = min(box.gpu_memory_gib[: requires.gpus], default=0.0)
@@ -187,16 +187,18 @@ def missing_here(suite: Suite, box: Box, cells: Sequence[Cell | Search] = ()) ->
     return None
 
 
-def _smallest_box_for(suite: Suite, box: Box) -> Box:
+def _smallest_box_for(suite: Suite, box: Machine) -> Machine:
     """Return this machine, or the smallest with the suite's GPUs, as a plan depends on the GPUs that it runs on."""
     requires = suite.requires
     if box.gpus >= requires.gpus:
         return box
     nodes = max(1, requires.gpus // (requires.gpus_per_node or requires.gpus))
-    return Box((requires.gpu_memory_gib,) * requires.gpus, max(box.host_memory_gib, requires.host_memory_gib), nodes)
+    return Machine(
+        (requires.gpu_memory_gib,) * requires.gpus, max(box.host_memory_gib, requires.host_memory_gib), nodes
+    )
 
 
-def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
+def plan_cells(suite: Suite, box: Machine) -> list[Cell | Search]:
     """Return the cells in blocks of one repeat and seed, each with every strategy once in random order.
 
     So a drift of the machine over hours does not favor the strategy that ran first. A cell of two grids is one cell.
@@ -213,7 +215,7 @@ def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
     # Cells of one stack are adjacent, because they share a process that has imported its libraries.
     blocks: dict[tuple[str, int, int], list[Cell | Search]] = {}
     for cell in cells.values():
-        example = example_of(cell)
+        example = representative_cell(cell)
         blocks.setdefault((example.stack or "", example.repeat, example.config.seed), []).append(cell)
     order = random.Random(suite.order_seed)
     for block in blocks.values():
@@ -221,7 +223,7 @@ def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
     return list(itertools.chain.from_iterable(block for _, block in sorted(blocks.items())))
 
 
-def chosen_of(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell | Search]:
+def filter_cells(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell | Search]:
     """Return the cells that match every pattern, in their order."""
     return [cell for cell in cells if all(_is_match(cell, pattern) for pattern in only)]
 
@@ -231,7 +233,7 @@ def _is_match(cell: Cell | Search, pattern: str) -> bool:
     key, has_key, text = pattern.partition("=")
     if not has_key:
         return fnmatch(cell.id, pattern)
-    example = example_of(cell)
+    example = representative_cell(cell)
     values = example.config.to_dict() | {
         "strategy": example.strategy, "trainer": example.trainer, "world_size": example.world_size,
         "repeat": example.repeat, "stack": example.stack or "",
@@ -242,7 +244,7 @@ def _is_match(cell: Cell | Search, pattern: str) -> bool:
     return fnmatch(f"{value:g}" if isinstance(value, float) else str(value).lower(), text.lower())
 
 
-def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
+def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Search]:
     # Positions of the rules that matched a run; a rule without a match has a typo.
     rules, matched = [override.where for override in grid.overrides], set[int]()
     grid_keys = {**grid.fixed, **grid.axes}
@@ -250,7 +252,7 @@ def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
         if "strategy" not in values:
             raise UserError(f"{grid.place}: the grid names no strategy", "add strategy: to its axes, or to fixed")
-        default = LEAST_RANKS_WITH_REPLICAS if values["strategy"] in WITH_REPLICAS else RANKS_WITHOUT_A_GPU
+        default = MIN_RANKS_WITH_REPLICAS if values["strategy"] in WITH_REPLICAS else RANKS_WITHOUT_A_GPU
         values.setdefault("world_size", box.gpus or default)
         for number, override in enumerate(grid.overrides):
             if _matches(values, override.where, grid.place):
@@ -280,7 +282,7 @@ def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
 
 
 def _search(
-    suite: Suite, values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Box, place: str
+    suite: Suite, values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Machine, place: str
 ) -> Search:
     rung_key = "model_name_or_path" if ladder.axis == "largest_model" else "per_device_train_batch_size"
 
@@ -303,7 +305,7 @@ def _search(
         axis=ladder.axis,
         rungs=ladder.rungs,
         label=", ".join(f"{key} {values[key]}" for key in axes if key not in id_keys),
-        probe_of=probe_of,
+        probe_at=probe_of,
         guess=lambda: Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
     )
 
@@ -317,14 +319,14 @@ def _matches(values: Mapping[str, Any], rule: Mapping[str, list[Any]], place: st
     return True
 
 
-def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
+def _cell(values: Mapping[str, Any], repeat: int, box: Machine, place: str) -> Cell:
     cell_settings = {key: values[key] for key in CELL_KEYS & values.keys()}
     flags = {key: value for key, value in values.items() if key not in cell_settings and key != ACCUMULATION}
     try:
         requested = RunConfig.from_dict(flags, place)
         if steps := values.get(ACCUMULATION):
             batch, ranks = (
-                resolved(requested, accelerator_visible=box.gpus > 0).global_batch_size,
+                resolve_config(requested, accelerator_visible=box.gpus > 0).global_batch_size,
                 cell_settings["world_size"],
             )
             if requested.per_device_train_batch_size is not None:
@@ -335,10 +337,10 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
                     f"use a global_batch_size that is a multiple of {ranks * steps}",
                 )
             requested = dataclasses.replace(requested, per_device_train_batch_size=int(batch // (ranks * steps)))
-        config = resolved(requested, accelerator_visible=box.gpus > 0)
+        config = resolve_config(requested, accelerator_visible=box.gpus > 0)
         # `auto` is resolved here, so that the id and the run agree.
         cell = Cell(
-            config=config, asked=dataclasses.replace(requested, scale=config.scale), repeat=repeat, **cell_settings
+            config=config, requested=dataclasses.replace(requested, scale=config.scale), repeat=repeat, **cell_settings
         )
         cell.plan  # noqa: B018 - raises if the batch does not divide
         read_strategy(cell.strategy).check_engine_flags(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from study.records.schema import SearchAxis
 from study.sweep.cell import Cell
-from study.sweep.verdict import CellState, cell_state
+from study.sweep.cell_outcome import CellState, cell_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Bracket:
     too_large: int | None
     next: int | None
     stopped_by: int | None
-    fits_against_the_order: tuple[int, ...]
+    non_monotonic_fits: tuple[int, ...]
 
 
-def examine(states: Mapping[int, str], last: int, start: int = 0) -> Bracket:
+def next_bracket(states: Mapping[int, str], last: int, start: int = 0) -> Bracket:
     """Return the bracket of the ended probes, whose states are given by position, with the next probe.
 
     The search takes exponential steps from `start`, the predicted rung: up until a probe runs out of memory, or down
@@ -55,12 +55,12 @@ def examine(states: Mapping[int, str], last: int, start: int = 0) -> Bracket:
         too_large=too_large,
         next=None if is_over or stopped else following,
         stopped_by=following if stopped else None,
-        fits_against_the_order=tuple(place for place in oks if too_large is not None and place > too_large),
+        non_monotonic_fits=tuple(place for place in oks if too_large is not None and place > too_large),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class WhatFits:
+class SearchAnswer:
     """The answer of a search as text, the same for a sweep's table and for a report."""
 
     bracket: Bracket
@@ -94,7 +94,7 @@ class WhatFits:
         return f"none, {self.size_at(0)} is too large" if too_large == 0 else f"under {self.size_at(too_large)}"
 
     @property
-    def why_not_more(self) -> str:
+    def limiting_reason(self) -> str:
         """The reason that the search ended at this size, and the records that contradict the answer."""
         bracket, reasons = self.bracket, []
         if bracket.too_large is not None:
@@ -104,8 +104,8 @@ class WhatFits:
         if bracket.stopped_by is not None:
             probe = self.states[bracket.stopped_by]
             reasons.append(f"stopped at {self.size_at(bracket.stopped_by)}: {probe.state}, {probe.reason}")
-        if bracket.fits_against_the_order:
-            larger = ", ".join(str(self.size_at(place)) for place in bracket.fits_against_the_order)
+        if bracket.non_monotonic_fits:
+            larger = ", ".join(str(self.size_at(place)) for place in bracket.non_monotonic_fits)
             reasons.append(f"but {larger} did fit, so fit does not depend on size alone here")
         return "; ".join(reasons)
 
@@ -119,7 +119,7 @@ class Search:
     rungs: Sequence[int] | Sequence[str]
     # Settings that distinguish it from the other searches of its grid, apart from the strategy.
     label: str
-    probe_of: Callable[[int], Cell]
+    probe_at: Callable[[int], Cell]
     # Predicts the rung of the answer.
     guess: Callable[[], int] = lambda: 0
 
@@ -131,7 +131,7 @@ class Search:
     @property
     def first(self) -> Cell:
         """The cell of the smallest size."""
-        return self.probe_of(0)
+        return self.probe_at(0)
 
     @property
     def last(self) -> int:
@@ -143,18 +143,18 @@ class Search:
     ) -> dict[int, CellState]:
         """Return the states of the probes that have a record, by position, except those that do not count."""
         # All rungs: another machine starts at another rung, and may have probed above a size that did not fit.
-        states = ((place, cell_state(root / self.probe_of(place).id)) for place in range(len(self.rungs)))
+        states = ((place, cell_state(root / self.probe_at(place).id)) for place in range(len(self.rungs)))
         return {place: probe for place, probe in states if probe.state != "to do" and counts(place, probe)}
 
     def _examine(self, states: Mapping[int, CellState]) -> Bracket:
-        return examine({place: probe.state for place, probe in states.items()}, self.last, self.start)
+        return next_bracket({place: probe.state for place, probe in states.items()}, self.last, self.start)
 
     def probes(self, root: Path, retry: bool) -> Iterator[Cell]:
         """Yield the probes that remain; each is chosen from the records of the earlier ones."""
         tried: set[int] = set()
 
         def counts(place: int, probe: CellState) -> bool:
-            return place in tried or probe.state == "oom" or probe.is_answered(retry)
+            return place in tried or probe.state == "oom" or probe.is_final(retry)
 
         while True:
             bracket = self._examine(self.states(root, counts))
@@ -165,35 +165,35 @@ class Search:
             if place is None:
                 return
             tried.add(place)
-            yield self.probe_of(place)
+            yield self.probe_at(place)
 
-    def what_fits(self, root: Path) -> WhatFits:
+    def what_fits(self, root: Path) -> SearchAnswer:
         """Return the answer from the records below `root`."""
         # An interrupted run has no result, and runs again.
         states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "at work"))
-        return WhatFits(self._examine(states), self.last, self.rungs.__getitem__, states)
+        return SearchAnswer(self._examine(states), self.last, self.rungs.__getitem__, states)
 
 
-def example_of(item: Cell | Search) -> Cell:
+def representative_cell(item: Cell | Search) -> Cell:
     """Return the cell, or the first probe of a search."""
     return item.first if isinstance(item, Search) else item
 
 
-def runs_of(item: Cell | Search) -> list[Cell]:
+def list_runs(item: Cell | Search) -> list[Cell]:
     """Return the cell, or all probes that a search may run."""
-    return [item.probe_of(place) for place in range(len(item.rungs))] if isinstance(item, Search) else [item]
+    return [item.probe_at(place) for place in range(len(item.rungs))] if isinstance(item, Search) else [item]
 
 
 def one_of_each_model(item: Cell | Search) -> list[Cell]:
     """Return one cell for each model that the cell or search uses."""
-    return runs_of(item) if isinstance(item, Search) and item.axis == "largest_model" else [example_of(item)]
+    return list_runs(item) if isinstance(item, Search) and item.axis == "largest_model" else [representative_cell(item)]
 
 
-def runs_left(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[Cell]:
+def pending_runs(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[Cell]:
     """Yield the cell if it is unanswered, or one after another the probes that a search still needs."""
     if isinstance(item, Search):
         yield from item.probes(root, retry)
-    elif not cell_state(root / item.id).is_answered(retry):
+    elif not cell_state(root / item.id).is_final(retry):
         yield item
 
 
@@ -206,7 +206,7 @@ def new_and_tried(
         if isinstance(item, Search) and not item.states(root):
             # No record to look for, and its first rung needs a prediction, which takes time.
             new.append(item)
-        elif (run := next(runs_left(item, root, retry), None)) is not None:
+        elif (run := next(pending_runs(item, root, retry), None)) is not None:
             (new if cell_state(root / run.id).state == "to do" else tried).append(item)
     return new, tried
 
@@ -216,7 +216,7 @@ def cell_states(cells: Iterable[Cell | Search], root: Path) -> list[tuple[Cell, 
     states: dict[str, tuple[Cell, CellState]] = {}
     for item in cells:
         if isinstance(item, Search):
-            several = [(item.probe_of(place), probe) for place, probe in item.states(root).items()]
+            several = [(item.probe_at(place), probe) for place, probe in item.states(root).items()]
         else:
             several = [(item, cell_state(root / item.id))]
         states |= {cell.id: (cell, state) for cell, state in several}

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from study.config.errors import UserError, brief
-from study.config.flags import LARGEST_WORLD, RunConfig
+from study.config.errors import UserError, clip
+from study.config.flags import MAX_WORLD_SIZE, RunConfig
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.config.yaml_sections import Section, as_section, read_document
-from study.host.stacks import THEN, stacks
+from study.host.stacks import THEN_SUFFIX, stacks
 from study.records.schema import SearchAxis
 from study.sweep.cell import Trainer
 
@@ -39,20 +39,20 @@ _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
 }
 # Limit of a file's values with expanded aliases, of a suite's cells and of a ladder's rungs. More is a typo, which
 # would take minutes to plan or all memory.
-MOST = 10_000
+MAX_VALUES = 10_000
 # Reading YAML takes seconds per MB, and a larger file is a log or a model's weights.
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 # A test of a value, and the text of its error. Other keys are flags of study/train.py, which checks them itself.
 _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
 _WHOLE: _Check = (lambda value: type(value) is int, "a whole number")
 _COUNT: _Check = (lambda value: type(value) is int and value >= 1, "a whole number from 1 up")
-_SECONDS: _Check = (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number of seconds")
+_DURATION: _Check = (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number of seconds")
 _GIB: _Check = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number of GiB")
 _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
 _GPUS: _Check = (
-    lambda value: type(value) is int and 0 <= value <= LARGEST_WORLD, f"a whole number from 0 to {LARGEST_WORLD}",
+    lambda value: type(value) is int and 0 <= value <= MAX_WORLD_SIZE, f"a whole number from 0 to {MAX_WORLD_SIZE}",
 )  # fmt: skip
 _CHECKS: dict[str, _Check] = {
     "name": (
@@ -69,7 +69,7 @@ _CHECKS: dict[str, _Check] = {
     ),
     "strategy": (lambda value: value in STRATEGY_NAMES, f"{', '.join(STRATEGY_NAMES)} or all"),
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
-    "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _SECONDS, "expected_s": _SECONDS,
+    "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _DURATION, "expected_s": _DURATION,
     "expect": (lambda value: value == "oom", "oom, or leave it out"),
     # In a list, because a value of a file may not be hashable.
     "stack": (lambda value: value in list(stacks()), "a stack of study/releases/stacks.yaml, or all, today or then"),
@@ -117,7 +117,7 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
-class SliceOf:
+class SliceSpec:
     """Cells of another suite: all, or those that match every pattern of `only`."""
 
     place: str
@@ -134,7 +134,7 @@ class Suite:
     requires: Requirements = Requirements()
     order_seed: int = 0
     grids: tuple[Grid, ...] = ()
-    slices: tuple[SliceOf, ...] = ()
+    slices: tuple[SliceSpec, ...] = ()
 
 
 class _Section(Section):
@@ -143,13 +143,13 @@ class _Section(Section):
     def value(self, key: str, default: Any = None) -> Any:
         """Return the checked value of a key; raise UserError if it is missing without a default."""
         if default is None:
-            self.need(key)
+            self.require_keys(key)
         return self.checked(key, self.get(key, default))
 
     def checked(self, key: str, value: Any) -> Any:
         """Return a valid value of this key or item of its list; raise UserError if it is not valid."""
         if key not in _CHECKS:
-            return getattr(RunConfig.from_dict({key: value}, self.place_of(key)), key)
+            return getattr(RunConfig.from_dict({key: value}, self.key_place(key)), key)
         is_valid, requirement = _CHECKS[key]
         if not is_valid(value):
             raise self.refusal(key, f"is {value!r}", f"use {requirement}")
@@ -157,11 +157,11 @@ class _Section(Section):
 
     def section(self, key: str, keys: Collection[str] = _SETTINGS) -> _Section:
         """Return the mapping at this key; empty if the key is missing."""
-        return as_section(self.get(key, _Section(self.place)), self.place_of(key), keys, _Section)
+        return as_section(self.get(key, _Section(self.place)), self.key_place(key), keys, _Section)
 
     def sections(self, key: str, keys: Collection[str] = _SETTINGS) -> list[_Section]:
         """Return the mappings in the list at this key."""
-        return [as_section(entry, self.place_of(key), keys, _Section) for entry in self.value(key, [])]
+        return [as_section(entry, self.key_place(key), keys, _Section) for entry in self.value(key, [])]
 
     def settings(self, key: str, keys: Collection[str] = _SETTINGS) -> dict[str, Any]:
         """Return the checked settings in the mapping at this key."""
@@ -182,14 +182,14 @@ def find_suite(name: str) -> Path:
         if Path(name).is_file():
             return Path(name)
     names = ", ".join(sorted(shipped))
-    raise UserError(f"no suite is named {brief(name)}, and no file has this path", f"use one of {names}, or a path")
+    raise UserError(f"no suite is named {clip(name)}, and no file has this path", f"use one of {names}, or a path")
 
 
 def read_suite(file: Path) -> Suite:
     """Return the suite of a file; raise UserError with file and line if it is not valid."""
-    if file.stat().st_size > _MOST_BYTES:
+    if file.stat().st_size > _MAX_BYTES:
         raise UserError(f"{file} is larger than any suite", "name a suite's file")
-    document = read_document(file, _Section, MOST)
+    document = read_document(file, _Section, MAX_VALUES)
     is_series = isinstance(document, _Section) and "slices" in document
     top = as_section(document, str(file), _SERIES_KEYS if is_series else _SUITE_KEYS, _Section)
     name, description = top.value("name"), top.value("description")
@@ -197,14 +197,14 @@ def read_suite(file: Path) -> Suite:
         slices = top.sections("slices", {"suite", "only"})
         return Suite(
             name, description,
-            slices=tuple(SliceOf(part.place, part.value("suite"), tuple(part.value("only", []))) for part in slices),
+            slices=tuple(SliceSpec(part.place, part.value("suite"), tuple(part.value("only", []))) for part in slices),
         )  # fmt: skip
     shared = top.settings("fixed")
-    top.need("grids")
+    top.require_keys("grids")
     requires = Requirements(**top.settings("requires", vars(Requirements())))
     grids = tuple(_grid(part, shared) for part in top.sections("grids", _GRID_KEYS))
-    if (runs := sum(grid.repeats * math.prod(map(len, grid.axes.values())) for grid in grids)) > MOST:
-        raise top.refusal("grids", f"have {runs} runs, and the limit is {MOST}", "divide it into several suites")
+    if (runs := sum(grid.repeats * math.prod(map(len, grid.axes.values())) for grid in grids)) > MAX_VALUES:
+        raise top.refusal("grids", f"have {runs} runs, and the limit is {MAX_VALUES}", "divide it into several suites")
     return Suite(name, description, requires, top.value("order_seed", 0), grids)
 
 
@@ -215,7 +215,7 @@ def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
             raise grid["axes"].refusal(key, "is fixed and an axis", "keep one of the two")
     rules = grid.sections("overrides", ("where", "fixed"))
     for rule in rules:
-        rule.need("where", "fixed")
+        rule.require_keys("where", "fixed")
     ladder = _ladder(grid) if "search" in grid else None
     if ladder is not None:
         sections = [grid.section("fixed"), grid.section("axes"), *(rule.section("fixed") for rule in rules)]
@@ -243,9 +243,9 @@ def _ladder(grid: _Section) -> Ladder:
     is_size = axis == "largest_micro_batch"
     if is_size and isinstance(value, _Section):
         ends = section.section(axis, ("from", "to"))
-        rungs = list(range(ends.value("from"), min(ends.value("to"), ends["from"] + MOST) + 1))
-    if isinstance(rungs, list) and len(rungs) > MOST:
-        raise section.refusal(axis, f"has more than {MOST} sizes", "list the sizes to try")
+        rungs = list(range(ends.value("from"), min(ends.value("to"), ends["from"] + MAX_VALUES) + 1))
+    if isinstance(rungs, list) and len(rungs) > MAX_VALUES:
+        raise section.refusal(axis, f"has more than {MAX_VALUES} sizes", "list the sizes to try")
     kind = int if is_size else str
     is_ladder = isinstance(rungs, list) and len(rungs) >= 2 and all(type(rung) is kind for rung in rungs)
     if not is_ladder or len(set(rungs)) < len(rungs) or (is_size and (rungs != sorted(rungs) or rungs[0] < 1)):
@@ -263,7 +263,7 @@ def _choices(section: _Section) -> dict[str, list[Any]]:
         if key == "strategy" and value == "all":
             value = list(STUDIED_STRATEGIES)
         if key == "stack" and value in ("all", "today", "then"):
-            value = [name for name in stacks() if value == "all" or name.endswith(THEN) == (value == "then")]
+            value = [name for name in stacks() if value == "all" or name.endswith(THEN_SUFFIX) == (value == "then")]
         options = value if isinstance(value, list) and key != "engine_override" else [value]
         if not options:
             raise section.refusal(key, "is an empty list", "list at least one value")
@@ -289,7 +289,7 @@ _NOT_REHEARSED = _DROPPED | {"seed"}
 _RUNGS = 3
 
 
-def rehearsed(suite: Suite) -> Suite:
+def shrink_suite(suite: Suite) -> Suite:
     """Return the rehearsal of a suite: the same grids with tiny models and few steps, once each."""
     grids = tuple(_small_grid(grid) for grid in suite.grids)
     return dataclasses.replace(suite, name=f"{suite.name}-rehearsal", requires=Requirements(), grids=grids)

@@ -55,7 +55,7 @@ def main(command: list[str]) -> int:
 
     threading.Thread(target=wait_for_the_pipe, daemon=True).start()
     status = ended.get()
-    _end_all_below()
+    _kill_descendants()
     if before is not None and (ooms := _oom_counts() - before).killed:
         place = os.environ.get("SLURM_NODEID", "0")
         print(f"{OOM_MARK}{place}: {ooms.killed} {ooms.cgroup_limit_hit}", flush=True)
@@ -72,7 +72,7 @@ def _become_launcher() -> None:
         os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
 
 
-def _end_all_below() -> None:
+def _kill_descendants() -> None:
     """Send SIGTERM, upon which ranks close their record, and then SIGKILL to ranks that hang in a collective."""
     if not _has_children():
         return

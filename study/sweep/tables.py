@@ -14,13 +14,13 @@ from study.host.memory import MIB
 from study.records.directory import Run, read_run
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
-from study.sweep.forecast import left_to_run
+from study.sweep.cell_outcome import CellState
+from study.sweep.forecast import pending_items
 from study.sweep.plan import Plan, Slice
-from study.sweep.search import Search, cell_states, example_of
-from study.sweep.verdict import CellState
+from study.sweep.search import Search, cell_states, representative_cell
 
 if TYPE_CHECKING:
-    from study.records.frames import Remaining
+    from study.records.frames import SliceProgress
 
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
@@ -58,7 +58,7 @@ def result_tables(cells: Sequence[Cell | Search], root: Path, details: bool) -> 
 def status_verdict(plan: Plan, run_flags: str, report_flags: str) -> str:
     """Return one line with the number of finished cells, the states of the others, and the next command."""
     counts = Counter(record.state for part in plan.slices for _, record in cell_states(part.cells, part.root))
-    has_remaining = any(any(True for _ in left_to_run(part.cells, part.root)) for part in plan.slices)
+    has_remaining = any(any(True for _ in pending_items(part.cells, part.root)) for part in plan.slices)
     done, _ = counts.pop("ok", 0), counts.pop("to do", 0)
     other_states = "".join(f", {count} {state}" for state, count in counts.most_common())
     has_searches = any(part.searches for part in plan.slices)
@@ -81,7 +81,7 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
     rows, reasons = [], []
     for part in slices:
         states = cell_states(part.cells, part.root)
-        remaining = list(left_to_run(part.cells, part.root))
+        remaining = list(pending_items(part.cells, part.root))
         counts = Counter(record.state for _, record in states)
         rows.append(
             [part.suite.name, " ".join(part.only) or "-", str(len(part.cells)), str(counts["ok"]),
@@ -96,31 +96,33 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
             yield _search_table(begun, part.root)
 
 
-def remaining_of(plan: Plan) -> tuple[Remaining, ...]:
+def slice_progress(plan: Plan) -> tuple[SliceProgress, ...]:
     """Return the unmeasured cells of each slice of a series, for its report."""
     # These imports need pandas, which a sweep does not.
-    from study.records.frames import Remaining
-    from study.records.workloads import word_for
+    from study.records.frames import SliceProgress
+    from study.records.workloads import format_setting
 
     # A cell's name has the strategy, and the settings that differ among the cells of its suite.
     names: dict[Path, dict[str, str]] = {}
     for root in plan.roots():
-        examples = {cell.id: example_of(cell) for part in plan.slices if part.root == root for cell in part.cells}
+        examples = {
+            cell.id: representative_cell(cell) for part in plan.slices if part.root == root for cell in part.cells
+        }
         settings = {id: {**example.config.to_dict(), "repeat": example.repeat} for id, example in examples.items()}
         values: defaultdict[str, set[str]] = defaultdict(set)
         for cell_settings in settings.values():
             for key, value in cell_settings.items():
                 values[key].add(str(value))
         names[root] = {
-            id: ", ".join([examples[id].arm, *(word_for(key, value) for key, value in cell_settings.items()
+            id: ", ".join([examples[id].arm, *(format_setting(key, value) for key, value in cell_settings.items()
                                                if len(values[key]) > 1 and value)])
             for id, cell_settings in settings.items()
         }  # fmt: skip
     remaining = []
     for part in plan.slices:
         counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
-        unanswered = list(left_to_run(part.cells, part.root))
-        remaining.append(Remaining(
+        unanswered = list(pending_items(part.cells, part.root))
+        remaining.append(SliceProgress(
             part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], _count_not_ok(counts),
             sum(seconds for _, seconds in unanswered), [names[part.root][cell.id] for cell, _ in unanswered],
         ))  # fmt: skip
@@ -143,7 +145,7 @@ def _search_table(searches: Sequence[Search], root: Path) -> TextTable:
         rows.append(
             [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
              result.state, result.answer, str(len(result.states)),
-             result.why_not_more or "-"]
+             result.limiting_reason or "-"]
         )  # fmt: skip
     columns = "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more"
     return TextTable(columns, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))

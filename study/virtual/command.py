@@ -12,30 +12,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
-from study.config.errors import CannotBeHeld, Unsupported, UserError
+from study.config.errors import ModelTooLarge, Unsupported, UserError
 from study.config.flags import (
     Precision,
     RunConfig,
     Task,
     add_flags,
     check_virtual_rank,
+    check_virtual_run_flags,
     config_from_flags,
-    refuse_what_no_virtual_run_has,
-    resolved,
+    resolve_config,
 )
 from study.config.printing import TextTable, print_page
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_bytes
-from study.host.box import Box, this_box
-from study.host.folders import folder_argument, folder_named
+from study.host.folders import folder_argument, resolve_path
+from study.host.machine import Machine, detect_machine
 from study.records.directory import read_json, read_run, write_json
-from study.records.lock import take_folder
-from study.records.outcome import Ending
+from study.records.lock import lock_run_directory
+from study.records.outcome import Outcome
 from study.records.schema import STATE_KINDS, RecordError
 from study.records.virtual_summary import RankSummary, total
 from study.sweep.cell import Cell
-from study.sweep.launch import only_sweep, run_cell
-from study.virtual.lines import extrapolate
+from study.sweep.launch import lock_sweep_directory, run_cell
+from study.virtual.extrapolation import extrapolate
 from study.workloads.presets import FAMILY_OF_TASK, Preset, find_model, find_preset
 
 EPILOG = """\
@@ -67,7 +67,7 @@ class VirtualRequest:
     config: RunConfig
     depths: tuple[int, int, int] | None
     runs_dir: Path
-    box: Box
+    box: Machine
 
     def cell(self, strategy: str, model: str | None = None) -> Cell:
         """Return the cell of one virtual rank; `model` replaces the requested model."""
@@ -79,8 +79,8 @@ class VirtualRequest:
             precision = "bf16"
         name = model or self.config.model_name_or_path
         flags = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)
-        config = resolved(flags, accelerator_visible=self.box.gpus > 0)
-        refuse_what_no_virtual_run_has(config)
+        config = resolve_config(flags, accelerator_visible=self.box.gpus > 0)
+        check_virtual_run_flags(config)
         read_strategy(strategy).check_engine_flags(config)
         flags = dataclasses.replace(flags, scale=config.scale)
         cell = Cell(strategy, 1, config, flags, repeat=1, time_limit_s=TIME_LIMIT_S)
@@ -115,20 +115,20 @@ def read_request(options: argparse.Namespace) -> VirtualRequest:
         family: str | None = preset.family if preset else None
         if model and preset is None:
             with suppress(RecordError):
-                kind = read_json(folder_named(model) / "config.json").get("model_type")
+                kind = read_json(resolve_path(model) / "config.json").get("model_type")
                 family = "sequence-classification" if kind == "bert" else "causal-lm"
         tasks = (task for task, task_family in FAMILY_OF_TASK.items() if task_family == family)
         options.task = next(tasks, RunConfig.task)
     config = _with_absolute_paths(config_from_flags(options))
     runs_dir = options.runs_dir.absolute()
-    request = VirtualRequest(_strategies(options.strategy), config, options.layers_fit, runs_dir, this_box())
+    request = VirtualRequest(_strategies(options.strategy), config, options.layers_fit, runs_dir, detect_machine())
     for cell in map(request.cell, request.strategies):
         for depth in request.depths or ():
-            _preset_of(cell).with_layers(depth)
+            _find_preset(cell).with_layers(depth)
     return request
 
 
-def _preset_of(cell: Cell) -> Preset:
+def _find_preset(cell: Cell) -> Preset:
     model = find_model(cell.config.model_name_or_path)
     if not isinstance(model, Preset):
         raise UserError(f"the number of layers of {model} is fixed", "extrapolate a preset instead")
@@ -143,8 +143,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         is_preset = name == "model_name_or_path" and find_preset(value or "")
         has_no_path = is_preset or value in (None, "", "hub", "builtin", RunConfig.nvme_path)
         # nvme_path may not exist yet.
-        if not has_no_path and (name == "nvme_path" or folder_named(value).exists()):
-            changed[name] = str(folder_named(value).absolute())
+        if not has_no_path and (name == "nvme_path" or resolve_path(value).exists()):
+            changed[name] = str(resolve_path(value).absolute())
     return dataclasses.replace(config, **changed)  # type: ignore[arg-type]  # a str each
 
 
@@ -173,7 +173,7 @@ def _depths(text: str) -> tuple[int, int, int]:
 class VirtualRunFailed(Exception):
     """A virtual rank that started and failed."""
 
-    def __init__(self, ending: Ending):
+    def __init__(self, ending: Outcome):
         self.ending = ending
         super().__init__(f"{ending.state}: {ending.reason}")
 
@@ -184,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
     summaries: list[RankSummary] = []
     failed: list[dict[str, str]] = []
     state: str
-    with only_sweep(request.runs_dir):
+    with lock_sweep_directory(request.runs_dir):
         for strategy in request.strategies:
             try:
                 summaries.append(_summary(request, strategy))
@@ -201,7 +201,7 @@ def run(options: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 state, reason = "interrupted", "stopped from the keyboard"
                 message = f"{reason}; all of its processes have ended"
-            _say(f"{strategy}: {message}")
+            _print_status(f"{strategy}: {message}")
             failed.append({"strategy": strategy, "state": state, "reason": reason})
             if state == "interrupted":
                 break
@@ -222,7 +222,7 @@ def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
     error: Exception
     try:
         return _measure(request, cell)
-    except CannotBeHeld as refusal:
+    except ModelTooLarge as refusal:
         largest = refusal.layers_that_fit
         error, ended = refusal, {"state": "unsupported", "reason": refusal.problem}
     except VirtualRunFailed as failure:
@@ -235,26 +235,28 @@ def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
     depths = next((depths for depths in _DEPTHS if depths[2] <= largest), None)
     if depths is None:
         raise error
-    _say(f"{ended['reason']}: extrapolating from {depths[0]}, {depths[1]} and {depths[2]} layers")
+    _print_status(f"{ended['reason']}: extrapolating from {depths[0]}, {depths[1]} and {depths[2]} layers")
     summary = _line(request, cell, depths, ended)
     fit = summary.extrapolated
     assert fit is not None
     # If thresholds lie between these depths and the model, extrapolate from depths beyond them, if those fit.
     if beyond := {name: depth for name, depth in fit.depths_beyond.items() if depth + 2 <= largest}:
         start, names = max(beyond.values()), " and ".join(beyond)
-        _say(f"{names} between {depths[0]} layers and the model: extrapolating from {start} to {start + 2} layers")
+        _print_status(
+            f"{names} between {depths[0]} layers and the model: extrapolating from {start} to {start + 2} layers"
+        )
         try:
             deeper = _line(request, cell, (start, start + 1, start + 2), ended)
             summary = min(deeper, summary, key=lambda candidate: len(candidate.not_linear))
-        except (VirtualRunFailed, CannotBeHeld) as failure:
-            _say(f"{failure}: keeping the extrapolation from {depths[0]} to {depths[2]} layers")
+        except (VirtualRunFailed, ModelTooLarge) as failure:
+            _print_status(f"{failure}: keeping the extrapolation from {depths[0]} to {depths[2]} layers")
     return _keep(request, cell, summary)
 
 
 def _line(
     request: VirtualRequest, cell: Cell, depths: tuple[int, int, int], ended: dict[str, str] | None = None
 ) -> RankSummary:
-    preset = _preset_of(cell)
+    preset = _find_preset(cell)
     _folder_of_lines(request)
     cells = [request.cell(cell.strategy, preset.with_layers(depth).name) for depth in depths]
     summaries = [_measure(request, shallow) for shallow in cells]
@@ -284,7 +286,7 @@ def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:
     ended = run_cell(cell, request.runs_dir)
     if ended.refusal is not None:
         raise ended.refusal
-    with take_folder(directory, str(directory)):
+    with lock_run_directory(directory, str(directory)):
         ended.write_end(directory)
     if ended.stopped_by == "user":
         raise KeyboardInterrupt
@@ -292,11 +294,11 @@ def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:
         raise VirtualRunFailed(dataclasses.replace(ended.ending, hint="extrapolate over depth: --layers_fit A,B,C"))
     if ended.ending.state != "ok":
         raise VirtualRunFailed(ended.ending)
-    _say(f"{cell.strategy}, {cell.config.model_name_or_path}: {ended.wall_s:.0f} s -> {directory}")
-    return RankSummary.of_run(read_run(directory))
+    _print_status(f"{cell.strategy}, {cell.config.model_name_or_path}: {ended.wall_s:.0f} s -> {directory}")
+    return RankSummary.from_run(read_run(directory))
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

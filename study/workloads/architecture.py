@@ -13,9 +13,9 @@ from study.workloads.presets import (
     OTHER_MODEL,
     OTHER_TOKENIZER,
     Preset,
+    check_depth,
     find_model,
     load_from,
-    refuse_depth,
 )
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
         architecture = AutoConfig.for_model(source.model_type, **source.architecture, **options)
     else:
         architecture = load_from(source, AutoConfig.from_pretrained, "config", **options)
-    _refuse_misfit(architecture, config)
+    _check_architecture(architecture, config)
     if config.attn_implementation == SDPA_CAUSAL:
-        _refuse_missing_mask(architecture, config)
+        _check_mask(architecture, config)
     return with_run_settings(architecture, config)
 
 
@@ -94,7 +94,7 @@ def build_model(config: RunConfig) -> PreTrainedModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """Sizes of a model, and its config in transformers."""
 
     parameters: int
@@ -102,7 +102,7 @@ class Shape:
     architecture: Any
 
 
-def shape_of(config: RunConfig) -> Shape:
+def model_size(config: RunConfig) -> ModelSize:
     """Return the sizes of a run's model without allocating it; UserError if it cannot be built."""
     import torch
 
@@ -116,7 +116,7 @@ def shape_of(config: RunConfig) -> Shape:
             problem = f"the model that {config.model_name_or_path} describes cannot be built"
             raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", OTHER_MODEL) from error
     sizes = [parameter.numel() for parameter in model.parameters()]
-    return Shape(sum(sizes), max(sizes), model.config)
+    return ModelSize(sum(sizes), max(sizes), model.config)
 
 
 def select_attention(config: RunConfig) -> str | None:
@@ -152,14 +152,14 @@ def resolve_attention(config: RunConfig, architecture: PreTrainedConfig) -> str:
     return architecture._attn_implementation or select_attention(config) or default
 
 
-def has_window(architecture: PreTrainedConfig) -> bool:
+def uses_sliding_window(architecture: PreTrainedConfig) -> bool:
     """Whether any layer has sliding-window attention."""
     text = architecture.get_text_config()
     windowed = {kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"}
     return bool(windowed or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)))
 
 
-def _refuse_missing_mask(architecture: PreTrainedConfig, config: RunConfig) -> None:
+def _check_mask(architecture: PreTrainedConfig, config: RunConfig) -> None:
     """Raise UserError for models that would silently compute another attention without their mask."""
     cls = model_class(config, architecture)
     if FAMILY_OF_TASK[config.task] != "causal-lm":
@@ -168,7 +168,7 @@ def _refuse_missing_mask(architecture: PreTrainedConfig, config: RunConfig) -> N
         reason = "caps its attention scores, which sdpa does not"
     elif not cls._supports_sdpa or not cls._supports_attention_backend:
         reason = "has a custom attention"
-    elif has_window(architecture):
+    elif uses_sliding_window(architecture):
         reason = "has sliding-window attention"
     else:
         return
@@ -176,7 +176,7 @@ def _refuse_missing_mask(architecture: PreTrainedConfig, config: RunConfig) -> N
     raise UserError(problem, "use sdpa")
 
 
-def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
+def _check_architecture(architecture: PreTrainedConfig, config: RunConfig) -> None:
     """Raise UserError if the model does not fit the task, its depth, weights or sequence length."""
     from transformers.models.auto import modeling_auto
 
@@ -191,7 +191,7 @@ def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
         expected = "an encoder such as bert-large-uncased"
     if not fits:
         raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {expected}")
-    refuse_depth(getattr(architecture, "num_hidden_layers", 1), name)
+    check_depth(getattr(architecture, "num_hidden_layers", 1), name)
     if getattr(architecture, "quantization_config", None) is not None:
         # transformers silently ignores some quantization methods and trains on the stored integers as weights.
         raise UserError(f"{name} has quantized weights (quantization_config), which are not supported", OTHER_MODEL)

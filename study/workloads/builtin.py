@@ -46,7 +46,7 @@ _STREAMS = {"lexicon": 0, "chain": 1, "language-train": 2, "language-eval": 3, "
 
 
 @dataclasses.dataclass(frozen=True)
-class Floor:
+class LossFloor:
     """Best possible scores: `expected` over the distribution, `oracle` on these evaluation samples."""
 
     expected_loss: float
@@ -108,7 +108,7 @@ class MarkovChain:
         return np.linalg.solve(equations, np.eye(size)[-1])
 
     @functools.cached_property
-    def surprise(self) -> npt.NDArray[np.float64]:
+    def surprisal_nats(self) -> npt.NDArray[np.float64]:
         """-log P(next | previous) in nats; infinite if P is 0."""
         with np.errstate(divide="ignore"):
             return -np.log(self.transition)
@@ -116,7 +116,7 @@ class MarkovChain:
     @property
     def entropy_rate(self) -> float:
         """Entropy rate of the chain in nats per word."""
-        finite = np.where(self.transition > 0, self.surprise, 0)
+        finite = np.where(self.transition > 0, self.surprisal_nats, 0)
         return float(self.stationary @ (self.transition * finite).sum(axis=1))
 
 
@@ -146,12 +146,12 @@ def language_rows(split: SplitName) -> Iterator[str]:
         yield " ".join(row) + "\n"
 
 
-def language_floor(eval_blocks: npt.NDArray[np.int64]) -> Floor:
+def language_floor(eval_blocks: npt.NDArray[np.int64]) -> LossFloor:
     """Return the best scores on evaluation blocks: every position but the first is scored given the previous word."""
     chain = language_chain()
     words = eval_blocks - len(SPECIAL_TOKENS)
-    realized = float(chain.surprise[words[:, :-1], words[:, 1:]].mean())
-    return Floor(expected_loss=chain.entropy_rate, oracle_eval_loss=realized)
+    realized = float(chain.surprisal_nats[words[:, :-1], words[:, 1:]].mean())
+    return LossFloor(expected_loss=chain.entropy_rate, oracle_eval_loss=realized)
 
 
 # Reviews
@@ -212,11 +212,11 @@ def review_margins(input_ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int6
     return np.where(labels == 1, praise - blame, blame - praise)
 
 
-def review_floor(eval_input_ids: npt.NDArray[np.int64], eval_labels: npt.NDArray[np.int64]) -> Floor:
+def review_floor(eval_input_ids: npt.NDArray[np.int64], eval_labels: npt.NDArray[np.int64]) -> LossFloor:
     """Return the best scores on the evaluation reviews."""
     expected_loss, expected_accuracy = expected_review_scores(eval_input_ids.shape[1])
     margins = review_margins(eval_input_ids, eval_labels)
-    return Floor(
+    return LossFloor(
         expected_loss=expected_loss,
         oracle_eval_loss=float(margin_losses(margins).mean()),
         expected_accuracy=expected_accuracy,

@@ -52,7 +52,7 @@ class RowsOfConv1D(TensorParallelLayer):
         return module
 
 
-class OwnHeads(TensorParallelLayer):
+class LocalHeads(TensorParallelLayer):
     """Style that sets GPT-2's attention to this rank's number of heads; otherwise it uses the config's."""
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
@@ -70,6 +70,6 @@ def _divide(module: Any, param: str, mesh: Any, placement: Any) -> None:
 
 for _name, _style in {
     "conv1d_columns": ColumnsOfConv1D(), "conv1d_packed_columns": ColumnsOfConv1D(packed=3),
-    "conv1d_rows": RowsOfConv1D(), "own_heads": OwnHeads(),
+    "conv1d_rows": RowsOfConv1D(), "own_heads": LocalHeads(),
 }.items():  # fmt: skip
     ALL_PARALLEL_STYLES.register(_name, _style)

@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import Unsupported, UserError, first_line
-from study.config.flags import RunConfig, parse_command_line, resolved
+from study.config.flags import RunConfig, parse_command_line, resolve_config
 from study.config.strategies import Strategy, read_strategy
-from study.host.folders import cache_directory, content_digest, refuse_full_disk, sealed, whole_or_nothing
-from study.host.stacks import import_libraries, is_since
-from study.records.outcome import Terminated, raising_on
+from study.host.folders import atomic_folder, cache_directory, check_disk_space, content_digest, with_digest
+from study.host.stacks import import_libraries, is_at_least
+from study.records.outcome import Terminated, raise_on_signals
 from study.workloads.architecture import (
     add_adapters,
     build_model,
     model_class,
     model_config,
+    model_size,
     select_attention,
-    shape_of,
     with_run_settings,
 )
 from study.workloads.presets import (
@@ -112,7 +112,7 @@ def load_initial_model(
         model = _build_stand_in(config, strategy)
     else:
         saved = AutoConfig.from_pretrained(initial.path, attn_implementation=select_attention(config))
-        dtype_option = "dtype" if is_since("transformers", "4.56") else "torch_dtype"
+        dtype_option = "dtype" if is_at_least("transformers", "4.56") else "torch_dtype"
         architecture = with_run_settings(saved, config)
         model, keys = model_class(config, architecture).from_pretrained(
             initial.path, config=architecture, use_safetensors=True, output_loading_info=True,
@@ -207,10 +207,10 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
     import transformers
 
     assert torch.get_default_dtype() == torch.float32
-    with whole_or_nothing(folder) as partial:
+    with atomic_folder(folder) as partial:
         # Checked first: creating the weights can take minutes.
-        needed = WEIGHT_FILE_BYTES * shape_of(config).parameters
-        refuse_full_disk(folder.parent, needed, f"keeping the initial weights of {config.model_name_or_path}")
+        needed = WEIGHT_FILE_BYTES * model_size(config).parameters
+        check_disk_space(folder.parent, needed, f"keeping the initial weights of {config.model_name_or_path}")
         # The random state is restored, so that ranks that create weights and ranks that do not continue equally.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(config.seed)
@@ -228,7 +228,7 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
             "made_from": made_from,
             "made_by": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
-        (partial / RECORD_NAME).write_text(json.dumps(sealed(record), indent=1) + "\n")
+        (partial / RECORD_NAME).write_text(json.dumps(with_digest(record), indent=1) + "\n")
 
 
 def _pretrained(config: RunConfig) -> PreTrainedModel:
@@ -256,7 +256,7 @@ def _find_damage(folder: Path) -> str:
     """Return which file of the weights is changed or unreadable; empty if none."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
-        if sealed(record) != record:
+        if with_digest(record) != record:
             return f"{RECORD_NAME} was changed"
         digests = record["files"]
         return next((f"{name} was changed" for name in digests if content_digest(folder / name) != digests[name]), "")
@@ -268,10 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Create the weights; return the exit status: 0 they exist, 1 they do not fit this machine, 2 invalid request."""
     started = time.monotonic()
     try:
-        config = resolved(parse_command_line(arguments), accelerator_visible=False)
+        config = resolve_config(parse_command_line(arguments), accelerator_visible=False)
         import_libraries(read_strategy("single"))
         # SIGTERM (as of `timeout`) raises, so that no partial model stays on the disk.
-        with raising_on(Terminated(), signal.SIGTERM):
+        with raise_on_signals(Terminated(), signal.SIGTERM):
             initial = materialize_initial_weights(config, cache_directory())
     except Terminated:
         return 128 + signal.SIGTERM

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.config.errors import UserError, first_line
-from study.host.folders import content_digest, folder_named, refuse_full_disk, whole_or_nothing
+from study.host.folders import atomic_folder, check_disk_space, content_digest, resolve_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,7 +45,7 @@ def _existing(data: str) -> Path:
     """Return the path of --data; UserError if it does not exist."""
     reason = "no such file or folder"
     try:
-        path = folder_named(data)
+        path = resolve_path(data)
         if path.exists():
             return path
     except OSError as error:  # A name that is too long, or a folder without permission.
@@ -69,7 +69,7 @@ def _local_splits(path: Path, readers: dict[str, str], cache_dir: Path) -> dict[
         raise UserError(f"--data {path} mixes {' and '.join(kinds)} files", "name one file, or a folder of one kind")
     splits: dict[str, list[Path]] = {}
     for file in data_files:
-        splits.setdefault("train" if path.is_file() else _split_of(file.relative_to(path)), []).append(file)
+        splits.setdefault("train" if path.is_file() else _split_name(file.relative_to(path)), []).append(file)
     # Files without a split name are training data, unless other files are named train.
     unnamed = splits.pop("", [])
     if not splits.setdefault("train", unnamed):
@@ -87,14 +87,14 @@ def _read_saved_splits(path: Path) -> dict[str, Dataset]:
         raise _unreadable(path, error) from error
     if isinstance(loaded, datasets.Dataset):
         return {"train": loaded}
-    splits = {_split_of(Path(str(name))): dataset for name, dataset in loaded.items()}
+    splits = {_split_name(Path(str(name))): dataset for name, dataset in loaded.items()}
     if "train" not in splits:
         raise UserError(f"--data {path} has no training split, only {', '.join(map(str, loaded))}", "add one")
     splits.pop("", None)
     return splits
 
 
-def _split_of(file: Path) -> str:
+def _split_name(file: Path) -> str:
     """Return train, eval or test by the name of the file or else of its folders; empty without a match."""
     for part in (file.name, *reversed(file.parts[:-1])):
         if match := _SPLIT_IN_NAME.search(part.lower()):
@@ -130,8 +130,8 @@ def _read_file(file: Path, kind: str, cache: Path) -> Dataset:
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 # The Arrow files take as much room as the rows.
-                refuse_full_disk(cache, file.stat().st_size, f"--data: converting {file}")
-                with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as place:
+                check_disk_space(cache, file.stat().st_size, f"--data: converting {file}")
+                with atomic_folder(folder) as partial, tempfile.TemporaryDirectory() as place:
                     # Read through a link: `datasets` may treat a user's file name as a pattern or a URL.
                     link = Path(place) / f"rows{file.suffix}"
                     link.symlink_to(file.absolute())

@@ -49,7 +49,7 @@ DROPOUT_FIELDS: dict[str, tuple[str, ...]] = {
 
 # The largest published depth is 1000, of DeepNet (https://arxiv.org/abs/2203.00555). A typo of ten million layers would
 # build for hours without a message.
-LARGEST_LAYERS = 1000
+MAX_LAYERS = 1000
 
 # Config keys for the number of layers.
 _LAYERS_FIELDS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -88,7 +88,7 @@ class Preset:
     def with_layers(self, layers: int) -> Preset:
         """Return the architecture with another depth, without published weights."""
         assert layers > 0
-        refuse_depth(layers, self.base)
+        check_depth(layers, self.base)
         changed: dict[str, Any] = {self._layers_field: layers}
         if self.model_type == "gpt_neo":
             changed["attention_types"] = _alternating_attention(layers)
@@ -100,10 +100,10 @@ class Preset:
         return next(field for field in _LAYERS_FIELDS if field in self.architecture)
 
 
-def refuse_depth(layers: int, model: str) -> None:
+def check_depth(layers: int, model: str) -> None:
     """Raise UserError if a number of layers is out of range."""
-    if not 0 < layers <= LARGEST_LAYERS:
-        raise UserError(f"{layers} layers of {model} are out of range", f"use 1 to {LARGEST_LAYERS}")
+    if not 0 < layers <= MAX_LAYERS:
+        raise UserError(f"{layers} layers of {model} are out of range", f"use 1 to {MAX_LAYERS}")
 
 
 def _alternating_attention(layers: int) -> list[list[Any]]:

@@ -159,7 +159,7 @@ def _check_text(dataset: Dataset, needed: tuple[str, ...], data: str, schema: st
     columns = dataset.column_names
     if not set(needed) <= set(columns):
         raise UserError(f"--data {data} has the columns {', '.join(columns)}; needed: {', '.join(needed)}", fix)
-    kind = _type_of(dataset, "text")
+    kind = _column_type(dataset, "text")
     if kind not in ("string", "large_string") or dataset.data.column("text").null_count:
         raise UserError(f"--data {data} has a `text` column of {kind} that is not text or has missing values", fix)
     try:
@@ -172,14 +172,14 @@ def _check_text(dataset: Dataset, needed: tuple[str, ...], data: str, schema: st
 
 def _check_labels(dataset: Dataset, data: str) -> None:
     """Raise UserError unless all labels are 0 or 1."""
-    kind = _type_of(dataset, "label")
+    kind = _column_type(dataset, "label")
     labels = dataset.unique("label") if kind.startswith(("int", "uint")) else [kind]
     if not set(labels) <= {0, 1}:
         examples = ", ".join(map(repr, sorted(labels, key=repr)[:5]))
         raise UserError(f"--data {data} has a `label` column of {examples}", "label reviews 0 (bad) or 1 (good)")
 
 
-def _type_of(dataset: Dataset, column: str) -> str:
+def _column_type(dataset: Dataset, column: str) -> str:
     """Return the name of a column's type."""
     feature = dataset.features[column]
     return str(getattr(feature, "dtype", feature))

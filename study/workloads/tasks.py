@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.workloads.architecture import load_tokenizer, model_config
-from study.workloads.builtin import Floor, builtin_tokenizer, language_floor, review_floor
+from study.workloads.builtin import LossFloor, builtin_tokenizer, language_floor, review_floor
 from study.workloads.sources import Raw, Reviews, load_reviews, load_rows
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class TaskData:
 
     train: Split
     eval: Split
-    floor: Floor | None
+    floor: LossFloor | None
     source: dict[str, Any]
 
 
@@ -79,7 +79,7 @@ class TaskSteps:
     # (texts of a split, tokenizer, config, "train" or "eval") -> samples
     tokenize: Callable[[Any, PreTrainedTokenizerBase, RunConfig, str], Split]
     # The best possible scores on the built-in corpus.
-    floor: Callable[[Split], Floor]
+    floor: Callable[[Split], LossFloor]
 
 
 def tokenize_reviews(reviews: Reviews, tokenizer: PreTrainedTokenizerBase, config: RunConfig, _split: str) -> Split:
@@ -132,8 +132,8 @@ TASKS = {
 def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None) -> TaskData:
     """Load the run's training and evaluation samples. Converted files are cached under `cache_dir`.
 
-    `own_samples` is the number of samples per step of a virtual rank. Only those are loaded; the samples of the other
-    ranks, which are not read, are repeats of them.
+    `local_samples_per_step` is the number of samples per step of a virtual rank. Only those are loaded; the samples of
+    the other ranks, which are not read, are repeats of them.
     """
     if own_samples is not None:
         data = load_data(dataclasses.replace(config, train_samples=own_samples), cache_dir)

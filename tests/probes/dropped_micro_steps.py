@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 from study.train import main
 
 backward = Accelerator.backward
@@ -18,4 +18,4 @@ def forgetful(self: Accelerator, loss: Any, **options: Any) -> None:
 
 
 Accelerator.backward = forgetful
-sys.exit(exit_status_of(main))
+sys.exit(run_for_exit_status(main))

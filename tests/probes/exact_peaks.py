@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 from study.host import environment as devices
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 from study.train import main
 
-devices._keep_freed_memory = devices.return_freed_memory
-os._exit(exit_status_of(main))
+devices._keep_freed_memory = devices.set_low_mmap_threshold
+os._exit(run_for_exit_status(main))

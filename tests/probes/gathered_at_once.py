@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from study import train
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 
 fetch = PartitionedParameterCoordinator._fetch_sub_module_impl
 modules: list[Any] = []
@@ -30,6 +30,6 @@ def fetch_and_count(self: PartitionedParameterCoordinator, module: Any, *given: 
 
 PartitionedParameterCoordinator._fetch_sub_module_impl = fetch_and_count
 if __name__ == "__main__":
-    status = exit_status_of(train.main)
+    status = run_for_exit_status(train.main)
     print("PROBE", json.dumps({"rank": int(os.environ["RANK"]), "most": most}), flush=True)
     os._exit(status)

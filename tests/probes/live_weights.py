@@ -11,7 +11,7 @@ from typing import Any
 from study import train
 from study.records.lock import CHECKPOINTS
 from study.run import checkpoint
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 
 save = checkpoint.save_checkpoint
 
@@ -36,4 +36,4 @@ def _whole(parameter: Any) -> contextlib.AbstractContextManager[Any]:
 
 checkpoint.save_checkpoint = save_and_write
 if __name__ == "__main__":
-    os._exit(exit_status_of(train.main))
+    os._exit(run_for_exit_status(train.main))

@@ -15,7 +15,7 @@ from accelerate import Accelerator, DistributedType, PartialState
 from torch import nn
 from torch.nn import functional
 
-from study.config.launched import this_launch
+from study.config.launch_context import read_launch
 from study.host.folders import cache_directory
 from study.host.operators import build_operators
 from study.metrics import Meters
@@ -58,7 +58,7 @@ def main() -> None:
             # Accelerate turns a group of GPUs into FSDP, a group of CPUs it leaves as DDP (AcceleratorState.__init__).
             state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     # As a run does: DeepSpeed's own loading, beside a run that starts, can lose torch's lock to it.
-    build_operators(this_launch().strategy, cache_directory())
+    build_operators(read_launch().strategy, cache_directory())
     accelerator = Accelerator()
     if accelerator.distributed_type == "DEEPSPEED":
         config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -93,7 +93,7 @@ def main() -> None:
             optimizer.zero_grad()
         rows += meters.flush()
         if step == WATCHED_STEP - 1:
-            with meters.interruption("eval"), torch.no_grad():
+            with meters.untimed_phase("eval"), torch.no_grad():
                 torch.ones(8 * 2**20)
                 model.eval()
                 model(tokens)

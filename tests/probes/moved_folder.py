@@ -8,7 +8,7 @@ from typing import Any
 from study import train
 from study.records.directory import RunWriter, read_status
 from study.run import checkpoint
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 
 save = checkpoint.save_checkpoint
 
@@ -19,7 +19,7 @@ def move_and_save(run: Any, accelerator: Any, schedule: Any, step: int) -> None:
         assert hint == "--resume_from_checkpoint latest resumes from step_0000002", hint
         other = run.output_dir
         other.rename(other.with_name("moved"))
-        RunWriter(other).hint("another run's")
+        RunWriter(other).set_crash_hint("another run's")
         (other / "checkpoints" / "step_0000004").mkdir(parents=True)
         (other / "checkpoints" / "step_0000004" / "scheduler.bin").write_text("another run's")
     save(run, accelerator, schedule, step)
@@ -27,4 +27,4 @@ def move_and_save(run: Any, accelerator: Any, schedule: Any, step: int) -> None:
 
 checkpoint.save_checkpoint = move_and_save
 if __name__ == "__main__":
-    os._exit(exit_status_of(train.main))
+    os._exit(run_for_exit_status(train.main))

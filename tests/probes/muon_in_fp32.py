@@ -10,8 +10,8 @@ import sys
 import torch
 from deepspeed.runtime.zero.muon import original_muon
 
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 from study.train import main
 
 original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
-sys.exit(exit_status_of(main))
+sys.exit(run_for_exit_status(main))

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from study.engine import setup as engine
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 from study.train import main
 
 make_accelerator = engine.make_accelerator
@@ -23,4 +23,4 @@ def make_named_accelerator(run: Any) -> Any:
 
 engine.make_accelerator = make_named_accelerator
 if __name__ == "__main__":
-    os._exit(exit_status_of(main))
+    os._exit(run_for_exit_status(main))

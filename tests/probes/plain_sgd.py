@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from study.run.console import exit_status_of
+from study.run.console import run_for_exit_status
 from study.train import main
 
 
@@ -26,4 +26,4 @@ class AdamW(torch.optim.Optimizer):
 
 
 torch.optim.AdamW = AdamW  # type: ignore[assignment,misc]
-os._exit(exit_status_of(main))
+os._exit(run_for_exit_status(main))

@@ -6,6 +6,6 @@ import dataclasses
 import json
 import os
 
-from study.config.launched import this_launch
+from study.config.launch_context import read_launch
 
-print("PROBE " + json.dumps(dataclasses.asdict(this_launch()) | {"environment": dict(os.environ)}), flush=True)
+print("PROBE " + json.dumps(dataclasses.asdict(read_launch()) | {"environment": dict(os.environ)}), flush=True)

@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from study.config.errors import UserError
-from study.config.names import override
 from study.config.strategies import read_strategy
-from study.config.yaml_sections import read_own
+from study.config.strategy_names import apply_overrides
+from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor.activations import model_flops
-from study.predictor.hardware import box_of
+from study.predictor.hardware import to_box
 from study.predictor.memory import EVALUATION_BYTES, predict_memory
 from study.predictor.request import Request
 from study.predictor.shape import lora_text, model_shape
-from study.predictor.state import state_of
+from study.predictor.state import predict_state
 from study.predictor.time import FITTED, Constants, device_bytes, predict_time, usable_bytes
 
 # Kinds of memory figures: torch's tensors, torch's reserved memory, the process's memory in the driver; or, without a
@@ -40,7 +40,7 @@ Kind = Literal["allocated", "reserved", "device", "resident", "resident_returned
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A measured peak or step time, and the request that it belongs to."""
 
     # Id of a group of rows, such as llm-foundry-h100, or `own`.
@@ -67,13 +67,13 @@ class Measured:
     refused: str | None = None
 
 
-def impossible(row: Measured) -> str | None:
+def implausibility(row: Measurement) -> str | None:
     """Return why a measurement is excluded or impossible; None if it is plausible."""
     request = row.request
     if row.refused:
         return row.refused
     if row.peak_bytes is not None:
-        state = state_of(request, waiting=False)
+        state = predict_state(request, unreduced=False)
         minimum = state.params_device + state.optimizer_device
         if row.peak_bytes < minimum:
             return f"{row.peak_bytes / GIB:.1f} GiB, but weights and optimizer alone are {minimum / GIB:.1f}"
@@ -85,7 +85,7 @@ def impossible(row: Measured) -> str | None:
     return None
 
 
-def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
+def predicted_peak(row: Measurement, kind: Kind | None = None) -> float:
     """Return the predicted peak in bytes, of the row's kind or of another kind."""
     memory, kind = predict_memory(_recomputing(row)), kind or row.peak_kind
     if kind == "allocated":
@@ -100,19 +100,19 @@ def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
     return memory.host_parts["rank"] + tensors + (EVALUATION_BYTES if row.evaluated == "between" else 0.0)
 
 
-def _recomputing(row: Measured) -> Request:
+def _recomputing(row: Measurement) -> Request:
     """Return the row's request, with checkpointing if its recomputation is selective."""
     if not row.selective:
         return row.request
-    return dataclasses.replace(row.request, gradient_checkpointing=True, keeps_products=True)
+    return dataclasses.replace(row.request, gradient_checkpointing=True, saves_matmul_outputs=True)
 
 
-def predicted_fit(row: Measured) -> bool:
+def predicted_fit(row: Measurement) -> bool:
     """Whether the row's request is predicted to fit its device."""
     return device_bytes(predict_memory(_recomputing(row))) <= usable_bytes(row.request.box)
 
 
-def predicted_step_s(row: Measured, constants: Constants = FITTED) -> float:
+def predicted_step_s(row: Measurement, constants: Constants = FITTED) -> float:
     """Return predicted seconds; selective recomputation is the mean of full and none."""
     recomputes = (True, False) if row.selective else (row.request.gradient_checkpointing,)
     requests = [dataclasses.replace(row.request, gradient_checkpointing=recomputed) for recomputed in recomputes]
@@ -120,7 +120,7 @@ def predicted_step_s(row: Measured, constants: Constants = FITTED) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class ScoredMeasurement:
     """A measurement with its prediction, as a row of the validation table."""
 
     source: str
@@ -157,13 +157,13 @@ class Scored:
         return self.predicted_step_s / self.step_s - 1 if is_comparable else None  # type: ignore[operator]
 
 
-def score(row: Measured) -> Scored:
+def score(row: Measurement) -> ScoredMeasurement:
     """Predict the figures of a measurement; figures of an impossible one are not predicted."""
-    request, refused = row.request, impossible(row)
+    request, refused = row.request, implausibility(row)
     has_peak, has_step = (refused is None and figure is not None for figure in (row.peak_bytes, row.step_s))
     has_limit = refused is None and row.fits is not None and bool(request.box.device.memory_gib)
-    state = state_of(request)
-    return Scored(
+    state = predict_state(request)
+    return ScoredMeasurement(
         source=row.source, name=row.name, strategy=request.strategy.name, offloads=request.strategy.offloads,
         precision=request.precision, device=request.box.device.name, ranks=request.box.ranks, use=row.use,
         use_memory=row.use_memory, refused=refused, peak_kind=row.peak_kind,
@@ -209,7 +209,7 @@ def refused_sources() -> list[dict[str, str]]:
     return list(_document()["refused"])
 
 
-def published_rows() -> list[Measured]:
+def published_rows() -> list[Measurement]:
     """Return all published measurements."""
     document = _document()
     return [
@@ -221,21 +221,21 @@ def published_rows() -> list[Measured]:
 
 @functools.cache
 def _document() -> dict[str, Any]:
-    return dict(read_own(FILE.read_text(encoding="utf-8")))
+    return dict(load_package_yaml(FILE.read_text(encoding="utf-8")))
 
 
-def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], models: Mapping[str, str]) -> Measured:
+def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], models: Mapping[str, str]) -> Measurement:
     if unknown := sorted(row.keys() - _KEYS):
         place = f"{FILE.name}, {group['id']}, row {number}"
         raise UserError(f"{place} has the unknown key {unknown[0]!r}", f"use {', '.join(sorted(_KEYS))}")
-    box, strategy = box_of(str(row["box"])), read_strategy(row["strategy"])
+    box, strategy = to_box(str(row["box"])), read_strategy(row["strategy"])
     box = dataclasses.replace(
         box, device=dataclasses.replace(box.device, **row.get("device", {})),
         network_gb_per_s=row.get("network_gb_per_s", box.network_gb_per_s),
     )  # fmt: skip
     if "override" in row:
         assert strategy.deepspeed is not None
-        strategy = dataclasses.replace(strategy, deepspeed=override(strategy.deepspeed, row["override"]))
+        strategy = dataclasses.replace(strategy, deepspeed=apply_overrides(strategy.deepspeed, row["override"]))
     request = Request(
         shape=model_shape(models[row["model"]]), strategy=strategy, box=box, sequence_length=row["sequence"],
         micro_batch=row["micro_batch"], accumulation=row["accumulation"], precision=row["precision"],
@@ -248,7 +248,7 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
         *[request.precision] * (request.precision != "bf16"), *["compiled"] * bool(row.get("compiled")),
         *["selective" if selective else "checkpointing"] * bool(row["checkpointing"]),
     ]  # fmt: skip
-    return Measured(
+    return Measurement(
         source=group["id"], name=", ".join(words), request=request,
         peak_bytes=next((float(row[name]) * unit for name, unit in units.items() if name in row), None),
         peak_kind=row.get("memory_kind", "allocated"), step_s=_step_s(row, request), fits=not row.get("out_of_memory"),
@@ -295,11 +295,11 @@ def distance(first: Request, second: Request) -> float:
     )
 
 
-def nearest(request: Request, rows: Sequence[Measured], count: int = 3) -> list[Measured]:
+def nearest(request: Request, rows: Sequence[Measurement], count: int = 3) -> list[Measurement]:
     """Return the most similar plausible measurements that no constant was fitted to."""
     usable = [
         row for row in rows
-        if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and impossible(row) is None
+        if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and implausibility(row) is None
     ]  # fmt: skip
     return sorted(usable, key=lambda row: distance(request, row.request))[:count]
 
@@ -318,22 +318,25 @@ def describe_nearest(request: Request) -> Iterator[str]:
             errors.append(f"{row.step_s:.3g} s per step, predicted {step:.3g} ({step / row.step_s - 1:+.0%})")
         yield f"similar measurement: {row.name}: {'; '.join(errors)} ({row.url or row.source})"
     try:
-        from study.predictor import records
+        from study.predictor import run_predictions
     except ModuleNotFoundError:
         # Records need pandas, which a prediction does not.
         return
     for label, is_virtual in (("a virtual rank", True), ("processes without a GPU", False)):
         run, match = min(
             (
-                (run, match) for run, match in records.ended_runs()
+                (run, match) for run, match in run_predictions.ended_runs()
                 if bool(run.virtual) is is_virtual and bool(match.shape.lora_rank) == bool(request.shape.lora_rank)
             ),
             key=lambda pair: distance(request, pair[1]),
         )  # fmt: skip
-        figures = {figure.figure: figure for figure in records.compared_of(run)}
+        figures = {figure.figure: figure for figure in run_predictions.compare_run_figures(run)}
         errors = [
             f"{name} of {figure.measured / GIB:.3g} GiB, predicted {figure.predicted / GIB:.3g} ({figure.error:+.1%})"
-            for name, figure in (("state", figures[records.ALL_STATE]), ("traffic", figures[records.SENT]))
+            for name, figure in (
+                ("state", figures[run_predictions.ALL_STATE]),
+                ("traffic", figures[run_predictions.SENT]),
+            )
             if figure.measured > 1000
         ]
         what = f"{match.shape.name}{lora_text(match.shape)}, {match.strategy.name} on {match.box.ranks} ranks"

@@ -12,14 +12,14 @@ import numpy
 import pandas as pd
 import yaml
 
-from study.config.errors import RunFailed, UserError, extra
+from study.config.errors import RunFailed, UserError, require_extra
 from study.config.strategies import REPOSITORY
-from study.predictor.records import ALL_STATE, SENT, own_rows, saving_table
-from study.predictor.records import compared as own_compared
-from study.predictor.records import table as own_table
+from study.predictor.run_predictions import ALL_STATE, SENT, saving_table, study_rows
+from study.predictor.run_predictions import compare_figures as own_compared
+from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
-from study.predictor.validation import Measured, impossible, published_rows, refused_sources, score, sources
-from study.predictor.validation.league import standings
+from study.predictor.validation import Measurement, implausibility, published_rows, refused_sources, score, sources
+from study.predictor.validation.estimators import standings
 from study.report.document import PageSection, markdown_text, page_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
@@ -51,7 +51,7 @@ def page(rows: pd.DataFrame) -> pd.Series:
     return rows["url"].str.split("#").str[0]
 
 
-def foretold(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
+def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
     """Return errors of predictions made before a suite ran, and of today's rules for the same ranks."""
     rows = pd.read_csv(folder / FORETOLD)
     now = scores[scores["source"] == OWN].set_index("name")["peak_error"].reindex(rows["suite"] + " " + rows["run"])
@@ -105,7 +105,7 @@ def fits(scores: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(counts)
 
 
-def by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
+def errors_by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return errors grouped by a column; step times exclude rows that fitted a constant."""
     lines = []
     for name, rows in counted(scores).groupby(column, sort=False):
@@ -117,7 +117,7 @@ def by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def each(scores: pd.DataFrame) -> pd.DataFrame:
+def all_rows_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Return every row with its measured and its predicted figures."""
     rows = counted(scores)
     return pd.DataFrame({
@@ -161,7 +161,7 @@ def _said(value: object) -> str:
 
 
 # Fraction of scored rows within an interval. Pages have equal weight: a reader's hardware is on none of them.
-WITHIN = 0.8
+INTERVAL_COVERAGE = 0.8
 _INTERVALS_HEAD = """\
 # Written by `python -m study.report.pages.prediction report`: between which shares of a predicted figure
 # {within:.0%} of the measured ones lie, each published page counting the same, and over how many rows and pages. Of a
@@ -169,12 +169,12 @@ _INTERVALS_HEAD = """\
 """
 
 
-def all_rows() -> list[Measured]:
+def all_rows() -> list[Measurement]:
     """Return the published rows and the study's own."""
-    return published_rows() + own_rows()
+    return published_rows() + study_rows()
 
 
-def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
+def scores_frame(rows: Sequence[Measurement]) -> pd.DataFrame:
     """Return a row per measurement with its prediction and its errors."""
     scored = [score(row) for row in rows]
     return pd.DataFrame(
@@ -182,7 +182,7 @@ def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
     ).astype({"fits": "boolean", "predicted_fits": "boolean"})
 
 
-def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
+def league_frame(rows: Sequence[Measurement]) -> pd.DataFrame:
     """Return scores of other estimators, for published rows and own records separately: they differ in difficulty."""
     lines = []
     for what in ("published", "own records"):
@@ -190,7 +190,7 @@ def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
         group = [
             row for row in rows
             if (row.source == OWN) == (what == "own records")
-            and not impossible(row) and row.request.shape.lora_rank is None
+            and not implausibility(row) and row.request.shape.lora_rank is None
         ]  # fmt: skip
         if group:
             lines += [{"rows": what, **dataclasses.asdict(standing)} for standing in standings(group)]
@@ -232,16 +232,16 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
     )
     return page_markdown("Predictions compared with measurements", [
         PageSection(text=lead, table=headline(frame)),
-        PageSection(text=caveat, table=foretold(FOLDER, frame)),
+        PageSection(text=caveat, table=preregistered_table(FOLDER, frame)),
         PageSection("Fits, or runs out of memory", table=fits(frame)),
         PageSection("Other estimators", table=estimators),
         PageSection("State and traffic of own records", table=own_table()),
         PageSection("Host memory while a checkpoint is saved", table=saving_table()),
-        *(PageSection(f"By {column}", table=by(frame, column)) for column in ("source", "strategy", "device")),
+        *(PageSection(f"By {column}", table=errors_by(frame, column)) for column in ("source", "strategy", "device")),
         PageSection("Sources", used),
         PageSection("Rows that do not count", table=refused(frame)),
         PageSection(text=unused),
-        PageSection("Every row", table=each(frame)),
+        PageSection("Every row", table=all_rows_table(frame)),
     ])  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def _interval(ratios: pd.Series, pages: pd.Series) -> tuple[float, float]:
     order = ratios.sort_values()
     weights = 1 / pages.groupby(pages).transform("count")
     below = weights[order.index].cumsum() - weights[order.index] / 2
-    low, high = numpy.interp([(1 - WITHIN) / 2, (1 + WITHIN) / 2], below / weights.sum(), order)
+    low, high = numpy.interp([(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], below / weights.sum(), order)
     return float(low), float(high)
 
 
@@ -285,7 +285,7 @@ def intervals_text(frame: pd.DataFrame) -> str:
         table["offload_step_s"] = {
             "low": round(float(values.min()), 3), "high": round(float(values.max()), 3), "rows": len(values)
         }  # fmt: skip
-    return _INTERVALS_HEAD.format(within=WITHIN) + yaml.safe_dump(table, sort_keys=False)
+    return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(table, sort_keys=False)
 
 
 def main() -> int:
@@ -296,9 +296,9 @@ def main() -> int:
     )  # fmt: skip
     options = parser.parse_args()
     try:
-        with extra("report"):
+        with require_extra("report"):
             if options.action == "fit":
-                from study.predictor.validation.league import write as write_fit
+                from study.predictor.validation.estimators import write as write_fit
 
                 print(write_fit(), end="")
             else:

@@ -18,15 +18,15 @@ import pandas as pd
 
 from study.advisor import advise_command
 from study.config.strategies import REPOSITORY
-from study.host.stacks import release_order
+from study.host.stacks import release_key
 from study.records.frames import read_parquet
 from study.releases.causes import PACKAGES, Cause, known_faults
-from study.releases.stacks import ReleaseCell, release_cells
+from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import table_markdown
 from study.report.pages.prediction import LEAGUE, headline, read
 from study.report.questions.releases import clipped, lettered
 from study.report.questions.virtual import state_by_stage
-from study.virtual.records import table1_rows
+from study.virtual.summaries import table1_rows
 
 # A block names its source: `<!-- releases: reports/releases -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
@@ -43,9 +43,9 @@ def latest_release_cells(cells: list[ReleaseCell]) -> list[ReleaseCell]:
     """Return the fp32 cells of DeepSpeed in the latest tested releases with the study's other packages."""
     today = [
         cell for cell in clipped(cells)
-        if cell.precision == "fp32" and not cell.is_of_its_time and cell.strategy != "ddp"
+        if cell.precision == "fp32" and not cell.is_contemporary and cell.strategy != "ddp"
     ]  # fmt: skip
-    latest = sorted({cell.release for cell in today}, key=release_order)[-_LATEST_RELEASES:]
+    latest = sorted({cell.release for cell in today}, key=release_key)[-_LATEST_RELEASES:]
     return [cell for cell in today if cell.release in latest]
 
 
@@ -68,7 +68,7 @@ def releases_table(folder: Path) -> str:
     cells = release_cells(records)
     latest, letters = latest_release_cells(cells), lettered(clipped(cells))
     lines, met = [], set[Cause]()
-    for release in sorted({cell.release for cell in latest}, key=release_order, reverse=True):
+    for release in sorted({cell.release for cell in latest}, key=release_key, reverse=True):
         line = {"DeepSpeed": release}
         for column, several in (("no accumulation", False), ("accumulation", True)):
             column_cells = [cell for cell in latest if cell.release == release and (cell.micro_steps > 1) == several]

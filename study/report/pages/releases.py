@@ -16,11 +16,11 @@ from typing import Any
 import pandas as pd
 
 from study.config.strategies import REPOSITORY
-from study.host.stacks import THEN, release_order
+from study.host.stacks import THEN_SUFFIX, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, Change
-from study.releases.stacks import ReleaseCell, release_cells
+from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import Answer, PageSection, markdown_text, page_markdown
 from study.report.questions.releases import KINDS, QUESTION, clipped, lettered
 
@@ -85,7 +85,7 @@ def control(rows: Sequence[Row]) -> Iterator[PageSection]:
 
 
 def _stack_order(name: str) -> tuple[Any, ...]:
-    return name == INSTALLED, release_order(name), name
+    return name == INSTALLED, release_key(name), name
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ show in every run: if a release has one, `study verify` prints `equal, by chance
 that its search needs, and reuses finished records.
 [Each cause](../reports/releases/causes.md#causes) cites its source lines and names a release that avoids it.
 """
-_NOTHING = Answer(QUESTION.nothing, pd.DataFrame())
+_NOTHING = Answer(QUESTION.no_data, pd.DataFrame())
 _JUDGED = """\
 Each run is compared with `single` under the same stack, with the same weights and samples. Equal means: at every step
 the loss and the reported norm are within a tolerance. That is what rounding allows, or four times what `ddp` was seen
@@ -199,7 +199,7 @@ def page(records: Records) -> str:
     """Return docs/releases.md: the faults of each release, one row per group of releases with the same ones."""
     cells, answer = clipped(release_cells(records)), QUESTION.answer(records) or _NOTHING
     letters = lettered(cells)
-    today = [cell for cell in cells if cell.precision == "fp32" and not cell.is_of_its_time]
+    today = [cell for cell in cells if cell.precision == "fp32" and not cell.is_contemporary]
     causes = [
         {"": letter, "Fault": cause.title, "On a GPU": _GPU[cause.gpu], "Since": cause.entered.release or "-",
          "Fixed in": " ".join(filter(None, [cause.left.release, cause.left.change])) or "-"}
@@ -218,8 +218,8 @@ def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Dat
     def faults(release: str) -> tuple[str, ...]:
         by_column: list[dict[str, list[str]]] = [{}, {}, {}]
         for cell in (cell for cell in cells if cell.release == release):
-            kind, causes = cell.verdict.kind, cell.races if cell.is_lucky else cell.causes
-            if kind in ("different", "crashes") or cell.is_lucky:
+            kind, causes = cell.verdict.kind, cell.races if cell.is_equal_by_chance else cell.causes
+            if kind in ("different", "crashes") or cell.is_equal_by_chance:
                 column = 2 if causes and all(cause.gpu == "hidden" for cause in causes) else int(cell.micro_steps > 1)
                 sign = "crashes " * (kind == "crashes") + "".join(letters[cause] for cause in causes)
                 names = by_column[column].setdefault(sign.strip() or "?", [])
@@ -227,7 +227,7 @@ def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Dat
         return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in entries.items()) or "none"
                      for entries in by_column)  # fmt: skip
 
-    rows = itertools.groupby(sorted({cell.release for cell in cells}, key=release_order), key=faults)
+    rows = itertools.groupby(sorted({cell.release for cell in cells}, key=release_key), key=faults)
     columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
     return pd.DataFrame(
         {"DeepSpeed": ", ".join(releases), **dict(zip(columns, texts, strict=True))} for texts, releases in rows
@@ -246,7 +246,9 @@ def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
     yield PageSection("The grid", _LEGEND)
     for precision in sorted({cell.precision for cell in visible}, key=lambda name: (name != "fp32", name)):
         for is_contemporary, words in KINDS.items():
-            group = [cell for cell in visible if cell.precision == precision and cell.is_of_its_time == is_contemporary]
+            group = [
+                cell for cell in visible if cell.precision == precision and cell.is_contemporary == is_contemporary
+            ]
             if group:
                 yield PageSection(f"{precision}, {words}", table=_grid(group, letters), level=3)
     yield PageSection("Causes")
@@ -265,7 +267,7 @@ def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
     yield from control(bare)
     versions = {cell.stack: cell.versions for cell in cells}
     stacks = pd.DataFrame([
-        {"Stack": stack, "Kind": "contemporary" if stack.endswith(THEN) else "today",
+        {"Stack": stack, "Kind": "contemporary" if stack.endswith(THEN_SUFFIX) else "today",
          **{name: versions[stack][name] or "not known" for name in PACKAGES}}
         for stack in sorted(versions, key=_stack_order)
     ])  # fmt: skip
@@ -275,7 +277,7 @@ def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
 
 def _grid(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> pd.DataFrame:
     rows = []
-    for release in sorted({cell.release for cell in cells}, key=release_order):
+    for release in sorted({cell.release for cell in cells}, key=release_key):
         row = {"DeepSpeed": release}
         for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
             matching = [cell for cell in cells if (cell.release, cell.strategy) == (release, strategy)]
@@ -292,13 +294,13 @@ def _sign(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> str:
     kind, why = cell.verdict.kind, "".join(letters[cause] for cause in cell.causes)
     if kind == "different":
         return (why or "?") + "'" * cell.differs_sometimes
-    return {"equal": "(=)" if cell.is_lucky else "=", "crashes": "x"}.get(kind, "-") + why
+    return {"equal": "(=)" if cell.is_equal_by_chance else "=", "crashes": "x"}.get(kind, "-") + why
 
 
 def _cause(cause: Cause, letter: str, cells: Sequence[ReleaseCell]) -> str:
     stacks, suffix = ", ".join(dict.fromkeys(cell.stack for cell in cells)), "with Accelerate and torch of its time"
-    then = f"not seen {suffix}" if any(cell.of_its_time for cell in cells) else f"not run {suffix}"
-    if releases := dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time):
+    then = f"not seen {suffix}" if any(cell.contemporary for cell in cells) else f"not run {suffix}"
+    if releases := dict.fromkeys(cell.release for cell in cells if cell.is_contemporary):
         then = f"seen in {', '.join(releases)} {suffix} too"
     strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(cell.strategy for cell in cells))
     stacks += " (in some runs only)" * cause.sometimes

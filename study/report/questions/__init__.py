@@ -19,9 +19,9 @@ QUESTIONS: tuple[Question, ...] = (
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 
 
-def answers(records: Records, resting: Sequence[runs.Resting] = ()) -> dict[Question, Answer]:
-    """Return the questions that these records answer; `resting` are the ledger's claims that depend on them."""
-    answered = {runs.CLAIMS: runs.claims_answer(resting)}
+def answers(records: Records, claims: Sequence[runs.DependentClaim] = ()) -> dict[Question, Answer]:
+    """Return the questions that these records answer; `claims` are the ledger's claims that depend on them."""
+    answered = {runs.CLAIMS: runs.claims_answer(claims)}
     questions = QUESTIONS
     if (about_releases := releases.QUESTION.answer(records)) is not None:
         # Each stack is a separate workload, too many for the other questions.

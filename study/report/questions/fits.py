@@ -11,13 +11,13 @@ from typing import Any
 
 import pandas as pd
 
-from study.records.frames import Records, probes
+from study.records.frames import Records, probe_runs
 from study.records.strategy_runs import NAN
-from study.records.workloads import strategy_order, word_for
+from study.records.workloads import format_setting, strategy_order
 from study.report import canvas
 from study.report.document import Answer, Question
-from study.sweep.search import Bracket, WhatFits, examine
-from study.sweep.verdict import CellState
+from study.sweep.cell_outcome import CellState
+from study.sweep.search import Bracket, SearchAnswer, next_bracket
 
 _MICRO_BATCH = "largest_micro_batch"
 _VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_name_or_path"}
@@ -43,23 +43,23 @@ class Fit:
     subject: str
 
     @property
-    def any(self) -> Row:
+    def probe(self) -> Row:
         """Return the record of one probe, for the settings that all of them share."""
         return next(iter(self.rungs.values()))
 
     @property
     def cap_gib(self) -> float | None:
         """Return the memory limit in GiB; None without a limit."""
-        cap = self.any["device_memory_cap_gib"]
+        cap = self.probe["device_memory_cap_gib"]
         return None if pd.isna(cap) else float(cap)
 
     @property
-    def within(self) -> str:
+    def limit(self) -> str:
         return "the whole device" if self.cap_gib is None else f"{self.cap_gib:g} GiB"
 
     @property
     def arm(self) -> str:
-        row = self.any
+        row = self.probe
         parts = [row["strategy"], "" if row["trainer"] in (None, "study") else row["trainer"],
                  "virtual" if row["virtual"] else "", *json.loads(row["engine_override"] or "[]")]  # fmt: skip
         return ", ".join(part for part in parts if part)
@@ -74,9 +74,9 @@ class Fit:
         return "" if place is None else f"{self.rungs[place][_VALUE[self.axis]]}"
 
     @property
-    def what_fits(self) -> WhatFits:
+    def what_fits(self) -> SearchAnswer:
         states = {at: CellState(row["status_state"], row["status_reason"] or "") for at, row in self.rungs.items()}
-        return WhatFits(self.bracket, self.last, self.value, states)
+        return SearchAnswer(self.bracket, self.last, self.value, states)
 
     @property
     def size(self) -> float:
@@ -95,14 +95,14 @@ class Fit:
     @property
     def _limits(self) -> tuple[Any, ...]:
         repeat = self.id.rpartition("-r")[2]
-        return self.subject, self.cap_gib, repeat, self.any["devices"]
+        return self.subject, self.cap_gib, repeat, self.probe["devices"]
 
 
 def fits(records: Records) -> list[Fit]:
     """Return the searches, by workload, memory limit and strategy."""
     rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
     about: dict[str, Row] = {}
-    for row in probes(records).runs.to_dict("records"):
+    for row in probe_runs(records).runs.to_dict("records"):
         for search in json.loads(row["searches"]):
             rungs[search["id"]][search["place"]] = row
             about[search["id"]] = search
@@ -116,17 +116,17 @@ def fits(records: Records) -> list[Fit]:
         settings = [key for key in _SETTINGS if key != _VALUE[searches[0][0]["axis"]]]
         differing = [key for key in settings if len({str(row[key]) for _, row in searches}) > 1]
         for search, row in searches:
-            words = [word_for(key, row[key]) for key in differing if not pd.isna(row[key])]
+            words = [format_setting(key, row[key]) for key in differing if not pd.isna(row[key])]
             results.append(_fit(search, rungs[search["id"]], ", ".join([kind, *words])))
     return sorted(results, key=lambda fit: (
-        fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.any["strategy"]), fit.arm, fit.id,
+        fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.probe["strategy"]), fit.arm, fit.id,
     ))  # fmt: skip
 
 
 def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
     # An interrupted probe is not evidence.
     states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
-    bracket = examine(states, search["last"])
+    bracket = next_bracket(states, search["last"])
     # The search may have started at another rung: a failed probe ended it, so there is no next one.
     low, high = (-1 if bracket.fits is None else bracket.fits), bracket.too_large or search["last"] + 1
     stopped = [place for place, state in states.items() if low < place < high and state not in ("ok", "oom")]
@@ -146,19 +146,19 @@ def answer(records: Records) -> Answer | None:
         ratio, best = max(ratios, key=lambda entry: entry[0])
         sentence = (
             f"`{best.arm}` fits at most {ratio:.1f} times what plain training fits on one device"
-            f" ({best.what_fits.answer} within {best.within})."
+            f" ({best.what_fits.answer} within {best.limit})."
         )
     table = pd.DataFrame(
-        {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.within, "answer": fit.what_fits.answer}
+        {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.limit, "answer": fit.what_fits.answer}
         for fit in results
     )
     table = table.pivot_table(
         index=["Workload", "Strategy"], columns="within", values="answer", aggfunc=", ".join, sort=False
     )
     notes = [
-        f"`{fit.arm}` within {fit.within}: a larger one fits too, so the order of sizes is not the order of memory."
+        f"`{fit.arm}` within {fit.limit}: a larger one fits too, so the order of sizes is not the order of memory."
         for fit in results
-        if fit.bracket.fits_against_the_order
+        if fit.bracket.non_monotonic_fits
     ]
     return Answer(sentence, table.reset_index().rename_axis(columns=None).fillna("-"), tuple(notes))
 
@@ -168,13 +168,14 @@ def fits_table(records: Records) -> pd.DataFrame:
     results = fits(records)
     return pd.DataFrame(
         {
-            "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.within, "Precision": fit.any["precision"],
+            "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.limit,
+            "Precision": fit.probe["precision"],
             "Largest that fits": fit.what_fits.answer,
             "x plain": fit.over_plain(results),
             "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
             "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
             "Smallest that does not": fit.value(fit.bracket.too_large) or "-",
-            "Why not more": fit.what_fits.why_not_more or "-",
+            "Why not more": fit.what_fits.limiting_reason or "-",
             "Probes": len(fit.rungs),
         }
         for fit in results
@@ -185,7 +186,7 @@ def probes_table(records: Records) -> pd.DataFrame:
     """Return a row per probe with its outcome, including those that ran out of memory."""
     return pd.DataFrame(
         {
-            "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.within, "Tried": fit.value(place),
+            "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.limit, "Tried": fit.value(place),
             "Outcome": row["status_state"], "Peak, GiB": row["peak_memory_gib_reserved"],
             "Host peak, GiB": row["host_peak_rss_gib"], "Why": row["status_reason"] or "-",
         }
@@ -203,16 +204,16 @@ def what_fits(records: Records) -> list[canvas.Drawing]:
 
 
 def _bars(subject: str, results: list[Fit]) -> canvas.Drawing:
-    limits = list(dict.fromkeys(fit.within for fit in results))
+    limits = list(dict.fromkeys(fit.limit for fit in results))
     arms = list(dict.fromkeys(fit.arm for fit in results))
     figure, panels = canvas.sheet_of_rows(len(arms), 0.34, columns=len(limits), sharex=True, sharey=True)
     for axes, limit in zip(panels, limits, strict=True):
-        for fit in (fit for fit in results if fit.within == limit):
+        for fit in (fit for fit in results if fit.limit == limit):
             row = arms.index(fit.arm)
-            axes.barh(row, fit.size, height=0.66, color=canvas.style_of(fit.any["strategy"]).colour)
+            axes.barh(row, fit.size, height=0.66, color=canvas.find_style(fit.probe["strategy"]).colour)
             largest = fit.value(fit.bracket.fits).rsplit("/", 1)[-1] or "none"
             bound = "≥ " if fit.largest is not None and fit.what_fits.is_open else ""
-            canvas.write_right_of(axes, bound + largest, (fit.size, row))
+            canvas.write_right(axes, bound + largest, (fit.size, row))
         canvas.rows_of_arms(axes, arms, {})
         axes.margins(x=0.3)
         axes.set(xlim=(0, None), xlabel="samples" if results[0].axis == _MICRO_BATCH else "million parameters")
@@ -220,12 +221,12 @@ def _bars(subject: str, results: list[Fit]) -> canvas.Drawing:
         canvas.plain_ticks(axes.xaxis)
         axes.locator_params(axis="x", nbins=4)
     subtitle = "Each answer is bounded by a run that fitted and one that did not; with ≥ nothing larger was tried."
-    words = "; ".join(f"{fit.arm} within {fit.within} {fit.what_fits.answer}" for fit in results)
+    words = "; ".join(f"{fit.arm} within {fit.limit} {fit.what_fits.answer}" for fit in results)
     return canvas.finish(figure, "What fits", subject, subtitle, words)
 
 
 QUESTION = Question(
     "fits", "What is the largest that fits?", answer,
-    nothing="No run here was a probe of a search for the largest that fits.",
+    no_data="No run here was a probe of a search for the largest that fits.",
     tables={"fits": fits_table, "probes": probes_table}, figures={"what_fits": what_fits}, notebook="what_fits",
 )  # fmt: skip

@@ -15,13 +15,13 @@ from matplotlib.patheffects import withStroke
 
 from study.config.text import NOT_MEASURED, format_number, percent, power_of_ten
 from study.records.fairness import baseline_arm, has_dropout
-from study.records.frames import Records, real, steps_by_run
+from study.records.frames import Records, real_runs, steps_by_run
 from study.records.outcome import has_diverged
-from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, paired_runs
-from study.records.strategy_runs import NAN, Row, StrategyRuns, one_value
+from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
+from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.report import canvas
-from study.report.document import Answer, Question, known, names
-from study.report.questions.comparing import Comparison, compared, notes_on, real_arms, table_of, workloads
+from study.report.document import Answer, Question, format_names, format_or_dash
+from study.report.questions.comparison import Comparison, arm_notes, arm_table, fair_arms, real_arms, workloads
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 # Differences up to this multiple of the reruns' are not evidence: more pairs have a larger maximum.
@@ -33,7 +33,7 @@ Verdict = Literal["same", "other", "open"]
 class StepDifference(NamedTuple):
     """The largest difference at any step, relative to the reference's loss at that step."""
 
-    share: float = NAN
+    ratio: float = NAN
     nats: float = NAN
     step: float = NAN
     loss: float = NAN
@@ -86,7 +86,7 @@ class _LossComparison(NamedTuple):
 def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_LossComparison]:
     """Compare each strategy with the baseline step by step; by seeds if dropout masks differ between strategies."""
     by_seed = Comparison({strategies[0].workload: strategies}, _EVALUATION, lambda arm: arm.baseline)
-    chance = _CHANCE * largest_rerun_difference(strategies[0].workload_runs, steps).share
+    chance = _CHANCE * largest_rerun_difference(strategies[0].workload_runs, steps).ratio
     rows = []
     for arm in (arm for arm in strategies if arm.baseline is not None and not arm.is_baseline):
         pairs, test = _evaluations(arm), _test(arm)
@@ -96,17 +96,17 @@ def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_L
             rows.append(_LossComparison(arm, math.inf, margin, NAN, "other", test, "end"))
         elif not arm.is_fair(_CONFOUND):
             continue
-        elif not has_dropout(arm.ended):
+        elif not has_dropout(arm.ok_runs):
             largest = largest_step_difference(paired_runs(arm.workload_runs, arm.name, arm.baseline or ""), steps)
-            if not math.isnan(largest.share):
-                verdict: Verdict = "same" if largest.share <= margin else "open" if largest.share <= chance else "other"
-                reducible = _of_reducible(margin, largest.loss, arm.ended["floor_loss"])
-                rows.append(_LossComparison(arm, largest.share, margin, reducible, verdict, test, "steps"))
+            if not math.isnan(largest.ratio):
+                verdict: Verdict = "same" if largest.ratio <= margin else "open" if largest.ratio <= chance else "other"
+                reducible = _reducible_fraction(margin, largest.loss, arm.ok_runs["floor_loss"])
+                rows.append(_LossComparison(arm, largest.ratio, margin, reducible, verdict, test, "steps"))
         elif test.mean_difference is not None and (base := pairs["baseline"].mean()) > 0:
             difference = by_seed.of(arm)
             is_other = difference is not None and difference.is_significant
             verdict = "same" if test.verdict == "equivalent" else "other" if is_other else "open"
-            reducible = _of_reducible(LOSS_MARGIN, base, arm.ended["floor_eval_loss"])
+            reducible = _reducible_fraction(LOSS_MARGIN, base, arm.ok_runs["floor_eval_loss"])
             fraction = abs(test.mean_difference) / base
             rows.append(_LossComparison(arm, fraction, LOSS_MARGIN, reducible, verdict, test, "seeds"))
     return rows
@@ -118,18 +118,18 @@ def _evaluations(arm: StrategyRuns) -> pd.DataFrame:
 
 def _test(arm: StrategyRuns) -> Equivalence:
     pairs = _evaluations(arm)
-    return equivalence(pairs["value"].tolist(), pairs["baseline"].tolist())
+    return equivalence_test(pairs["value"].tolist(), pairs["baseline"].tolist())
 
 
-def _of_reducible(fraction: float, loss: float, floors: pd.Series) -> float:
+def _reducible_fraction(fraction: float, loss: float, floors: pd.Series) -> float:
     """Return a fraction of the loss as a fraction of the loss above its floor; NaN if the floor is unknown."""
-    floor = one_value(floors)
+    floor = first_known_value(floors)
     return fraction * loss / (loss - floor) if floor is not None and loss > floor else NAN
 
 
 def answer(records: Records) -> Answer | None:
     """Return whether the losses differ, per workload; None without a comparison."""
-    steps, grouped = steps_by_run(real(records)), workloads(records)
+    steps, grouped = steps_by_run(real_runs(records)), workloads(records)
     by_workload = {workload: _compare_losses(group, steps) for workload, group in grouped.items()}
     comparisons = list(itertools.chain(*by_workload.values()))
     if not comparisons:
@@ -138,7 +138,7 @@ def answer(records: Records) -> Answer | None:
     for workload, group in by_workload.items():
         if group:
             worst = max(group, key=lambda comparison: comparison.difference)
-            rerun = largest_rerun_difference(grouped[workload][0].workload_runs, steps).share
+            rerun = largest_rerun_difference(grouped[workload][0].workload_runs, steps).ratio
             beyond = [
                 comparison.verdict for comparison in group if comparison.by == "steps" and comparison.verdict != "same"
             ]
@@ -153,16 +153,16 @@ def answer(records: Records) -> Answer | None:
                 "Same loss": f"{sum(comparison.verdict == 'same' for comparison in group)} of {len(group)}",
                 "Worst strategy": worst.arm.name,
                 "Max difference": "NaN" if math.isinf(worst.difference) else percent(worst.difference),
-                "Rerun of the same strategy": known(rerun, percent),
+                "Rerun of the same strategy": format_or_dash(rerun, percent),
                 "Margin": percent(worst.margin),
                 "Equivalent": f"{equal} of {len(tested)}" if tested else "one seed",
             })  # fmt: skip
     table = pd.DataFrame(rows)
     in_table = {id(comparison.arm) for comparison in comparisons}
-    alone = [arm.name for group in grouped.values() for arm in compared(group, _CONFOUND) if id(arm) not in in_table]
+    alone = [arm.name for group in grouped.values() for arm in fair_arms(group, _CONFOUND) if id(arm) not in in_table]
     if alone:
-        asides.append(f"Not compared, because the baseline has no run with any of their seeds: {names(alone)}.")
-    notes = (*_notes(comparisons), *dict.fromkeys(asides), *notes_on(itertools.chain(*grouped.values()), _CONFOUND))
+        asides.append(f"Not compared, because the baseline has no run with any of their seeds: {format_names(alone)}.")
+    notes = (*_notes(comparisons), *dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND))
     return Answer(_sentence(comparisons), table.loc[:, (table != NOT_MEASURED).any()], notes)
 
 
@@ -208,32 +208,32 @@ def _notes(comparisons: Sequence[_LossComparison]) -> Iterable[str]:
 
 def loss_table(records: Records) -> pd.DataFrame:
     """Return a row per strategy with its losses and its differences from the baseline."""
-    steps = steps_by_run(real(records))
+    steps = steps_by_run(real_runs(records))
 
     def figures(arm: StrategyRuns) -> Row:
         largest, verdict = StepDifference(), arm.role if arm.is_baseline else "no baseline"
         if arm.baseline is not None and not arm.is_baseline:
             verdict = _test(arm).text()
-            if not has_dropout(arm.ended):
+            if not has_dropout(arm.ok_runs):
                 largest = largest_step_difference(paired_runs(arm.workload_runs, arm.name, arm.baseline), steps)
         return {
-            "Train loss, first": arm.learned("train_loss_first"),
-            "Train loss, last": arm.learned("train_loss_final"),
-            "Eval loss": arm.middle(_EVALUATION).text(4),
-            "Accuracy": arm.learned("eval_accuracy"),
-            "Perplexity": arm.learned("eval_perplexity"),
+            "Train loss, first": arm.median_over_seeds("train_loss_first"),
+            "Train loss, last": arm.median_over_seeds("train_loss_final"),
+            "Eval loss": arm.geometric_mean(_EVALUATION).text(4),
+            "Accuracy": arm.median_over_seeds("eval_accuracy"),
+            "Perplexity": arm.median_over_seeds("eval_perplexity"),
             "Max difference in a step": largest.nats,
             "at step": largest.step,
-            "of the loss there": known(largest.share, percent),
+            "of the loss there": format_or_dash(largest.ratio, percent),
             "Equivalent": verdict,
         }
 
-    return table_of(real_arms(records), figures, _CONFOUND)
+    return arm_table(real_arms(records), figures, _CONFOUND)
 
 
 # Points of a curve that a printed column can show; longer runs are averaged over adjacent steps.
-MOST_POINTS = 300
-_MOST_LABELS = 8
+MAX_POINTS = 300
+_MAX_LABELS = 8
 # Curves closer than this fraction of the plot's height look like one line, and share a label.
 _ONE_LINE = 0.006
 # Height at which a difference of 0 is drawn, below all differences of float32 losses.
@@ -256,7 +256,7 @@ def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """Return losses by step and run; of long runs the means over adjacent steps."""
     table = steps[steps["run"].isin(runs["run"])].pivot(index="step", columns="run", values="loss")
     table = table.dropna(axis="columns", how="all")
-    stride = math.ceil(len(table) / MOST_POINTS)
+    stride = math.ceil(len(table) / MAX_POINTS)
     if stride > 1:
         table = table.groupby(np.arange(len(table)) // stride).mean().set_axis(table.index[::stride])
     return table
@@ -273,7 +273,7 @@ def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Dr
     losses = all_losses[runs["run"]]
     if losses.empty:
         return None
-    strategies, notes = canvas.arms_of(runs), canvas.confounds_of(runs, _CONFOUND)
+    strategies, notes = canvas.arm_strategies(runs), canvas.find_confounds(runs, _CONFOUND)
     arm_losses = {arm: losses[runs.loc[runs["arm"] == arm, "run"]] for arm in strategies}
     medians = {arm: curves.median(axis="columns") for arm, curves in arm_losses.items()}
     low, high = float(all_losses.min().min()), float(all_losses.max().max())
@@ -290,7 +290,7 @@ def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Dr
     for group in groups:
         # Overlapping lines have their markers at different steps, so that every strategy is visible.
         for turn, arm in enumerate(group):
-            style, curve = canvas.style_of(strategies[arm]), medians[arm]
+            style, curve = canvas.find_style(strategies[arm]), medians[arm]
             stride = max(len(group), len(curve) // 24, 1)
             look = {"linewidth": 1.1, "alpha": 0.55} if turn else {"linewidth": 1.6}
             axes.plot(curve.index, curve, zorder=3 - turn / 100, **style.line | {"marker": ""} | look)
@@ -299,7 +299,7 @@ def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Dr
     for arm, curves in arm_losses.items():
         if curves.shape[1] > 1:
             axes.fill_between(curves.index, curves.min(axis="columns"), curves.max(axis="columns"), alpha=0.15,
-                              color=canvas.style_of(strategies[arm]).colour, linewidth=0)  # fmt: skip
+                              color=canvas.find_style(strategies[arm]).colour, linewidth=0)  # fmt: skip
     _draw_evaluations(axes, runs, steps)
     _draw_floor(axes, runs, low)
     axes.set(xlabel="optimizer step", ylabel="training loss, nats")
@@ -328,9 +328,9 @@ def _label_groups(
 ) -> None:  # fmt: skip
     """Label the end of the first curve of each group."""
     labels = []
-    for first, *rest in itertools.islice(groups, _MOST_LABELS):
-        text = canvas.label_of(first, notes) + (f" + {len(rest)} more" if rest else "")
-        curve, colour = curves[first], canvas.style_of(strategies[first]).colour
+    for first, *rest in itertools.islice(groups, _MAX_LABELS):
+        text = canvas.format_label(first, notes) + (f" + {len(rest)} more" if rest else "")
+        curve, colour = curves[first], canvas.find_style(strategies[first]).colour
         labels.append(canvas.EndLabel(curve.index[-1], float(curve.iloc[-1]), text, colour))
     canvas.label_ends(axes, labels, 9.5)
 
@@ -341,7 +341,7 @@ def _draw_evaluations(axes: Axes, runs: pd.DataFrame, steps: pd.DataFrame) -> No
     if evaluated.empty:
         return
     curve = evaluated.groupby("step")["eval_loss"].median()
-    curve = curve[:: math.ceil(len(curve) / MOST_POINTS)]
+    curve = curve[:: math.ceil(len(curve) / MAX_POINTS)]
     axes.plot(curve.index, curve, color=canvas.ACCENT, linestyle=":", marker="o", markersize=10,
               markerfacecolor="none", markeredgecolor=canvas.ACCENT, markeredgewidth=1.4,
               markevery=math.ceil(len(curve) / 12), zorder=5)  # fmt: skip
@@ -368,7 +368,7 @@ def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canv
         return None
     runs = runs[runs["run"].isin(losses.columns)]
     gaps = {}
-    for arm in canvas.arms_of(runs):
+    for arm in canvas.arm_strategies(runs):
         gap_of_pairs = [losses[run] - losses[reference] for run, reference in paired_runs(runs, arm, baseline)]
         # A step without a loss is not a difference of 0.
         measured = [gap for gap in gap_of_pairs if gap.notna().all()]
@@ -376,11 +376,11 @@ def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canv
             gaps[arm] = pd.concat(measured, axis="columns").abs().max(axis="columns")
     if not gaps:
         return None
-    notes, strategies = canvas.confounds_of(runs, _CONFOUND), {arm: canvas.arms_of(runs)[arm] for arm in gaps}
+    notes, strategies = canvas.find_confounds(runs, _CONFOUND), {arm: canvas.arm_strategies(runs)[arm] for arm in gaps}
     so_far = {arm: gap.clip(lower=_ZERO).cummax().ffill() for arm, gap in gaps.items()}
     figure, (axes,) = canvas.sheet(2.8)
     for turn, (arm, gap) in enumerate(gaps.items()):
-        style, stride = canvas.style_of(strategies[arm]), max(len(gap) // 8, 1)
+        style, stride = canvas.find_style(strategies[arm]), max(len(gap) // 8, 1)
         axes.plot(gap.index, gap.clip(lower=_ZERO), color=style.colour, linewidth=0.7, alpha=0.3)
         axes.plot(so_far[arm].index, so_far[arm], linewidth=1.5, markersize=6, markeredgewidth=0.6,
                   markevery=(turn % stride, stride), **style.line)  # fmt: skip
@@ -418,6 +418,6 @@ def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canv
 
 QUESTION = Question(
     "loss", "Do ZeRO and offload change the loss?", answer,
-    nothing="No workload here has two strategies with comparable losses.", tables={"loss": loss_table},
+    no_data="No workload here has two strategies with comparable losses.", tables={"loss": loss_table},
     figures={"loss_curves": loss_curves, "loss_differences": loss_differences}, notebook="loss_curves",
 )  # fmt: skip

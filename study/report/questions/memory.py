@@ -10,34 +10,34 @@ import pandas as pd
 from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
 from study.config.text import format_number, percent
 from study.host.memory import GIB, MIB
-from study.records.frames import Records, real, virtual, without_probes
+from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import NOT_SIGNIFICANT, geometric_mean, paired_ratio
 from study.records.strategy_runs import (
     NAN,
     Row,
     StrategyRuns,
-    fast_memory,
     group_by_strategy,
     has_no_gpu,
     ratio_text,
+    scarce_memory,
     state_bytes,
 )
 from study.report import canvas
-from study.report.document import Answer, Question, change_text, known, span, times_text
-from study.report.questions.comparing import (
+from study.report.document import Answer, Question, change_text, format_or_dash, span_text, times_text
+from study.report.questions.comparison import (
     Columns,
     Comparison,
+    arm_table,
     by_arms,
     compare_with_reference,
-    compared,
+    fair_arms,
     real_arms,
     side_by_side,
-    table_of,
     without_offload,
     workloads,
 )
-from study.virtual.records import ring_bytes_of
+from study.virtual.summaries import read_ring_bytes
 
 STEP = "step_time_s_median"
 _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"}
@@ -45,12 +45,12 @@ _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"
 
 def step_s(arm: StrategyRuns) -> float:
     """Return the geometric mean over seeds of the median step time, in seconds."""
-    return arm.middle(STEP).center
+    return arm.geometric_mean(STEP).center
 
 
 def sent_mib(arm: StrategyRuns) -> float:
     """Return ring bytes per step, in MiB: an all-reduce sends twice its size, a gather or a scatter once."""
-    sent = arm.ended["collectives"].map(ring_bytes_of)
+    sent = arm.ok_runs["collectives"].map(read_ring_bytes)
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
@@ -88,10 +88,10 @@ def memory_table(records: Records) -> pd.DataFrame:
             "Peak of the device, GiB": arm.median("peak_memory_gib_device"),
             "Average of the device, GiB": arm.median("avg_memory_gib_device"),
             "Peak of the host process, GiB": arm.median("host_peak_rss_gib"),
-            "State on the device, x baseline": state_bytes(arm.ended, ("device",)) / base if base else NAN,
+            "State on the device, x baseline": state_bytes(arm.ok_runs, ("device",)) / base if base else NAN,
         }  # fmt: skip
 
-    return table_of(group_by_strategy(without_probes(records).runs), figures)
+    return arm_table(group_by_strategy(drop_probes(records).runs), figures)
 
 
 _WORDS = {
@@ -108,7 +108,7 @@ _HOST_PEAK = {"rest": "host_peak_rss_gib"}
 
 def model_state(records: Records) -> list[canvas.Drawing]:
     """Draw bytes of model state on one rank, counted on live tensors: those of a virtual rank are real too."""
-    runs = without_probes(records).runs
+    runs = drop_probes(records).runs
     measured = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
     return canvas.per_workload("model_state", measured, _state)
 
@@ -121,11 +121,11 @@ def peak_memory(records: Records) -> list[canvas.Drawing]:
 def _medians(runs: pd.DataFrame) -> pd.DataFrame:
     columns = [f"{kind}_bytes_{place}" for place in STATE_PLACES for kind in STATE_KINDS]
     numbers = runs[[*columns, *_DEVICE_PEAKS.values(), *_HOST_PEAK.values()]].apply(pd.to_numeric)
-    return numbers.groupby(runs["arm"]).median().loc[list(canvas.arms_of(runs))]
+    return numbers.groupby(runs["arm"]).median().loc[list(canvas.arm_strategies(runs))]
 
 
 def _state(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
-    state, notes = _medians(runs).filter(like="_bytes_"), canvas.confounds_of(runs)
+    state, notes = _medians(runs).filter(like="_bytes_"), canvas.find_confounds(runs)
     unit, size = canvas.unit_for(float(state.sum(axis="columns").max()))
     state /= size
     totals = {place: state.filter(like=f"_bytes_{place}").sum(axis="columns") for place in STATE_PLACES}
@@ -160,7 +160,7 @@ def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     on_device = bool(runs["peak_memory_gib_allocated"].notna().any())
     if not on_device and runs["host_peak_rss_gib"].isna().all():
         return None
-    medians, notes = _medians(runs), canvas.confounds_of(runs)
+    medians, notes = _medians(runs), canvas.find_confounds(runs)
     panels: list[tuple[Sequence[str], dict[str, str], str]] = [
         (["device", "host"], _HOST_PEAK, "GiB per rank (resident set)")
     ]
@@ -185,27 +185,29 @@ def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
 
 MEMORY = Question(
     "memory", "How much memory does a rank need?", _memory_answer,
-    nothing="No run here succeeded with its model state measured.", tables={"memory": memory_table},
+    no_data="No run here succeeded with its model state measured.", tables={"memory": memory_table},
     figures={"model_state": model_state, "peak_memory": peak_memory}, notebook="peak_memory",
 )  # fmt: skip
 
 
 def _offload_answer(records: Records) -> Answer | None:
     moved = {workload: [arm for arm in arms if arm.is_offloaded] for workload, arms in workloads(records).items()}
-    offloaded = {workload: arms for workload, arms in moved.items() if any(len(a.ended) and a.same_stage for a in arms)}
+    offloaded = {
+        workload: arms for workload, arms in moved.items() if any(len(a.ok_runs) and a.unoffloaded for a in arms)
+    }
     if not offloaded:
         return None
-    times = Comparison(offloaded, STEP, lambda arm: arm.same_stage)
-    fair = [arm for arms in offloaded.values() for arm in compared(arms) if arm.same_stage]
+    times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
+    fair = [arm for arms in offloaded.values() for arm in fair_arms(arms) if arm.unoffloaded]
     freed = [_freed(arm) for arm in fair]
     no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence = "No strategy with offload is comparable with the same stage without it."
     if not pd.isna(freed).all():
-        sentence = f"Offload frees {span(freed, percent)} of the model state on the device and"
+        sentence = f"Offload frees {span_text(freed, percent)} of the model state on the device and"
         if no_gpu:
             nvme = [fraction for fraction, arm in zip(freed, fair, strict=True)
                     if arm.value("offload_optimizer") == "nvme"]  # fmt: skip
-            frees = f"NVMe offload frees {span(nvme, percent)} of the model state" if nvme else "NVMe was not used"
+            frees = f"NVMe offload frees {span_text(nvme, percent)} of the model state" if nvme else "NVMe was not used"
             sentence = f"Without a GPU, CPU offload frees nothing; {frees}; offload"
         if times.significant(fair):
             lead = f"{sentence} changes the step time by"
@@ -213,7 +215,7 @@ def _offload_answer(records: Records) -> Answer | None:
         else:
             sentence += f" changes the step time, but the change is {NOT_SIGNIFICANT}."
     columns: Columns = {
-        "Freed": lambda arm: known(round(_freed(arm), 4), percent),
+        "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
         "Step time, x without": times.cell("{:.2f}".format),
     }
     notes = ["Compared with the same stage without offload.", *times.notes]
@@ -225,16 +227,16 @@ def _offload_answer(records: Records) -> Answer | None:
 def _freed(arm: StrategyRuns) -> float:
     """Return the fraction of the same stage's model state that offload removes from scarce memory."""
     runs = arm.workload_runs
-    places = fast_memory(arm.workload_runs)
-    baseline_bytes = state_bytes(runs[(runs["arm"] == arm.same_stage) & (runs["status_state"] == "ok")], places)
-    return 1 - state_bytes(arm.ended, places) / baseline_bytes if baseline_bytes > 0 else NAN
+    places = scarce_memory(arm.workload_runs)
+    baseline_bytes = state_bytes(runs[(runs["arm"] == arm.unoffloaded) & (runs["status_state"] == "ok")], places)
+    return 1 - state_bytes(arm.ok_runs, places) / baseline_bytes if baseline_bytes > 0 else NAN
 
 
 def offload_table(records: Records) -> pd.DataFrame:
     """Return a row per strategy with offload, and the same stages without it."""
 
     def figures(arm: StrategyRuns) -> Row:
-        moved, plain = arm.is_offloaded, arm.same_stage
+        moved, plain = arm.is_offloaded, arm.unoffloaded
         ratio = None if plain is None else paired_ratio(arm.workload_runs, STEP, arm.name, plain)
         return {
             "Stage": arm.value("zero_stage"),
@@ -249,7 +251,7 @@ def offload_table(records: Records) -> pd.DataFrame:
 
     strategies = list(real_arms(records))
     stages = {(arm.workload, arm.value("zero_stage")) for arm in strategies if arm.is_offloaded}
-    return table_of((arm for arm in strategies if (arm.workload, arm.value("zero_stage")) in stages), figures)
+    return arm_table((arm for arm in strategies if (arm.workload, arm.value("zero_stage")) in stages), figures)
 
 
 def offload(records: Records) -> list[canvas.Drawing]:
@@ -259,12 +261,12 @@ def offload(records: Records) -> list[canvas.Drawing]:
 
 def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     """Draw an arrow from each stage without offload to the same stage with it: left is less memory, up is slower."""
-    strategies, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
-    moved = {arm.name: plain for arm in group_by_strategy(runs) if arm.is_offloaded and (plain := arm.same_stage)}
+    strategies, notes = canvas.arm_strategies(runs), canvas.find_confounds(runs)
+    moved = {arm.name: plain for arm in group_by_strategy(runs) if arm.is_offloaded and (plain := arm.unoffloaded)}
     moves = {arm: moved[arm] for arm in strategies if arm in moved}
     if not moves:
         return None
-    places = fast_memory(runs)
+    places = scarce_memory(runs)
     state = runs[[f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in places]].sum(axis="columns")
     unit, size = canvas.unit_for(state.max())
     single = pd.DataFrame({"arm": runs["arm"], "state": state / size, "ms": runs[STEP] * 1e3}).set_index("arm")
@@ -272,7 +274,7 @@ def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     figure, (axes,) = canvas.sheet(3.9)
     for arm, plain in moves.items():
         axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[plain]), arrowprops={
-            "arrowstyle": "->", "color": canvas.style_of(strategies[arm]).colour, "linewidth": 1.2,
+            "arrowstyle": "->", "color": canvas.find_style(strategies[arm]).colour, "linewidth": 1.2,
             "shrinkA": 5, "shrinkB": 5, "alpha": 0.7,
         })  # fmt: skip
     listed = list(dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair)))
@@ -291,7 +293,7 @@ def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
 
 OFFLOAD = Question(
     "offload", "What does offload free, and what does it cost?", _offload_answer,
-    nothing="No workload here has a stage both with offload and without it.", tables={"offload": offload_table},
+    no_data="No workload here has a stage both with offload and without it.", tables={"offload": offload_table},
     figures={"offload": offload}, notebook="offload",
 )  # fmt: skip
 
@@ -302,7 +304,7 @@ def _traffic_answer(records: Records) -> Answer | None:
         return None
     sentence = f"No sharding strategy here is comparable with {comparison.names} in ring bytes."
     if comparison.ratios:
-        ratios, most = span((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1].name
+        ratios, most = span_text((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1].name
         sentence = (
             f"Sharding sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step, most with `{most}`."
         )
@@ -313,7 +315,7 @@ def _traffic_answer(records: Records) -> Answer | None:
 
 def traffic_table(records: Records) -> pd.DataFrame:
     """Return communication per step, by strategy."""
-    return table_of(
+    return arm_table(
         real_arms(records),
         lambda arm: {
             "Ring bytes (NCCL) per step, MiB": sent_mib(arm),
@@ -326,20 +328,20 @@ def traffic_table(records: Records) -> pd.DataFrame:
 
 
 def _by_collective(arm: StrategyRuns) -> str:
-    watched = arm.ended["collectives"].dropna()
+    watched = arm.ok_runs["collectives"].dropna()
     counted = json.loads(watched.iloc[0]) if len(watched) else {}
     return ", ".join(f"{kind} {counts['payload_bytes'] / MIB:.4g}" for kind, counts in sorted(counted.items())) or "-"
 
 
 def traffic(records: Records) -> list[canvas.Drawing]:
     """Draw the ring bytes of one rank in one step; those of a virtual rank are real too."""
-    runs = without_probes(records).runs
+    runs = drop_probes(records).runs
     return canvas.per_workload("traffic", runs[(runs["status_state"] == "ok") & runs["collectives"].notna()], _traffic)
 
 
 def _traffic(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
-    first, notes = runs.drop_duplicates("arm").set_index("arm"), canvas.confounds_of(runs)
-    counted = {arm: json.loads(first.loc[arm, "collectives"]) for arm in canvas.arms_of(runs)}
+    first, notes = runs.drop_duplicates("arm").set_index("arm"), canvas.find_confounds(runs)
+    counted = {arm: json.loads(first.loc[arm, "collectives"]) for arm in canvas.arm_strategies(runs)}
     sizes = {arm: {kind: row["wire_bytes_per_rank"] for kind, row in kinds.items()} for arm, kinds in counted.items()}
     sent = pd.DataFrame(sizes).T.fillna(0)
     sent = sent[[*(kind for kind in canvas.TRAFFIC if kind in sent), *sorted(set(sent) - set(canvas.TRAFFIC))]]
@@ -363,7 +365,7 @@ def _traffic(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
 
 TRAFFIC = Question(
     "traffic", "How much does a rank send in one step?", _traffic_answer,
-    nothing="No run of several ranks here recorded its collectives.", tables={"traffic": traffic_table},
+    no_data="No run of several ranks here recorded its collectives.", tables={"traffic": traffic_table},
     figures={"traffic": traffic}, notebook="runtime",
 )  # fmt: skip
 
@@ -374,7 +376,7 @@ _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 def _neighbours_answer(records: Records) -> Answer | None:
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
-        if len(arm.ended):
+        if len(arm.ok_runs):
             grouped.setdefault(arm.workload, []).append(arm)
     # The details have the other numbers of ranks.
     most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
@@ -409,7 +411,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
     """Yield strategies of workloads that ran an alternative to ZeRO: real ones, or virtual ones if there are none."""
-    for runs in (real(records).runs, virtual(records).runs):
+    for runs in (real_runs(records).runs, virtual_runs(records).runs):
         strategies = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
         if strategies:
             yield from strategies
@@ -423,13 +425,13 @@ _COUNTED_RIGHT_SINCE = "2026-11-23T09"
 def _kept_mib(arm: StrategyRuns, figure: str = "forward_holds_bytes") -> float:
     shards = arm.ranks // int(arm.value("group_ranks") or 1)
     counted_wrong = arm.value("distributed_type") == "FSDP" or (arm.value("zero_stage") == 3 and shards == 1)
-    is_old = (arm.ended["status_started_at"] < _COUNTED_RIGHT_SINCE).any()
+    is_old = (arm.ok_runs["status_started_at"] < _COUNTED_RIGHT_SINCE).any()
     return NAN if is_old and counted_wrong else arm.median(figure) / MIB
 
 
 def neighbours_table(records: Records) -> pd.DataFrame:
     """Return memory and communication of ZeRO and its alternatives, by strategy."""
-    return table_of(
+    return arm_table(
         _neighbour_arms(records),
         lambda arm: {
             "Ranks": arm.ranks,
@@ -447,6 +449,6 @@ def neighbours_table(records: Records) -> pd.DataFrame:
 
 NEIGHBOURS = Question(
     "neighbours", "How much memory and communication do alternatives to ZeRO need?", _neighbours_answer,
-    nothing="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
+    no_data="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
     tables={"neighbours": neighbours_table}, notebook="neighbours",
 )  # fmt: skip

@@ -13,11 +13,11 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
 from study.config.text import percent
-from study.host.stacks import release_order
+from study.host.stacks import release_key
 from study.records.frames import Records, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import Cause, read_causes
-from study.releases.stacks import ReleaseCell, release_cells
+from study.releases.release_cells import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING, Verdict
 from study.report import canvas
 from study.report.document import Answer, Question
@@ -28,13 +28,13 @@ def answer(records: Records) -> Answer | None:
     cells = release_cells(records)
     if not cells:
         return None
-    today = [cell for cell in clipped(cells) if not cell.is_of_its_time]
+    today = [cell for cell in clipped(cells) if not cell.is_contemporary]
     bad = [cell for cell in today if cell.verdict.kind == "different"]
     ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
     wrong = {cell.release for cell in bad}
-    good = sorted(ran - wrong, key=release_order)
+    good = sorted(ran - wrong, key=release_key)
     # A release counts as hidden only if a GPU hides the causes of all its cases.
-    hidden = wrong - {cell.release for cell in bad if not cell.gpu_hides_it}
+    hidden = wrong - {cell.release for cell in bad if not cell.hides_on_gpu}
     sentence = (
         f"With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
         f" one process under some strategy, {len(hidden)} of them by a fault that a GPU does not show."
@@ -42,7 +42,7 @@ def answer(records: Records) -> Answer | None:
     )
     # A race condition may be absent from any run.
     steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
-    compared = [cell.of_its_time for cell in steady if cell.of_its_time in ("equal", "different")]
+    compared = [cell.contemporary for cell in steady if cell.contemporary in ("equal", "different")]
     full, half, engine = (ROUNDING[precision] for precision in ("fp32", "bf16", "bf16-engine"))
     notes = [
         f"{sum(len(cell.runs) for cell in cells)} runs of {len(cells)} cases, each against `single` with the"
@@ -64,7 +64,7 @@ def answer(records: Records) -> Answer | None:
             f" GPU shows too, according to its source; {kinds.count({'hidden'})} have one that a GPU does not show; the"
             f" cause of {kinds.count(set())} is not known."
         )
-    if lucky := sum(cell.is_lucky for cell in cells):
+    if lucky := sum(cell.is_equal_by_chance for cell in cells):
         notes.append(f"{lucky} cases agree although a fault strikes them by chance: they are no evidence.")
     return Answer(sentence, avoid_table(records), tuple(notes))
 
@@ -77,7 +77,7 @@ def avoid_table(records: Records) -> pd.DataFrame:
     for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
         row = {"Strategy": strategy}
         for is_contemporary, several in itertools.product(KINDS, (False, True)):
-            matching = [cell for cell in cells if cell.strategy == strategy and cell.is_of_its_time == is_contemporary
+            matching = [cell for cell in cells if cell.strategy == strategy and cell.is_contemporary == is_contemporary
                     and (cell.micro_steps > 1) == several]  # fmt: skip
             column = f"{'Accumulating' if several else 'One micro-step'}, {KINDS[is_contemporary]}"
             columns[column] = None
@@ -92,8 +92,8 @@ def _avoided(cells: Sequence[ReleaseCell]) -> str:
         return "none of them runs"
     bad: dict[str, bool] = {}
     for cell in cells:
-        if cell.verdict.kind == "different" or cell.is_lucky:
-            bad[cell.release] = bad.get(cell.release, True) and (cell.is_lucky or cell.gpu_hides_it)
+        if cell.verdict.kind == "different" or cell.is_equal_by_chance:
+            bad[cell.release] = bad.get(cell.release, True) and (cell.is_equal_by_chance or cell.hides_on_gpu)
     everywhere, on_a_cpu = (", ".join(name for name in bad if bad[name] is hidden) for hidden in (False, True))
     return "; ".join(filter(None, [everywhere, on_a_cpu and f"on a CPU {on_a_cpu}"])) or "none"
 
@@ -111,7 +111,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "Release": cell.release,
-            "Accelerate and torch": "contemporary" if cell.is_of_its_time else "today's",
+            "Accelerate and torch": "contemporary" if cell.is_contemporary else "today's",
             "Strategy": cell.strategy,
             "Precision": cell.precision,
             "Micro-steps": cell.micro_steps,
@@ -123,7 +123,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
             "Norm, x the right one": "-" if cell.verdict.norm_ratio is None else f"{cell.verdict.norm_ratio:.3g}",
             "Runs": len(cell.runs),
             "Cause": ", ".join(letters[cause] for cause in cell.causes if cause in letters) or "-",
-            "With contemporary ones": "-" if cell.is_of_its_time else cell.of_its_time or "not run",
+            "With contemporary ones": "-" if cell.is_contemporary else cell.contemporary or "not run",
         }
         for cell in cells
     )
@@ -145,7 +145,7 @@ def cause_table(records: Records) -> pd.DataFrame:
 
 
 _ROW_IN, _LETTERS = 0.21, string.ascii_lowercase + string.ascii_uppercase
-_MOST_CURVES = 6
+_MAX_CURVES = 6
 KINDS = {False: "with today's Accelerate and torch", True: "with contemporary Accelerate and torch"}
 _WORDS = {
     "equal": "the same as one process, up to rounding",
@@ -174,7 +174,7 @@ def release_grid(records: Records) -> list[canvas.Drawing]:
     precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
     subjects = {
         f"{precision}, {KINDS[is_contemporary]}": [
-            cell for cell in cells if cell.is_of_its_time == is_contemporary and cell.precision == precision
+            cell for cell in cells if cell.is_contemporary == is_contemporary and cell.precision == precision
         ]
         for precision, is_contemporary in itertools.product(precisions, KINDS)
     }
@@ -183,7 +183,7 @@ def release_grid(records: Records) -> list[canvas.Drawing]:
 
 
 def _grid(letters: dict[Cause, str], subject: str, cells: Sequence[ReleaseCell]) -> canvas.Drawing:
-    releases = sorted({cell.release for cell in cells}, key=release_order, reverse=True)
+    releases = sorted({cell.release for cell in cells}, key=release_key, reverse=True)
     strategies = sorted({cell.strategy for cell in cells}, key=strategy_order)
     steps = sorted({cell.micro_steps for cell in cells})
     width = 0.94 / len(steps)
@@ -227,10 +227,10 @@ def _grid(letters: dict[Cause, str], subject: str, cells: Sequence[ReleaseCell])
 
 def _kind(cell: ReleaseCell) -> str:
     if cell.verdict.kind != "different":
-        return "lucky" if cell.is_lucky else cell.verdict.kind
+        return "lucky" if cell.is_equal_by_chance else cell.verdict.kind
     if cell.is_mismatch:
         return "mismatch"
-    return "cpu" if cell.gpu_hides_it else "different"
+    return "cpu" if cell.hides_on_gpu else "different"
 
 
 def fault_curves(records: Records) -> list[canvas.Drawing]:
@@ -242,7 +242,7 @@ def fault_curves(records: Records) -> list[canvas.Drawing]:
             name = " ".join(cause.id for cause in cell.causes) or f"{cell.strategy} {cell.verdict.what}"
             if name not in worst_by_cause or (worst_by_cause[name].verdict.size or 0) < cell.verdict.size:
                 worst_by_cause[name] = cell
-    worst = sorted(worst_by_cause.values(), key=lambda cell: -(cell.verdict.size or 0))[:_MOST_CURVES]
+    worst = sorted(worst_by_cause.values(), key=lambda cell: -(cell.verdict.size or 0))[:_MAX_CURVES]
     steps = steps_by_run(records)
     drawn = [cell for cell in worst if cell.worst_run in steps and cell.single in steps]
     subjects = [("fp32, one run each", drawn)] if drawn else []
@@ -281,7 +281,7 @@ def _curves(
 
 QUESTION = Question(
     "releases", "Which releases compute the gradients of one process?", answer,
-    nothing="No run here is of a release under test: `study run releases` compares them.",
+    no_data="No run here is of a release under test: `study run releases` compares them.",
     tables={"releases_to_avoid": avoid_table, "causes": cause_table, "verdicts": verdict_table},
     figures={"release_grid": release_grid, "fault_curves": fault_curves}, first_figure="release_grid",
     notebook="releases",

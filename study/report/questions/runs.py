@@ -8,11 +8,11 @@ from typing import NamedTuple
 import pandas as pd
 
 from study.config.text import format_duration, percent
-from study.records.frames import Records, Remaining
-from study.records.statistics import Noise, noise, paired_ratio, repeat_noise
+from study.records.frames import Records, SliceProgress
+from study.records.statistics import Noise, estimate_noise, paired_ratio, repeat_noise
 from study.records.strategy_runs import StrategyRuns
 from study.report.document import Answer, Link, Question
-from study.report.questions.comparing import real_arms, table_of, workloads
+from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
 
 
@@ -33,7 +33,7 @@ def _remaining_answer(records: Records) -> Answer | None:
     return Answer(sentence, table, ("Times are estimates from earlier records and the suites' arithmetic.",))
 
 
-def _row(suite: str, slices: Sequence[Remaining], part: str = "") -> dict[str, object]:
+def _row(suite: str, slices: Sequence[SliceProgress], part: str = "") -> dict[str, object]:
     """Return a row of a suite; it may have more runs than planned, because every probe of a search is a run."""
     missing = sum(len(item.left) for item in slices)
     return {
@@ -47,7 +47,7 @@ def _row(suite: str, slices: Sequence[Remaining], part: str = "") -> dict[str, o
     }
 
 
-def _parts(records: Records) -> list[tuple[Remaining, str]]:
+def _parts(records: Records) -> list[tuple[SliceProgress, str]]:
     """Return each slice with the name of its part of the suite."""
     first = {item.suite: item for item in reversed(records.remaining)}
     return [(item, item.only or ("all" if first[item.suite] is item else "the rest")) for item in records.remaining]
@@ -67,11 +67,11 @@ def left_table(records: Records) -> pd.DataFrame:
 
 REMAINING = Question(
     "remaining", "How much of this study is measured, and what remains?", _remaining_answer,
-    nothing="These records are not part of a plan in slices.", tables={"slices": slices_table, "left": left_table},
+    no_data="These records are not part of a plan in slices.", tables={"slices": slices_table, "left": left_table},
 )  # fmt: skip
 
 
-class Resting(NamedTuple):
+class DependentClaim(NamedTuple):
     """A claim that depends on these records, with their evidence."""
 
     claim: str
@@ -79,17 +79,17 @@ class Resting(NamedTuple):
     address: str
     verdict: str
     says: str
-    found: str
+    result: str
 
 
-def claims_answer(resting: Sequence[Resting]) -> Answer | None:
+def claims_answer(claims: Sequence[DependentClaim]) -> Answer | None:
     """Return the claims and their verdicts; None without claims."""
-    if not resting:
+    if not claims:
         return None
     rows = [
         {"Claim": Link(claim.claim, claim.address), "Verdict": claim.verdict, "It says": claim.says,
-         "These records": claim.found}
-        for claim in resting
+         "These records": claim.result}
+        for claim in claims
     ]  # fmt: skip
     sentence = f"The verdicts of {len(rows)} published claims depend on these records, some of them on others too."
     return Answer(sentence, pd.DataFrame(rows).astype(object))
@@ -97,7 +97,7 @@ def claims_answer(resting: Sequence[Resting]) -> Answer | None:
 
 CLAIMS = Question(
     "claims", "Which published claims depend on these records?", lambda _records: None,
-    nothing="No verdict of the ledger of claims depends on these records.", tables={},
+    no_data="No verdict of the ledger of claims depends on these records.", tables={},
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _runs_answer(records: Records) -> Answer | None:
     machines = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
     if len(machines) > 1:
         notes.append(f"They come from {len(machines)} different machines; comparisons mark runs of another machine.")
-    counts = [len(arm.ended) for strategies in workloads(records).values() for arm in strategies if len(arm.ended)]
+    counts = [len(arm.ok_runs) for strategies in workloads(records).values() for arm in strategies if len(arm.ok_runs)]
     if counts:
         several = f"{min(counts)} to {max(counts)} runs of each strategy."
         notes.append("One run of each strategy: no interval." if max(counts) == 1 else several)
@@ -124,16 +124,16 @@ def _runs_answer(records: Records) -> Answer | None:
 
 def summary_table(records: Records) -> pd.DataFrame:
     """Return the main figures of each strategy."""
-    return table_of(
+    return arm_table(
         real_arms(records),
         lambda arm: {
-            "Eval loss": arm.learned("eval_loss_final"),
+            "Eval loss": arm.median_over_seeds("eval_loss_final"),
             "State per rank, MiB": arm.state_mib(),
             "Peak memory, GiB": arm.peak_gib[0],
             "Peak of": arm.peak_gib[1],
             "Ring bytes (NCCL) per step, MiB": sent_mib(arm),
             "Step time, ms": 1e3 * step_s(arm),
-            "Time, x baseline": arm.against(STEP),
+            "Time, x baseline": arm.format_baseline_ratio(STEP),
         },
     )
 
@@ -146,7 +146,7 @@ def controls_table(records: Records) -> pd.DataFrame:
         for figure, words in (("eval_loss_final", "evaluation loss"), (STEP, "step time")):
             rows.append({
                 "Workload": workload, "Figure": words,
-                "Residual SD after removing strategy and seed effects": _noise_text(noise(runs, figure)),
+                "Residual SD after removing strategy and seed effects": _noise_text(estimate_noise(runs, figure)),
                 "SD of reruns of the same strategy and seed": _noise_text(repeat_noise(runs, figure)),
                 "Stage 0, x no engine": _overhead(strategies, figure),
             })  # fmt: skip
@@ -154,7 +154,7 @@ def controls_table(records: Records) -> pd.DataFrame:
 
 
 def _noise_text(estimate: Noise | None) -> str:
-    return "not run" if estimate is None else f"{percent(estimate.share)} ({estimate.df} df)"
+    return "not run" if estimate is None else f"{percent(estimate.log_sd)} ({estimate.df} df)"
 
 
 def _overhead(group: Sequence[StrategyRuns], figure: str) -> str:
@@ -171,6 +171,6 @@ def _overhead(group: Sequence[StrategyRuns], figure: str) -> str:
 
 
 RUNS = Question(
-    "runs", "Which runs is this report based on?", _runs_answer, nothing="There is no readable run here.",
+    "runs", "Which runs is this report based on?", _runs_answer, no_data="There is no readable run here.",
     tables={"summary": summary_table, "controls": controls_table},
 )  # fmt: skip

@@ -9,34 +9,34 @@ import pandas as pd
 
 from study.config.text import format_number, percent
 from study.host.memory import MIB
-from study.predictor.records import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
+from study.predictor.run_predictions import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
 from study.records.fairness import baseline_arm
-from study.records.frames import Records, real
+from study.records.frames import Records, real_runs
 from study.records.statistics import NOT_SIGNIFICANT, Interval, geometric_mean, interval, paired_ratio
 from study.records.strategy_runs import (
     NAN,
     Row,
     StrategyRuns,
+    format_speed_ratio,
     group_by_strategy,
     parameters,
     ratio_text,
     runs_with_several,
-    speed_beside_baseline,
 )
 from study.report import canvas
-from study.report.document import Answer, Question, known, names, span, times_text
-from study.report.questions.comparing import (
+from study.report.document import Answer, Question, format_names, format_or_dash, span_text, times_text
+from study.report.questions.comparison import (
     UNSURE,
     Columns,
     Comparison,
+    arm_table,
     real_arms,
     side_by_side,
-    table_of,
     without_offload,
     workloads,
 )
 from study.report.questions.memory import sent_mib, step_s
-from study.virtual.records import PLANNED, STRONG, WEAK, over_nodes
+from study.virtual.summaries import PLANNED, STRONG, WEAK, over_nodes
 
 SPEED = "tokens_per_s"
 
@@ -48,14 +48,14 @@ def _ranks_answer(records: Records) -> Answer | None:
     several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
     if not several:
         return None
-    references = names([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
+    references = format_names([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
     sentence = f"The throughput of several ranks differs from {references} on one device, but is {NOT_SIGNIFICANT}."
     if speeds.significant(several):
         end = f" times the throughput of {references} on one device"
         sentence = speeds.sentence(several, times_text, "Several ranks have", end)
     columns: Columns = {
         "x one device": speeds.cell(times_text),
-        "Of the ideal": lambda arm: known(_speedup(arm).center / arm.ranks, percent),
+        "Of the ideal": lambda arm: format_or_dash(_speedup(arm).center / arm.ranks, percent),
     }
     return side_by_side(sentence, without_offload(by_workload), columns, *speeds.notes)
 
@@ -82,7 +82,7 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
         speedup, count, base = _speedup(arm), arm.ranks or None, _one_device(arm)
         return {
             "Ranks": count,
-            "Tokens/s": arm.middle(SPEED).center,
+            "Tokens/s": arm.geometric_mean(SPEED).center,
             "x one device": "1 (one device)" if arm.name == base else ratio_text(None if base is None else speedup),
             "Ideal": count,
             "Efficiency": speedup.center / count if count else NAN,
@@ -90,7 +90,7 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
             "Peak memory, GiB": arm.peak_gib[0],
         }
 
-    return table_of(filter(_has_several, real_arms(records)), figures)
+    return arm_table(filter(_has_several, real_arms(records)), figures)
 
 
 def scaling(records: Records) -> list[canvas.Drawing]:
@@ -120,7 +120,7 @@ def _scaling(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     lines = []
     for label, line in speed.groupby("line"):
         line, line_runs = line.sort_values("world_size"), timed[timed["line"] == label]
-        name = canvas.label_of(str(label), {} if line["fair"].all() else {str(label): "confounded"})
+        name = canvas.format_label(str(label), {} if line["fair"].all() else {str(label): "confounded"})
         points = [line_runs.loc[line_runs["world_size"] == count, SPEED] / start[SPEED] for count in line["world_size"]]
         text, x, y = f"{name} {format_number(line['speedup'].iloc[-1])}", line["world_size"], line["speedup"]
         lines.append(canvas.StrategyLine(text, line["strategy"].iloc[0], x.tolist(), y.tolist(), points))
@@ -135,12 +135,12 @@ def _scaling(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     words = ", ".join(f"{row.line} on {row.world_size:.0f}: {format_number(row.speedup)}" for row in speed.itertuples())
     subtitle = f"The global batch stays the same. Dashed: the throughput of {base} times the ranks."
     words = f"as multiples of {base} on {fewest}: {words}"
-    return canvas.finish(figure, "Speed by number of ranks", workload, subtitle, words, canvas.confounds_of(runs))
+    return canvas.finish(figure, "Speed by number of ranks", workload, subtitle, words, canvas.find_confounds(runs))
 
 
 RANKS = Question(
     "ranks", "What do more ranks bring?", _ranks_answer,
-    nothing="No workload here ran both on one device and on several ranks.",
+    no_data="No workload here ran both on one device and on several ranks.",
     tables={"single_vs_multi": single_vs_multi_table}, figures={"scaling": scaling}, notebook="single_vs_multi",
 )  # fmt: skip
 
@@ -161,7 +161,8 @@ def _nodes_answer(records: Records) -> Answer | None:
         sentence = "Nothing here was timed on several machines: virtual ranks measure memory and communication only."
         return Answer(sentence, table, ("A virtual job has machines of eight ranks.", _ACROSS, _PLANNED))
     efficiencies = [
-        f"{span(group['efficiency'], percent)} of the ideal with {names(sorted(group['line'].unique()))} ({kind})"
+        f"{span_text(group['efficiency'], percent)} of the ideal with {format_names(sorted(group['line'].unique()))}"
+        f" ({kind})"
         for kind in (STRONG, WEAK)
         if len(group := timed[timed["scaling"] == kind])
     ]
@@ -227,14 +228,14 @@ def _node_lines(subject: str, rows: pd.DataFrame) -> canvas.Drawing:
 
 NODES = Question(
     "nodes", "What do more machines bring?", _nodes_answer,
-    nothing="Nothing here ran on one machine and, otherwise alike, on several.", tables={"nodes": nodes_table},
+    no_data="Nothing here ran on one machine and, otherwise alike, on several.", tables={"nodes": nodes_table},
     figures={"nodes": efficiency}, notebook="scaling",
 )  # fmt: skip
 
 
 def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     """Return the answer for the subject with most strategies; the details have the others."""
-    speed = speed_beside_baseline(real(records).runs, column)
+    speed = format_speed_ratio(real_runs(records).runs, column)
     if speed.empty:
         return None
     subject = speed["subject"].iloc[0]
@@ -279,15 +280,15 @@ def batch_size_table(records: Records) -> pd.DataFrame:
         return {
             "Global batch": batch,
             "Accumulation": arm.value("gradient_accumulation_steps"),
-            "Tokens/s per device": arm.middle("tokens_per_s_per_device").center,
-            "Throughput, x baseline": arm.against("tokens_per_s_per_device"),
+            "Tokens/s per device": arm.geometric_mean("tokens_per_s_per_device").center,
+            "Throughput, x baseline": arm.format_baseline_ratio("tokens_per_s_per_device"),
             "Step time, ms": 1e3 * step_s(arm),
             "Ring bytes (NCCL) per token, KiB":
                 NAN if batch is None else 1024 * sent_mib(arm) / (batch * arm.value("seq_length")),
             "Peak memory, GiB": arm.peak_gib[0],
         }  # fmt: skip
 
-    return table_of(group_by_strategy(runs_with_several(real(records).runs, "global_batch_size")), figures)
+    return arm_table(group_by_strategy(runs_with_several(real_runs(records).runs, "global_batch_size")), figures)
 
 
 def model_size_table(records: Records) -> pd.DataFrame:
@@ -300,10 +301,10 @@ def model_size_table(records: Records) -> pd.DataFrame:
             "State per rank, MiB": arm.state_mib(),
             "Peak memory, GiB": arm.peak_gib[0],
             "Step time, ms": 1e3 * step_s(arm),
-            "Time, x baseline": arm.against("step_time_s_median"),
+            "Time, x baseline": arm.format_baseline_ratio("step_time_s_median"),
         }
 
-    table = table_of(group_by_strategy(runs_with_several(real(records).runs, "model_name_or_path")), figures)
+    table = arm_table(group_by_strategy(runs_with_several(real_runs(records).runs, "model_name_or_path")), figures)
     order = "Parameters, millions"
     return table.sort_values(order, kind="stable", ignore_index=True) if order in table else table
 
@@ -320,20 +321,20 @@ def model_size(records: Records) -> list[canvas.Drawing]:
 
 
 def _by_subject(records: Records, name: str, column: str, title: str, xlabel: str) -> list[canvas.Drawing]:
-    subjects = list(speed_beside_baseline(canvas.finished(records), column).groupby("subject", sort=False))
-    return canvas.drawings(name, subjects[: canvas.MOST_WORKLOADS], functools.partial(_speed_lines, title, xlabel))
+    subjects = list(format_speed_ratio(canvas.finished(records), column).groupby("subject", sort=False))
+    return canvas.drawings(name, subjects[: canvas.MAX_WORKLOADS], functools.partial(_speed_lines, title, xlabel))
 
 
 def _speed_lines(title: str, xlabel: str, subject: str, relative: pd.DataFrame) -> canvas.Drawing:
     baseline = " or ".join(sorted(relative["baseline"].unique()))
-    notes = canvas.confounds_of(relative, "note")
+    notes = canvas.find_confounds(relative, "note")
     figure, (axes,) = canvas.sheet(3.9)
     axes.axhline(100, **canvas.GUIDE)
     lines, words = [], []
     for arm, line in relative.groupby("arm"):
         line = line.sort_values("place")
         x, y = line["place"].tolist(), line["percent"].tolist()
-        label = canvas.label_of(str(arm), notes)
+        label = canvas.format_label(str(arm), notes)
         lines.append(canvas.StrategyLine(label, line["strategy"].iloc[0], x, y, line["points"].tolist()))
         speeds = (f"{format_number(speed)} % at {format_number(place)}" for place, speed in zip(x, y, strict=True))
         words.append(f"{arm} {', '.join(speeds)}")
@@ -347,12 +348,12 @@ def _speed_lines(title: str, xlabel: str, subject: str, relative: pd.DataFrame) 
 BATCH_SIZE = Question(
     "batch_size", "Does a larger batch reduce the cost of communication?",
     functools.partial(_speed_answer, "global_batch_size", "batch {:g}"),
-    nothing="No workload here ran with more than one global batch.", tables={"batch_size": batch_size_table},
+    no_data="No workload here ran with more than one global batch.", tables={"batch_size": batch_size_table},
     figures={"batch_size": batch_size}, first_figure="batch_size", notebook="batch_size",
 )  # fmt: skip
 MODEL_SIZE = Question(
     "model_size", "Does ZeRO cost more on a larger model?",
     functools.partial(_speed_answer, "model_name_or_path", "{:.3g} M parameters"),
-    nothing="No task here was run with more than one model.", tables={"model_size": model_size_table},
+    no_data="No task here was run with more than one model.", tables={"model_size": model_size_table},
     figures={"model_size": model_size}, first_figure="model_size", notebook="model_size",
 )  # fmt: skip

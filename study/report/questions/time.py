@@ -15,31 +15,31 @@ import pandas as pd
 
 from study.config.text import NOT_MEASURED, format_number, percent
 from study.predictor.hardware import peak_flops
-from study.records.frames import Records, real
+from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
 from study.records.statistics import (
+    MIN_SAMPLE,
     NOT_SIGNIFICANT,
     SHOWN_BELOW,
-    SMALLEST_SAMPLE,
     differences,
+    estimate_noise,
     geometric_mean,
-    middle,
-    noise,
+    geometric_mean_interval,
     seeds_needed,
 )
-from study.records.strategy_runs import NAN, Row, StrategyRuns, fast_memory, frame, group_by_strategy, has_no_gpu
+from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
 from study.report import canvas
-from study.report.document import Answer, Question, names, span, times_text
-from study.report.questions.comparing import (
+from study.report.document import Answer, Question, format_names, span_text, times_text
+from study.report.questions.comparison import (
     Columns,
     Comparison,
+    arm_notes,
+    arm_table,
     compare_with_reference,
     noise_note,
     noise_notes,
-    notes_on,
     real_arms,
     side_by_side,
-    table_of,
     without_offload,
     workloads,
 )
@@ -82,7 +82,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
     times = Comparison(by_workload, STEP, lambda arm: arm.baseline)
 
     def figures(arm: StrategyRuns) -> Row:
-        runs, difference = arm.ended, times.of(arm)
+        runs, difference = arm.ok_runs, times.of(arm)
         words = "no run to pair with" if difference is None else difference.words
         if arm.baseline is None or arm.is_baseline:
             words = arm.role if arm.is_baseline else "no baseline"
@@ -92,11 +92,11 @@ def runtime_table(records: Records) -> pd.DataFrame:
         steps_per_s = runs["tokens_per_s"] / (runs["global_batch_size"] * runs["seq_length"]).astype(float)
         flops_per_s = runs["model_flops_per_step"] * steps_per_s / runs["world_size"].astype(float)
         return {
-            "Step time, ms": arm.middle(STEP).text(1, 1e3),
+            "Step time, ms": arm.geometric_mean(STEP).text(1, 1e3),
             "p10, ms": 1e3 * arm.median("step_time_s_p10"),
             "p90, ms": 1e3 * arm.median("step_time_s_p90"),
-            "Tokens/s": arm.middle("tokens_per_s").center,
-            "Tokens/s per device": arm.middle("tokens_per_s_per_device").center,
+            "Tokens/s": arm.geometric_mean("tokens_per_s").center,
+            "Tokens/s per device": arm.geometric_mean("tokens_per_s_per_device").center,
             "Samples/s": (runs["tokens_per_s"] / runs["seq_length"].astype(float)).median(),
             "Start-up, s": arm.median("startup_s"),
             "Run, s": arm.median("runtime_s"),
@@ -104,15 +104,15 @@ def runtime_table(records: Records) -> pd.DataFrame:
             "Model FLOP utilization": arm.median("mfu"),
             "Of the measured matmul rate": (flops_per_s / (1e12 * runs["matmul_tflops"])).median(),
             "Energy of the GPUs over counted steps, J": arm.median("energy_j"),
-            "Time, x baseline": arm.against(STEP),
+            "Time, x baseline": arm.format_baseline_ratio(STEP),
             "In words": words,
         }
 
-    return table_of((arm for arms in by_workload.values() for arm in arms), figures)
+    return arm_table((arm for arms in by_workload.values() for arm in arms), figures)
 
 
 # Single steps drawn per row; more would merge into a bar.
-_MOST_DOTS = 120
+_MAX_DOTS = 120
 
 
 def step_time(records: Records) -> list[canvas.Drawing]:
@@ -122,7 +122,7 @@ def step_time(records: Records) -> list[canvas.Drawing]:
 
 
 def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing:
-    arms, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
+    arms, notes = canvas.arm_strategies(runs), canvas.find_confounds(runs)
     figures = runs.groupby("arm")[[STEP, "step_time_s_p10", "step_time_s_p90"]].agg(geometric_mean) * 1e3
     single_steps = steps[steps["run"].isin(runs["run"])].merge(runs[["run", "arm"]], on="run")
     end = float(figures["step_time_s_p90"].max()) * 1.25
@@ -130,9 +130,9 @@ def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas
     figure, (axes,) = canvas.sheet_of_rows(len(arms))
     wobble = np.random.default_rng(0)
     for row, (arm, strategy) in enumerate(arms.items()):
-        style = canvas.style_of(strategy)
+        style = canvas.find_style(strategy)
         times = single_steps.loc[single_steps["arm"] == arm, "step_time_s"].dropna().to_numpy() * 1e3
-        times = times[:: max(len(times) // _MOST_DOTS, 1)]
+        times = times[:: max(len(times) // _MAX_DOTS, 1)]
         axes.scatter(times, row + wobble.uniform(-0.26, 0.26, len(times)), s=7, color=style.colour, alpha=0.25,
                      linewidth=0)  # fmt: skip
         median, low, high = figures.loc[arm]
@@ -163,9 +163,9 @@ def frontier(records: Records) -> list[canvas.Drawing]:
 def _frontier(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
     on_device = runs["peak_memory_gib_allocated"].notna().any()
     memory = "peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"
-    arms, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
+    arms, notes = canvas.arm_strategies(runs), canvas.find_confounds(runs)
     # As in the tables, repeats of a seed count as one seed.
-    speeds = pd.Series({arm: middle(runs, "tokens_per_s", arm).center for arm in arms})
+    speeds = pd.Series({arm: geometric_mean_interval(runs, "tokens_per_s", arm).center for arm in arms})
     points = pd.DataFrame({memory: runs.groupby("arm")[memory].median(), "tokens_per_s": speeds}).dropna()
     if len(points) < 2:
         return None
@@ -189,7 +189,7 @@ def _frontier(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
 
 
 TIME = Question(
-    "time", "How long does a step take?", _time_answer, nothing="No successful run here has timed steps.",
+    "time", "How long does a step take?", _time_answer, no_data="No successful run here has timed steps.",
     tables={"runtime": runtime_table}, figures={"step_time": step_time, "frontier": frontier}, notebook="runtime",
 )  # fmt: skip
 
@@ -211,8 +211,8 @@ Profiled = tuple[StrategyRuns, dict[str, Any]]
 
 def _profiled_arms(records: Records) -> Iterator[Profiled]:
     """Yield each profiled strategy with the profile of its first run that has one: profiles are not averaged."""
-    for arm in group_by_strategy(real(records).runs):
-        profiled = arm.ended["profile"].dropna()
+    for arm in group_by_strategy(real_runs(records).runs):
+        profiled = arm.ok_runs["profile"].dropna()
         if len(profiled):
             yield arm, json.loads(profiled.iloc[0])
 
@@ -233,7 +233,7 @@ def _profile_answer(records: Records) -> Answer | None:
         return None
     columns = ["Matrix products and attention", "Idle"]
     table = pd.DataFrame(rows, columns=["Workload", "Strategy", "Step, ms", *columns])
-    products, idle = (span(table[column], percent) for column in columns)
+    products, idle = (span_text(table[column], percent) for column in columns)
     table[columns] = table[columns].map(percent)
     sentence = f"Matrix products and attention take {products} of a step; {idle} of it is idle."
     return Answer(sentence, table, ("Profiled steps are slower, and excluded from all other times here.",))
@@ -245,8 +245,8 @@ def step_profile_table(records: Records) -> pd.DataFrame:
     def figures(arm: StrategyRuns, profile: dict[str, Any]) -> Row:
         seconds = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
         # With gradient checkpointing, that time includes recomputation, which is not counted in the model's FLOPs.
-        has_rate = seconds and not arm.ended["gradient_checkpointing"].any()
-        rate = arm.median("model_flops_per_step") / arm.ended["world_size"].iloc[0] / seconds if has_rate else NAN
+        has_rate = seconds and not arm.ok_runs["gradient_checkpointing"].any()
+        rate = arm.median("model_flops_per_step") / arm.ok_runs["world_size"].iloc[0] / seconds if has_rate else NAN
         devices = json.loads(arm.value("devices") or "[]") if profile["device"] == "cuda" else []
         peak = peak_flops(devices[0], arm.value("precision")) if devices else None
         return {
@@ -260,7 +260,7 @@ def step_profile_table(records: Records) -> pd.DataFrame:
             "Of the device's peak": rate / peak if peak else NAN,
         }
 
-    return frame(arm.row(figures(arm, profile)) for arm, profile in _profiled_arms(records))
+    return to_table(arm.row(figures(arm, profile)) for arm, profile in _profiled_arms(records))
 
 
 def kernels_table(records: Records) -> pd.DataFrame:
@@ -275,7 +275,7 @@ def kernels_table(records: Records) -> pd.DataFrame:
         for arm, profile in _profiled_arms(records)
         for entry in profile["top"]
     ]  # fmt: skip
-    return frame(rows)
+    return to_table(rows)
 
 
 def step_profile(records: Records) -> list[canvas.Drawing]:
@@ -283,13 +283,13 @@ def step_profile(records: Records) -> list[canvas.Drawing]:
     profiled: dict[str, dict[str, Profiled]] = {}
     for arm, profile in _profiled_arms(records):
         profiled.setdefault(arm.workload, {})[arm.name] = (arm, profile)
-    return canvas.drawings("step_profile", sorted(profiled.items())[: canvas.MOST_WORKLOADS], _step_profile)
+    return canvas.drawings("step_profile", sorted(profiled.items())[: canvas.MAX_WORKLOADS], _step_profile)
 
 
 def _step_profile(workload: str, profiled: dict[str, Profiled]) -> canvas.Drawing:
     runs = next(iter(profiled.values()))[0].workload_runs
-    arms = [arm for arm in canvas.arms_of(runs) if arm in profiled]
-    notes = {arm: note for arm, note in canvas.confounds_of(runs).items() if arm in profiled}
+    arms = [arm for arm in canvas.arm_strategies(runs) if arm in profiled]
+    notes = {arm: note for arm, note in canvas.find_confounds(runs).items() if arm in profiled}
     profiles = pd.DataFrame([profiled[arm][1] for arm in arms], index=arms)
     parts = pd.DataFrame([_parts_ms(profiled[arm][1]) for arm in arms], index=arms)
     wall = 1e3 * profiles["wall_s_per_step"]
@@ -314,14 +314,14 @@ def _step_profile(workload: str, profiled: dict[str, Profiled]) -> canvas.Drawin
 
 PROFILE = Question(
     "profile", "Where does the time of a step go?", _profile_answer,
-    nothing="No run here was profiled: --profile_steps does that.",
+    no_data="No run here was profiled: --profile_steps does that.",
     tables={"step_profile": step_profile_table, "profile": kernels_table}, figures={"step_profile": step_profile},
     first_figure="step_profile", notebook="runtime",
 )  # fmt: skip
 
 
 def _advice_answer(records: Records) -> Answer | None:
-    runs = real(records).runs
+    runs = real_runs(records).runs
     # Profiling slows a run down, so profiled runs are excluded.
     by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
     rows, best, unjudged = [], [], []
@@ -329,12 +329,12 @@ def _advice_answer(records: Records) -> Answer | None:
         timed = [arm for arm in strategies if arm.is_fair() and not math.isnan(step_s(arm))]
         if not timed:
             continue
-        judged = [arm for arm in timed if arm.middle(STEP).n >= SMALLEST_SAMPLE]
+        judged = [arm for arm in timed if arm.geometric_mean(STEP).n >= MIN_SAMPLE]
         fastest = _fastest(judged) if len(judged) > 1 else []
         if fastest:
             best.append(fastest)
             unjudged += [arm.name for arm in timed if arm not in judged]
-        places = fast_memory(timed[0].workload_runs)
+        places = scarce_memory(timed[0].workload_runs)
         states = [(size, arm.name) for arm in timed if not math.isnan(size := arm.state_mib(places))]
         least = min(states, default=(0.0, ""))[0]
         # State is counted on tensors, not sampled: one run is enough.
@@ -351,11 +351,11 @@ def _advice_answer(records: Records) -> Answer | None:
     arms = [arm for strategies in by_workload.values() for arm in strategies]
     notes = ["For this model, batch and length only: for a model that does not fit, the order may be reversed."]
     if unjudged:
-        notes.append(f"Fewer than three seeds, so not judged: {names(unjudged)}.")
+        notes.append(f"Fewer than three seeds, so not judged: {format_names(unjudged)}.")
     if any(has_no_gpu(arm.workload_runs) for arm in arms):
         notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
     table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged))
-    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *notes_on(arms)))
+    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *arm_notes(arms)))
 
 
 def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool) -> str:
@@ -369,7 +369,7 @@ def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_un
     if all(list(fastest) == everywhere[:1] for fastest in best):
         return f"{scope}`{everywhere[0]}` is the fastest{extent}."
     nothing = "none" if has_unjudged else "Nothing"
-    return f"{scope}{nothing} is significantly faster than {names(everywhere)}{extent}."
+    return f"{scope}{nothing} is significantly faster than {format_names(everywhere)}{extent}."
 
 
 def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
@@ -385,12 +385,12 @@ def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
 
 def _seeds(runs: pd.DataFrame) -> str:
     """Return the seeds for 80 % power if these two strategies are the only ones; each further pair needs more."""
-    estimate = noise(runs, STEP)
-    needed = None if estimate is None else seeds_needed(math.log(1.05), estimate.share * math.sqrt(2))
+    estimate = estimate_noise(runs, STEP)
+    needed = None if estimate is None else seeds_needed(math.log(1.05), estimate.log_sd * math.sqrt(2))
     return "not known" if estimate is None else f"{needed}" if needed else "over ten thousand"
 
 
 ADVICE = Question(
     "advice", "Which configuration should I use on this machine?", _advice_answer,
-    nothing="There is no recommendation: no timed run succeeded.", tables={},
+    no_data="There is no recommendation: no timed run succeeded.", tables={},
 )  # fmt: skip

@@ -12,32 +12,32 @@ import pandas as pd
 from matplotlib.lines import Line2D
 
 from study.config.text import format_number
-from study.predictor.state import papers_state_bytes, papers_traffic
-from study.records.frames import Records, virtual
+from study.predictor.state import paper_state_bytes, paper_traffic
+from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.report import canvas
-from study.report.document import Answer, Question, change_text, span
-from study.virtual.records import (
+from study.report.document import Answer, Question, change_text, span_text
+from study.virtual.summaries import (
     AS_SHIPPED,
     BOOKKEEPING,
     GB,
     STAGES,
     Summary,
     buffer_bytes,
-    changes,
+    extrapolate_from_depths,
+    figure_or_nan,
+    full_depth_summary,
     groups,
-    known,
-    line_over,
-    made_by,
+    kind_bytes,
+    provenance_columns,
     rank_state_bytes,
+    read_ring_bytes,
     relative_ring_bytes,
-    ring_bytes_of,
-    setting_of,
+    setting_pairs,
+    setting_text,
     shares,
-    state_bytes_of,
     summaries,
     table1_rows,
-    whole,
 )
 
 _NEAR = 0.01
@@ -59,7 +59,7 @@ def _table1_answer(records: Records) -> Answer | None:
     if not paper_models:
         return Answer(sentence, _by_strategy(rows), (coverage,))
     notes = ["GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation.", coverage]
-    excess, persistent = rank_state_bytes(worst) - worst["paper_bytes"], known(worst, "kept_whole_bytes")
+    excess, persistent = rank_state_bytes(worst) - worst["paper_bytes"], figure_or_nan(worst, "kept_whole_bytes")
     if excess > 0 and persistent > 0:
         notes.append(
             f"The worst case has {excess / 1e6:.2f} MB more than by the formula, with {persistent / 1e6:.2f} MB of"
@@ -79,7 +79,7 @@ def _difference(row: Summary) -> float:
 def _in_the_papers_precision(records: Records) -> list[Summary]:
     """Return the other models as shipped, with the paper's formula for their parameters: few settings change state."""
     return [
-        row | {"paper_bytes": papers_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
+        row | {"paper_bytes": paper_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
         for row in summaries(records)
         if row["strategy"] in STAGES and row["precision"] == "bf16-engine" and row["setting"] == AS_SHIPPED
         and not math.isnan(rank_state_bytes(row))
@@ -118,10 +118,10 @@ def table1_table(records: Records) -> pd.DataFrame:
             "Difference": f"{_difference(row):+.2%}",
             "Parameters, B": row["model_parameters"] / GB,
             "Bytes per parameter here": rank_state_bytes(row) / row["model_parameters"],
-            "Bytes per parameter, paper": papers_state_bytes(1, row["stage"], row["world_size"]),
+            "Bytes per parameter, paper": paper_state_bytes(1, row["stage"], row["world_size"]),
             "Buffers, not state, GB": buffer_bytes(row) / GB,
-            "Of it persistent parameters, GB": known(row, "kept_whole_bytes") / GB,
-            **made_by(row),
+            "Of it persistent parameters, GB": figure_or_nan(row, "kept_whole_bytes") / GB,
+            **provenance_columns(row),
         }
         for row in table1_rows(records)
     )  # fmt: skip
@@ -140,7 +140,7 @@ def _curves(model: str, rows: Sequence[Summary]) -> canvas.Drawing:
     figure, (axes,) = canvas.sheet(3.4)
     strategies = {row["strategy"]: row["strategy"] for row in rows}
     for strategy in strategies:
-        style = canvas.style_of(strategy)
+        style = canvas.find_style(strategy)
         points = sorted((row for row in rows if row["strategy"] == strategy), key=lambda row: row["world_size"])
         paper = [row["paper_bytes"] / GB for row in points]
         axes.plot([row["world_size"] for row in points], paper, linewidth=1.2, **style.line | {"marker": ""})
@@ -172,7 +172,7 @@ def _curves(model: str, rows: Sequence[Summary]) -> canvas.Drawing:
 
 TABLE1 = Question(
     "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", _table1_answer,
-    nothing="No virtual run here is of a ZeRO stage in the paper's mixed precision.", tables={"table1": table1_table},
+    no_data="No virtual run here is of a ZeRO stage in the paper's mixed precision.", tables={"table1": table1_table},
     figures={"table1": table1}, notebook="virtual_cluster",
 )  # fmt: skip
 
@@ -183,19 +183,19 @@ _X_PAPER, _X_WEIGHTS = "Ring bytes (NCCL), x paper", "Ring bytes (NCCL), x weigh
 
 
 def _sent_x_paper(row: Summary) -> float:
-    paper = papers_traffic(row["stage"], row["world_size"])
+    paper = paper_traffic(row["stage"], row["world_size"])
     return relative_ring_bytes(row) / paper if paper else math.nan
 
 
 _FIGURES: dict[str, Callable[[Summary], float]] = {
     _X_PAPER: _sent_x_paper,
     _X_WEIGHTS: relative_ring_bytes,
-    "Calls": lambda row: known(row, "comm_calls_per_step"),
+    "Calls": lambda row: figure_or_nan(row, "comm_calls_per_step"),
     "State, GB": lambda row: rank_state_bytes(row) / GB,
-    "Params, GB": lambda row: state_bytes_of(row, "params") / GB,
-    "Grads, GB": lambda row: state_bytes_of(row, "grads") / GB,
-    "Optimizer, GB": lambda row: state_bytes_of(row, "optimizer") / GB,
-    "Gradients in the bucket, GB": lambda row: known(row, "grads_in_bucket_bytes") / GB,
+    "Params, GB": lambda row: kind_bytes(row, "params") / GB,
+    "Grads, GB": lambda row: kind_bytes(row, "grads") / GB,
+    "Optimizer, GB": lambda row: kind_bytes(row, "optimizer") / GB,
+    "Gradients in the bucket, GB": lambda row: figure_or_nan(row, "grads_in_bucket_bytes") / GB,
     "Buffers, GB": lambda row: buffer_bytes(row) / GB,
 }
 # Figures of a row that merges all cases of a setting, and of a row per case.
@@ -211,14 +211,14 @@ def _settings_answer(records: Records) -> Answer | None:
     shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
-    ratios = ", ".join(f"{span(ratios, _THREE_DIGITS)} (`{stage}`)" for stage, ratios in shipped.items())
+    ratios = ", ".join(f"{span_text(ratios, _THREE_DIGITS)} (`{stage}`)" for stage, ratios in shipped.items())
     sentence = f"As shipped, the engine sends {ratios} times the paper's traffic, in ring bytes (NCCL)."
     rows: list[dict[str, Any]] = [
-        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: span(ratios, _THREE_DIGITS)}
+        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: span_text(ratios, _THREE_DIGITS)}
         for stage, ratios in shipped.items()
     ]
     changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
-    for before, after in changes(records):
+    for before, after in setting_pairs(records):
         changed[after["strategy"], after["setting"]].append((before, after))
     for (strategy, setting), pairs in changed.items():
         effects = {name: effect for name in _OF_A_SETTING if (effect := _effect(pairs, _FIGURES[name]))}
@@ -234,7 +234,7 @@ def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary]
     figures = [pair for pair in figures if not math.isnan(sum(pair))]
     if not any(abs(after - before) > _NOTABLE * max(abs(before), abs(after)) for before, after in figures):
         return ""
-    return " → ".join(span((pair[place] for pair in figures), _THREE_DIGITS) for place in (0, 1))
+    return " → ".join(span_text((pair[place] for pair in figures), _THREE_DIGITS) for place in (0, 1))
 
 
 def settings_table(records: Records) -> pd.DataFrame:
@@ -243,12 +243,12 @@ def settings_table(records: Records) -> pd.DataFrame:
         {
             **_case(row),
             **{name: _FIGURES[name](row) for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
-            "Persistent parameters, GB": known(row, "kept_whole_bytes") / GB,
+            "Persistent parameters, GB": figure_or_nan(row, "kept_whole_bytes") / GB,
             **{name: _FIGURES[name](row) for name in ("Gradients in the bucket, GB", "Buffers, GB", _X_WEIGHTS)},
-            "Paper, x weights": papers_traffic(row["stage"], row["world_size"]),
+            "Paper, x weights": paper_traffic(row["stage"], row["world_size"]),
             "Payload, x weights": _payloads(row),
             "Calls": _FIGURES["Calls"](row),
-            **made_by(row),
+            **provenance_columns(row),
         }
         for row in summaries(records)
     )
@@ -283,7 +283,7 @@ def setting_effects_table(records: Records) -> pd.DataFrame:
         _case(after)
         | {name: change(_FIGURES[name](before), _FIGURES[name](after)) for name in _OF_A_CASE}
         | {"Collectives before": _payloads(before), "and after": _payloads(after)}
-        for before, after in changes(records)
+        for before, after in setting_pairs(records)
     )
 
 
@@ -311,7 +311,7 @@ def _bars(subject: str, rows: Sequence[Summary]) -> canvas.Drawing:
     ]
     lengths = pd.DataFrame(sizes, index=[_label(row) for row in rows])
     totals = [format_number(total) for total in lengths.sum(axis="columns")]
-    papers = [papers_traffic(row["stage"], row["world_size"]) for row in rows]
+    papers = [paper_traffic(row["stage"], row["world_size"]) for row in rows]
     figure, (axes,) = canvas.sheet_of_rows(len(rows), 0.34)
     xlabel = "multiples of the weights per rank and step"
     canvas.bars(axes, lengths, canvas.TRAFFIC, totals, xlabel, {}, marks=papers, margin=0.12)
@@ -334,14 +334,14 @@ def _label(row: Summary) -> str:
 
 SETTINGS = Question(
     "settings", "Where does the engine differ from the paper, and by which setting?", _settings_answer,
-    nothing="No virtual run here is of a ZeRO stage as shipped, with its traffic.",
+    no_data="No virtual run here is of a ZeRO stage as shipped, with its traffic.",
     tables={"settings": settings_table, "setting_effects": setting_effects_table}, figures={"settings": settings},
     notebook="virtual_cluster",
 )  # fmt: skip
 
 
 def _layers_answer(records: Records) -> Answer | None:
-    runs = virtual(records).runs
+    runs = virtual_runs(records).runs
     if runs.empty:
         return None
     cases = summaries(records)
@@ -378,7 +378,7 @@ def lines_table(records: Records) -> pd.DataFrame:
     """Compare extrapolated models with completely measured ones, for the cases that have both."""
     rows = []
     for depths in groups(records):
-        complete, line = whole(depths), line_over(depths)
+        complete, line = full_depth_summary(depths), extrapolate_from_depths(depths)
         if complete is not None and line is not None:
             traffic = relative_ring_bytes(line) / relative_ring_bytes(complete) - 1
             rows.append({
@@ -398,19 +398,19 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
             "Model": run["model_name_or_path"],
             "Precision": run["engine_precision"],
             "Rank": f"{run['virtual_rank']} of {run['world_size']}" if pd.notna(run["virtual_rank"]) else "",
-            "Setting": setting_of(run) if isinstance(run["engine_override"], str) else "",
+            "Setting": setting_text(run) if isinstance(run["engine_override"], str) else "",
             "State, GB": sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) / GB,
-            "Ring bytes (NCCL) per step, GB": ring_bytes_of(run["collectives"]) / GB,
+            "Ring bytes (NCCL) per step, GB": read_ring_bytes(run["collectives"]) / GB,
             "Host peak, GiB": run["host_peak_rss_gib"],
             "Run, s": run["runtime_s"],
             "Outcome": f"{run['status_state']}: {run['status_reason']}" if run["status_state"] != "ok" else "ok",
         }
-        for run in virtual(records).runs.to_dict("records")
+        for run in virtual_runs(records).runs.to_dict("records")
     )
 
 
 LAYERS = Question(
     "layers", "How were these virtual ranks measured, and what do they not show?", _layers_answer,
-    nothing="No run here is virtual.",
+    no_data="No run here is virtual.",
     tables={"lines_beside_whole_models": lines_table, "virtual_runs": virtual_runs_table}, notebook="virtual_cluster",
 )  # fmt: skip

@@ -39,9 +39,9 @@ from study.report.document import (
     page_markdown,
 )
 from study.report.questions import QUESTIONS, answers
-from study.report.questions.runs import Resting
+from study.report.questions.runs import DependentClaim
 from study.report.questions.time import noise_fact
-from study.report.site.place import FIGURES, LIST, check_place, put_in_place
+from study.report.site.publishing import FIGURES, LIST, check_place, publish_report
 
 START_LIMIT_S = 120
 _ERROR_TAG = "papermill-error-cell-tag"
@@ -99,7 +99,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
 
 def _place(output: Path, index: int | None = None) -> str:
     """Return number, name and first line of the failed cell: papermill's index, else the last cell that started."""
-    cells = _own_cells(nbformat.read(output, as_version=4))
+    cells = _notebook_cells(nbformat.read(output, as_version=4))
     if index is None:
         started = [place for place, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
         index = started[-1] if started else 0
@@ -108,7 +108,7 @@ def _place(output: Path, index: int | None = None) -> str:
     return f"cell {index + 1} ({cell.id}, `{first_line[:80]}`)"
 
 
-def _own_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+def _notebook_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """Return the cells without the two that papermill puts before a failed one."""
     return [cell for cell in notebook.cells if _ERROR_TAG not in cell.metadata.get("tags", [])]
 
@@ -117,7 +117,7 @@ def _settle(output: Path) -> None:
     """Remove times, paths and random ids, so that the same records give the same notebook."""
     notebook = nbformat.read(output, as_version=4)
     notebook.metadata.pop("papermill", None)
-    notebook.cells = _own_cells(notebook)
+    notebook.cells = _notebook_cells(notebook)
     for cell in notebook.cells:
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
@@ -135,7 +135,7 @@ Drawn = Mapping[Question, Mapping[str, Sequence[Drawing]]]
 
 
 def build(
-    records: Records, suite: str, output: Path, *, resting: Sequence[Resting] = (), notebooks: Path = NOTEBOOKS,
+    records: Records, suite: str, output: Path, *, claims: Sequence[DependentClaim] = (), notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
 ) -> dict[str, str]:  # fmt: skip
     """Build the report in a folder next to `output` and move it there; return the reason of each failed notebook.
@@ -144,7 +144,7 @@ def build(
     """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
-    answered = answers(records, resting)
+    answered = answers(records, claims)
     names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     try:
         check_place(output, _wanted(names))
@@ -158,7 +158,7 @@ def build(
         write_parquet(records, folder)
         failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
         _write_pages(records, suite, folder, answered, failures, [*facts, *_facts(records)])
-        put_in_place(folder, output)
+        publish_report(folder, output)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -202,7 +202,7 @@ def _write_pages(
         heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
     pages = {"index": suite, **{name: title for name, (title, _) in heads.items()}}
     cards = [_card(question, answer, drawn, records) for question, answer in answered.items()]
-    unanswered = [f"{question.title} {question.nothing}" for question in QUESTIONS if question not in answered]
+    unanswered = [f"{question.title} {question.no_data}" for question in QUESTIONS if question not in answered]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
     lists = [
         PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.config.errors import UserError, extra
+from study.config.errors import UserError, require_extra
 from study.config.strategies import REPOSITORY
-from study.host.box import this_box
 from study.host.folders import folder_argument
-from study.records.outcome import Terminated, raising_on
+from study.host.machine import detect_machine
+from study.records.outcome import Terminated, raise_on_signals
 from study.sweep.plan import Plan, plan_suite
 from study.sweep.search import cell_states
 from study.sweep.suite_file import find_suite, read_suite
 
 if TYPE_CHECKING:
     from study.records.frames import Records
-    from study.report.questions.runs import Resting
+    from study.report.questions.runs import DependentClaim
 
 RUNS_PATH = "runs.parquet"
 REPORTS = "reports"
@@ -45,16 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Sequence[Resting]]) -> int:
-    """Build the report; `resting` returns the published claims that depend on a report's records, given its folder."""
-    with extra("report"):
+def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[DependentClaim]]) -> int:
+    """Build the report; `claims` returns the published claims that depend on a report's records, given its folder."""
+    with require_extra("report"):
         from study.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.site.build import build
-        from study.sweep.tables import remaining_of
+        from study.sweep.tables import slice_progress
     runs_dir: Path = options.runs_dir or Path("runs")
     name, plan = name_and_plan(options.suite, runs_dir)
     output = options.output or Path(REPORTS) / name
-    remaining = remaining_of(plan) if plan else ()
+    remaining = slice_progress(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
     report_folder = _folder_of_parquet(name, output)
     has_runs = any(next(root.glob("**/status.json"), None) is not None for root in roots)
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
                 raise UserError(
                     f"{missing}: the report has their only records", "name another --output, or add --drop_missing"
                 )
-            say(f"notice: {missing}: dropped")
+            print_line(f"notice: {missing}: dropped")
     else:
         parquet = Path(REPORTS) / name / RUNS_PATH
         raise UserError(
@@ -79,17 +79,17 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
         )
     facts = _facts_of_suite(options.suite, runs_dir) if has_runs and not plan else []
     for fact in facts:
-        say(f"notice: {fact}")
+        print_line(f"notice: {fact}")
     # SIGTERM, which `timeout` sends, leaves no partial report.
-    with raising_on(Terminated(), signal.SIGTERM):
-        failures = build(records, name, output, resting=resting(records, name, output), say=say, facts=facts)
+    with raise_on_signals(Terminated(), signal.SIGTERM):
+        failures = build(records, name, output, claims=claims(records, name, output), say=print_line, facts=facts)
     if records.refused:
-        say(f"{len(records.refused)} records excluded; the report lists them with the reasons")
+        print_line(f"{len(records.refused)} records excluded; the report lists them with the reasons")
     print(output / "index.html")
     return 1 if failures else 0
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line to stderr."""
     print(line, file=sys.stderr)
 
@@ -105,13 +105,13 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
         if Path(suite).name == suite != ".." and any((folder / suite).is_dir() for folder in (runs_dir, Path(REPORTS))):
             return suite, None
         raise
-    return read.name, plan_suite(suite, this_box(), runs_dir) if read.slices else None
+    return read.name, plan_suite(suite, detect_machine(), runs_dir) if read.slices else None
 
 
 def _facts_of_suite(suite: str, runs_dir: Path) -> list[str]:
     """Return how many runs of a suite have not begun, if only some have, and the runs that no cell of it planned."""
     try:
-        parts = plan_suite(suite, this_box(), runs_dir).slices
+        parts = plan_suite(suite, detect_machine(), runs_dir).slices
     except UserError:
         return []
     states = [record.state for part in parts for _, record in cell_states(part.cells, part.root)]

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import UserError, refusal_from_json
-from study.records.outcome import Ending
+from study.records.outcome import Outcome
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -29,13 +29,13 @@ _POLL_S = 0.1
 _CONNECT_S = 20
 # Delay of the line that names the missing ranks, which may still download weights.
 _SILENCE_S = 30.0
-SECONDS_FOR_OTHER_MACHINES_TO_HEAR = 8
+REFUSAL_ACK_TIMEOUT_S = 8
 # Flags that may differ between the machines of one run; environment.json's entries for each machine.
 _OF_EACH_MACHINE = {"output_dir", "overwrite_output_dir", "nvme_path", "resume_from_checkpoint"}
-OF_A_MACHINE = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devices", "driver")
+MACHINE_FIELDS = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devices", "driver")
 
 
-def count() -> int:
+def machine_count() -> int:
     """Return the number of machines of this launch."""
     groups = os.environ.get("GROUP_WORLD_SIZE", "1")
     # If the ranks create the store themselves, there is none before init_process_group.
@@ -63,7 +63,7 @@ def _connected_store() -> Store | None:
 
 def publish_refusal(refusal: UserError) -> None:
     """Publish a refusal to the ranks on other machines, which read it in the rendezvous; only the first is stored."""
-    if count() == 1:
+    if machine_count() == 1:
         return
     with contextlib.suppress(RuntimeError):
         rank, machine = int(os.environ["RANK"]), os.environ.get("GROUP_RANK")
@@ -73,17 +73,17 @@ def publish_refusal(refusal: UserError) -> None:
             _store().add("heard", 1)
 
 
-def wait_until_heard() -> None:
+def wait_for_acknowledgements() -> None:
     """Wait on the main process until every machine has read the refusal: the store ends with its launcher."""
-    if count() == 1 or os.environ["RANK"] != "0":
+    if machine_count() == 1 or os.environ["RANK"] != "0":
         return
-    deadline = time.monotonic() + SECONDS_FOR_OTHER_MACHINES_TO_HEAR
+    deadline = time.monotonic() + REFUSAL_ACK_TIMEOUT_S
     with contextlib.suppress(RuntimeError):
-        while _store().add("heard", 0) < count() and time.monotonic() < deadline:
+        while _store().add("heard", 0) < machine_count() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
-def what_must_agree(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, Any]:
+def shared_request_fields(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of this rank's request and environment that must equal the main process's."""
     return {
         **{f"--{key}": value for key, value in run.config.to_dict().items() if key not in _OF_EACH_MACHINE},
@@ -94,22 +94,22 @@ def what_must_agree(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, A
     }  # fmt: skip
 
 
-def meet_others(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str, Any]], print_line: Say) -> list[Any]:
+def sync_as_main(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str, Any]], print_line: Say) -> list[Any]:
     """Return the environments of the other machines once all their ranks are ready. Called on the main process.
 
     The folder is locked after every rank has accepted the request, and the run begins after all have seen the lock.
     """
     ranks = range(1, int(os.environ["WORLD_SIZE"]))
     with _lost_store_as_refusal():
-        _put("main", agreed)
+        _publish("main", agreed)
         ready = _get_all([f"ready {rank}" for rank in ranks], print_line)
-        _put("folder", take_folder())
+        _publish("folder", take_folder())
         _get_all([f"seen {rank}" for rank in ranks], print_line)
-        _put("go", True)
+        _publish("go", True)
     return [machine for machine in ready if machine is not None]
 
 
-def meet_main(
+def sync_with_main(
     agreed: Mapping[str, Any], machine: Mapping[str, Any], look_at_folder: Callable[[Mapping[str, Any]], object]
 ) -> None:
     """Wait for the main process to begin the run; raise UserError if the requests differ. Called on all other ranks.
@@ -128,26 +128,26 @@ def meet_main(
                     "use the same command, files and packages on every machine; ZERO_STUDY_CACHE may name a folder that"
                     " they share",
                 )
-        _put(f"ready {rank}", machine if os.environ.get("LOCAL_RANK") == "0" else None)
+        _publish(f"ready {rank}", machine if os.environ.get("LOCAL_RANK") == "0" else None)
         look_at_folder(*_get_all(["folder"]))
-        _put(f"seen {rank}", True)
+        _publish(f"seen {rank}", True)
         _get_all(["go"])
 
 
-def first_ending(local_ending: Ending) -> Ending:
+def publish_outcome(local_ending: Outcome) -> Outcome:
     """Return the ending of the rank that failed first: the others report only a lost connection."""
-    if count() == 1:
+    if machine_count() == 1:
         return local_ending
     try:
         first = _store().compare_set(
             "ending", "", json.dumps([local_ending.state, local_ending.reason, local_ending.hint])
         )
-        return Ending(*json.loads(first))
+        return Outcome(*json.loads(first))
     except RuntimeError:
         return local_ending
 
 
-def _put(key: str, value: Any) -> None:
+def _publish(key: str, value: Any) -> None:
     _store().set(key, json.dumps(value))
 
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.config.names import (
+from study.config.strategies import DEFAULT_RANKS_PER_NODE, Strategy, parse_group, read_deepspeed_json
+from study.config.strategy_names import (
     SHIPPED,
-    asked_of_deepspeed,
-    asked_of_fsdp,
-    asked_without_engine,
-    mesh_asked,
-    mesh_of,
-    name_of,
+    name_strategy,
+    normalize_deepspeed_config,
+    normalize_fsdp_config,
+    normalize_plain_config,
+    read_mesh_sizes,
+    requested_mesh,
 )
-from study.config.strategies import RANKS_OF_A_MACHINE, Strategy, parse_group, read_deepspeed_json
 
 # What `accelerate launch` exports of the file, and leaves as it finds it where the file does not say it.
 _SAID_BY_THE_FILE = re.compile(
@@ -49,11 +49,11 @@ class Launch:
     virtual: bool = False
 
     def ranks_per_replica(self, config: RunConfig) -> int | None:
-        return self.strategy.overridden(config).ranks_per_replica(self.world_size, self.ranks_per_machine)
+        return self.strategy.with_overrides(config).ranks_per_replica(self.world_size, self.ranks_per_machine)
 
     @property
     def ranks_per_machine(self) -> int:
-        return RANKS_OF_A_MACHINE if self.virtual else self.local_world_size
+        return DEFAULT_RANKS_PER_NODE if self.virtual else self.local_world_size
 
     @property
     def group_index(self) -> int:
@@ -75,7 +75,7 @@ class Launch:
     def command(self, num_processes: int, machines: int = 1) -> str:
         """This very run as a command to paste, with another number of ranks on each machine."""
         # Accelerate does not export which file was launched.
-        file = "YOUR_FILE" if self.strategy.own_settings else self.strategy.name
+        file = "YOUR_FILE" if self.strategy.custom_settings else self.strategy.name
         place = ""
         if machines > 1:
             rank, address, port = (os.environ.get(name) for name in ("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"))
@@ -100,13 +100,13 @@ def virtual_launch(launch: Launch, world_size: int, rank: int) -> Launch:
     return dataclasses.replace(launch, world_size=world_size, rank=rank, virtual=True)
 
 
-def this_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str, str] | None = None) -> Launch:
+def read_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str, str] | None = None) -> Launch:
     """Read the strategy and rank of this process from what `accelerate launch` exported.
 
     `shell` is the environment that the launcher itself was started with; without it nothing is known to be left over.
     """
     if shell is not None:
-        _refuse_what_no_launcher_set(environment, shell)
+        _check_stale_launch_variables(environment, shell)
     world_size = _number(environment, "WORLD_SIZE", default=1, least=1)
     launch = Launch(
         strategy=_launched_strategy(environment, world_size),
@@ -124,7 +124,7 @@ def this_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str,
     return launch
 
 
-def shell_environment() -> dict[str, str]:
+def read_launcher_environment() -> dict[str, str]:
     """Return the environment that the launcher was started with, whatever it set for its children."""
     try:
         entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
@@ -133,7 +133,7 @@ def shell_environment() -> dict[str, str]:
     return dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if entry)
 
 
-def _refuse_what_no_launcher_set(environment: Mapping[str, str], shell: Mapping[str, str]) -> None:
+def _check_stale_launch_variables(environment: Mapping[str, str], shell: Mapping[str, str]) -> None:
     """Left over in a shell, such a variable would let another strategy train than the launched file says."""
     before = shell
     # One for each process that torch's launcher starts.
@@ -170,7 +170,7 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
     )
     if has_megatron:
         raise UserError("the launched Accelerate file has a megatron_lm, which no strategy here has", "leave it out")
-    mesh = mesh_asked(environment) if has_mesh else {}
+    mesh = read_mesh_sizes(environment) if has_mesh else {}
     if has_deepspeed:
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         if not file:
@@ -180,20 +180,20 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
             )
         settings = read_deepspeed_json(Path(file))
         zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
-        asked = asked_of_deepspeed(settings, zero3_init, mesh)
-        return _named(name_of(asked, Path(file)), "DEEPSPEED", settings, asked)
+        asked = normalize_deepspeed_config(settings, zero3_init, mesh)
+        return _named(name_strategy(asked, Path(file)), "DEEPSPEED", settings, asked)
     if has_fsdp:
         if environment.get("FSDP_VERSION") != "2":
             raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
-        asked = asked_of_fsdp(environment, mesh)
-        if has_mesh and mesh_of(asked) is None and parse_group(asked) is None:
+        asked = normalize_fsdp_config(environment, mesh)
+        if has_mesh and requested_mesh(asked) is None and parse_group(asked) is None:
             raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-        return _named(name_of(asked), "FSDP", None, asked)
+        return _named(name_strategy(asked), "FSDP", None, asked)
     if has_mesh:
-        asked = asked_without_engine(mesh)
+        asked = normalize_plain_config(mesh)
         if parse_group(asked) is None:
             raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-        return _named(name_of(asked), "MULTI_GPU", None, asked)
+        return _named(name_strategy(asked), "MULTI_GPU", None, asked)
     if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
         return Strategy("ddp", "MULTI_GPU")
     return Strategy("single", "NO")
@@ -206,4 +206,4 @@ def _named(
     asked: Mapping[str, Any],
 ) -> Strategy:
     own = None if name in SHIPPED else asked
-    return Strategy(name, distributed_type, settings, own, mesh_of(asked), parse_group(asked))
+    return Strategy(name, distributed_type, settings, own, requested_mesh(asked), parse_group(asked))

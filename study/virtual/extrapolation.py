@@ -15,7 +15,7 @@ from typing import Any
 from study.predictor.buckets import STAGE0_BUCKET
 from study.records.schema import PEAKS as PEAKS_OF_PHASES
 from study.records.schema import STATE_PLACES
-from study.records.virtual_summary import MOMENTS, PEAKS, Extrapolation, RankSummary
+from study.records.virtual_summary import GRADIENT_READ_POINTS, PEAKS, Extrapolation, RankSummary
 
 # Figures of a summary by their names in `_figures`, or patterns of these names.
 STEP_TIMES = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
@@ -83,7 +83,7 @@ class Crossing:
     straight_from: int | None
 
 
-def crossed(first: RankSummary, parameters: float, parameters_per_layer: float) -> dict[str, Crossing]:
+def find_crossed_thresholds(first: RankSummary, parameters: float, parameters_per_layer: float) -> dict[str, Crossing]:
     """Return the thresholds between the first depth and a model with this number of parameters, by name."""
     crossings = {}
     buckets = first.buckets or {}
@@ -109,7 +109,7 @@ def crossed(first: RankSummary, parameters: float, parameters_per_layer: float) 
 
 
 # Largest relative error of a linear figure, at the third depth or scaled from there to the model.
-LINEAR_WITHIN = 0.02
+MAX_NONLINEARITY = 0.02
 COUNTS = (
     "comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "grads_in_bucket_bytes", "kept_whole_bytes",
     "model_parameters",
@@ -139,11 +139,11 @@ def extrapolate(
             residual[key] = _share(error, values[2])
             at_target[key] = _share(error * abs(layers - first) / (third - first), line[key])
     per_layer = (figures["model_parameters"][1] - figures["model_parameters"][0]) / (second - first)
-    crossings = crossed(summaries[0], line["model_parameters"], per_layer)
+    crossings = find_crossed_thresholds(summaries[0], line["model_parameters"], per_layer)
     patterns = [pattern for crossing in crossings.values() for pattern in crossing.bent]
     not_linear = set(figures) - set(line)
     not_linear |= {key for key in figures if any(fnmatchcase(key, pattern) for pattern in patterns)}
-    not_linear |= {key for key in residual if max(residual[key], at_target[key]) > LINEAR_WITHIN}
+    not_linear |= {key for key in residual if max(residual[key], at_target[key]) > MAX_NONLINEARITY}
     _largest_phases(line, not_linear)
     _larger_gradients(figures, line, not_linear)
     linear_figures = {key: None if key in not_linear else value for key, value in line.items()}
@@ -224,7 +224,7 @@ def _larger_gradients(figures: Mapping[str, list[Any]], line: dict[str, float], 
     they never exceed the rank's shard, which is complete before the step.
     """
     for place in STATE_PLACES:
-        keys = [key for snapshot in MOMENTS if (key := f"grads.{snapshot}.{place}") in figures]
+        keys = [key for snapshot in GRADIENT_READ_POINTS if (key := f"grads.{snapshot}.{place}") in figures]
         if any(None in figures[key] for key in keys):
             not_linear.add(f"state.grads.{place}")
             continue

@@ -14,11 +14,11 @@ from typing import Any
 
 import pandas as pd
 
-from study.host.stacks import THEN, release_order
-from study.records.frames import Records, real, steps_by_run
+from study.host.stacks import THEN_SUFFIX, release_key
+from study.records.frames import Records, real_runs, steps_by_run
 from study.records.workloads import strategy_order
-from study.releases.causes import PACKAGES, Cause, causes_of
-from study.releases.verdict import Reference, Trace, Verdict, reference_precision
+from study.releases.causes import PACKAGES, Cause, find_causes
+from study.releases.verdict import Reference, TrainingTrace, Verdict, reference_precision
 
 # Verdicts from worst to best; a cell has the worst verdict of its runs.
 _WORST = ("different", "crashes", "not judged", "refuses", "not installable", "equal")
@@ -45,16 +45,16 @@ class ReleaseCell:
     runs: tuple[str, ...]
     single: str
     # Verdict of the same cell under contemporary packages; empty if that cell was not run, or is this one.
-    of_its_time: str = ""
+    contemporary: str = ""
 
     @property
     def release(self) -> str:
-        return self.stack.removesuffix(THEN)
+        return self.stack.removesuffix(THEN_SUFFIX)
 
     @property
-    def is_of_its_time(self) -> bool:
+    def is_contemporary(self) -> bool:
         """Whether all packages are contemporary releases."""
-        return self.stack.endswith(THEN)
+        return self.stack.endswith(THEN_SUFFIX)
 
     @property
     def verdict(self) -> Verdict:
@@ -77,15 +77,15 @@ class ReleaseCell:
         if self.verdict.kind != "different":
             return False
         blames = {cause.blame for cause in self.causes}
-        return blames == {"pairing"} if blames else self.of_its_time == "equal"
+        return blames == {"pairing"} if blames else self.contemporary == "equal"
 
     @property
-    def gpu_hides_it(self) -> bool:
+    def hides_on_gpu(self) -> bool:
         """Whether a GPU hides every known cause."""
         return bool(self.causes) and all(cause.gpu == "hidden" for cause in self.causes)
 
     @property
-    def is_lucky(self) -> bool:
+    def is_equal_by_chance(self) -> bool:
         """Whether the cell is equal although its releases have a known race condition."""
         return self.verdict.kind == "equal" and bool(self.races)
 
@@ -100,12 +100,12 @@ class ReleaseCell:
         return self._causes(self.verdict.differs)
 
     def _causes(self, differs: str | None) -> tuple[Cause, ...]:
-        return causes_of(self.versions, self.strategy, self.micro_steps, self.precision, differs)
+        return find_causes(self.versions, self.strategy, self.micro_steps, self.precision, differs)
 
 
 def release_cells(records: Records) -> list[ReleaseCell]:
     """Return a cell per stack and setting, the oldest release first; `single` is the reference and has none."""
-    runs = real(records).runs
+    runs = real_runs(records).runs
     runs = runs[runs["stack"].notna()]
     if runs.empty:
         return []
@@ -118,9 +118,9 @@ def release_cells(records: Records) -> list[ReleaseCell]:
             repeats_by_cell[row["stack"], row["strategy"], row["precision"], _micro_steps(row), row["trainer"],
                  row["max_grad_norm"]].append(row)  # fmt: skip
     cells = [_cell(repeats, rows, versions, steps) for repeats in repeats_by_cell.values()]
-    contemporary = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_of_its_time}
+    contemporary = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_contemporary}
     cells = [
-        cell if cell.is_of_its_time else dataclasses.replace(cell, of_its_time=contemporary.get(_but_stack(cell), ""))
+        cell if cell.is_contemporary else dataclasses.replace(cell, contemporary=contemporary.get(_but_stack(cell), ""))
         for cell in cells
     ]
     return sorted(cells, key=_place)
@@ -131,7 +131,7 @@ def _but_stack(cell: ReleaseCell) -> tuple[Any, ...]:
 
 
 def _place(cell: ReleaseCell) -> tuple[Any, ...]:
-    order = (release_order(cell.release), cell.is_of_its_time, cell.precision, strategy_order(cell.strategy))
+    order = (release_key(cell.release), cell.is_contemporary, cell.precision, strategy_order(cell.strategy))
     return *order, cell.micro_steps, cell.max_norm, cell.trainer
 
 
@@ -148,7 +148,7 @@ def _cell(
     ]  # fmt: skip
     candidates.sort(key=lambda candidate: candidate["stack"] != first["stack"])
     single = next((candidate for candidate in candidates if candidate["strategy"] == "single"), None)
-    reference = Reference(first["precision"], Trace([], [], [], state="missing"))
+    reference = Reference(first["precision"], TrainingTrace([], [], [], state="missing"))
     if single is not None:
         ddp = [
             candidate
@@ -165,14 +165,14 @@ def _cell(
     )  # fmt: skip
 
 
-def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> Trace:
+def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> TrainingTrace:
     table = steps.get(row["run"])
     columns: dict[str, list[Any]] = {"loss": [], "grad_norm": [], "lr": [], "samples_hash": []}
     if table is not None:
         columns = {key: table[key].tolist() for key in columns}
     losses, norms = ([None if math.isnan(value) else value for value in columns[key]] for key in ("loss", "grad_norm"))
     weights = row["initial_weights_sha256"]
-    return Trace(
+    return TrainingTrace(
         losses, norms, columns["lr"], row["status_state"], row["status_reason"] or "",
         weights if isinstance(weights, str) else None, columns["samples_hash"], _number(row["max_grad_norm"]),
     )  # fmt: skip
@@ -187,7 +187,7 @@ def _versions(rows: Iterable[Row]) -> dict[str, dict[str, str | None]]:
             if isinstance(version := row[f"{name}_version"], str):
                 packages[name] = version
     for stack, packages in versions.items():
-        packages["deepspeed"] = stack.removesuffix(THEN)
+        packages["deepspeed"] = stack.removesuffix(THEN_SUFFIX)
     return versions
 
 

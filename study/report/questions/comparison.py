@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import pandas as pd
 
 from study.config.text import NOT_MEASURED, percent
-from study.records.frames import Records, real
-from study.records.statistics import NOT_SIGNIFICANT, SMALLEST_SAMPLE, Difference, by_seed, differences, noise
-from study.records.strategy_runs import Row, StrategyRuns, comparable, frame, group_by_strategy
+from study.records.frames import Records, real_runs
+from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, differences, estimate_noise, pivot_by_seed
+from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
 from study.records.workloads import BASELINES, strategy_order
-from study.report.document import Answer, cell_text, known, names, span
+from study.report.document import Answer, cell_text, format_names, format_or_dash, span_text
 
 # Workloads side by side on the first screen, and notes below them.
-_MOST_WORKLOADS, _MOST_NOTES = 2, 6
+_MAX_WORKLOADS, _MAX_NOTES = 2, 6
 _CONFOUNDED = " †"
 UNSURE = "~ "
 Workloads = Mapping[str, Sequence[StrategyRuns]]
@@ -25,7 +25,7 @@ Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
 
 def real_arms(records: Records) -> Iterator[StrategyRuns]:
     """Return the strategies of the real runs."""
-    return group_by_strategy(real(records).runs)
+    return group_by_strategy(real_runs(records).runs)
 
 
 def workloads(records: Records) -> dict[str, list[StrategyRuns]]:
@@ -33,10 +33,10 @@ def workloads(records: Records) -> dict[str, list[StrategyRuns]]:
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in real_arms(records):
         grouped.setdefault(arm.workload, []).append(arm)
-    return {workload: arms for workload, arms in grouped.items() if any(len(arm.ended) for arm in arms)}
+    return {workload: arms for workload, arms in grouped.items() if any(len(arm.ok_runs) for arm in arms)}
 
 
-def compared(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> list[StrategyRuns]:
+def fair_arms(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> list[StrategyRuns]:
     """Return the strategies that succeeded and violate no invariant, without the baseline."""
     return [arm for arm in strategies if arm.baseline is not None and not arm.is_baseline and arm.is_fair(confound)]
 
@@ -68,7 +68,7 @@ class ReferenceComparison:
     @property
     def names(self) -> str:
         """Return the names of the references, as code."""
-        return names([base.name for base in self.references.values()])
+        return format_names([base.name for base in self.references.values()])
 
     @property
     def plain_names(self) -> str:
@@ -77,7 +77,7 @@ class ReferenceComparison:
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
         """Return a function that formats the ratio of a strategy for a table."""
-        return lambda arm: known(self.ratio(arm), form)
+        return lambda arm: format_or_dash(self.ratio(arm), form)
 
 
 def compare_with_reference(
@@ -94,7 +94,7 @@ def compare_with_reference(
         base = max(
             ddp,
             key=lambda arm: arm.ranks,
-            default=next((arm for arm in strategies if arm.is_baseline and len(arm.ended)), None),
+            default=next((arm for arm in strategies if arm.is_baseline and len(arm.ok_runs)), None),
         )
         if base is None or not figure(base) > 0:
             continue
@@ -117,7 +117,7 @@ class Comparison:
         self._differences: dict[tuple[str, str], Difference] = {}
         for workload, arms in by_workload.items():
             bases = {
-                arm.name: base for arm in arms if len(arm.ended) and (base := find_base(arm)) not in (None, arm.name)
+                arm.name: base for arm in arms if len(arm.ok_runs) and (base := find_base(arm)) not in (None, arm.name)
             }
             pair_differences = differences(arms[0].workload_runs, figure, bases.items()) if bases else {}
             self._differences |= {(workload, name): difference for (name, _), difference in pair_differences.items()}
@@ -135,7 +135,7 @@ class Comparison:
         ratios = self.significant(arms)
         rest = len(arms) - len(ratios)
         remainder = f"; {rest} of {len(arms)} strategies are {NOT_SIGNIFICANT}" if rest else ""
-        return f"{lead} {span(ratios, form)}{end}{remainder}."
+        return f"{lead} {span_text(ratios, form)}{end}{remainder}."
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
         """Return a formatter of a strategy's ratio with its interval; a sign marks one that is not significant."""
@@ -146,14 +146,14 @@ class Comparison:
                 return form(1.0) if arm.name == self._base_of(arm) else NOT_MEASURED
             if not difference.ratio.n:
                 return NOT_MEASURED
-            return (UNSURE if difference.is_unsure else "") + difference.ratio.brief(form)
+            return (UNSURE if difference.is_inconclusive else "") + difference.ratio.brief(form)
 
         return text
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the note that explains `~`, if any ratio has it."""
-        unsure = any(difference.is_unsure for difference in self._differences.values())
+        unsure = any(difference.is_inconclusive for difference in self._differences.values())
         return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.",) if unsure else ()
 
 
@@ -168,11 +168,11 @@ def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
 def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
     """Return the residual SD of a workload's runs and the least significant difference, as a sentence."""
     runs = strategies[0].workload_runs
-    floor, seeds = noise(runs, figure), by_seed(runs, figure).count()
+    floor, seeds = estimate_noise(runs, figure), pivot_by_seed(runs, figure).count()
     if floor is None:
         return "One run of each strategy: the noise is not known, so no difference in time is significant."
-    words = f"Residual SD of like runs: {percent(floor.share)} ({floor.df} degrees of freedom)."
-    tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= SMALLEST_SAMPLE for arm in strategies)
+    words = f"Residual SD of like runs: {percent(floor.log_sd)} ({floor.df} degrees of freedom)."
+    tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= MIN_SAMPLE for arm in strategies)
     smallest = floor.least_significant_difference(int(seeds.max()), tested - 1)
     if smallest is None:
         return f"{words} Fewer than three seeds: no test."
@@ -183,16 +183,16 @@ def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
 def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:
     """Return the workloads without offload, except where the same stage did not run without it."""
     return {
-        workload: [arm for arm in arms if not (arm.is_offloaded and len(arm.ended) and arm.same_stage)]
+        workload: [arm for arm in arms if not (arm.is_offloaded and len(arm.ok_runs) and arm.unoffloaded)]
         for workload, arms in by_workload.items()
     }
 
 
-def table_of(
+def arm_table(
     strategies: Iterable[StrategyRuns], figures: Callable[[StrategyRuns], Row], confound: str = "confounded"
 ) -> pd.DataFrame:
     """Return a table with one row per strategy."""
-    return frame(arm.row(figures(arm), confound) for arm in strategies)
+    return to_table(arm.row(figures(arm), confound) for arm in strategies)
 
 
 def by_arms(by_workload: Workloads) -> list[str]:
@@ -205,7 +205,7 @@ def side_by_side(sentence: str, by_workload: Workloads, columns: Columns, *notes
 
     Its notes name the strategies that are not comparable. Of many workloads it has those with most strategies.
     """
-    chosen = by_arms(by_workload)[:_MOST_WORKLOADS]
+    chosen = by_arms(by_workload)[:_MAX_WORKLOADS]
     strategies = [arm for workload in chosen for arm in by_workload[workload]]
     places = {arm.name: strategy_order(arm.value("strategy")) for arm in strategies}
     order = sorted(places, key=lambda name: places[name])
@@ -219,28 +219,28 @@ def side_by_side(sentence: str, by_workload: Workloads, columns: Columns, *notes
         table.columns = table.columns.droplevel(0)
     more = len(by_workload) - len(chosen)
     hidden = (f"In the details: {more} more of the workloads.",) if more else ()
-    return Answer(sentence, table, (*notes, *notes_on(strategies), *hidden))
+    return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden))
 
 
 def _cell(arm: StrategyRuns, value: Callable[[StrategyRuns], str | float], is_first: bool) -> str:
-    if not len(arm.ended):
+    if not len(arm.ok_runs):
         return str(arm.value("status_state")) if is_first else NOT_MEASURED
     text = cell_text(value(arm))
     return text if arm.is_fair() or text == NOT_MEASURED else text + _CONFOUNDED
 
 
-def notes_on(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:
+def arm_notes(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:
     """Return the reasons against a comparison and the runs that did not succeed: each once, with its strategies."""
     reasons: dict[str, dict[str, None]] = {}
     for arm in strategies:
-        if len(arm.ended) and not arm.is_fair(confound):
-            why = f"not a fair comparison{_CONFOUNDED}, {comparable(arm.ended, arm.baseline, confound)}"
+        if len(arm.ok_runs) and not arm.is_fair(confound):
+            why = f"not a fair comparison{_CONFOUNDED}, {comparability(arm.ok_runs, arm.baseline, confound)}"
             reasons.setdefault(why, {})[arm.name] = None
         lost = arm.runs[arm.runs["status_state"] != "ok"]
         for state, reason in zip(lost["status_state"], lost["status_reason"], strict=True):
             why = f"ended {state}{f', {reason}' if isinstance(reason, str) and reason else ''}"
             reasons.setdefault(why, {})[arm.name] = None
     notes = [f"{', '.join(f'`{name}`' for name in arms)}: {reason}." for reason, arms in reasons.items()]
-    if len(notes) > _MOST_NOTES:
-        notes[_MOST_NOTES:] = [f"In the details: {len(notes) - _MOST_NOTES} more of these notes."]
+    if len(notes) > _MAX_NOTES:
+        notes[_MAX_NOTES:] = [f"In the details: {len(notes) - _MAX_NOTES} more of these notes."]
     return tuple(notes)

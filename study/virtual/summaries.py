@@ -17,14 +17,14 @@ import pandas as pd
 
 from study.config.text import percent
 from study.host.memory import GIB
-from study.predictor.records import predicted
-from study.predictor.state import papers_state_bytes
-from study.records.frames import Records, real, virtual
+from study.predictor.run_predictions import predict_run
+from study.predictor.state import paper_state_bytes
+from study.records.frames import Records, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.strategy_runs import NAN, state_bytes
 from study.records.virtual_summary import RankSummary, ring_bytes
-from study.records.workloads import options_of
-from study.virtual.lines import extrapolate
+from study.records.workloads import format_options
+from study.virtual.extrapolation import extrapolate
 
 GB = 1e9
 AS_SHIPPED = "as shipped"
@@ -43,7 +43,7 @@ def summaries(records: Records) -> list[Summary]:
     """Return one summary per model, strategy, world size and setting; three depths of one are extrapolated."""
     results: list[Summary] = []
     for depths in groups(records):
-        if (summary := whole(depths) or line_over(depths)) is not None:
+        if (summary := full_depth_summary(depths) or extrapolate_from_depths(depths)) is not None:
             results.append(summary)
             continue
         for layers, entry in depths.items():
@@ -59,7 +59,7 @@ def summaries(records: Records) -> list[Summary]:
 def groups(records: Records) -> list[dict[int, Summary]]:
     """Group runs that differ only in depth; each group is keyed by the number of layers."""
     by_key: defaultdict[tuple[Any, ...], dict[int, Summary]] = defaultdict(dict)
-    ended = virtual(records).runs
+    ended = virtual_runs(records).runs
     ended = ended[(ended["status_state"] == "ok") & ended["collectives"].notna() & ended["model_layers"].notna()]
     for row in ended.to_dict("records"):
         summary = _summary(row)
@@ -67,12 +67,12 @@ def groups(records: Records) -> list[dict[int, Summary]]:
     return list(by_key.values())
 
 
-def whole(depths: Mapping[int, Summary]) -> Summary | None:
+def full_depth_summary(depths: Mapping[int, Summary]) -> Summary | None:
     """Return the summary of the model at full depth; None if it was not run."""
     return next((summary for summary in depths.values() if summary["model_layers"] == summary["preset_layers"]), None)
 
 
-def line_over(depths: Mapping[int, Summary]) -> Summary | None:
+def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
     """Extrapolate from the three smallest depths other than the full one; None if there are fewer."""
     partial = sorted(layers for layers, summary in depths.items() if layers != summary["preset_layers"])[:3]
     if len(partial) < 3:
@@ -86,12 +86,12 @@ def line_over(depths: Mapping[int, Summary]) -> Summary | None:
 def _summary(row: Mapping[Any, Any]) -> Summary:
     """Return the summary of a row of the table of runs, with its labels in reports."""
     model = re.sub(r"-\d+layers$", "", str(row["model_name_or_path"]).rsplit("/", 1)[-1])
-    rank = RankSummary.of_row({column: None if pd.isna(cell) else cell for column, cell in row.items()})
+    rank = RankSummary.from_row({column: None if pd.isna(cell) else cell for column, cell in row.items()})
     return {
         **rank.document(),
         "rank_summary": rank,
         "model": model,
-        "setting": setting_of(row),
+        "setting": setting_text(row),
         # Equal for runs that differ only in setting or depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage with the same sharding; 0 without sharding.
@@ -100,10 +100,10 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
     }
 
 
-def setting_of(row: Mapping[Any, Any]) -> str:
+def setting_text(row: Mapping[Any, Any]) -> str:
     """Return the overrides and options of a run as text; "as shipped" if there are none."""
     overrides = [item.removeprefix("zero_optimization.") for item in json.loads(row["engine_override"])]
-    return ", ".join([*overrides, *options_of(row)]) or AS_SHIPPED
+    return ", ".join([*overrides, *format_options(row)]) or AS_SHIPPED
 
 
 def table1_rows(records: Records) -> list[Summary]:
@@ -113,12 +113,12 @@ def table1_rows(records: Records) -> list[Summary]:
         size = re.fullmatch(r"gpt-([\d.]+)([bt])", summary["model"])
         if size is not None and summary["strategy"] in STAGES and summary["setting"] == AS_SHIPPED:
             parameters = float(size[1]) * _SIZES[size[2]]
-            paper = papers_state_bytes(parameters, summary["stage"], summary["world_size"])
+            paper = paper_state_bytes(parameters, summary["stage"], summary["world_size"])
             rows.append(summary | {"paper_bytes": paper})
     return rows
 
 
-def changes(records: Records) -> list[tuple[Summary, Summary]]:
+def setting_pairs(records: Records) -> list[tuple[Summary, Summary]]:
     """Return pairs of summaries: a strategy as shipped, and the same with a changed setting."""
     entries = summaries(records)
     shipped = {entry["alike"]: entry for entry in entries if entry["setting"] == AS_SHIPPED}
@@ -129,7 +129,7 @@ def changes(records: Records) -> list[tuple[Summary, Summary]]:
     ]
 
 
-def ring_bytes_of(collectives: Any) -> float:
+def read_ring_bytes(collectives: Any) -> float:
     """Return the ring bytes of a row's collectives; NaN if no step was instrumented."""
     if not isinstance(collectives, str):
         return math.nan
@@ -138,10 +138,10 @@ def ring_bytes_of(collectives: Any) -> float:
 
 def relative_ring_bytes(summary: Summary) -> float:
     """Ring bytes of one rank and step, in multiples of the model's weights; NaN if not linear."""
-    return known(summary, "sent_bytes_per_step") / _weights(summary)
+    return figure_or_nan(summary, "sent_bytes_per_step") / _weights(summary)
 
 
-def known(summary: Summary, figure: str) -> float:
+def figure_or_nan(summary: Summary, figure: str) -> float:
     """Return a figure of a summary; NaN if it is not linear in depth."""
     return _sum([summary[figure]])
 
@@ -159,7 +159,7 @@ def buffer_bytes(summary: Summary) -> float:
 
 def rank_state_bytes(summary: Summary) -> float:
     """Bytes of a rank's model state; NaN if a part is unknown."""
-    return sum(state_bytes_of(summary, kind) for kind in STATE_KINDS)
+    return sum(kind_bytes(summary, kind) for kind in STATE_KINDS)
 
 
 def _sum(sizes: Iterable[float | None]) -> float:
@@ -172,12 +172,12 @@ def _weights(summary: Summary) -> float:
     return float(summary["model_parameters"]) * bytes_per_weight
 
 
-def state_bytes_of(summary: Summary, kind: str) -> float:
+def kind_bytes(summary: Summary, kind: str) -> float:
     """Bytes of one kind of model state on a rank; NaN if a part is unknown."""
     return _sum(summary["state_bytes_per_rank"][kind][place] for place in STATE_PLACES)
 
 
-def made_by(summary: Summary) -> dict[str, str]:
+def provenance_columns(summary: Summary) -> dict[str, str]:
     """Return two table columns: "measured" or the depths of the extrapolation, and its error."""
     fit = summary["extrapolated"]
     if fit is None:
@@ -202,10 +202,10 @@ _COLUMNS = [
 def over_nodes(records: Records) -> pd.DataFrame:
     """Return one row per strategy and number of machines; strong scaling fixes the batch, weak that of a rank."""
     rows = [
-        *_rows(real(records).runs, "global_batch_size", STRONG),
-        *_rows(real(records).runs, "share", WEAK),
+        *_rows(real_runs(records).runs, "global_batch_size", STRONG),
+        *_rows(real_runs(records).runs, "share", WEAK),
         # State and traffic of a virtual rank do not depend on the batch; its step time is not valid.
-        *_rows(virtual(records).runs, "virtual", PLANNED),
+        *_rows(virtual_runs(records).runs, "virtual", PLANNED),
     ]
     return pd.DataFrame(rows, columns=_COLUMNS)
 
@@ -229,15 +229,15 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
         # The job that uses all ranks of these machines.
         first = first[first["world_size"] == first["world_size"].max()]
         per_rank = (first["tokens_per_s"] / first["world_size"].astype(float)).median()
-        predicted_per_rank = predicted(first.iloc[0]).tokens_per_s / int(first["world_size"].iloc[0])
+        predicted_per_rank = predict_run(first.iloc[0]).tokens_per_s / int(first["world_size"].iloc[0])
         for (machines, ranks), runs_of_size in group.groupby(["machines", "world_size"]):
             speed = NAN if scaling == PLANNED else runs_of_size["tokens_per_s"].median()
-            prediction = predicted(runs_of_size.iloc[0])
+            prediction = predict_run(runs_of_size.iloc[0])
             rows.append({
                 "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": runs_of_size["strategy"].iloc[0],
                 "scaling": scaling, "machines": int(machines), "fewest": int(first["machines"].iloc[0]),
                 "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
-                "state": state_bytes(runs_of_size), "sent": runs_of_size["collectives"].map(ring_bytes_of).median(),
+                "state": state_bytes(runs_of_size), "sent": runs_of_size["collectives"].map(read_ring_bytes).median(),
                 "across": 0.0 if machines == 1 else runs_of_size["across_machines_bytes_per_step"].median(),
                 "peak": runs_of_size["peak_memory_gib_allocated"].median(), "predicted_state": prediction.state_bytes,
                 "predicted_sent": prediction.sent_bytes, "predicted_peak": prediction.peak_bytes / GIB,

@@ -18,16 +18,16 @@ import pandas as pd
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.config.strategies import RANKS_OF_A_MACHINE, REPOSITORY, STRATEGY_NAMES, read_strategy
+from study.config.strategies import DEFAULT_RANKS_PER_NODE, REPOSITORY, STRATEGY_NAMES, read_strategy
 from study.host.memory import GIB
 from study.predictor.communication import sent_bytes
-from study.predictor.hardware import CPU_CORE, Hardware, box_of, box_of_devices, box_of_ranks
+from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name, box_of_ranks, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request, request_for
-from study.predictor.shape import model_shape, sequence_length
-from study.predictor.state import state_of
+from study.predictor.shape import model_shape, resolve_length
+from study.predictor.state import predict_state
 from study.predictor.time import predict_time
-from study.predictor.validation import Measured
+from study.predictor.validation import Measurement
 from study.records.frames import RUNS_FILE, read_runs_table
 from study.records.outcome import DEVICE_RAN_OUT
 from study.records.schema import STATE_KINDS, STATE_PLACES
@@ -52,7 +52,7 @@ PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH = "H100", 1024, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicted:
+class RunPrediction:
     """Predicted figures of one rank, and the speed of all ranks; NaN if not predicted, as the speed on CPUs."""
 
     state_bytes: float = math.nan
@@ -61,35 +61,35 @@ class Predicted:
     tokens_per_s: float = math.nan
 
 
-def predicted(run: Any) -> Predicted:
+def predict_run(run: Any) -> RunPrediction:
     """Predict the figures of a recorded run; all NaN if its settings cannot be predicted."""
     if (request := request_if_any(run)) is None:
-        return Predicted()
-    state, timed = state_of(request), request
+        return RunPrediction()
+    state, timed = predict_state(request), request
     if run.virtual:
         # The same job on machines of eight GPUs, with a batch of realistic size.
-        nodes = max(1, request.box.ranks // RANKS_OF_A_MACHINE)
+        nodes = max(1, request.box.ranks // DEFAULT_RANKS_PER_NODE)
         timed = dataclasses.replace(
-            request, box=box_of(f"{nodes}x{request.box.ranks // nodes}x{PLANNED_DEVICE}"),
-            micro_batch=PLANNED_MICRO_BATCH, sequence_length=sequence_length(request.shape, None, PLANNED_LENGTH),
+            request, box=to_box(f"{nodes}x{request.box.ranks // nodes}x{PLANNED_DEVICE}"),
+            micro_batch=PLANNED_MICRO_BATCH, sequence_length=resolve_length(request.shape, None, PLANNED_LENGTH),
         )  # fmt: skip
     peak_bytes = tokens_per_s = math.nan
-    if not request.box.in_host_memory:
+    if not request.box.is_cpu_only:
         peak_bytes = predict_memory(request).peak_allocated.value
-    if not timed.box.in_host_memory:
+    if not timed.box.is_cpu_only:
         tokens_per_s = predict_time(timed).tokens_per_s_per_gpu.value * timed.box.ranks
-    return Predicted(state.device + state.host + state.nvme, sent_bytes(request), peak_bytes, tokens_per_s)
+    return RunPrediction(state.device + state.host + state.nvme, sent_bytes(request), peak_bytes, tokens_per_s)
 
 
 def request_if_any(run: Any) -> Request | None:
     """Return a record's request; None if it cannot be predicted."""
     try:
-        return request_of(run)
+        return request_from_record(run)
     except UserError:
         return None
 
 
-def request_of(run: Any) -> Request:
+def request_from_record(run: Any) -> Request:
     """Return a record's request; UserError if its model or settings cannot be predicted."""
     options = {name: value for name in _OPTIONS if not pd.isna(value := getattr(run, name))}
     # pandas reads an integer column with missing values as floats.
@@ -97,10 +97,10 @@ def request_of(run: Any) -> Request:
     config = RunConfig(engine_override=tuple(json.loads(run.engine_override)), **options)
     devices, ranks = json.loads(run.devices) if isinstance(run.devices, str) else [], int(run.world_size)
     if devices:
-        box = box_of_devices(devices[0], ranks, 1 if pd.isna(run.machines) else int(run.machines))
+        box = box_from_device_name(devices[0], ranks, 1 if pd.isna(run.machines) else int(run.machines))
     else:
         copies = not str(run.git_commit).startswith(_WITHOUT_COPIES)
-        box = dataclasses.replace(box_of_ranks("processes", CPU_CORE, ranks), gathers_into_copies=copies)
+        box = dataclasses.replace(box_of_ranks("processes", CPU_CORE, ranks), gloo_copies_gathers=copies)
     return request_for(run.strategy, config, box, int(run.micro_batch_size), int(run.gradient_accumulation_steps))
 
 
@@ -122,25 +122,25 @@ def ended_runs() -> list[tuple[Any, Request]]:
     return [(run, request) for run, request in _records() if run.status_state == "ok"]
 
 
-def own_rows() -> list[Measured]:
+def study_rows() -> list[Measurement]:
     """Return this project's measurements, for the table that has the published ones as well."""
     return [_gpu_row(*pair) if pair[1].box.device.memory_gib else _process_row(*pair) for pair in _records()]
 
 
-def _process_row(run: Any, request: Request) -> Measured:
+def _process_row(run: Any, request: Request) -> Measurement:
     """Return the measured peak of a run without a GPU."""
     evaluated: Literal["never", "between", "last"] = "never"
     if 0 < run.eval_steps < run.steps:
         evaluated = "between"
     elif not pd.isna(run.eval_loss_final) and str(run.git_commit).startswith(_WITH_LAST_EVALUATION):
         evaluated = "last"
-    return Measured(
+    return Measurement(
         source="own", name=f"{run.suite} {run.run}", request=request, evaluated=evaluated,
         peak_bytes=run.memory_steady_host_gib * GIB, peak_kind="resident_returned" if run.virtual else "resident",
     )  # fmt: skip
 
 
-def _gpu_row(run: Any, request: Request) -> Measured:
+def _gpu_row(run: Any, request: Request) -> Measurement:
     """Return the measured peak and step time of a GPU run. The time is left out of virtual runs, of profiled runs, and
     of runs with NVMe, whose bandwidth no record has. The peak is that of the steps, without start and evaluations."""
     is_ok, is_timed = run.status_state == "ok", not (run.virtual or run.profile_steps or request.strategy.uses_nvme)
@@ -150,7 +150,7 @@ def _gpu_row(run: Any, request: Request) -> Measured:
         device = dataclasses.replace(request.box.device, visible_gib=run.device_memory_cap_gib + context)
         request = dataclasses.replace(request, box=dataclasses.replace(request.box, device=device))
     peak = float(np.nanmax([run.memory_first_step_allocated_gib, run.memory_steady_allocated_gib])) if is_ok else None
-    return Measured(
+    return Measurement(
         source="own", name=f"{run.suite} {run.run}", request=request, fits=is_ok,
         peak_bytes=None if peak is None else peak * GIB,
         step_s=run.step_time_s_median if is_ok and is_timed else None,
@@ -158,7 +158,7 @@ def _gpu_row(run: Any, request: Request) -> Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class FigureComparison:
     """One figure of one record and its prediction, in bytes."""
 
     suite: str
@@ -173,30 +173,30 @@ class Compared:
         return self.predicted / self.measured - 1 if self.measured else float(self.predicted > 0)
 
 
-def compared() -> Iterator[Compared]:
+def compare_figures() -> Iterator[FigureComparison]:
     """Yield every figure of every successful record with its prediction."""
     for run, _ in ended_runs():
-        yield from compared_of(run)
+        yield from compare_run_figures(run)
 
 
-def compared_of(run: Any) -> Iterator[Compared]:
+def compare_run_figures(run: Any) -> Iterator[FigureComparison]:
     """Yield one record's state by kind and place, its total state, and the bytes sent per step."""
-    request = request_of(run)
-    state, all_measured, all_predicted = state_of(request), 0.0, 0.0
+    request = request_from_record(run)
+    state, all_measured, all_predicted = predict_state(request), 0.0, 0.0
     for kind in STATE_KINDS:
         for place in STATE_PLACES:
             value = getattr(run, f"{kind}_bytes_{place}")
             measured, expected = 0.0 if pd.isna(value) else value, getattr(state, f"{kind}_{place}")
             all_measured, all_predicted = all_measured + measured, all_predicted + expected
             if measured or expected:
-                yield Compared(run.suite, run.run, f"{kind}, {place}", measured, expected)
-    yield Compared(run.suite, run.run, ALL_STATE, all_measured, all_predicted)
-    yield Compared(run.suite, run.run, SENT, ring_bytes(json.loads(run.collectives)), sent_bytes(request))
+                yield FigureComparison(run.suite, run.run, f"{kind}, {place}", measured, expected)
+    yield FigureComparison(run.suite, run.run, ALL_STATE, all_measured, all_predicted)
+    yield FigureComparison(run.suite, run.run, SENT, ring_bytes(json.loads(run.collectives)), sent_bytes(request))
 
 
 def table() -> pd.DataFrame:
     """Return a table of the number of records and the prediction errors by figure."""
-    rows = pd.DataFrame([{**dataclasses.asdict(figure), "error": abs(figure.error)} for figure in compared()])
+    rows = pd.DataFrame([{**dataclasses.asdict(figure), "error": abs(figure.error)} for figure in compare_figures()])
     # Runs without other communication still send a few bytes of norms and flags.
     rows = rows[~((rows["figure"] == SENT) & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]
     errors = rows.groupby("figure", sort=False)["error"]
@@ -215,7 +215,7 @@ def saving_table() -> pd.DataFrame:
     for name in (name for name in measurements["arms"] if name in STRATEGY_NAMES):
         memory = predict_memory(Request(
             shape=model_shape(flags["--model_name_or_path"]), strategy=read_strategy(name),
-            box=Hardware("processes", CPU_CORE, ranks, gathers_into_copies=True),
+            box=Hardware("processes", CPU_CORE, ranks, gloo_copies_gathers=True),
             sequence_length=int(flags["--seq_length"]), micro_batch=int(flags["--global_batch_size"]) // ranks,
             accumulation=1, precision=flags["--precision"], gradient_checkpointing=False, attention="sdpa",
         ))  # fmt: skip

@@ -25,28 +25,28 @@ _FUSED = "fused_without_mask"
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class TracedActivations:
     """Traced activation bytes of one micro-batch, without weights."""
 
     # Saved for the backward pass at the end of the forward pass, including logits.
-    kept: int
+    saved_bytes: int
     forward_peak: int
     # Includes gradients in the weights' type, as on one device without an engine.
     backward_peak: int
 
 
-def traced(request: Request) -> Traced:
+def trace_activations(request: Request) -> TracedActivations:
     """Trace the activation memory of a request's model."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = model_of(request)
+        model = build_meta_model(request)
         tokens = torch.zeros(request.micro_batch, request.sequence_length, dtype=torch.long)
         labels = tokens if request.shape.family == "causal-lm" else tokens[:, 0]
         live = _live_bytes([*model.parameters(), *model.buffers(), tokens])
         autocasts = request.precision in ("bf16", "fp16")
-        as_cuda = _as_cuda() if autocasts and not request.box.in_host_memory else contextlib.nullcontext()
+        as_cuda = _as_cuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
         if request.gradient_checkpointing:
             # Recomputation enters the mode again, since a mode has no effect inside the backward pass.
             checkpointing = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
@@ -56,10 +56,10 @@ def traced(request: Request) -> Traced:
         saved, forward_peak, live.peak = live.now, live.peak, live.now
         with live:
             loss.backward()
-        return Traced(saved, forward_peak, live.peak)
+        return TracedActivations(saved, forward_peak, live.peak)
 
 
-def model_of(request: Request) -> Any:
+def build_meta_model(request: Request) -> Any:
     """Create transformers' model of a request, with its adapters and without dropout."""
     import torch
     import transformers

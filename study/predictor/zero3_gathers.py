@@ -48,7 +48,7 @@ class _Node:
 
 
 @functools.lru_cache(maxsize=64)
-def calls_of(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+def module_call_order(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Return the calls of the forward and the backward pass; a recomputed layer repeats its forward calls."""
     owned: dict[tuple[int, str], list[Parameter]] = {}
     for param in shape.params:
@@ -118,7 +118,7 @@ def _without_gradient(forward: Sequence[Call]) -> set[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gathers:
+class GatherTrace:
     """All-gathers of one micro-batch, in elements."""
 
     # Output of all gathers of one forward and backward pass, padded.
@@ -137,7 +137,7 @@ class Gathers:
     gathered_at_once: int = 0
 
     @property
-    def most(self) -> int:
+    def max_live_elements(self) -> int:
         """Peak of unsharded elements over both passes."""
         return max([*self.live_forward.values(), *self.live_backward.values()], default=0)
 
@@ -148,7 +148,7 @@ class _Group:
     last use."""
 
     size: int
-    left: set[Parameter]
+    pending: set[Parameter]
     is_open: bool = False
 
 
@@ -204,10 +204,10 @@ class _Coordinator:
         # Elements that are allocated twice while the module runs.
         used, copied = set(self.sharded[at]), 0
         for group in self.together:
-            group.is_open = group.is_open or bool(group.left & used)
+            group.is_open = group.is_open or bool(group.pending & used)
             copied += group.size if group.is_open else 0
-            group.left -= used
-        self.together = [group for group in self.together if group.left]
+            group.pending -= used
+        self.together = [group for group in self.together if group.pending]
         while self.place < len(self.order) and self.order[self.place][0] <= at:
             when, param = self.order[self.place]
             self.seen[param] = when
@@ -244,14 +244,14 @@ class _Coordinator:
         self.total -= sum(param.elements for param in freed)
 
 
-def gathers_of(request: Request) -> Gathers:
+def simulate_gathers(request: Request) -> GatherTrace:
     """Return the all-gathers of one micro-batch; empty if stage 3 does not unshard parameters."""
     if not unshards(request):
-        return Gathers()
+        return GatherTrace()
     settings, box = request.settings, request.box
     limits = settings.prefetch_bucket, settings.max_live, settings.max_reuse_distance
     return _gathers(
-        request.shape, request.gradient_checkpointing, box.ranks, box.gathers_into_copies, limits,
+        request.shape, request.gradient_checkpointing, box.ranks, box.gloo_copies_gathers, limits,
         frozenset(persistent_params(request)),
     )  # fmt: skip
 
@@ -260,9 +260,9 @@ def gathers_of(request: Request) -> Gathers:
 def _gathers(
     shape: ModelShape, recomputes: bool, ranks: int, gloo: bool, limits: tuple[int, int, int],
     persistent: frozenset[Parameter],
-) -> Gathers:  # fmt: skip
+) -> GatherTrace:  # fmt: skip
     """Simulate the gathers; cached by the inputs that matter, which many strategies share."""
-    forward, backward = calls_of(shape, recomputes)
+    forward, backward = module_call_order(shape, recomputes)
     trace = (*forward, *backward)
     coordinator = _Coordinator(trace, persistent, limits, ranks, gloo)
     live_forward, live_backward, live_before, live_at = (dict[int, int]() for _ in range(4))
@@ -293,6 +293,6 @@ def _gathers(
     for place in sorted(live_forward, reverse=True):
         if live_forward[place] > most:
             decisive[place] = most = live_forward[place]
-    return Gathers(
+    return GatherTrace(
         coordinator.gathered, decisive, live_backward, at_end, live_before, live_at, coordinator.gathered_at_once
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from study.config.flags import BatchPlan, RunConfig
-from study.engine.groups import read_fsdp_replicas, read_group, read_hpz_replicas
+from study.engine.model_parallel import read_fsdp_replicas, read_group, read_hpz_replicas
 
 if TYPE_CHECKING:
     import torch

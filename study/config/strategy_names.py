@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.config.errors import UserError, brief
+from study.config.errors import UserError, clip
 from study.config.registry import REGISTRY
 
 SHIPPED = {name: row.digest for name, row in REGISTRY.items() if row.digest}
@@ -37,7 +37,9 @@ _SWITCHES = {key for key, default in _FSDP_DEFAULTS.items() if default in ("true
 _USABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 
 
-def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool, mesh: Mapping[str, int]) -> dict[str, Any]:
+def normalize_deepspeed_config(
+    settings: Mapping[str, Any], zero3_init: bool, mesh: Mapping[str, int]
+) -> dict[str, Any]:
     """Return the settings that decide the run, without what its flags set and the folder to swap to."""
     asked = {key: value for key, value in copy.deepcopy(dict(settings)).items() if key not in _SET_BY_FLAGS}
     zero = asked["zero_optimization"]
@@ -49,12 +51,12 @@ def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool, mesh: Mapp
     return asked | _only({"sp_size"}, mesh, "a DeepSpeed file")
 
 
-def asked_without_engine(mesh: Mapping[str, int]) -> dict[str, Any]:
+def normalize_plain_config(mesh: Mapping[str, int]) -> dict[str, Any]:
     """Return the settings of a MULTI_GPU file."""
     return _only({"tp_size"}, mesh, "a MULTI_GPU file")
 
 
-def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[str, Any]:
+def normalize_fsdp_config(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[str, Any]:
     """Return the settings of an FSDP file, from the variables that `accelerate launch` exports."""
     asked: dict[str, Any] = {key: exported.get(key, default) for key, default in _FSDP_DEFAULTS.items()}
     for key in _SWITCHES:
@@ -80,7 +82,7 @@ def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[
     return {key.lower(): value for key, value in asked.items()} | ({} if set(sizes) == {"dp_shard_size"} else sizes)
 
 
-def mesh_asked(exported: Mapping[str, str]) -> dict[str, int]:
+def read_mesh_sizes(exported: Mapping[str, str]) -> dict[str, int]:
     """The sizes of Accelerate's parallelism_config, from the variables that `accelerate launch` exports."""
     sizes = {}
     for key in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"):
@@ -103,12 +105,12 @@ def _only(known: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int
     return dict(sizes)
 
 
-def mesh_of(asked: Mapping[str, Any]) -> tuple[int, int] | None:
+def requested_mesh(asked: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the replicas and the ranks of each, where a file asks for several."""
     return (asked["dp_replicate_size"], asked.get("dp_shard_size", 1)) if "dp_replicate_size" in asked else None
 
 
-def digest_of(asked: Mapping[str, Any]) -> str:
+def config_digest(asked: Mapping[str, Any]) -> str:
     """The order of keys does not count, nor whether a number is 500000000 or 5e8."""
     return hashlib.sha256(json.dumps(_plain(asked), sort_keys=True).encode()).hexdigest()[:8]
 
@@ -121,9 +123,9 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def name_of(asked: Mapping[str, Any], file: Path | None = None) -> str:
+def name_strategy(asked: Mapping[str, Any], file: Path | None = None) -> str:
     """The strategy whose settings these are, else a name of their own. `file` is the DeepSpeed JSON."""
-    digest = digest_of(asked)
+    digest = config_digest(asked)
     if (shipped := next((name for name, known in SHIPPED.items() if known == digest), None)) is not None:
         return shipped
     if file is None:
@@ -154,7 +156,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             value = None
         if not (equals and all(key.split("."))) or value is None:
             raise UserError(
-                f"--engine_override {brief(item)} is not KEY=JSON",
+                f"--engine_override {clip(item)} is not KEY=JSON",
                 "write it as zero_optimization.reduce_bucket_size=5000000",
             )
         for other in parsed:
@@ -170,7 +172,7 @@ def _finite(text: str) -> float:
     return float(text)
 
 
-def override(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """DeepSpeed settings with dotted keys replaced; the given ones stay as they are."""
     changed = copy.deepcopy(dict(settings))
     for key, value in parse_overrides(overrides).items():

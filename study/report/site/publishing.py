@@ -33,7 +33,7 @@ def check_place(output: Path, names: Iterable[str], built: Digests | None = None
     if not output.is_dir():
         raise UserError(f"--output {output} is a file", "name a folder")
     listed = _listed(output)
-    replaceable = {*_own_files(output, _both(listed or {}, built or {})), *([] if listed is None else [LIST])}
+    replaceable = {*_unchanged_files(output, _both(listed or {}, built or {})), *([] if listed is None else [LIST])}
     # A folder without a report may be a home or a repository.
     foreign = sorted(file.name for file in output.iterdir() if file.name not in replaceable)
     if listed is None and foreign:
@@ -51,7 +51,7 @@ def check_place(output: Path, names: Iterable[str], built: Digests | None = None
             )
 
 
-def put_in_place(folder: Path, output: Path) -> None:
+def publish_report(folder: Path, output: Path) -> None:
     """Move each file of `folder` atomically, the first page last; then remove the other files of the earlier report."""
     new = {name: _sha256(file) for name, file in _plain_files(folder).items()}
     try:
@@ -62,7 +62,7 @@ def put_in_place(folder: Path, output: Path) -> None:
         for name in sorted(new, key=lambda name: name == "index.html"):
             (output / name).parent.mkdir(exist_ok=True)
             (folder / name).replace(output / name)
-        for name, file in _own_files(output, both).items():
+        for name, file in _unchanged_files(output, both).items():
             if name not in new:
                 file.unlink()
         _write_list(new, folder, output)
@@ -70,7 +70,7 @@ def put_in_place(folder: Path, output: Path) -> None:
         raise UserError(f"--output {output} cannot be replaced ({error.strerror})", "name another") from None
 
 
-def _own_files(folder: Path, digests: Digests) -> dict[str, Path]:
+def _unchanged_files(folder: Path, digests: Digests) -> dict[str, Path]:
     """Return the files of the folder that a report wrote and that are unchanged since."""
     return {
         name: file for name, file in _plain_files(folder).items()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig
-from study.config.launched import Launch
-from study.config.strategies import LEAST_RANKS_WITH_REPLICAS as LEAST_RANKS
+from study.config.launch_context import Launch
+from study.config.strategies import MIN_RANKS_WITH_REPLICAS as LEAST_RANKS
 from study.engine.sequence_parallel import check_sequence, uses_context_parallelism, uses_ulysses
 from study.engine.tensor_parallel import autotp_size, check_autotp, check_tensors, is_divided
 from study.workloads.presets import FAMILY_OF_TASK
@@ -19,20 +19,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def check_group(config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_by: int | None = None) -> None:
+def check_group(
+    config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_world_size: int | None = None
+) -> None:
     """Raise UserError if the model-parallel group cannot train this model with these flags.
 
-    `saved_by` is the world size of the resumed checkpoint.
+    `saved_world_size` is the world size of the resumed checkpoint.
     """
     strategy, group = launch.strategy, launch.strategy.group
     if group is None:
         return
-    if saved_by not in (None, launch.world_size) and (group.divides, strategy.zero_stage) != ("sequence", 3):
+    if saved_world_size not in (None, launch.world_size) and (group.divides, strategy.zero_stage) != ("sequence", 3):
         # DeepSpeed's universal checkpoint expects different tensors on each rank of a group, and their files are
         # missing.
         raise UserError(
-            f"a checkpoint of {strategy.name} resumes only with the world size that saved it, {saved_by}",
-            f"use --num_processes {saved_by}",
+            f"a checkpoint of {strategy.name} resumes only with the world size that saved it, {saved_world_size}",
+            f"use --num_processes {saved_world_size}",
         )
     if config.optimizer == "muon":
         raise UserError(f"--optimizer muon: {strategy.name} has not been shown to train with it", "leave it out")
@@ -83,10 +85,10 @@ def read_group(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
 
 def check_replicas(config: RunConfig, launch: Launch, gpus: int) -> None:
     """Raise UserError if the world size is not the number of replicas times the ranks of each."""
-    strategy, ranks = launch.strategy.overridden(config), launch.world_size
+    strategy, ranks = launch.strategy.with_overrides(config), launch.world_size
     if (per_replica := launch.ranks_per_replica(config)) is None:
         return
-    if strategy.own_settings:
+    if strategy.custom_settings:
         replicas = strategy.mesh[0] if strategy.mesh else None
         if per_replica == 1 or ranks % per_replica or replicas not in (None, ranks // per_replica):
             shape = f"{per_replica} ranks" if replicas is None else f"{replicas} replicas of {per_replica} ranks"

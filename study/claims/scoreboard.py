@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from study.claims.evidence import Evidence
 from study.claims.ledger import Claim, ClaimFinding, Ledger, read_ledger
-from study.claims.verdicts import Answer, Part, Verdict, combine
+from study.claims.verdicts import Answer, CheckOutcome, Verdict, combine
 from study.config.printing import TextTable
 from study.config.strategies import REPOSITORY
 from study.records.frames import Records
@@ -82,14 +82,14 @@ def _figure(finding: ClaimFinding | None) -> dict[str, Any]:
 def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:
     findings = tuple(check.find(evidence) for check in claim.checks)
     parts = [
-        Part(finding.answer, check.necessary, check.elsewhere)
+        CheckOutcome(finding.answer, check.necessary, check.elsewhere)
         for check, finding in zip(claim.checks, findings, strict=True)
     ]
     return JudgedClaim(claim, combine(parts, bool(claim.untestable)), findings)
 
 
 @dataclasses.dataclass(frozen=True)
-class Board:
+class Scoreboard:
     ledger: Ledger
     judged: tuple[JudgedClaim, ...]
 
@@ -99,10 +99,10 @@ class Board:
         rows = [(code, [one for one in self.judged if one.claim.document == code]) for code in codes]
         return [(name, Counter(str(one.verdict) for one in of)) for name, of in [*rows, ("all", list(self.judged))]]
 
-    def contradictions_of(self, claim: str) -> list[tuple[str, str]]:
+    def find_contradictions(self, claim: str) -> list[tuple[str, str]]:
         """The other claims' ids, or `itself`, with the reason."""
         return [
-            (", ".join(each.others(claim)) or "itself", each.why)
+            (", ".join(each.other_claims(claim)) or "itself", each.why)
             for each in self.ledger.contradictions
             if any(claim in side for side in each.between)
         ]
@@ -112,7 +112,7 @@ class Board:
             "counts": {name: dict(counts) for name, counts in self.counts()},
             "claims": [
                 each.document()
-                | {"contradicts": [{"claims": ids, "why": why} for ids, why in self.contradictions_of(each.claim.id)]}
+                | {"contradicts": [{"claims": ids, "why": why} for ids, why in self.find_contradictions(each.claim.id)]}
                 for each in self.judged
             ],
             "corrections": [dataclasses.asdict(each) for each in self.ledger.corrections],
@@ -130,9 +130,11 @@ class Board:
         return [f"{every.total()} claims: {said}", "", TextTable(["document", *verdicts, "claims"], counts), "", last]
 
 
-def resting_on(report: str, records: Records, ledger: Ledger) -> list[tuple[JudgedClaim, tuple[ClaimFinding, ...]]]:
+def claims_of_report(
+    report: str, records: Records, ledger: Ledger
+) -> list[tuple[JudgedClaim, tuple[ClaimFinding, ...]]]:
     """Return the claims with a figure from these records of a report, each with those findings."""
-    evidence = Evidence(REPORTS).instead(report, records)
+    evidence = Evidence(REPORTS).with_records(report, records)
     found = []
     for claim in ledger.claims:
         if any(check.numbers.get("report") == report for check in claim.checks):
@@ -142,7 +144,9 @@ def resting_on(report: str, records: Records, ledger: Ledger) -> list[tuple[Judg
     return found
 
 
-def board(reports: Path = REPORTS, ledger: Ledger | None = None, evidence: Evidence | None = None) -> Board:
+def build_scoreboard(
+    reports: Path = REPORTS, ledger: Ledger | None = None, evidence: Evidence | None = None
+) -> Scoreboard:
     read = ledger or read_ledger()
     found = evidence or Evidence(reports)
-    return Board(read, tuple(judge(claim, found) for claim in read.claims))
+    return Scoreboard(read, tuple(judge(claim, found) for claim in read.claims))

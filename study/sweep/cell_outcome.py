@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import UserError, printable, without_secrets
+from study.config.errors import UserError, redact_secrets, replace_unprintable
 from study.host.memory import OomCounts
-from study.records.directory import RunWriter, change_ending, read_run, read_status
-from study.records.lock import is_at_work
-from study.records.outcome import SMALLER_ON_THE_HOST, Ending, ending_of, ending_of_text
+from study.records.directory import RunWriter, read_run, read_status, rewrite_outcome
+from study.records.lock import is_run_active
+from study.records.outcome import HOST_OOM_HINT, Outcome, outcome_from_exception, outcome_from_log
 from study.records.schema import RecordError
 from study.sweep import supervise
 
 # Another run would end in the same state: these cells are answered, and run again only with --retry.
-ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
+FINAL_STATES: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
 StoppedBy = Literal["time limit", "user"]
 _LAST_LINES = 15
 
@@ -46,10 +46,10 @@ class CellState:
         """The reason, with the hint in parentheses."""
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
 
-    def is_answered(self, retry: bool) -> bool:
+    def is_final(self, retry: bool) -> bool:
         """Whether `study run` would not run the cell again."""
         # A damaged record may be of a newer version, so only --retry replaces it.
-        return self.state == "ok" or (not retry and self.state in {*ANSWERED, "damaged"})
+        return self.state == "ok" or (not retry and self.state in {*FINAL_STATES, "damaged"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,30 +72,30 @@ class ExitEvidence:
         return f"{self.log}\n{self.printed}"
 
 
-def judge(evidence: ExitEvidence) -> Ending:
+def classify_outcome(evidence: ExitEvidence) -> Outcome:
     """Return the ending of a run by the reports of the run itself, the launcher, Slurm and the kernel."""
     status, printed = evidence.status, evidence.printed
-    reported = Ending(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
+    reported = Outcome(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
     if reported is not None and reported.state in ("ok", "oom", "unsupported"):
         # However the processes exited.
         return reported
     if evidence.stopped_by == "time limit":
         reason = f"ended after its {evidence.time_limit_s:g} s"
-        return Ending("timeout", reason, "raise time_limit_s, or find the cause in log.txt")
+        return Outcome("timeout", reason, "raise time_limit_s, or find the cause in log.txt")
     if evidence.stopped_by == "user":
-        return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
+        return Outcome("interrupted", "the sweep was stopped while it ran", "run it again")
     if evidence.refusal is not None:
-        return ending_of(evidence.refusal)
+        return outcome_from_exception(evidence.refusal)
     cancelled = _CANCELLED.search(printed)
     if cancelled and (cancelled[1] or not _BY_SRUN.search(printed[: cancelled.start()])):
         why = f": {cancelled[1].strip().lower()}" if cancelled[1] else ""
-        return Ending("interrupted", f"Slurm ended it{why}", "run it again")
+        return Outcome("interrupted", f"Slurm ended it{why}", "run it again")
     if _OOM_BY_SLURM.search(printed):
-        return Ending("oom", "the memory limit of the Slurm job was reached on a node", SMALLER_ON_THE_HOST)
+        return Outcome("oom", "the memory limit of the Slurm job was reached on a node", HOST_OOM_HINT)
     killed = _signals(printed, evidence.launcher_status)
     if 9 in killed:
         return _judge_sigkill(evidence)
-    if ran_out := ending_of_text(reported.reason if reported else evidence.text, evidence.text):
+    if ran_out := outcome_from_log(reported.reason if reported else evidence.text, evidence.text):
         # The run may have reported it itself.
         return reported if reported and ran_out.reason.partition(" (")[0] in reported.reason else ran_out
     # When one rank fails, the launcher ends the others, whose reason is not the cause.
@@ -103,10 +103,10 @@ def judge(evidence: ExitEvidence) -> Ending:
         return reported
     lines = last_lines(evidence.text, 3)
     how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {evidence.launcher_status}"
-    return Ending("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
+    return Outcome("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
 
 
-def _judge_sigkill(evidence: ExitEvidence) -> Ending:
+def _judge_sigkill(evidence: ExitEvidence) -> Outcome:
     counted = _OOM_ON_NODE.findall(evidence.printed)
     places = {"": evidence.ooms} | {f" on node {node}": OomCounts(int(n), int(hit)) for node, n, hit in counted}
     # A node whose cgroup reached its limit comes before nodes that share its kernel.
@@ -115,8 +115,8 @@ def _judge_sigkill(evidence: ExitEvidence) -> Ending:
             killer = "the host's memory ran out, and its OOM killer"
             if ooms.cgroup_limit_hit:
                 killer = "the cgroup's memory limit was reached, and the kernel"
-            return Ending("oom", f"{killer} killed a process{place}", SMALLER_ON_THE_HOST)
-    return Ending("interrupted", "a process was ended by SIGKILL, but not for its memory", "run it again")
+            return Outcome("oom", f"{killer} killed a process{place}", HOST_OOM_HINT)
+    return Outcome("interrupted", "a process was ended by SIGKILL, but not for its memory", "run it again")
 
 
 def _signals(printed: str, launcher_status: int) -> set[int]:
@@ -130,11 +130,11 @@ def _signals(printed: str, launcher_status: int) -> set[int]:
 
 def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
     """Return the last lines, without frames of tracebacks and the launcher's messages."""
-    lines = [line.strip()[:300] for line in without_secrets(text).splitlines() if not _NOISE.search(line)]
+    lines = [line.strip()[:300] for line in redact_secrets(text).splitlines() if not _NOISE.search(line)]
     return lines[-count:]
 
 
-def attempt_of(directory: Path) -> int:
+def read_attempt(directory: Path) -> int:
     """Return the number of the last attempt; 0 without a readable record."""
     try:
         return int(read_status(directory)["attempt"])
@@ -142,14 +142,14 @@ def attempt_of(directory: Path) -> int:
         return 0
 
 
-def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
+def write_outcome(directory: Path, attempt_before: int, ending: Outcome) -> None:
     """Write the attempt's ending to status.json, after all processes of the run have ended."""
-    if attempt_of(directory) <= attempt_before:
+    if read_attempt(directory) <= attempt_before:
         RunWriter(directory).close(ending.state, ending.reason, ending.hint)
         return
     status = read_status(directory)
     if (status["state"], status["reason"], status["hint"]) != (ending.state, ending.reason, ending.hint):
-        change_ending(directory, ending.state, ending.reason, ending.hint)
+        rewrite_outcome(directory, ending.state, ending.reason, ending.hint)
 
 
 def cell_state(directory: Path) -> CellState:
@@ -160,6 +160,6 @@ def cell_state(directory: Path) -> CellState:
         status = read_run(directory).status
     except RecordError as error:
         return CellState("damaged", str(error), "it is left as it is; --retry replaces it")
-    if status["ended_at"] is None and is_at_work(directory):
+    if status["ended_at"] is None and is_run_active(directory):
         return CellState("at work", f"since {status['started_at']}")
-    return CellState(status["state"], printable(status["reason"]), printable(status["hint"]))
+    return CellState(status["state"], replace_unprintable(status["reason"]), replace_unprintable(status["hint"]))

@@ -21,8 +21,8 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.time import FITTED_FILE, Constants
 from study.predictor.validation import (
-    Measured,
-    impossible,
+    Measurement,
+    implausibility,
     predicted_fit,
     predicted_peak,
     predicted_step_s,
@@ -42,25 +42,25 @@ _START = Constants(
 _GAIN = 1e-3
 
 
-def fit_rows() -> list[Measured]:
+def fit_rows() -> list[Measurement]:
     """Return the published times to which constants are fitted."""
-    return [row for row in published_rows() if row.use == "fit" and row.step_s and not impossible(row)]
+    return [row for row in published_rows() if row.use == "fit" and row.step_s and not implausibility(row)]
 
 
-def mean_error(rows: list[Measured], constants: Constants) -> float:
+def mean_error(rows: list[Measurement], constants: Constants) -> float:
     """Return the mean absolute relative error of predicted step times."""
     return float(numpy.mean([abs(predicted_step_s(row, constants) / (row.step_s or 1.0) - 1) for row in rows]))
 
 
-def fitted(rows: list[Measured], start: Constants = _START) -> Constants:
+def fit_constants(rows: list[Measurement], start: Constants = _START) -> Constants:
     """Fit the constants by repeated searches: one search ends in a shallow local minimum that depends on each row."""
-    result = searched(rows, start)
+    result = minimize_error(rows, start)
     while mean_error(rows, start) - mean_error(rows, result) > _GAIN:
-        start, result = result, searched(rows, result)
+        start, result = result, minimize_error(rows, result)
     return result
 
 
-def searched(rows: list[Measured], start: Constants) -> Constants:
+def minimize_error(rows: list[Measurement], start: Constants) -> Constants:
     """Minimize the mean error by Nelder-Mead, over factors of the starting constants."""
     first = dataclasses.asdict(start)
 
@@ -80,7 +80,7 @@ def searched(rows: list[Measured], start: Constants) -> Constants:
 def write() -> str:
     """Fit the constants, write fitted.yaml, and return its text."""
     rows = fit_rows()
-    rounded = {name: float(f"{value:.3g}") for name, value in dataclasses.asdict(fitted(rows)).items()}
+    rounded = {name: float(f"{value:.3g}") for name, value in dataclasses.asdict(fit_constants(rows)).items()}
     error = mean_error(rows, Constants(**rounded))
     used = dict(collections.Counter(row.source for row in rows))
     text = _HEAD.format(rows=len(rows), error=error)
@@ -97,7 +97,7 @@ TOOLS = (ACCELERATE, DEEPSPEED, ELEUTHER)
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class EstimatorScore:
     """Score of one memory estimator on the measurements."""
 
     tool: str
@@ -113,7 +113,7 @@ class Standing:
     called: int
 
 
-def standings(rows: Sequence[Measured]) -> list[Standing]:
+def standings(rows: Sequence[Measurement]) -> list[EstimatorScore]:
     """Return each tool's errors and its accuracy on whether a row fits."""
     estimates_by_row = _other_estimates(rows)
     scores = []
@@ -124,7 +124,7 @@ def standings(rows: Sequence[Measured]) -> list[Standing]:
             peak = predicted_peak(row) if tool == OURS else estimates[tool]
             if peak is None:
                 continue
-            if tool != OURS and request.box.in_host_memory:
+            if tool != OURS and request.box.is_cpu_only:
                 # The measured process includes libraries, which no tool counts: this project's figure is added.
                 peak += predict_memory(request).host_parts["libraries"] / request.box.ranks
             if row.peak_bytes is not None:
@@ -132,7 +132,7 @@ def standings(rows: Sequence[Measured]) -> list[Standing]:
             if row.fits is not None and request.box.device.memory_gib:
                 fits = predicted_fit(row) if tool == OURS else peak <= request.box.device.visible_gib * GIB
                 verdicts.append((fits, row.fits))
-        scores.append(Standing(
+        scores.append(EstimatorScore(
             tool=tool, peaks=len(errors), median_error=statistics.median(errors) if errors else None,
             worst_error=max(errors, default=None), judged=len(verdicts),
             right=sum(fits == was_ok for fits, was_ok in verdicts), ran_out=sum(not was_ok for _, was_ok in verdicts),
@@ -141,7 +141,7 @@ def standings(rows: Sequence[Measured]) -> list[Standing]:
     return scores
 
 
-def _other_estimates(rows: Sequence[Measured]) -> list[dict[str, float | None]]:
+def _other_estimates(rows: Sequence[Measurement]) -> list[dict[str, float | None]]:
     """Return the other tools' estimates per row; those of libraries that import torch run in a subprocess."""
     figures = []
     for request in (row.request for row in rows):

@@ -27,12 +27,12 @@ except ModuleNotFoundError:
 
 _MATMUL_LIMIT_S = 120
 # Errors of `measured_rates`.
-NOT_MEASURED = (OSError, subprocess.SubprocessError, ValueError, LookupError)
+MEASUREMENT_ERRORS = (OSError, subprocess.SubprocessError, ValueError, LookupError)
 Answer = TypeVar("Answer")
 
 
 @dataclasses.dataclass(frozen=True)
-class Box:
+class Machine:
     """Resources that a suite may require. A container can have less host memory than its machine."""
 
     # GPUs of all nodes, as many on each; host memory of one node.
@@ -63,12 +63,12 @@ class Box:
         return next((nodes for nodes in shares if ranks // nodes <= self.gpus_per_node), None)
 
 
-def this_box(root: Path = Path("/")) -> Box:
+def detect_machine(root: Path = Path("/")) -> Machine:
     """`root` is the folder of `proc` and `sys`."""
     handles = visible_gpus()
     total = _asked(lambda: tuple(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles))
     # If the driver gives no size, the GPUs are there, and nothing that requires a size may run.
-    return Box(total or (0.0,) * len(handles), host_memory(root).total_gib)
+    return Machine(total or (0.0,) * len(handles), host_memory(root).total_gib)
 
 
 def free_gpu_bytes(place: int) -> int | None:
@@ -100,13 +100,13 @@ def gpu_processes() -> list[dict[str, Any]]:
 
 
 @functools.cache
-def matmul_rates(box: Box) -> dict[str, Any]:
+def matmul_rates(box: Machine) -> dict[str, Any]:
     """Rates of this GPU's matrix products, the reference of an MFU; empty without a GPU."""
     if not box.gpus:
         return {}
     try:
         return measured_rates()
-    except NOT_MEASURED as error:
+    except MEASUREMENT_ERRORS as error:
         return {"error": f"not measured ({type(error).__name__})"}
 
 
@@ -197,7 +197,7 @@ def cpu_info() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in rows}
 
 
-def own_build_folder(cache: Path, stack: str = "") -> Path:
+def operator_build_folder(cache: Path, stack: str = "") -> Path:
     """Folder of an installation, a stack, a kind of CPU, and whether GPUs are visible.
 
     The compiler uses the CPU's instructions, DeepSpeed links with CUDA where it finds a GPU, and machines that share a
