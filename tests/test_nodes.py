@@ -75,7 +75,7 @@ def test_a_suite_plans_for_all_gpus_of_a_job_and_may_require_so_many_on_each_nod
 
 
 def test_one_step_starts_a_supervised_launcher_on_each_node(monkeypatch) -> None:
-    monkeypatch.setattr("study.sweep.cell.address_of", lambda node: f"{node}.example")
+    monkeypatch.setattr("study.sweep.cell.node_address", lambda node: f"{node}.example")
     command = srun_command(JOB, 2, ["accelerate", "launch"], ["study/train.py", "--data", "my file"])
     *srun, shell, _, line = command
     assert srun[:4] == ["srun", "--nodelist=gpu-1,gpu-2", "--nodes=2", "--ntasks=2"]
