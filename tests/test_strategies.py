@@ -153,7 +153,7 @@ def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, rank
                 "name": strategy,
                 "distributed_type": expected.distributed_type,
                 "deepspeed": expected.deepspeed,
-                "own_settings": None,
+                "custom_settings": None,
                 "mesh": [2, 2] if strategy == "hsdp" else None,
                 "group": None,
             },
@@ -513,7 +513,7 @@ def test_a_strategy_is_added_by_its_files_and_one_row(tmp_path: Path) -> None:
     (configs / "deepspeed" / "zero2_small.json").write_text(json.dumps(settings))
     digest = config_digest(normalize_strategy_files(document, settings))
     registry = tmp_path / "study" / "config" / "registry.py"
-    row = f'    "zero2_small": Registered("{digest}", "named", 16, "#123456", "o", SOLID),\n'
+    row = f'    "zero2_small": StrategyEntry("{digest}", "named", 16, "#123456", "o", SOLID),\n'
     registry.write_text(registry.read_text().replace("}  # fmt: skip", f"{row}}}  # fmt: skip"))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, check=True)
