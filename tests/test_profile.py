@@ -268,8 +268,8 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "wall_s_per_step is '0.1'": lambda profile: profile.update(wall_s_per_step="0.1"),
     "top.0.category is 'magic'": lambda profile: profile["top"][0].update(category="magic"),
     "not a list of consecutive steps": lambda profile: profile.update(steps=[6, 8]),
-    "top says": lambda profile: profile["top"][0].update(s_per_step=0.5),
-    "busy_s_per_step says": lambda profile: profile.update(busy_s_per_step=0.095, idle_s_per_step=0.005),
+    "top is": lambda profile: profile["top"][0].update(s_per_step=0.5),
+    "busy_s_per_step is": lambda profile: profile.update(busy_s_per_step=0.095, idle_s_per_step=0.005),
 }
 
 
