@@ -22,25 +22,25 @@ PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
     "config": 1_630,
-    "records": 2_839,
+    "records": 2_837,
     "host": 1_500,
     "workloads": 1_950,
     "metrics": 1_650,
-    "predictor": 4_425,
-    "engine": 1_601,
-    "sweep": 2_805,
-    "run": 1_687,
+    "predictor": 4_415,
+    "engine": 1_600,
+    "sweep": 2_801,
+    "run": 1_677,
     "virtual": 900,
-    "releases": 1_293,
+    "releases": 1_289,
     "advisor": 3_010,
-    "report": 5_049,
+    "report": 5_043,
     "autopsy": 1_700,
     "claims": 2_080,
     "baselines": 710,
     "train": 150,
     "cli": 150,
     "__init__": 50,
-    "tests": 21_959,
+    "tests": 21_946,
 }
 
 
