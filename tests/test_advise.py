@@ -263,10 +263,8 @@ def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> Non
     assert offload is not None
     needed = f"{offload.memory.host_peak.value / 2**30:.0f}"
     assert lines["single"] == []
-    assert lines["zero2_cpu"] == [
-        f"not checked: it needs {needed} GiB of host memory; --host_memory says what there is"
-    ]
-    assert lines["zero3_nvme"][1:] == ["NVMe is taken to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
+    assert lines["zero2_cpu"] == [f"not checked: it needs {needed} GiB of host memory; set --host_memory to check it"]
+    assert lines["zero3_nvme"][1:] == ["NVMe is assumed to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
     assert lines["zero2_cpu"][0] in explain_best(Advice(advice.question, (offload,)))
     assert print_page("gpt2-xl", "T4").count("set OMP_NUM_THREADS") == 1
     with_memory = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
@@ -304,7 +302,7 @@ def test_if_nothing_fits_it_prints_what_would_help() -> None:
     assert "more GPUs" not in page
     assert (
         "Nothing fits, and no number of GPUs helps: one sample needs 113.3 GiB on its rank (logits 93.9, activations"
-        " 18.0, context 1.4) of 78.8; what helps: fewer tokens per sample, a chunked loss (--chunked_loss)" in page
+        " 18.0, context 1.4) of 78.8; use fewer tokens per sample, a chunked loss (--chunked_loss)" in page
     )
     # The suggested change helps.
     chunked = best_of(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 65536, "bf16", chunked_loss=True), "zero3")
@@ -390,20 +388,20 @@ def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_m
     slow = dataclasses.replace(to_box("2x8xA100"), network_gb_per_s=2.0)
     shared = advise(AdviceRequest(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
     zero1, zero2 = shared.options
-    assert "trained as zero1 is, exposed communication takes" in explain_slowdown(zero2, zero1)
+    assert "with the settings of zero1, exposed communication takes" in explain_slowdown(zero2, zero1)
     wide = dataclasses.replace(zero1, request=dataclasses.replace(zero1.request, micro_batch=512))
     assert ": with micro-batch 512 x accumulation " in explain_slowdown(zero2, wide)
-    assert explain_slowdown(zero2, wide).endswith(", as zero1 trains, it does not fit")
+    assert explain_slowdown(zero2, wide).endswith(", the settings of zero1, it does not fit")
     large = AdviceRequest(model_shape("gpt-13b"), to_box("8xH100"), 2048, "bf16", global_batch=8)
     zero3, offloaded = advise(large, ["zero3", "zero3_cpu"]).options
-    assert "trained as zero3 is, the optimizer on the CPU takes" in explain_slowdown(offloaded, zero3)
+    assert "with the settings of zero3, the optimizer on the CPU takes" in explain_slowdown(offloaded, zero3)
     # Eight micro-batches per step: stage 2 reduces in each, and stage 1 only in the last.
     (line,) = [line for line in print_page("llama-3.1-8b", "8xH100").splitlines() if line.startswith("next zero2")]
     match = re.search(r"exposed communication takes (\d+)% of its step, and (\d+)% of zero1's", line)
     assert match is not None
     # Exposed or overlapped, stage 2 reduces eight times as often.
     assert int(match[1]) > 3 * int(match[2])
-    assert "trained as" not in print_page("llama-3.1-8b", "4xA100")
+    assert "with the settings of" not in print_page("llama-3.1-8b", "4xA100")
 
 
 @pytest.mark.parametrize(
@@ -541,7 +539,7 @@ def test_sizes_state_whether_the_output_layer_is_the_embedding() -> None:
         ("gpt2", "H100", ("--nvme_gb_per_s", "3,nan"), "two numbers above 0"),
         ("gpt2", "V100", FLASH, "has no flash_attention_2"),
         ("gpt2", "H100", ("--precision", "fp32", *FLASH), "compute in fp32"),
-        ("gpt-j-6b", "H100", FLASH, "no arithmetic for flash_attention_2"),
+        ("gpt-j-6b", "H100", FLASH, "flash_attention_2 is not modelled"),
     ],
 )
 def test_a_wrong_question_ends_in_one_line_and_status_2(

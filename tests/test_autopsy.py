@@ -195,7 +195,7 @@ def test_sessions_of_another_scale_are_not_mixed_in(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_a100_scale_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autopsy", "run", "--scale", "a100"]) == 2
-    assert "no GPU is here" in capsys.readouterr().err
+    assert "this machine has no GPU" in capsys.readouterr().err
 
 
 # Real sessions

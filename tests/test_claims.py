@@ -324,15 +324,15 @@ CORRECTION = minimal() + 'corrections: [{date: "2026-11-21", claim: S0-01, what:
 REFUSED = [
     (minimal(sayz="so"), 12, "unknown key 'sayz'"),
     (minimal(says=""), 5, "says is missing"),
-    (minimal(id="S1-01"), 5, "of no document"),
+    (minimal(id="S1-01"), 5, "no document has that code"),
     (minimal(id="S0-1"), 5, "id is 'S0-1'"),
-    (minimal(checks=""), 5, "checks are none"),
+    (minimal(checks=""), 5, "checks are missing"),
     (minimal(settle="{command: study doctor, box: any}"), 11, "minutes is missing"),
     (minimal(settle=""), 5, "settle is missing"),
     (minimal(says="[so]"), 7, "valid string"),
     (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
     (minimal().replace("contradictions: []", "contradictions: [{between: [S0-01], why: so}]"), 12, "between is"),
-    (minimal() + "claims: []\n", 13, "claims is there twice"),
+    (minimal() + "claims: []\n", 13, "claims appears twice"),
     (CORRECTION.replace("2026-11-21", "2026"), 13, "date is '2026'"),
     (CORRECTION.replace("S0-01, what", "S9-01, what"), 13, "claim names 'S9-01'"),
 ]
@@ -344,10 +344,10 @@ REFUSED_CHECKS = [
     ("form: ratio, of: true, to: 2, at_most: 1", "valid number"),
     ("form: ratio, of: 1, to: 0, at_most: 1", "divide by zero"),
     (f"{RATIO}, away: 3, at_most: 1", "unknown key 'away'"),
-    (RATIO, "must be is unclear"),
-    (f"{RATIO}, about: 3", "must be is unclear"),
+    (RATIO, "region of the figure is incomplete"),
+    (f"{RATIO}, about: 3", "region of the figure is incomplete"),
     (f"{RATIO}, at_most: one", "write a number"),
-    (f"{RATIO}, at_least: 3, at_most: 1", "both"),
+    (f"{RATIO}, at_least: 3, at_most: 1", "lower limit is above"),
     (f"{RATIO}, at_most: 1, against: S9-09", "against names 'S9-09'"),
     (f"{RATIO}, at_most: 1, necessary: 1", "valid boolean"),
     (STATE.replace("zero3", "zero4"), "zero4"),
@@ -355,7 +355,7 @@ REFUSED_CHECKS = [
     (f"{STATE}, precision: int8", "int8"),
     (PAIRED.replace("eval_loss_final", "speed"), "speed"),
     (f"{PAIRED}, where: size=1", "size=1"),
-    ("form: missing, needs: more, at_most: 1", "judges no figure"),
+    ("form: missing, needs: more, at_most: 1", "does not apply"),
 ]
 
 

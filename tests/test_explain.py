@@ -235,7 +235,7 @@ SHARDING = "noted fsdp_sharding_strategy"
         ),
         (fsdp(fsdp_version=1), "gpt2", 4, BY_VERSION_2, "1: bytes here"),
         (fsdp(), "gpt2", 4, BY_VERSION_2, "1, the default: bytes here"),
-        (fsdp(fsdp_version=3), "gpt2", 4, ["refused fsdp_version"], "versions 1 and 2, and no 3"),
+        (fsdp(fsdp_version=3), "gpt2", 4, ["refused fsdp_version"], "versions 1 and 2, not 3"),
         (fsdp(fsdp_sharding_strategy="NO_SHARD"), "gpt2", 4, [SHARDING], "plain data parallelism"),
         (fsdp(fsdp_sharding_strategy=2), "gpt2", 4, [*BY_VERSION_2, SHARDING], "weights stay unsharded"),
         (fsdp(fsdp_sharding_strategy="HYBRID_SHARD"), "gpt2", 4, [*BY_VERSION_2, SHARDING], "ranks of a machine"),
@@ -277,7 +277,7 @@ def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> N
     alone: dict[str, Any] = {"distributed_type": "NO", "num_processes": 4}
     case = make_case(tmp_path, alone, ranks=1)
     assert (case.ranks, list(name_findings(case))) == (1, ["ignored num_processes"])
-    with pytest.raises(UserError, match="starts one process, and --world_size says 4"):
+    with pytest.raises(UserError, match="starts one process, and --world_size is 4"):
         make_case(tmp_path, alone, ranks=4)
     plain = predict_memory(make_case(tmp_path, {"distributed_type": "MULTI_GPU"}).request)
     for kind in sorted(set(DistributedType.__members__) - {"NO", "DEEPSPEED", "FSDP"}):
@@ -576,7 +576,7 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
     ("name", "text", "says"),
     [
         ("a.json", '{"zero_optimization": {"stage": 2, "stage": 3}}', "says stage twice"),
-        ("a.yaml", "distributed_type: NO\ndistributed_type: FSDP\n", "a.yaml:2: distributed_type is there twice"),
+        ("a.yaml", "distributed_type: NO\ndistributed_type: FSDP\n", "a.yaml:2: distributed_type appears twice"),
         ("a.json", '{"zero_optimization": {"stge": 2}}', "stge is not a setting"),
         ("a.json", '{"zero_optimisation": {"stage": 2}}', "zero_optimisation is not a setting"),
         ("a.json", '{"zero_optimization": {"stage": 4}}', "stage is 4"),

@@ -256,7 +256,7 @@ def test_a_left_over_variable_is_found_among_those_of_the_launcher(
     result = launch("fsdp2", "study/train.py", *FLAGS, *GPT, "--output_dir", str(tmp_path / "run"))
     assert result.returncode != 0
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert "FSDP_RESHARD_AFTER_FORWARD is set, and not by the launched file" in line
+    assert "FSDP_RESHARD_AFTER_FORWARD is set, but not by the launched file" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -130,8 +130,12 @@ def make_config(**flags: Any) -> RunConfig:
     [
         ("zero1", {"gradient_checkpointing": True}, "under zero1 no ranks share a layer's activations"),
         ("ulysses_zero1", {"gradient_checkpointing": True}, "under ulysses_zero1 no ranks share"),
-        ("zero1_tp", {}, "without checkpoints there is nothing to keep in parts"),
-        ("zero1_tp", {"more": ("activation_checkpointing.cpu_checkpointing=true",)}, "partition_activations alone"),
+        ("zero1_tp", {}, "without checkpoints there are no activations to partition"),
+        (
+            "zero1_tp",
+            {"more": ("activation_checkpointing.cpu_checkpointing=true",)},
+            "supports only its key partition_activations",
+        ),
     ],
 )
 def test_an_ineffective_setting_is_refused(strategy: str, flags: dict[str, Any], words: str) -> None:

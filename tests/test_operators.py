@@ -81,7 +81,7 @@ def test_builds_with_visible_gpus_are_separate_and_nothing_compiles_without_the_
         pytest.skip("a CUDA toolkit is here, or libaio is not installed")
     printed = with_a_gpu("-m", "study.host.operators", "zero3_nvme", ZERO_STUDY_CACHE=str(tmp_path))
     assert (
-        "zero3_nvme will not run here: DeepSpeed links its operator async_io with CUDA: no toolkit is here." in printed
+        "zero3_nvme will not run here: DeepSpeed links its operator async_io with CUDA: there is no toolkit." in printed
     )
     assert "nvcc included" in printed
     assert COMPILES not in printed

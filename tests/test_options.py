@@ -219,9 +219,9 @@ def test_states_in_bf16_train_alike_with_half_the_bytes(get_run: RunFactory, str
 @pytest.mark.parametrize(
     ("strategy", "flags", "says"),
     [
-        ("ddp", {"bf16_states": True, "precision": "bf16"}, "--bf16_states is DeepSpeed's"),
-        ("zero0", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states is DeepSpeed's"),
-        ("zero2_cpu", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states is DeepSpeed's"),
+        ("ddp", {"bf16_states": True, "precision": "bf16"}, "--bf16_states needs DeepSpeed's"),
+        ("zero0", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
+        ("zero2_cpu", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
         ("fsdp2", {"optimizer": "muon"}, "--optimizer muon: fsdp2"),
         ("zero3_cpu", {"optimizer": "muon"}, "--optimizer muon: zero3_cpu"),
     ],

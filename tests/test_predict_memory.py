@@ -312,7 +312,7 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_lower_the_peak():
         (["--lora_rank", "8"], "add --peft lora"),
         (["--peft", "lora", "--lora_rank", "0"], "--lora_rank 0"),
         (["--strategy", "ddp", "--precision", "bf16-engine"], "use --precision bf16"),
-        (["--model_name_or_path", "~nobody9/x"], "write the whole path"),
+        (["--model_name_or_path", "~nobody9/x"], "write the full path"),
         (["--model_name_or_path", "x" * 5000], "File name too long"),
         (["--hardware", "1000000000000xH100"], "a count is out of range"),
         (["--strategy", "zero0", "--engine_override", 'data_types.grad_accum_dtype="fp32"'], "NotImplementedError"),

@@ -183,7 +183,7 @@ def test_too_few_steps_for_a_profile_are_refused_in_one_line(tmp_path: Path) -> 
     result = train("single", tmp_path / "run", *FLAGS, "--profile_steps", "4", ranks=1)
     assert result.returncode != 0
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert "--profile_steps 4 needs 12 steps (warm-up, the watched one, 3 that are timed, the profiler's own" in line
+    assert "--profile_steps 4 needs 12 steps (warm-up, the watched step, 3 timed steps, the profiler's warm-up" in line
     assert f"this run does {STEPS}. To fix it: use --max_steps 12 or more" in line
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="--profile_steps -1 is out of range"):

@@ -232,8 +232,8 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (nothing, ("--resume_from_checkpoint", "latest"), ("checkpoint",), "--resume_from_checkpoint"),
     (nothing, ("--report_to", "carrier-pigeon"), ("--report_to carrier-pigeon",), "none"),
     (nothing, ("--attn_implementation", "flash_attention_9"), ("flash_attention_9",), "--help"),
-    (nothing, ("--data", NOBODY), (NOBODY,), "whole path"),
-    (nothing, ("--output_dir", NOBODY), (NOBODY,), "whole path"),
+    (nothing, ("--data", NOBODY), (NOBODY,), "full path"),
+    (nothing, ("--output_dir", NOBODY), (NOBODY,), "full path"),
     (rows({"review": "good", "sentiment": 1}), ROWS, ("rows.jsonl", "text, label"), "schema"),
     (rows({"text": "good", "label": 7}), ROWS, ("rows.jsonl", "`label`", "7"), "0 (bad) or 1"),
     (rows({"text": 3, "label": 1}), ROWS, ("rows.jsonl", "`text`"), "schema"),
@@ -507,10 +507,10 @@ def test_help_reaches_the_terminal(tmp_path: Path) -> None:
         (["run", "laptop", "--runs_dir", ""], "--runs_dir: is empty"),
         (["status", "laptop", "--runs_dir", "/dev/null"], "--runs_dir: /dev/null is not a folder"),
         (["report", "laptop", "--output", ""], "--output: is empty"),
-        (["report", "laptop", "--runs_dir", NOBODY], "nobody's home"),
+        (["report", "laptop", "--runs_dir", NOBODY], "no user with a home"),
         (["report", "laptop", "--output", "x\udcff"], "cannot be printed"),
         (["report", ".."], "no suite is named"),
-        (["virtual", "--strategy", "zero3", "--world_size", "4", "--data", NOBODY], "nobody's home"),
+        (["virtual", "--strategy", "zero3", "--world_size", "4", "--data", NOBODY], "no user with a home"),
         (["virtual", "--strategy", "zero3", "--world_size", "9" * 5000], "--world_size"),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
@@ -529,7 +529,7 @@ def test_a_command_that_cannot_be_served_ends_in_one_line(
 def test_an_empty_suite_is_refused_with_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.yaml").write_text("")
     assert main(["status", str(tmp_path / "empty.yaml")]) == 2
-    assert_is_one_line(capsys.readouterr().err, ("empty.yaml: nothing stands where a mapping belongs",), "grids, name")
+    assert_is_one_line(capsys.readouterr().err, ("empty.yaml: expected a mapping, got nothing",), "grids, name")
 
 
 def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -596,7 +596,7 @@ def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
             env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert result.returncode == 2
-        assert_is_one_line(result.stderr, ("folder in which this was started",), "change to one")
+        assert_is_one_line(result.stderr, ("the working directory",), "change to one")
 
 
 CONSOLE = """

@@ -379,7 +379,7 @@ def test_a_strategy_whose_shipped_file_was_changed_is_refused_by_name(
         tmp_path / "accelerate_configs"
     )
     for name in ("zero3", "fsdp2"):
-        with pytest.raises(UserError, match=f"under the name {name}"):
+        with pytest.raises(UserError, match=f"the files of {name} in"):
             read_strategy(name)
     assert read_strategy("zero2").zero_stage == 2
     shutil.rmtree(tmp_path / "accelerate_configs")

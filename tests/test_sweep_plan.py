@@ -55,7 +55,7 @@ SEEDS = f"&s {list(range(99))}"
         (f"{HEAD}grid: []\n{ONE_GRID}", 3, "unknown key 'grid'"),
         (GRID + "axes:\n      strategy: ddp\n      batch: [1, 2]\n", 6, "unknown key 'batch'"),
         (GRID + "axes:\n      strategy: [ddp, zero4]\n", 5, "strategy is 'zero4'"),
-        (HEAD + "fixed:\n  seed: 1\n  seed: 2\ngrids: []\n", 5, "seed is there twice"),
+        (HEAD + "fixed:\n  seed: 1\n  seed: 2\ngrids: []\n", 5, "seed appears twice"),
         (HEAD + "fixed: {output_dir: here}\ngrids: []\n", 3, "unknown key 'output_dir'"),
         (HEAD + "fixed:\n  max_steps: many\ngrids: []\n", 4, "max_steps"),
         (GRID + "axes: {strategy: []}\n", 4, "empty list"),
@@ -109,7 +109,7 @@ def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, text, line
         (
             f"{HEAD}grids:\n  - &a0 [x, x]\n"
             + "".join(f"  - &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(15)),
-            "has more than 10000 values, its aliases written out",
+            "has more than 10000 values after its aliases are expanded",
         ),
         (f"{HEAD}grids: &itself [*itself]\n", "recursive"),
     ],

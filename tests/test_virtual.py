@@ -277,7 +277,7 @@ def test_more_processes_than_the_one_are_refused(tmp_path: Path) -> None:
     flags = (*FLAGS, *GPT, "--virtual_world_size", "8", "--output_dir", str(tmp_path / "run"))
     result = launch("zero1", "study/train.py", *flags, ranks=2)
     assert result.returncode != 0
-    assert "a virtual rank is one process, and 2 were launched" in result.stderr
+    assert "a virtual rank is one process, but 2 were launched" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -21,26 +21,26 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_630,
+    "config": 1_659,
     "records": 2_839,
     "host": 1_500,
     "workloads": 1_950,
-    "metrics": 1_650,
+    "metrics": 1_658,
     "predictor": 4_425,
     "engine": 1_601,
     "sweep": 2_805,
     "run": 1_687,
     "virtual": 900,
     "releases": 1_293,
-    "advisor": 3_010,
+    "advisor": 3_093,
     "report": 5_049,
     "autopsy": 1_700,
-    "claims": 2_080,
+    "claims": 2_127,
     "baselines": 710,
     "train": 150,
     "cli": 150,
     "__init__": 50,
-    "tests": 21_959,
+    "tests": 21_960,
 }
 
 

@@ -1,4 +1,4 @@
-"""Every strategy for a model on a box, with the largest micro-batch that fits, ranked by speed."""
+"""Rank all strategies for a model on given hardware, each with the largest micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from study.predictor.time import (
     why,
 )
 
-# Elements: 16-bit buckets of 100 MB keep a network busy.
+# In elements; 16-bit buckets of 100 MB saturate a network.
 _SMALL_BUCKET = 50_000_000
-# Live parameters and reuse distance where memory is short, in layers.
+# Live parameters and reuse distance if memory is short, in layers.
 _LIVE_LAYERS = 2
 _FEWEST_SUB_GROUPS = 10
-# A larger micro-batch makes a step no faster per token, on any device that is known here.
+# On none of the listed devices a larger micro-batch raises the throughput.
 MAX_MICRO_BATCH = 512
-# Where two strategies' speeds are within this share of each other, the simpler one is recommended.
+# The simpler of two strategies is recommended if their speeds differ by less than this fraction.
 SPEED_TOLERANCE = 0.05
 # Rented machines have 1 TiB for eight GPUs; many have twice as much, and some half.
 USUAL_HOST_GIB_PER_GPU = 128
-# A sample makes these on its rank; more ranks do not divide them. "context" is the process's own.
+# Parts of the peak that more ranks do not reduce: those of one sample, and the CUDA context.
 _PARTS_OF_A_SAMPLE = ("logits", "activations", "attention", "context")
-# Options that are slower than this share of the best one are not tried for the questions nearby.
+# What-if questions skip the options that are slower than this fraction of the best one.
 _FAR_BEHIND = 0.5
 _WORTH_SAYING = 0.05
 _PARTS_OF_A_STEP = {
@@ -54,12 +54,14 @@ SIMPLEST_FIRST = sorted(_SIMPLICITY, key=_SIMPLICITY.__getitem__)
 
 @dataclasses.dataclass(frozen=True)
 class AdviceRequest:
+    """Model, hardware and batch for which strategies are ranked."""
+
     shape: ModelShape
     box: Hardware
     sequence_length: int
     # bf16 and fp16 are mixed precision: 16-bit weights with fp32 masters where an engine has them, else autocast.
     precision: str
-    # None: whatever is faster.
+    # None: the faster of the two.
     gradient_checkpointing: bool | None = None
     attention: Attention = "sdpa"
     chunked_loss: bool = False
@@ -68,7 +70,7 @@ class AdviceRequest:
 
     @property
     def samples_per_rank(self) -> int | None:
-        """Samples of one rank in an optimizer step; None: one micro-batch."""
+        """Samples per rank and optimizer step; None: one micro-batch."""
         return None if self.global_batch is None else max(1, round(self.global_batch / self.box.ranks))
 
 
@@ -76,35 +78,38 @@ class AdviceRequest:
 class Option:
     """One strategy with its best settings."""
 
-    # In accelerate_configs/, from whose files the settings come.
+    # Its file in accelerate_configs/ has the settings to start from.
     name: str
     request: Request
     memory: MemoryUse
-    # None where it does not fit.
+    # None if it does not fit.
     time: StepTime | None
-    # One line: what is too large, or how much memory is left.
+    # One line: the part that is too large, or the free memory.
     why: str
     cost_per_million_tokens: float | None = None
 
     @property
     def fits(self) -> bool:
+        """Whether it can run: a step time is predicted only if the predicted peak fits."""
         return self.time is not None
 
     @property
     def is_safe(self) -> bool:
-        """Whether it fits at the upper bound of its predicted peak too."""
+        """Whether the upper bound (90 %) of the predicted peak fits, too."""
         return fits(self.memory, self.request.box, at_upper=True)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all ranks."""
+        """Throughput summed over all ranks; 0 if it does not fit."""
         return self.time.tokens_per_s_per_gpu.value * self.request.box.ranks if self.time else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
+    """Options for one request, ranked."""
+
     question: AdviceRequest
-    # What is sure to fit, the fastest first; then what may fit, and what does not.
+    # Options whose upper bound fits, the fastest first; then those that may fit, and those that do not.
     options: tuple[Option, ...]
 
     @property
@@ -113,62 +118,72 @@ class Advice:
 
     @property
     def best(self) -> Option | None:
+        """Recommended option; None if nothing fits."""
         return self.fitting[0] if self.fitting else None
 
     @property
     def runner_up(self) -> Option | None:
+        """Second option that fits; None if there is none."""
         return self.fitting[1] if len(self.fitting) > 1 else None
 
     def option(self, name: str) -> Option | None:
+        """Return the option of a strategy; None if it was not tried."""
         return next((option for option in self.options if option.name == name), None)
 
 
-def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, at_upper: bool = True) -> Advice:
-    """Rank strategies; what fits at the upper bound of its peak comes first, and without `at_upper` the peak counts."""
-    options = [_best_option(question, name, at_upper) for name in names or candidates(question)]
-    return Advice(question, rank_options(sorted(options, key=functools.partial(_order, at_upper=at_upper)), at_upper))
+def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, at_upper_bound: bool = True) -> Advice:
+    """Rank strategies: those that fit come first, by their upper bound or, without `at_upper_bound`, by their peak."""
+    options = [_best_option(question, name, at_upper_bound) for name in names or candidates(question)]
+    return Advice(
+        question,
+        rank_options(sorted(options, key=functools.partial(_order, at_upper_bound=at_upper_bound)), at_upper_bound),
+    )
 
 
-def rank_options(options: Sequence[Option], at_upper: bool = True) -> tuple[Option, ...]:
-    """Put the simplest option that is as fast as the first, and that a usual host can load, before the others.
+def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tuple[Option, ...]:
+    """Reorder options: first the simplest of those within `SPEED_TOLERANCE` of the fastest, then the rest in their
+    order.
 
-    The first is the fastest, but for an offload that is ahead by less than such steps were longer than predicted: then
-    an option that needs no host is the first, if it is as sure to fit. Two options that both stay on the device have
-    similar errors, and `SPEED_TOLERANCE` is enough.
+    Of equally fast options those that fit a typical host come first. An offload counts as the fastest only if it leads
+    by more than the largest error of a predicted offload step; otherwise an option without offload whose fit is as
+    certain takes its place. Options that both stay on the device have similar errors, so `SPEED_TOLERANCE` is enough
+    there.
     """
     fastest = options[0]
-    as_sure = [each for each in options if each.is_safe or not (at_upper and fastest.is_safe)]
-    plain = next((each for each in as_sure if each.fits and not each.request.strategy.offloads), fastest)
+    comparable = [candidate for candidate in options if candidate.is_safe or not (at_upper_bound and fastest.is_safe)]
+    plain = next(
+        (candidate for candidate in comparable if candidate.fits and not candidate.request.strategy.offloads), fastest
+    )
     first = fastest if fastest.tokens_per_s > max_offload_slowdown() * plain.tokens_per_s else plain
-    equal = [each for each in as_sure if each.tokens_per_s >= (1 - SPEED_TOLERANCE) * first.tokens_per_s
-             and each.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
+    equal = [candidate for candidate in comparable if candidate.tokens_per_s >= (1 - SPEED_TOLERANCE) * first.tokens_per_s
+             and candidate.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
     equal.sort(key=lambda option: (needs_large_host(option), SIMPLEST_FIRST.index(option.name)))
     return (*equal, *(option for option in options if option not in equal))
 
 
 def needs_large_host(option: Option) -> bool:
-    """Whether it needs more host memory than machines usually have, where the user did not say what this one has."""
+    """Whether it exceeds the host memory of a typical node; False if the request sets the host memory."""
     box = option.request.box
     usual = USUAL_HOST_GIB_PER_GPU * GIB * box.gpus_per_node
     return box.host_gib_per_node is None and option.memory.host_peak.value > usual
 
 
-def _order(option: Option, at_upper: bool) -> tuple[bool, bool, float, float]:
-    is_unsure = at_upper and not option.is_safe
-    return is_unsure, not option.fits, -option.tokens_per_s, option.memory.peak_reserved.value
+def _order(option: Option, at_upper_bound: bool) -> tuple[bool, bool, float, float]:
+    is_uncertain = at_upper_bound and not option.is_safe
+    return is_uncertain, not option.fits, -option.tokens_per_s, option.memory.peak_reserved.value
 
 
 def candidates(question: AdviceRequest) -> list[str]:
-    """Strategies to try. On one rank nothing is sharded, so those are plain training and offloads.
+    """Return the strategies to try; on one rank, where nothing is sharded, plain training and offloads.
 
-    In 16 bits also stage 1: plain training keeps fp32 weights and autocasts, an engine has 16-bit ones with fp32
-    masters. Offloads have them too, and against plain training would be ahead by that.
+    In 16 bits stage 1 is added there: it has 16-bit weights with fp32 masters as offloads have, while plain training
+    keeps fp32 weights and autocasts. Without it an offload would be credited with that difference.
     """
     left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.box.ranks == 1 else {"single"}
     if question.precision != "fp32":
         left_out -= {"zero1"}
     if question.precision == "fp16":
-        # DeepSpeed's stage 0 divides by a loss scale that nothing was multiplied by.
+        # DeepSpeed's stage 0 divides gradients by the loss scale without having multiplied the loss by it.
         left_out |= {"zero0"}
     if question.box.nodes == 1 or question.box.gpus_per_node == 1:
         # On one machine several replicas only need more memory.
@@ -176,39 +191,40 @@ def candidates(question: AdviceRequest) -> list[str]:
     return [name for name in _SIMPLICITY if name not in left_out]
 
 
-def _best_option(question: AdviceRequest, name: str, at_upper: bool) -> Option:
-    """Return the fastest option over the strategy's settings, with and without checkpointing."""
+def _best_option(question: AdviceRequest, name: str, at_upper_bound: bool) -> Option:
+    """Return the best option over a strategy's variants, with and without gradient checkpointing."""
     checkpointing = (False, True) if question.gradient_checkpointing is None else (question.gradient_checkpointing,)
-    tried = [
-        _largest_option(question, name, strategy, each, at_upper)
-        for strategy in tuned_variants(read_strategy(name), question.shape, question.box) for each in checkpointing
+    options = [
+        _largest_option(question, name, strategy, is_checkpointed, at_upper_bound)
+        for strategy in tuned_variants(read_strategy(name), question.shape,
+         question.box) for is_checkpointed in checkpointing
     ]  # fmt: skip
-    return min(tried, key=functools.partial(_order, at_upper=at_upper))
+    return min(options, key=functools.partial(_order, at_upper_bound=at_upper_bound))
 
 
 def _largest_option(
-    question: AdviceRequest, name: str, strategy: Strategy, checkpointing: bool, at_upper: bool
+    question: AdviceRequest, name: str, strategy: Strategy, checkpointing: bool, at_upper_bound: bool
 ) -> Option:
-    """Return the largest micro-batch that is sure to fit, else the largest that may, else the smallest."""
-    share, box = question.samples_per_rank, question.box
-    largest = min(MAX_MICRO_BATCH, share or MAX_MICRO_BATCH)
-    sizes = [size for size in range(1, largest + 1) if not share or share % size == 0]
+    """Return the largest micro-batch whose upper bound fits, else the largest whose peak fits, else the smallest."""
+    samples, box = question.samples_per_rank, question.box
+    largest = min(MAX_MICRO_BATCH, samples or MAX_MICRO_BATCH)
+    sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
 
     @functools.cache
     def predicted(micro_batch: int) -> tuple[Request, MemoryUse]:
         request = Request(
             shape=question.shape, strategy=strategy, box=box, sequence_length=question.sequence_length,
-            micro_batch=micro_batch, accumulation=share // micro_batch if share else 1,
+            micro_batch=micro_batch, accumulation=samples // micro_batch if samples else 1,
             precision=precision_under(strategy, question.precision), gradient_checkpointing=checkpointing,
-            # The files are for a user's own program.
+            # The files are for the user's program, not for study/train.py.
             attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
         )  # fmt: skip
         return request, predict_memory(request)
 
     count = 0
-    for at_upper_end in (True, False) if at_upper else (False,):
-        # All of a rank's samples in one micro-batch leave no accumulated gradients, and may fit where fewer do not.
-        # Among the others more samples never need less memory.
+    for at_upper_end in (True, False) if at_upper_bound else (False,):
+        # A single micro-batch accumulates no gradients, so the largest size may fit even if smaller ones do not.
+        # Among the others memory never falls with the size.
         if not count and fits(predicted(sizes[-1])[1], box, at_upper_end):
             count = len(sizes)
         count = count or bisect.bisect_left(
@@ -225,14 +241,14 @@ def _largest_option(
 
 
 def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:
-    """Yield the strategy with buckets that suit the model; stage 3 also with few live parameters."""
+    """Yield variants with bucket sizes tuned to the model; for stage 3 also one with few live parameters."""
     if strategy.deepspeed is None or not strategy.zero_stage:
         yield strategy
         return
     layer = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer)
     small = min(_SMALL_BUCKET, shape.trained_parameters)
-    # A bucket between the two has room for no more of the large tensors' gradients than the small one. Where all
-    # tensors are smaller, a bucket of the largest would be many calls.
+    # A size between the two fits no more gradients of large tensors than the small one. If all tensors are smaller
+    # than the small bucket, a bucket of the largest tensor's size would need many calls.
     for bucket in sorted({small, max(small, shape.largest_trained)}):
         base = _with_zero(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
         if strategy.zero_stage == 3:
@@ -241,7 +257,7 @@ def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iter
         if (ranks_per_replica := strategy.ranks_per_replica(box.ranks, box.gpus_per_node)) is not None:
             base = _with_zero(base, zero_hpz_partition_size=ranks_per_replica)
         live = _LIVE_LAYERS * layer
-        # A second copy is read only where parameters are released and gathered again.
+        # The hpZ secondary partition is read only if parameters are released and gathered a second time.
         if ranks_per_replica is None or live >= shape.parameters:
             yield base
         if strategy.zero_stage == 3 and live < shape.parameters and bucket == small:
@@ -249,7 +265,7 @@ def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iter
 
 
 def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strategy:
-    """Return NVMe buffers with room for the largest shard, and sub-groups that leave room for several of them."""
+    """Return the strategy with NVMe buffers for its largest shard, and sub-groups of which several fit."""
     assert strategy.deepspeed is not None
     zero = strategy.deepspeed["zero_optimization"]
     if strategy.offload_device("param") == "nvme":
@@ -269,31 +285,32 @@ def _with_zero(strategy: Strategy, **settings: Any) -> Strategy:
     return dataclasses.replace(strategy, deepspeed={**strategy.deepspeed, "zero_optimization": zero})
 
 
-# How sure the advice is, and what would change it.
+# Confidence and sensitivity of a recommendation.
 
 
 def explain_best(advice: Advice) -> str:
-    best, other = advice.best, advice.runner_up
+    """Return the reason for the recommendation, with its free memory."""
+    best, runner_up = advice.best, advice.runner_up
     if best is None:
         return _why_nothing_fits(advice)
     memory = "; ".join([_memory_text(best), *unchecked_needs(best)])
-    if other is None:
-        return f"it is the only one that fits; {memory}"
-    if best.is_safe and not other.is_safe:
-        return f"it is the only one that is sure to fit; {memory}"
-    gap = best.tokens_per_s / other.tokens_per_s - 1
-    if other.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
-        ahead, slowest = other.tokens_per_s / best.tokens_per_s - 1, max_offload_slowdown()
+    if runner_up is None:
+        return f"it is the only strategy that fits; {memory}"
+    if best.is_safe and not runner_up.is_safe:
+        return f"it is the only strategy whose 90 % bound fits; {memory}"
+    gap = best.tokens_per_s / runner_up.tokens_per_s - 1
+    if runner_up.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
+        ahead, slowest = runner_up.tokens_per_s / best.tokens_per_s - 1, max_offload_slowdown()
         return (
-            f"no offload: one is predicted {ahead:.0%} faster, but such steps took up to {slowest:.1f} x the"
+            f"no offload: one is predicted {ahead:.0%} faster, but offload steps took up to {slowest:.1f} x the"
             f" prediction; {memory}"
         )
     if gap <= SPEED_TOLERANCE:
         reason = " and simpler"
-        if needs_large_host(other) and not needs_large_host(best):
-            reason = f" and the next needs {other.memory.host_peak.value / GIB:,.0f} GiB of host memory"
+        if needs_large_host(runner_up) and not needs_large_host(best):
+            reason = f" and the next needs {runner_up.memory.host_peak.value / GIB:,.0f} GiB of host memory"
         return f"within {SPEED_TOLERANCE:.0%} of the fastest that fits,{reason}; {memory}"
-    error = None if error_of_time(other) is None else error_of_time(best)
+    error = None if error_of_time(runner_up) is None else error_of_time(best)
     if error is None:
         return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"
     verb = "more than" if gap > error else "but no more than"
@@ -301,7 +318,7 @@ def explain_best(advice: Advice) -> str:
 
 
 def error_of_time(option: Option) -> float | None:
-    """Half the width of the step time's interval, as a share; None where nothing was validated."""
+    """Return half the width of the step time's interval, as a fraction; None if step times are not validated here."""
     time = option.time
     if time is None or time.step_s.low is None or time.step_s.high is None:
         return None
@@ -317,12 +334,14 @@ def _why_nothing_fits(advice: Advice) -> str:
         if short:
             nearest = min(short, key=lambda option: option.memory.host_peak.value)
             needed = nearest.memory.host_peak.value / GIB
-            return f"nothing fits this host: {nearest.name} needs {needed:,.0f} GiB, the least of what fits on the GPUs"
-    # More ranks divide a model's state, and not what a sample makes on its rank.
+            return (
+                f"nothing fits this host: {nearest.name} needs {needed:,.0f} GiB, the least of all that fit on the GPUs"
+            )
+    # Data parallelism shards model state, but not the activations of one sample.
     undivided = {name: parts[name] for name in _PARTS_OF_A_SAMPLE if parts[name]}
     if sum(undivided.values()) <= (usable := usable_bytes(box)):
         return "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
-    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in undivided.items())
+    breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in undivided.items())
     helps = ["fewer tokens per sample"]
     if not request.gradient_checkpointing:
         helps.append("gradient checkpointing")
@@ -330,7 +349,7 @@ def _why_nothing_fits(advice: Advice) -> str:
         helps.append("a chunked loss (--chunked_loss)")
     return (
         f"nothing fits, and no number of GPUs helps: one sample needs {sum(undivided.values()) / GIB:.1f} GiB on its"
-        f" rank ({named}) of {usable / GIB:.1f}; what helps: {', '.join(helps)}, or its tokens divided over ranks"
+        f" rank ({breakdown}) of {usable / GIB:.1f}; use {', '.join(helps)}, or split its tokens over ranks"
         " (strategies cp and ulysses_zero1 to ulysses_zero3, which are not predicted)"
     )
 
@@ -345,86 +364,93 @@ def _memory_text(best: Option) -> str:
 
 
 def unchecked_needs(option: Option) -> Iterator[str]:
-    """Yield what an offload needs and the user did not say that the box has."""
+    """Yield the requirements of an offload that could not be checked: host memory and NVMe bandwidth."""
     box, strategy = option.request.box, option.request.strategy
     if strategy.offloads and box.host_gib_per_node is None:
         needed = option.memory.host_peak.value / GIB
-        yield f"not checked: it needs {needed:,.0f} GiB of host memory; --host_memory says what there is"
+        yield f"not checked: it needs {needed:,.0f} GiB of host memory; set --host_memory to check it"
     if strategy.uses_nvme:
         read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
-        yield f"NVMe is taken to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"
+        yield f"NVMe is assumed to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"
 
 
 def explain_slowdown(option: Option, best: Option) -> str:
-    """Say why `option` is slower, by what it would do with the micro-batch and the checkpointing of `best`."""
+    """Return why `option` is slower than `best`, compared at the micro-batch and checkpointing of `best`."""
     ours, box = best.request, best.request.box
     same = dataclasses.replace(
         option.request, micro_batch=ours.micro_batch, accumulation=ours.accumulation,
         gradient_checkpointing=ours.gradient_checkpointing,
     )  # fmt: skip
     if not fits(predict_memory(same), box, at_upper=best.is_safe):
-        return f": with {workload_text(ours)}, as {best.name} trains, it does not fit"
+        return f": with {workload_text(ours)}, the settings of {best.name}, it does not fit"
     assert best.time is not None
-    time, bests = predict_time(same), best.time
-    part = max(_PARTS_OF_A_STEP, key=lambda name: time.parts[name] - bests.parts[name])
-    its, other = (f"{each.parts[part] / each.step_s.value:.0%}" for each in (time, bests))
+    time, best_time = predict_time(same), best.time
+    part = max(_PARTS_OF_A_STEP, key=lambda name: time.parts[name] - best_time.parts[name])
+    fraction, best_fraction = (
+        f"{prediction.parts[part] / prediction.step_s.value:.0%}" for prediction in (time, best_time)
+    )
     return (
-        f": trained as {best.name} is, {_PARTS_OF_A_STEP[part]} takes {its} of its step, and {other} of {best.name}'s"
+        f": with the settings of {best.name}, {_PARTS_OF_A_STEP[part]} takes {fraction} of its step, and"
+        f" {best_fraction} of {best.name}'s"
     )
 
 
 def faster_riskier_option(advice: Advice) -> Option | None:
-    """Return an option that is faster than the recommended one, and not as sure to fit."""
+    """Return a faster option whose peak fits, but not its upper bound; None if there is none."""
     best = advice.best
     if best is None or not best.is_safe:
         return None
-    faster = advise(advice.question, _near(advice, advice.question), at_upper=False).best
+    faster = advise(advice.question, _near(advice, advice.question), at_upper_bound=False).best
     enough = (1 + _WORTH_SAYING) * best.tokens_per_s
     return faster if faster is not None and faster.tokens_per_s >= enough else None
 
 
 def _near(advice: Advice, question: AdviceRequest) -> list[str]:
-    """Return the candidates without the slowest ones, which are no better for another question."""
+    """Return the candidates without those far behind the best option, which would not win a what-if question."""
     slowest = 0.0 if advice.best is None else _FAR_BEHIND * advice.best.tokens_per_s
     slow = {option.name for option in advice.options if option.is_safe and option.tokens_per_s <= slowest}
     return [name for name in candidates(question) if name not in slow]
 
 
 def sensitivity_lines(advice: Advice) -> Iterator[str]:
-    """Yield questions near this one where the answer is another."""
+    """Yield what-if lines: changes of hardware or sequence length that change the recommendation."""
     question, best = advice.question, advice.best
     box = question.box
-    more = "twice the nodes" if box.nodes > 1 else "a second such box" if box.ranks > 1 else "a second GPU"
+    more = "twice the nodes" if box.nodes > 1 else "a second such machine" if box.ranks > 1 else "a second GPU"
     twice: dict[str, Any] = {"gpus_per_node": 2} if box.ranks == 1 else {"nodes": 2 * box.nodes}
-    others: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, **twice)}}
+    scenarios: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, **twice)}}
     if box.nodes > 1:
         alone = advise(dataclasses.replace(question, box=dataclasses.replace(box, nodes=1))).best
         if alone is not None and (best is None or _is_as_good(alone, best)):
             times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
             yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked_needs(alone)])
         slower = dataclasses.replace(box, network_gb_per_s=box.network_gb_per_s / 8)
-        others["an eighth of the network"] = {"box": slower}
+        scenarios["an eighth of the network"] = {"box": slower}
     longer, positions = 2 * question.sequence_length, question.shape.positions
     if positions is None or longer <= positions:
-        others[f"{longer} tokens per sample"] = {"sequence_length": longer}
+        scenarios[f"{longer} tokens per sample"] = {"sequence_length": longer}
     if box.gpus_per_node > 1:
-        others["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
-    for label, changed in others.items():
-        asked = dataclasses.replace(question, **changed)
-        there = advise(asked, _near(advice, asked))
-        still = best and there.option(best.name)
-        if there.best is None:
+        scenarios["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
+    for label, changed in scenarios.items():
+        scenario = dataclasses.replace(question, **changed)
+        alternative = advise(scenario, _near(advice, scenario))
+        still = best and alternative.option(best.name)
+        if alternative.best is None:
             if best is not None:
                 yield f"with {label} nothing would fit"
-        elif best is not None and there.best.name == best.name:
-            if best.is_safe and not there.best.is_safe:
+        elif best is not None and alternative.best.name == best.name:
+            if best.is_safe and not alternative.best.is_safe:
                 yield f"with {label} it may not fit"
-        elif still is None or not still.is_safe or still.tokens_per_s < (1 - _WORTH_SAYING) * there.best.tokens_per_s:
-            yield f"with {label} it would be {there.best.name}"
+        elif (
+            still is None
+            or not still.is_safe
+            or still.tokens_per_s < (1 - _WORTH_SAYING) * alternative.best.tokens_per_s
+        ):
+            yield f"with {label} it would be {alternative.best.name}"
 
 
 def _is_as_good(alone: Option, best: Option) -> bool:
-    """Whether fewer machines are as fast; with an offload, as in `ranked`, only where it is far ahead."""
+    """Whether fewer machines are as fast; as in `ranked`, an offload must be far ahead."""
     is_offload = alone.request.strategy.offloads and not best.request.strategy.offloads
     least = max_offload_slowdown() if is_offload else 1 - SPEED_TOLERANCE
     return (alone.is_safe or not best.is_safe) and alone.tokens_per_s >= least * best.tokens_per_s

@@ -1,4 +1,4 @@
-"""`study advise`: which strategy for a model on a box, how sure that is, what would change it, and its files."""
+"""`study advise`: recommend a strategy for a model on given hardware, with its confidence, what-ifs and files."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from study.workloads.presets import find_preset
 EPILOG = """\
 Each strategy of accelerate_configs/ is tried with its settings fitted to the model, with and without gradient
 checkpointing, at the largest micro-batch that fits by the predicted peak. Nothing is run, and nothing is fetched
-without --hub. docs/advice.md has the errors, and what this cannot know.
+without --hub. docs/advice.md has the errors and the limits of the predictions.
 """
-# Samples of an optimizer step by default, at least; and a rank's share of them, which a micro-batch divides.
+# Default: at least this many samples per optimizer step, with one of these numbers per rank.
 _BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LARGE_HOST_BYTES = 256 * GIB
 _PORT = 29500
@@ -63,16 +63,18 @@ of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks; host an
 """
 _WIDTH = 120
 ONE_RANK_NOTE = (
-    "ZeRO-1 on one GPU shards nothing, but its weights are 16 bits with fp32 masters of what is trained, where"
+    "ZeRO-1 on one GPU shards nothing, but its weights are 16 bits with fp32 masters of trained parameters;"
     " single keeps fp32 weights and autocasts"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvisedFiles:
+    """Files of the recommended strategy, and the commands that launch with them."""
+
     accelerate: Path
     deepspeed: Path | None
-    # As a user's own program is launched, and as this study's is, if it can train that.
+    # Launch commands of the user's program, and of study/train.py if it can train the same.
     command: str
     of_study: str | None
 
@@ -80,43 +82,44 @@ class AdvisedFiles:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_arguments(parser)
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="by default bf16, or what the device has")
-    add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
-    batch = "samples of an optimizer step; by default 64, or one a rank"
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="by default bf16, else fp16; fp32 on a CPU")
+    add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: the faster of the two")
+    batch = "samples per optimizer step; by default 64, or one per rank"
     add("--global_batch_size", type=parse_int, metavar="B", help=batch)
     add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
-    add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on NVMe that the files name")
+    add("--nvme_path", default="nvme_offload", metavar="DIR", help="folder on NVMe, written to the files")
     add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
-    add("--details", action="store_true", help="print what does not fit, the legend and measurements near here too")
+    add("--details", action="store_true", help="also print the legend, measurements and excluded strategies")
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
 
 
 def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]] | None = None) -> int:
-    """`nearest` yields what was measured nearest to a request, in lines for the reader."""
+    """Print the advice and return the exit status; `nearest` yields lines about the nearest measurements."""
     advice = advise(build_advice_request(options))
     best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     measured = list(nearest(best.request)) if nearest and best else []
-    riskier, others = faster_riskier_option(advice), list(sensitivity_lines(advice))
+    riskier, what_ifs = faster_riskier_option(advice), list(sensitivity_lines(advice))
     if options.json:
-        print(json.dumps(_document(advice, riskier, others, measured, files), indent=2))
+        print(json.dumps(_document(advice, riskier, what_ifs, measured, files), indent=2))
     else:
         written = _file_lines(files, best.request) if files and best else ()
         print_page(
-            [*_page(advice, riskier, others, measured, files is not None or best is None, options.details), *written]
+            [*_page(advice, riskier, what_ifs, measured, files is not None or best is None, options.details), *written]
         )
     return 0 if best else 1
 
 
 def build_advice_request(options: argparse.Namespace) -> AdviceRequest:
+    """Return the request that the flags make; raise UserError if it is impossible."""
     box = box_from_args(options)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
     precision = options.precision or usual_precision(box)
     check_precision(box, precision)
-    batch = options.global_batch_size or next(share * box.ranks for share in _SHARES if share * box.ranks >= _BATCH)
+    batch = options.global_batch_size or next(count * box.ranks for count in _SHARES if count * box.ranks >= _BATCH)
     if batch % box.ranks:
         more = -(-batch // box.ranks) * box.ranks
         raise UserError(f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks", f"use {more}")
@@ -132,17 +135,17 @@ def build_advice_request(options: argparse.Namespace) -> AdviceRequest:
 
 
 def _document(
-    advice: Advice, riskier: Option | None, others: list[str], measured: list[str], files: AdvisedFiles | None
+    advice: Advice, riskier: Option | None, what_ifs: list[str], measured: list[str], files: AdvisedFiles | None
 ) -> dict[str, Any]:
-    question, best, other = advice.question, advice.best, advice.runner_up
+    question, best, runner_up = advice.question, advice.best, advice.runner_up
     return {
         "model": question.shape.name, "parameters": question.shape.parameters,
         "trained_parameters": question.shape.trained_parameters, "lora_rank": question.shape.lora_rank,
         "hardware": question.box.name, "ranks": question.box.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
         "chunked_loss": question.chunked_loss,
-        "recommended": best and best.name, "runner_up": other and other.name, "how_sure": explain_best(advice),
-        "faster_if_it_fits": riskier and _entry(riskier), "changes": others, "nearest": measured,
+        "recommended": best and best.name, "runner_up": runner_up and runner_up.name, "how_sure": explain_best(advice),
+        "faster_if_it_fits": riskier and _entry(riskier), "changes": what_ifs, "nearest": measured,
         "strategies": [_entry(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
     }  # fmt: skip
@@ -166,7 +169,7 @@ def _entry(option: Option) -> dict[str, Any]:
 def _page(
     advice: Advice,
     riskier: Option | None,
-    others: Sequence[str],
+    what_ifs: Sequence[str],
     measured: Sequence[str],
     has_files: bool,
     details: bool,
@@ -180,19 +183,19 @@ def _page(
         f" {box.ranks} x {box.device.name}, {batch}{question.sequence_length} tokens per sample, {question.precision}"
         f"{', chunked loss' * question.chunked_loss}\n"
     )
-    shown = [option for option in advice.options if option.fits or details or best is None]
-    rows = [_row(option, best) for option in shown]
+    listed = [option for option in advice.options if option.fits or details or best is None]
+    rows = [_row(option, best) for option in listed]
     filled = [place for place in range(len(_COLUMNS)) if not place or any(row[place] not in ("", "-") for row in rows)]
     yield TextTable([_COLUMNS[place] for place in filled], [[row[place] for place in filled] for row in rows])
     if details:
         yield f"\n{_DETAILS}"
     else:
-        left_out = [option for option in advice.options if option not in shown]
+        left_out = [option for option in advice.options if option not in listed]
         needs = [f"{option.name} ({device_bytes(option.memory) / GIB:.0f} GiB)" for option in left_out]
         yield f"do not fit: {', '.join(needs)}\n" if needs else ""
     if best is not None:
         yield from _notes(advice, best, riskier)
-    yield from others
+    yield from what_ifs
     if details:
         yield from measured
     if not has_files:
@@ -222,27 +225,27 @@ def _verdict(advice: Advice) -> str:
 
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
-    box, shape, other = advice.question.box, advice.question.shape, advice.runner_up
+    box, shape, runner_up = advice.question.box, advice.question.shape, advice.runner_up
     yield f"why {best.name}: {explain_best(advice)}"
-    if other is not None and best.is_safe == other.is_safe:
-        gap = other.tokens_per_s / best.tokens_per_s - 1
+    if runner_up is not None and best.is_safe == runner_up.is_safe:
+        gap = runner_up.tokens_per_s / best.tokens_per_s - 1
         if -gap > SPEED_TOLERANCE:
-            yield f"next {_named(other)}, {-gap:.0%} slower{explain_slowdown(other, best)}"
+            yield f"next {_named(runner_up)}, {-gap:.0%} slower{explain_slowdown(runner_up, best)}"
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1
         yield "; ".join([f"{faster:.0%} faster if it fits, which its 90 % bound does not: {_named(riskier)}",
                          *unchecked_needs(riskier)])  # fmt: skip
     loading = best.memory.host_parts["load"]
     if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
-        only = "; fsdp_cpu_ram_efficient_loading: true leaves that to one" if best.request.strategy.is_fsdp else ""
+        only = "; fsdp_cpu_ram_efficient_loading: true limits that to one" if best.request.strategy.is_fsdp else ""
         needed = f"{loading / GIB:,.0f} GiB of a node's host memory"
-        yield f"loading needs {needed}: each process makes the whole model in fp32{only}"
+        yield f"loading needs {needed}: each process builds the full model in fp32{only}"
     if (note := host_adam_note(best.request)) is not None:
         yield note
     if best.name == "zero1" and box.ranks == 1:
         yield ONE_RANK_NOTE
     if box.nodes > 1:
-        yield f"each GPU is taken to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
+        yield f"each GPU is assumed to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
     if shape.lora_rank:
         yield LORA_NOTE
 
@@ -259,7 +262,7 @@ def _row(option: Option, best: Option | None) -> list[str]:
 
 
 def _remark(option: Option, best: Option | None) -> str:
-    """Why it does not fit, or why it is not recommended though it is as fast."""
+    """Return why an option does not fit, or why it is not recommended although it is as fast."""
     if not option.fits or best is None:
         return option.why
     gap = option.tokens_per_s / best.tokens_per_s - 1
@@ -294,18 +297,18 @@ def _count_text(parameters: int) -> str:
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
-# The Accelerate file and the DeepSpeed file of what is advised, which `accelerate launch` takes as they are.
+# The recommended strategy's Accelerate file and DeepSpeed JSON, for use with `accelerate launch`.
 
 
 def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> AdvisedFiles:
-    """`model` is what the user asked for, in the user's words."""
+    """Write the files of an option and return them; `model` is --model_name_or_path."""
     request = option.request
     outer, inner = folder / f"{option.name}-fitted.yaml", None
     texts: dict[Path, str] = {}
     document = read_yaml(STRATEGY_DIRECTORY / f"{option.name}.yaml")
     document |= {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
     if request.box.nodes > 1:
-        # Each machine's number and the first one's address are given with the launch.
+        # The machine rank and the main address are flags of the launch.
         document["main_process_port"] = _PORT
     if request.strategy.mesh is not None:
         shards = request.ranks_per_replica or request.box.ranks
@@ -343,9 +346,9 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
 
 
 def _study_command(request: Request, model: str, launch: list[str]) -> str | None:
-    """Return the command that trains this with study/train.py; None where that would train something else.
+    """Return the command that trains this with study/train.py; None if that would train something else.
 
-    It has no chunked loss, loads no model that is nothing but sizes or their file, and gathers fp32 under FSDP.
+    study/train.py has no chunked loss, cannot load a model given by its sizes, and gathers fp32 weights under FSDP.
     """
     preset = find_preset(model)
     if request.chunked_loss or request.fsdp_gathers_16_bits or "=" in model or Path(model).expanduser().is_file():
@@ -356,7 +359,7 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     flags += ["--precision", request.precision, "--seq_length", str(request.sequence_length)]
     flags += ["--per_device_train_batch_size", str(request.micro_batch)]
     flags += ["--global_batch_size", str(request.micro_batch * request.accumulation * request.box.ranks)]
-    # A model's own dropout keeps masks, which the advice does not count.
+    # The model's dropout stores masks, which the prediction does not include.
     flags += ["--attn_implementation", request.attention, "--dropout", "0"]
     flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
     if request.shape.lora_rank:

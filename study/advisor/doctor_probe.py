@@ -1,7 +1,7 @@
-"""The checks that need torch, DeepSpeed or the hub's library, in a process of their own: one JSON line per check.
+"""Run the checks that need torch, DeepSpeed or huggingface_hub, and print one JSON line per check.
 
-`study doctor` starts it and never imports it, so the `study` command works, and starts at once, where torch is missing.
-What ends this process (a library that aborts, an I/O that hangs) leaves the lines that were written before.
+`study doctor` starts this as a separate process and never imports it, so the `study` command starts fast, and works
+without torch. If this process ends early (a library aborts, an I/O hangs), its earlier lines still count.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from study.host.operators import (
 )
 
 CHUNK_MIB, CHUNKS = 32, 8
-# A slow drive gets no more than this for each direction.
+# Time limit per direction, for slow disks.
 TRANSFER_S = 2.0
-ANOTHER_DRIVE = "study doctor --nvme_path DIR, with a folder on a local drive"
+ANOTHER_DRIVE = "study doctor --nvme_path DIR, with a folder on a local disk"
 BUILD = "python -m study.host.operators"
 REINSTALL_TORCH = "python -m pip install --force-reinstall -c constraints.txt torch"
 
@@ -45,7 +45,7 @@ REINSTALL_TORCH = "python -m pip install --force-reinstall -c constraints.txt to
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measure_in", type=Path)
-    parser.add_argument("--not_measured", default="", help="why no drive is measured")
+    parser.add_argument("--not_measured", default="", help="reason why NVMe is not measured")
     parser.add_argument("--hub", action="store_true")
     options = parser.parse_args()
     unusable = None
@@ -53,7 +53,7 @@ def main() -> None:
         configure_build_environment(cache_directory())
     except UserError as refusal:
         unusable = refusal
-    # DeepSpeed prints to stdout from Python and from C++; what is written there after this goes to stderr.
+    # DeepSpeed prints to stdout from Python and from C++; from here on that goes to stderr.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
         sections: dict[str, Callable[[], Check]] = {
@@ -64,7 +64,7 @@ def main() -> None:
         for name, section in sections.items():
             try:
                 check = section() if unusable is None else Check(name, "missing", unusable.problem, unusable.fix)
-            except Exception as error:  # whatever a library here raises is what the doctor found
+            except Exception as error:  # any exception of a library is the result of its check
                 check = Check(name, "missing", f"{type(error).__name__}: {first_line(error)[:200]}", INSTALL)
             print(json.dumps(dataclasses.asdict(check)), file=lines, flush=True)
 
@@ -80,27 +80,27 @@ def _gpus() -> Check:
     except Unsupported as refusal:
         return Check("gpus", "missing", refusal.problem, refusal.fix)
     visible = detect_machine().gpus
-    seen = describe_environment()
-    devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in seen["devices"]]
+    environment = describe_environment()
+    devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in environment["devices"]]
     if not devices and not visible:
         return Check("gpus", "none", f"none; torch {torch.__version__} trains on the cores")
     counted = ", ".join(f"{devices.count(device)} x {device}" for device in dict.fromkeys(devices))
-    found = f"{counted or 'none'}; driver {seen['driver']}, CUDA {seen['cuda']}, torch {torch.__version__}"
-    return needed("gpus", len(devices) >= visible, found, f"the driver shows {visible}", REINSTALL_TORCH)
+    text = f"{counted or 'none'}; driver {environment['driver']}, CUDA {environment['cuda']}, torch {torch.__version__}"
+    return needed("gpus", len(devices) >= visible, text, f"the driver shows {visible}", REINSTALL_TORCH)
 
 
 def _nccl() -> Check:
     import torch
 
     if not torch.cuda.is_available():
-        return Check("nccl", "none", "none; ranks talk over gloo")
+        return Check("nccl", "none", "none; ranks communicate over gloo")
     if not torch.distributed.is_nccl_available():
         return Check("nccl", "missing", f"torch {torch.__version__} is built without it", REINSTALL_TORCH)
     return Check("nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
 
 
 def _nvcc() -> Check:
-    """With a GPU, DeepSpeed's asynchronous I/O is linked with CUDA, and finds the library that torch has loaded."""
+    """Check the CUDA toolkit: with a GPU, DeepSpeed's asynchronous I/O links CUDA, and uses the library of torch."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
@@ -108,9 +108,9 @@ def _nvcc() -> Check:
         return Check("nvcc", "none", "not needed without a GPU")
     version = toolkit_version()
     same = version is not None and str(version[0]) == str(torch.version.cuda).partition(".")[0]
-    found = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}" if CUDA_HOME and version else "no CUDA toolkit"
+    text = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}" if CUDA_HOME and version else "no CUDA toolkit"
     problem = f"operators of NVMe strategies are built with it, for torch's CUDA {torch.version.cuda}"
-    return needed("nvcc", same, found, problem, toolkit_fix())
+    return needed("nvcc", same, text, problem, toolkit_fix())
 
 
 def _matmul() -> Check:
@@ -136,9 +136,9 @@ def _operators() -> Check:
     names: dict[str, list[str]] = {}
     for name, builder in needed.items():
         names.setdefault(_operator_state(builder), []).append(name)
-    found = "; ".join(f"{state}: {', '.join(its)}" for state, its in names.items())
+    text = "; ".join(f"{state}: {', '.join(operators)}" for state, operators in names.items())
     is_settled = set(names) <= {"built", "not buildable here"}
-    return Check("operators", "ok", found) if is_settled else Check("operators", "none", found, BUILD)
+    return Check("operators", "ok", text) if is_settled else Check("operators", "none", text, BUILD)
 
 
 def _operator_state(builder: Any) -> str:
@@ -152,7 +152,7 @@ def _operator_state(builder: Any) -> str:
     return "to be built on first use" if is_buildable else "not buildable here"
 
 
-def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
+def _nvme_bandwidth(folder: Path | None, reason: str) -> Check:
     """Measure with DeepSpeed's asynchronous I/O, the strategies' settings and pinned buffers, past the page cache."""
     import torch
 
@@ -160,34 +160,34 @@ def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
 
     name, strategy = "nvme bandwidth", read_strategy("zero3_nvme")
     if folder is None:
-        return Check(name, "none", why_not, ANOTHER_DRIVE)
-    # Loading would build it, which takes a minute, and would hang if a build was killed.
+        return Check(name, "none", reason, ANOTHER_DRIVE)
+    # Loading would compile it, which takes a minute, and would hang after a build that was killed.
     asynchronous_io = builders(strategy)[-1]
     if any(_operator_state(builder) != "built" for builder in builders(strategy)):
         return Check(name, "none", "not measured: its operators are not built yet", f"{BUILD} && study doctor")
     try:
-        # A file without a name in that folder: nothing is left of it, even if this process is killed.
+        # A file without a name leaves nothing in that folder, even if this process is killed.
         file = f"/proc/self/fd/{os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)}"
     except OSError as error:
-        found = f"not measurable: this file system refuses O_TMPFILE or O_DIRECT ({error.strerror})"
-        return Check(name, "none", found, ANOTHER_DRIVE)
+        text = f"not measurable: this file system refuses O_TMPFILE or O_DIRECT ({error.strerror})"
+        return Check(name, "none", text, ANOTHER_DRIVE)
     settings = (strategy.deepspeed or {})["aio"]
     order = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
     handle = load_operator(asynchronous_io).aio_handle(*(settings[key] for key in order))
     example = torch.empty(0, dtype=torch.uint8)
     source, target = (handle.new_cpu_locked_tensor(CHUNK_MIB * MIB, example) for _ in range(2))
-    # Random, because some drives compress.
+    # Random data, because some disks compress.
     source.random_()
     written, write_rate = _transfer(lambda offset: handle.sync_pwrite(source, file, offset), CHUNKS)
     _, read_rate = _transfer(lambda offset: handle.sync_pread(target, file, offset), written)
     if not torch.equal(source, target):
-        return Check(name, "missing", "what was read back is not what was written", "use another drive")
-    found = f"write {write_rate:.2f} GiB/s, read {read_rate:.2f} GiB/s ({written * CHUNK_MIB} MiB, DeepSpeed's"
-    return Check(name, "ok", f"{found} asynchronous I/O, past the page cache with O_DIRECT)")
+        return Check(name, "missing", "the data read back differs from the data written", "use another disk")
+    text = f"write {write_rate:.2f} GiB/s, read {read_rate:.2f} GiB/s ({written * CHUNK_MIB} MiB, DeepSpeed's"
+    return Check(name, "ok", f"{text} asynchronous I/O, past the page cache with O_DIRECT)")
 
 
 def _transfer(step: Callable[[int], int], chunks: int) -> tuple[int, float]:
-    """Return how many chunks were moved, and GiB/s."""
+    """Return the number of transferred chunks, and GiB/s."""
     started = time.perf_counter()
     for index in range(chunks):
         if step(index * CHUNK_MIB * MIB) != 1:
@@ -210,31 +210,31 @@ def _hub(ask: bool) -> Check:
         pinned.append((f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, files))
 
     def is_cached(name: str, revision: str, files: list[str]) -> bool:
-        found = (try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files)
-        return all(isinstance(file, str) for file in found)
+        paths = (try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files)
+        return all(isinstance(file, str) for file in paths)
 
     absent = [title for title, name, revision, files in pinned if not is_cached(name, revision, files)]
     offline, is_needed = constants.is_offline_mode(), bool(absent)
-    # The addresses of a mirror or a proxy, and the token, stay private.
-    said = [
+    # The addresses of a mirror or a proxy, and the token, are not printed.
+    facts = [
         f"HF_HOME {shown(Path(constants.HF_HOME))}",
         f"HF_HUB_OFFLINE {'set' if offline else 'not set'}",
-        f"a login {'is there' if get_token() else 'is not there'}",
+        f"a login {'exists' if get_token() else 'is missing'}",
         f"pinned data that is not in the cache: {', '.join(absent)}" if absent else "all pinned data is in the cache",
     ]
     if offline or not ask:
-        said.append("the hub was not asked")
+        facts.append("no request was sent to the hub")
     else:
         try:
             HfApi().dataset_info(IMDB, revision=IMDB_REVISION, timeout=PROBE_TIMEOUT_S)
-            said.append("the hub answers")
+            facts.append("the hub responds")
             is_needed = False
         except Exception as error:  # name resolution, proxy, HTTP; its text names hosts
-            said.append(f"the hub does not answer ({type(error).__name__})")
+            facts.append(f"the hub does not respond ({type(error).__name__})")
     if not is_needed:
-        return Check("hub", "ok", "; ".join(said))
-    said.append("--data hub needs the hub, --data builtin does not")
-    return Check("hub", "none", "; ".join(said), "" if ask or offline else "study doctor --hub")
+        return Check("hub", "ok", "; ".join(facts))
+    facts.append("--data hub needs the hub, --data builtin does not")
+    return Check("hub", "none", "; ".join(facts), "" if ask or offline else "study doctor --hub")
 
 
 if __name__ == "__main__":

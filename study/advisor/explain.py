@@ -1,4 +1,4 @@
-"""`study explain CONFIG MODEL`: what each setting of a user's file costs one rank of N, and what it does not do."""
+"""`study explain CONFIG MODEL`: memory per rank by setting of a user's config, and settings without effect."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from study.predictor.state import persistent_params, sub_groups
 from study.predictor.zero3_gathers import simulate_gathers
 
 EPILOG = """\
-CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting that DeepSpeed 0.19.8 knows, "auto" too. Nothing is
+CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 0.19.8, including "auto". Nothing is
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
 """
-# The kinds of findings, what matters most first, and how the first line counts them.
+# Kinds of findings, the most important first, with the words that count them in the first line.
 _FINDINGS = {
-    "refused": "refused by the engine", "conflict": "in conflict", "missing": "missing that the engine needs",
+    "refused": "refused by the engine", "conflict": "in conflict", "missing": "missing that the engine requires",
     "ignored": "ignored", "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
 }  # fmt: skip
-# The others are printed with --details.
+# --details prints the others, too.
 _MAX_COST_ROWS = 5
 _MORE = "; --details has the reasons"
 _COUNT = functools.partial(parse_int, most=1_000_000, what="number")
 _MAX_RANKS = 1024
-# A part that does not fall to two thirds on twice as many ranks is not sharded.
+# A part that does not fall to this fraction on twice as many ranks is not sharded.
 _FALLS_TO = 2 / 3
 
 
 @dataclasses.dataclass(frozen=True)
 class SettingCost:
-    """Bytes of one rank that are there because of a setting."""
+    """Memory of one rank that a setting accounts for, in bytes."""
 
     key: str
     value: Any
-    # False where it is the engine's default.
+    # False if it is the engine's default.
     is_said: bool
     device: float
     host: float
@@ -55,7 +55,7 @@ class SettingCost:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """A question that people bring to forums about a file of settings, answered for this one in bytes."""
+    """Answer to a frequent question about a config, in bytes of this case."""
 
     question: str
     short: str
@@ -68,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML")
     add("model", metavar="MODEL", help="a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..")
-    add("--world_size", type=_COUNT, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
-    add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision where the file leaves it open")
-    add("--micro_batch", type=_COUNT, metavar="B", help="where the file says auto; by default 1")
+    add("--world_size", type=_COUNT, metavar="N", help="ranks of the whole job; by default as in the Accelerate file")
+    add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision if the file does not set it")
+    add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
     length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     add("--seq_length", type=_COUNT, metavar="T", help=length)
@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the explanation; return 1 if the engine refuses the file, else 0."""
     file = read_user_file(options.config)
     shape = model_shape(options.model, ask_hub=options.hub)
     length = resolve_length(shape, options.seq_length)
@@ -112,13 +113,13 @@ def _document(case: ConfigCase, memory: MemoryUse) -> dict[str, Any]:
 
 def _verdict(case: ConfigCase, memory: MemoryUse) -> str:
     counts = Counter[str](finding.kind for finding in case.findings)
-    said = [
+    counted = [
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
         for kind, words in _FINDINGS.items() if counts[kind]
     ]  # fmt: skip
     host = memory.host_peak.value
     peak = f"peak {gib(memory.peak_reserved.value)} a GPU, host {host / 2**30:.0f} GiB a node, predicted"
-    return f"{', '.join(said) or 'every setting takes effect'}; {peak}"
+    return f"{', '.join(counted) or 'every setting takes effect'}; {peak}"
 
 
 def _page(case: ConfigCase, memory: MemoryUse, details: bool) -> Iterator[str | TextTable]:
@@ -139,9 +140,9 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool) -> Iterator[str | 
             for finding in sorted(case.findings, key=lambda finding: order.index(finding.kind))
         ]
         yield TextTable(("", ""), rows, indent=2)
-    if found := costs(case):
-        yield f"\nwhat each setting costs a rank (- none; * a default, not in your file{'' if details else _MORE})"
-        yield TextTable(("device", "host", "NVMe", ""), _cost_rows(found, details), indent=2)
+    if setting_costs := costs(case):
+        yield f"\nmemory of a rank by setting (- none; * a default, not in your file{'' if details else _MORE})"
+        yield TextTable(("device", "host", "NVMe", ""), _cost_rows(setting_costs, details), indent=2)
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
     peak = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts if size > 2**30 / 20)
     yield f"\npeak memory of a rank, {gib(memory.peak_allocated.value)} allocated: {peak}"
@@ -153,17 +154,17 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool) -> Iterator[str | 
         yield from (f"  - {line}" for line in answer.because if details)
 
 
-def _cost_rows(found: Sequence[SettingCost], details: bool) -> list[tuple[str, ...]]:
-    """Make a row per cost with its reason or, without details, one per setting for those that cost most."""
+def _cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tuple[str, ...]]:
+    """Return a row per cost with its reason or, without details, a row for each of the most expensive settings."""
     by_key: dict[str, list[SettingCost]] = {}
-    for cost in found:
+    for cost in setting_costs:
         by_key.setdefault(f"{cost.key} {cost.says if details else ''}", []).append(cost)
     rows = []
     for group in by_key.values():
         sizes = [sum(getattr(cost, place) for cost in group) for place in ("device", "host", "nvme")]
         cost = group[0]
-        says = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
-        rows.append((max(map(abs, sizes)), (*map(_size, sizes), f"{says}: {cost.says}" if details else says)))
+        text = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
+        rows.append((max(map(abs, sizes)), (*map(_size, sizes), f"{text}: {cost.says}" if details else text)))
     if not details:
         rows = sorted(rows, key=lambda row: -row[0])[:_MAX_COST_ROWS]
     return [row for _, row in rows]
@@ -177,26 +178,26 @@ def _size(size: float) -> str:
     return "-" if abs(size) < 2**20 / 2 else gib(size) if abs(size) >= 2**29 else f"{size / 2**20:.0f} MiB"
 
 
-# What each setting costs.
+# Memory that each setting accounts for.
 
 
 def costs(case: ConfigCase) -> list[SettingCost]:
-    """Return the costs, the largest first."""
+    """Return the memory that each setting accounts for, the largest first."""
     if case.file.deepspeed is None:
         return []
-    found = [*_stage_costs(case), *_stage3_costs(case), *_offload_costs(case)]
-    return sorted(found, key=lambda cost: -(cost.device + cost.host + cost.nvme))
+    setting_costs = [*_stage_costs(case), *_stage3_costs(case), *_offload_costs(case)]
+    return sorted(setting_costs, key=lambda cost: -(cost.device + cost.host + cost.nvme))
 
 
-def _cost(case: ConfigCase, key: str, says: str, device: float = 0, host: float = 0, nvme: float = 0) -> SettingCost:
+def _cost(case: ConfigCase, key: str, reason: str, device: float = 0, host: float = 0, nvme: float = 0) -> SettingCost:
     value: Any = case.zero
     for part in key.split("."):
         value = value[part]
-    return SettingCost(f"{ZERO}.{key}", value, f"{ZERO}.{key}" in case.file.explicit_keys, device, host, nvme, says)
+    return SettingCost(f"{ZERO}.{key}", value, f"{ZERO}.{key}" in case.file.explicit_keys, device, host, nvme, reason)
 
 
 def bucket_bytes(case: ConfigCase) -> float:
-    """Bytes of a GPU's memory that buckets reserve, full or not."""
+    """Return the device memory that buckets reserve, in bytes, full or not."""
     settings = case.request.settings
     if case.stage == 0 or not settings.contiguous_gradients:
         return 0.0
@@ -205,33 +206,33 @@ def bucket_bytes(case: ConfigCase) -> float:
 
 
 def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
-    # The offloads' own lines say where it goes.
+    # Without offloads, whose own rows have the state that they move.
     state, count = case.at(offload_optimizer=None, offload_param=None).state, case.shape.parameters
     parameters, gradients, optimizer = (
         size / count for size in (state.params_device, state.grads_device, state.optimizer_device)
     )
-    says = (
+    reason = (
         f"for each of {count:,} parameters a rank's device has {parameters:.4g} bytes of weights, {gradients:.4g} of"
         f" gradients and {optimizer:.4g} of optimizer"
     )
-    yield _cost(case, "stage", says, state.device)
+    yield _cost(case, "stage", reason, state.device)
     if case.stage == 0:
         return
     size, reserved = case.zero["reduce_bucket_size"], bucket_bytes(case)
-    says = f"{size:,.0f} elements of {case.weight} bytes are reserved, full or not"
+    reason = f"{size:,.0f} elements of {case.weight} bytes are reserved, full or not"
     if reserved > size * case.weight:
-        says += ", twice: overlap_comm fills one while the other is reduced"
+        reason += ", twice: overlap_comm fills one while the other is reduced"
     if size >= count:
-        says += "; all of this model's gradients fit, so they are there at once and no gradient is released early"
-    yield _cost(case, "reduce_bucket_size", says, reserved)
+        reason += "; all of this model's gradients fit, so they are there at once and no gradient is released early"
+    yield _cost(case, "reduce_bucket_size", reason, reserved)
     largest = case.largest.elements
     if largest > size:
-        says = f"the gradient of {case.largest.name} ({largest:,}) is larger, and stays unpartitioned outside it"
-        yield _cost(case, "reduce_bucket_size", says, float(largest * case.weight))
+        reason = f"the gradient of {case.largest.name} ({largest:,}) is larger, and stays unpartitioned outside it"
+        yield _cost(case, "reduce_bucket_size", reason, float(largest * case.weight))
 
 
 def gathered_elements(case: ConfigCase) -> int:
-    """Return the most elements of stage 3's sharded parameters that are gathered at once."""
+    """Return the peak number of elements of stage 3's sharded parameters that are gathered at once."""
     return simulate_gathers(case.request).gathered_at_once
 
 
@@ -239,89 +240,90 @@ def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
     if case.stage != 3:
         return
     elements, weight = case.shape.parameters, case.weight
-    kept = sum(param.elements for param in persistent_params(case.request))
+    persistent = sum(param.elements for param in persistent_params(case.request))
     threshold = case.zero["stage3_param_persistence_threshold"]
-    says = f"tensors of up to {threshold:,.0f} elements stay unpartitioned, {kept:,} elements of this model"
-    yield _cost(case, "stage3_param_persistence_threshold", says, kept * weight * (1 - 1 / case.ranks))
+    reason = f"tensors of up to {threshold:,.0f} elements stay unpartitioned, {persistent:,} elements of this model"
+    yield _cost(case, "stage3_param_persistence_threshold", reason, persistent * weight * (1 - 1 / case.ranks))
     gathered = gathered_elements(case)
     least = gathered_elements(case.at(stage3_max_live_parameters=0, stage3_max_reuse_distance=0))
-    says = (
-        f"{gathered:,} elements are gathered at once: the current layer, prefetched ones, and what is reused soon; the"
-        " figure has the buffers that they are copied out of, too"
+    reason = (
+        f"{gathered:,} elements are gathered at once: the current layer, prefetched ones, and those reused soon; the"
+        " figure includes the buffers that they are copied from"
     )
     if least < gathered:
-        says += f"; {least:,} elements with this and stage3_max_live_parameters at 0, and each is gathered twice"
-    yield _cost(case, "stage3_max_reuse_distance", says, simulate_gathers(case.request).max_live_elements * weight)
+        reason += f"; {least:,} elements with this and stage3_max_live_parameters at 0, and each is gathered twice"
+    yield _cost(case, "stage3_max_reuse_distance", reason, simulate_gathers(case.request).max_live_elements * weight)
     if (group := min(case.zero["zero_hpz_partition_size"], case.ranks)) > 1:
-        says = f"each {group:,.0f} ranks have a second copy of all weights"
-        yield _cost(case, "zero_hpz_partition_size", says, elements * weight / group)
+        reason = f"each {group:,.0f} ranks have a secondary partition of all weights"
+        yield _cost(case, "zero_hpz_partition_size", reason, elements * weight / group)
     if case.zero["stage3_gather_16bit_weights_on_model_save"]:
-        says = "when the model is saved, the first rank has all of its weights in host memory"
-        yield _cost(case, "stage3_gather_16bit_weights_on_model_save", says, host=elements * weight)
-    # With its optimizer on the host a rank's device has no such gradients.
+        reason = "when the model is saved, the first rank has all of its weights in host memory"
+        yield _cost(case, "stage3_gather_16bit_weights_on_model_save", reason, host=elements * weight)
+    # If the optimizer is offloaded, a rank's device has no such gradients.
     if not case.offload("offload_optimizer"):
         groups = sub_groups(case.request)
-        says = f"a step makes fp32 gradients of one of {len(groups)} sub-groups at a time, {max(groups):,} elements"
-        yield _cost(case, "sub_group_size", says, max(groups) * FP32_BYTES)
+        reason = f"a step makes fp32 gradients of one of {len(groups)} sub-groups at a time, {max(groups):,} elements"
+        yield _cost(case, "sub_group_size", reason, max(groups) * FP32_BYTES)
 
 
 def _offload_costs(case: ConfigCase) -> Iterator[SettingCost]:
     def moved(before: ConfigCase, after: ConfigCase) -> tuple[float, float, float]:
-        one, other = before.state, after.state
-        return other.device - one.device, other.host - one.host, other.nvme - one.nvme
+        old, new = before.state, after.state
+        return new.device - old.device, new.host - old.host, new.nvme - old.nvme
 
     optimizer = case.offload("offload_optimizer")
     if optimizer is not None and case.stage:
         whole_optimizer = case.at(offload_param=None, offload_optimizer={**optimizer, "ratio": 1.0})
-        says = "the optimizer leaves the device, and gradients go where it is"
+        reason = "the optimizer is moved off the device, and gradients go to the same place"
         before = whole_optimizer.at(offload_optimizer=None)
-        yield _cost(case, "offload_optimizer.device", says, *moved(before, whole_optimizer))
+        yield _cost(case, "offload_optimizer.device", reason, *moved(before, whole_optimizer))
         groups = sub_groups(case.request)
         if optimizer["device"] == "nvme" and case.stage == 3:
-            says = f"so many buffers of the largest sub-group, {max(groups):,} elements in fp32, are pinned host memory"
+            reason = f"these buffers of the largest sub-group, {max(groups):,} elements in fp32, are pinned host memory"
             size = optimizer["buffer_count"] * max(groups) * FP32_BYTES
-            yield _cost(case, "offload_optimizer.buffer_count", says, host=size)
+            yield _cost(case, "offload_optimizer.buffer_count", reason, host=size)
         elif optimizer["ratio"] < 1 and case.stage == 3:
-            stays = len(groups) - sub_groups_on_host(case)
-            says = f"whole sub-groups move, {stays} of a rank's {len(groups)} stay on the device"
+            remaining = len(groups) - sub_groups_on_host(case)
+            reason = f"whole sub-groups move, {remaining} of a rank's {len(groups)} stay on the device"
             after = case.at(offload_param=None)
-            yield _cost(case, "offload_optimizer.ratio", says, *moved(whole_optimizer, after))
+            yield _cost(case, "offload_optimizer.ratio", reason, *moved(whole_optimizer, after))
     parameters = case.offload("offload_param")
     if parameters is not None and case.stage == 3:
-        says = "this rank's shard of the weights leaves the device"
-        yield _cost(case, "offload_param.device", says, *moved(case.at(offload_param=None), case))
+        reason = "this rank's shard of the weights is moved off the device"
+        yield _cost(case, "offload_param.device", reason, *moved(case.at(offload_param=None), case))
         if parameters["device"] == "nvme":
-            says = f"so many buffers of {parameters['buffer_size']:,.0f} elements are pinned host memory"
+            reason = f"these buffers of {parameters['buffer_size']:,.0f} elements are pinned host memory"
             size = parameters["buffer_count"] * parameters["buffer_size"] * case.weight
-            yield _cost(case, "offload_param.buffer_count", says, host=size)
+            yield _cost(case, "offload_param.buffer_count", reason, host=size)
 
 
 def sub_groups_on_host(case: ConfigCase) -> int:
-    """Number of sub-groups whose optimizer `ratio` moves to the host."""
+    """Return the number of sub-groups whose optimizer `ratio` moves to the host."""
     optimizer, count = case.offload("offload_optimizer"), len(sub_groups(case.request))
     assert optimizer is not None
     return count - int((1 - optimizer["ratio"]) * count)
 
 
-# The questions of forums.
+# Answers to frequent questions.
 
 
 def find_answers(case: ConfigCase) -> list[Explanation]:
-    found = []
+    """Return the answers to the frequent questions that apply to this case."""
+    explanations = []
     optimizer = case.offload("offload_optimizer")
     if case.stage and case.ranks > 1:
-        found.append(_compare_stages(case))
+        explanations.append(_compare_stages(case))
     if case.file.distributed_type != "NO":
-        found.append(_compare_ranks(case))
+        explanations.append(_compare_ranks(case))
     if case.stage >= 2 and optimizer:
-        found.append(_compare_host_memory(case))
+        explanations.append(_compare_host_memory(case))
     if case.stage == 3 and optimizer and optimizer["device"] == "cpu":
-        found.append(_explain_ratio(case))
-    return found
+        explanations.append(_explain_ratio(case))
+    return explanations
 
 
 def _with_either_stage(case: ConfigCase, ranks: int | None = None, **zero: Any) -> tuple[ConfigCase, ConfigCase]:
-    """Stage 2 has no other place for parameters, and cannot offload a part of its optimizer."""
+    """Return the case at stages 2 and 3; neither offloads parameters or a part of the optimizer, as stage 2 cannot."""
     optimizer = case.offload("offload_optimizer")
     common = {"offload_param": None, "offload_optimizer": optimizer and {**optimizer, "ratio": 1.0}, **zero}
     return case.at(ranks, stage=2, **common), case.at(ranks, stage=3, **common)
@@ -329,12 +331,12 @@ def _with_either_stage(case: ConfigCase, ranks: int | None = None, **zero: Any) 
 
 def _compare_stages(case: ConfigCase) -> Explanation:
     cases = _with_either_stage(case)
-    second, third = (predict_memory(each.request) for each in cases)
+    second, third = (predict_memory(variant.request) for variant in cases)
     before, after = second.peak_allocated.value, third.peak_allocated.value
     less_from, count = None, case.ranks
     while after >= before and count < _MAX_RANKS and less_from is None:
         count *= 2
-        at = [predict_memory(each.request).peak_allocated.value for each in _with_either_stage(case, count)]
+        at = [predict_memory(variant.request).peak_allocated.value for variant in _with_either_stage(case, count)]
         less_from = count if at[1] < at[0] else None
     short = f"{'yes' if after >= before else 'no'}: stage 2 peaks at {gib(before)} and stage 3 at {gib(after)}"
     if less_from:
@@ -351,9 +353,8 @@ def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
     if gathered := gathered_elements(third):
         yield (
             f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.1%} of the model:"
-            " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps what is"
-            " reused; with their buffers that is"
-            f" {gib(simulate_gathers(third.request).max_live_elements * third.weight)}"
+            " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps reused"
+            f" ones; with their buffers that is {gib(simulate_gathers(third.request).max_live_elements * third.weight)}"
         )
     largest = third.largest.elements
     if bucket >= elements:
@@ -363,12 +364,12 @@ def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
             f"{third.largest.name} ({largest:,}) does not fit into reduce_bucket_size ({bucket:,.0f}): its gradient"
             f" stays unpartitioned, {gib(largest * third.weight)}; a bucket of {largest:,} has room for it"
         )
-    if kept := sum(param.elements for param in persistent_params(third.request)):
-        yield f"{kept:,} elements in small tensors stay unpartitioned, {gib(kept * third.weight)} on every rank"
+    if fixed := sum(param.elements for param in persistent_params(third.request)):
+        yield f"{fixed:,} elements in small tensors stay unpartitioned, {gib(fixed * third.weight)} on every rank"
 
 
 def _compare_ranks(case: ConfigCase) -> Explanation:
-    """Compare half as many, as many, and twice as many ranks."""
+    """Compare the peak at half, the same and twice the number of ranks."""
     counts = sorted({max(case.ranks // 2, 1), case.ranks, 2 * case.ranks})
     memories = {count: predict_memory(case.at(count).request) for count in counts}
     now, twice = memories[case.ranks], memories[2 * case.ranks]
@@ -376,11 +377,11 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
         f"{part} {gib(size)}" for part, size in sorted(now.device_parts.items(), key=lambda item: -item[1])
         if size > 2**20 and twice.device_parts.get(part, 0) > _FALLS_TO * size
     )  # fmt: skip
-    because = [f"what does not fall with more ranks: {fixed}"]
+    because = [f"parts that do not fall with more ranks: {fixed}"]
     because.append("activations depend on the micro-batch of one rank, which more ranks do not change")
     bucket = case.zero.get("reduce_bucket_size", 0)
     if case.stage and bucket >= case.shape.parameters:
-        because.append(f"the bucket is {bucket:,.0f} elements wide whatever the model and the ranks")
+        because.append(f"the bucket is {bucket:,.0f} elements wide for any model and number of ranks")
     if not case.stage and not case.request.strategy.is_fsdp:
         because.append("without ZeRO every rank has a copy of the whole state")
     if case.request.strategy.mesh is not None:
@@ -394,7 +395,7 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
 def _compare_host_memory(case: ConfigCase) -> Explanation:
     optimizer = {**(case.offload("offload_optimizer") or {}), "device": "cpu", "ratio": 1.0}
     cases = _with_either_stage(case, offload_optimizer=optimizer)
-    second, third = (predict_memory(each.request) for each in cases)
+    second, third = (predict_memory(variant.request) for variant in cases)
     peaks = [memory.host_peak.value for memory in (second, third)]
     per_node, largest = case.request.box.gpus_per_node, case.largest.elements
     phases = ", ".join(
@@ -402,10 +403,10 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
     )
     because = (
         phases,
-        f"outside stage 3 each of a node's {per_node} processes makes the whole model in fp32 before it moves it,"
-        f" {gib(4 * case.shape.parameters)} each; stage 3 splits each tensor as it is made",
+        f"outside stage 3 each of a node's {per_node} processes builds the full model in fp32 before it moves it,"
+        f" {gib(4 * case.shape.parameters)} each; stage 3 shards each tensor as it is created",
         f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
-        " with accumulation, the gradients of its shard as whole tensors",
+        " with accumulation, the gradients of its shard as full tensors",
         "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",
         f"state alone is {gib(second.host_parts['state'])} and {gib(third.host_parts['state'])} on a node",
     )
@@ -430,6 +431,6 @@ def _explain_ratio(case: ConfigCase) -> Explanation:
             f"sub_group_size ({case.zero['sub_group_size']:,.0f}) is larger than a rank's shard, so any ratio above 0"
             f" is 1: {case.shape.parameters // case.ranks // 10:,} would make ten of them"
         )
-    short = f"to the host: {', '.join(f'{ratio:g} moves {share:.0%}' for ratio, share in moves.items())}"
-    figures = {f"ratio_{ratio:g}": share for ratio, share in moves.items()}
+    short = f"to the host: {', '.join(f'{ratio:g} moves {fraction:.0%}' for ratio, fraction in moves.items())}"
+    figures = {f"ratio_{ratio:g}": fraction for ratio, fraction in moves.items()}
     return Explanation("What does `ratio` move?", short, tuple(because), figures)

@@ -1,4 +1,4 @@
-"""A user's file for a model on a number of ranks, with everything resolved that the file leaves open."""
+"""Resolve a user's config for a model and a number of ranks: defaults and "auto" are replaced by values."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from study.predictor.shape import USUAL_LENGTH, ModelShape, TensorShape
 from study.predictor.state import State, predict_state
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-# torch's own order (ShardingStrategy), from 1.
+# In the order of torch's ShardingStrategy, from 1.
 SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSettings:
-    """Sizes and precision that the program decides, and not its settings file."""
+    """Sizes and precision that the training script sets, not the config."""
 
     sequence_length: int = USUAL_LENGTH
-    # Where the file leaves them to the program; None: one.
+    # Used if the config leaves them to the script; None: 1.
     micro_batch: int | None = None
     accumulation: int | None = None
     gradient_checkpointing: bool = False
-    # By --precision: no, bf16 or fp16.
+    # Value of --precision: no, bf16 or fp16.
     mixed_precision: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigCase:
+    """A resolved config, with the request that predicts it and its findings."""
+
     file: UserFile
     # With defaults, and without "auto"; empty without DeepSpeed.
     zero: Mapping[str, Any]
@@ -44,6 +46,7 @@ class ConfigCase:
 
     @property
     def stage(self) -> int:
+        """ZeRO stage; 0 without DeepSpeed."""
         return int(self.zero.get("stage", 0))
 
     @property
@@ -56,18 +59,21 @@ class ConfigCase:
 
     @property
     def state(self) -> State:
+        """Model state of one rank, in bytes."""
         return predict_state(self.request)
 
     @property
     def weight(self) -> int:
-        """Bytes of one weight, and of its gradient."""
+        """Bytes per element of a weight, and of its gradient."""
         return self.request.weight_bytes
 
     @property
     def largest(self) -> TensorShape:
+        """Largest tensor of the model."""
         return max(self.shape.tensors, key=lambda tensor: tensor.elements)
 
     def offload(self, what: str) -> Mapping[str, Any] | None:
+        """Return the settings of an offload section; None if it is off."""
         section: Mapping[str, Any] | None = self.zero.get(what)
         return section if section and section["device"] != "none" else None
 
@@ -82,7 +88,7 @@ class ConfigCase:
 
 
 def _box(ranks: int) -> Hardware:
-    """Byte counts do not depend on the device."""
+    """Return hardware with this number of ranks; bytes do not depend on the device."""
     return box_of_ranks("any", ANY_DEVICE, ranks)
 
 
@@ -92,33 +98,33 @@ def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -
 
 
 def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramSettings) -> ConfigCase:
-    """Fill in what the file leaves to defaults and to "auto"; UserError where nothing says it."""
+    """Return the config with defaults and values for "auto"; raise UserError if the number of ranks is open."""
     findings = list(file.findings)
     if file.distributed_type == "NO":
         # simple_launcher of Accelerate's launch.py.
         if ranks is not None and ranks > 1:
-            problem = f"{file.name} says distributed_type: NO, which starts one process, and --world_size says {ranks}"
+            problem = f"{file.name} sets distributed_type: NO, which starts one process, and --world_size is {ranks}"
             raise UserError(problem, "leave --world_size out, or set MULTI_GPU in the file")
         if file.num_processes is not None and file.num_processes > 1:
-            says = f"distributed_type: NO starts one process, not {file.num_processes}"
-            findings.append(Finding("ignored", "num_processes", says))
+            message = f"distributed_type: NO starts one process, not {file.num_processes}"
+            findings.append(Finding("ignored", "num_processes", message))
         ranks = 1
     ranks = ranks or file.num_processes
     if ranks is None:
-        raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world_size N")
+        raise UserError(f"{file.name} does not set the number of ranks", "add --world_size N")
     if ranks > MAX_JOB_GPUS:
         raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")
     zero: dict[str, Any] = {}
     precision: Precision
     if file.deepspeed is None:
-        asked = work.mixed_precision or file.mixed_precision
-        if asked == "fp8":
+        mixed_precision = work.mixed_precision or file.mixed_precision
+        if mixed_precision == "fp8":
             findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16: only products are in fp8"))
         kind = "MULTI_GPU" if read_sharding_strategy(file) == "NO_SHARD" else file.distributed_type
         mesh = _fitting_mesh(file, ranks, findings)
         name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
         strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
-        precision = "bf16" if asked in ("bf16", "fp8") else "fp16" if asked == "fp16" else "fp32"
+        precision = "bf16" if mixed_precision in ("bf16", "fp8") else "fp16" if mixed_precision == "fp16" else "fp32"
     else:
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
@@ -132,33 +138,35 @@ def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramS
 
 
 def fsdp_settings(file: UserFile) -> dict[str, Any]:
-    """Return the settings under their full names; Accelerate takes them without the prefix too."""
-    given = (file.fsdp or {}).items()
-    return {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in given}
+    """Return the FSDP settings under their full names; Accelerate accepts them without the prefix, too."""
+    items = (file.fsdp or {}).items()
+    return {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in items}
 
 
 def read_sharding_strategy(file: UserFile) -> str | None:
-    """Return the sharding strategy of FSDP's first version, which has numbers for it too; None for the second."""
+    """Return the sharding strategy of FSDP version 1, whose numbers are translated; None for version 2."""
     settings = fsdp_settings(file)
     if file.fsdp is None or str(settings.get("fsdp_version", 1)) != "1":
         return None
     # By default the launcher sets FULL_SHARD, so fsdp_reshard_after_forward has no effect.
-    asked = str(settings.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
-    return SHARDINGS[int(asked) - 1] if asked in ("1", "2", "3", "4", "5") else asked
+    name = str(settings.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+    return SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
 
 
 def _fitting_mesh(file: UserFile, ranks: int, findings: list[Finding]) -> tuple[int, int] | None:
     if file.mesh is None or file.mesh[0] * file.mesh[1] == ranks:
         return file.mesh
     replicas, shards = file.mesh
-    says = f"Accelerate ends with an error: {replicas} replicas of {shards} ranks are {replicas * shards}, not {ranks}"
-    findings.append(Finding("refused", "parallelism_config", says))
+    message = (
+        f"Accelerate ends with an error: {replicas} replicas of {shards} ranks are {replicas * shards}, not {ranks}"
+    )
+    findings.append(Finding("refused", "parallelism_config", message))
     return None
 
 
 def ranks_of_a_batch(top: Mapping[str, Any], ranks: int) -> float:
-    """Return over how many ranks DeepSpeed divides a batch: those of a sequence-parallel group have the same samples
-    (deepspeed.initialize, and DeepSpeedConfig.__init__, which takes any quotient)."""
+    """Return the number of ranks that share a batch in DeepSpeed: a sequence-parallel group counts as one rank
+    (deepspeed.initialize, and DeepSpeedConfig.__init__, which accepts any quotient)."""
     data, sequence = (top.get(f"{what}_parallel_size") for what in ("data", "sequence"))
     if type(sequence) is not int or sequence < 1:
         return ranks
@@ -168,104 +176,106 @@ def ranks_of_a_batch(top: Mapping[str, Any], ranks: int) -> float:
 
 
 def _batch(file: UserFile, ranks: int, work: ProgramSettings) -> tuple[int, int]:
-    """Return micro-batch and accumulation: by the file (_set_batch_related_parameters in DeepSpeed's config.py), and
-    by the flags where it leaves them open."""
+    """Return micro-batch and accumulation from the file (_set_batch_related_parameters in DeepSpeed's config.py), or
+    from the flags if the file leaves them open."""
     top = file.deepspeed or {}
-    given = [top.get(key) for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION)]
-    whole, micro, steps = (value if type(value) is int and value > 0 else None for value in given)
+    values = [top.get(key) for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION)]
+    global_batch, micro, steps = (value if type(value) is int and value > 0 else None for value in values)
     sharing = ranks_of_a_batch(top, ranks)
-    if file.launcher == "deepspeed" and ACCUMULATION not in top and whole and micro:
-        # Accelerate sets 1 there.
-        steps = max(int(whole // micro // sharing), 1)
-    elif whole and top.get(MICRO_BATCH) is None:
+    if file.launcher == "deepspeed" and ACCUMULATION not in top and global_batch and micro:
+        # Without this key Accelerate sets 1.
+        steps = max(int(global_batch // micro // sharing), 1)
+    elif global_batch and top.get(MICRO_BATCH) is None:
         if top.get(ACCUMULATION) is None:
             steps = 1
-        micro = max(int(whole // sharing // (steps or work.accumulation or 1)), 1)
+        micro = max(int(global_batch // sharing // (steps or work.accumulation or 1)), 1)
     for flag, value, key, number in (("--micro_batch", work.micro_batch, MICRO_BATCH, micro),
                                      ("--accumulation", work.accumulation, ACCUMULATION, steps)):  # fmt: skip
         if None not in (value, number) and value != number:
             fix = f'leave {flag} out, or make {key} "auto"'
-            raise UserError(f"{file.name} makes {key} {number}, and {flag} says {value}", fix)
+            raise UserError(f"{file.name} makes {key} {number}, and {flag} is {value}", fix)
     return micro or work.micro_batch or 1, steps or work.accumulation or 1
 
 
 def _resolved_zero(file: UserFile, shape: ModelShape, findings: list[Finding]) -> dict[str, Any]:
-    """Return ZeRO's settings with defaults, under DeepSpeed's names of today."""
+    """Return ZeRO's settings with defaults, under their current names in DeepSpeed."""
     assert file.deepspeed is not None
-    known, zero = known_settings(), {}
-    given: dict[str, Any] = file.deepspeed.get(ZERO, {})
-    for key, value in given.items():
-        name = key if key in known[ZERO] else f"stage3_{key}"
-        now = known[ZERO][name].get("is_now")
+    reference, zero = known_settings(), {}
+    file_zero: dict[str, Any] = file.deepspeed.get(ZERO, {})
+    for key, value in file_zero.items():
+        name = key if key in reference[ZERO] else f"stage3_{key}"
+        now = reference[ZERO][name].get("is_now")
         if now is None:
             zero[name] = dict(value) if isinstance(value, dict) else value
-        elif now in given:
+        elif now in file_zero:
             findings.append(
-                Finding("refused", f"{ZERO}.{key}", f"the engine refuses it together with {now}, its new name")
+                Finding(
+                    "refused", f"{ZERO}.{key}", f"the engine ends with an error if {now}, its new name, is set, too"
+                )
             )
         else:
             findings.append(Finding("ignored", f"{ZERO}.{key}", f"is deprecated, and read as {now}"))
-            # The old switches of offloading.
+            # Deprecated switches of offloading.
             zero[now] = ({"device": "cpu"} if value else None) if now in OFFLOADS else value
     nested = [(f"{ZERO}.{what}", zero[what]) for what in OFFLOADS if isinstance(zero.get(what), dict)]
     for place, section in [(ZERO, zero), *nested]:
         section.update({key: _auto(file, shape, place, key, findings) for key in section if section[key] == "auto"})
-    full = {key: entry["default"] for key, entry in known[ZERO].items() if "default" in entry} | zero
+    full = {key: entry["default"] for key, entry in reference[ZERO].items() if "default" in entry} | zero
     if full["overlap_comm"] is None:
         full["overlap_comm"] = full["stage"] == 3
     for what in OFFLOADS:
         if full[what] is not None:
-            defaults = {key: entry["default"] for key, entry in known[f"{ZERO}.{what}"].items()}
+            defaults = {key: entry["default"] for key, entry in reference[f"{ZERO}.{what}"].items()}
             full[what] = {**defaults, **full[what]}
     return full
 
 
 def _auto(file: UserFile, shape: ModelShape, place: str, name: str, findings: list[Finding]) -> Any:
-    """Return the value that "auto" becomes."""
+    """Return the value that replaces "auto"."""
     key = f"{place}.{name}"
     if (value := auto_bucket_sizes(shape.hidden).get(name)) is not None:
-        says = f"auto: Accelerate and the Trainer make it {value}, from a width of {shape.hidden}"
+        message = f"auto: Accelerate and the Trainer make it {value}, from a width of {shape.hidden}"
         if file.launcher == "deepspeed":
-            says += "; deepspeed.initialize alone drops it and uses its default"
-        findings.append(Finding("filled", key, says))
+            message += "; deepspeed.initialize alone drops it and uses its default"
+        findings.append(Finding("filled", key, message))
         return value
     default = known_settings()[place][name]["default"]
     if key in known_settings()["filled_by_accelerate"]:
         findings.append(Finding("filled", key, f"auto: assumed to be {default}, since nothing else sets it"))
         return default
-    says = f"auto: Accelerate refuses it here; the Trainer and the engine use the default, {default}"
-    findings.append(Finding("refused" if file.launcher == "accelerate" else "filled", key, says))
+    message = f"auto: Accelerate does not accept it here; the Trainer and the engine use the default, {default}"
+    findings.append(Finding("refused" if file.launcher == "accelerate" else "filled", key, message))
     return default
 
 
-def _precision(file: UserFile, asked: str | None, findings: list[Finding]) -> Precision:
-    """Return what the weights are in: the JSON's own types, and Accelerate's where the JSON leaves it open."""
+def _precision(file: UserFile, precision_flag: str | None, findings: list[Finding]) -> Precision:
+    """Return the precision of the weights: the type that the JSON sets or, if it leaves that open, Accelerate's."""
     assert file.deepspeed is not None
     on = {}
     for kind in ("bf16", "fp16"):
         section = file.deepspeed.get(kind) or (file.deepspeed.get("bfloat16") if kind == "bf16" else None) or {}
         on[kind] = section.get("enabled", False)
-    mixed = asked or file.mixed_precision
+    mixed = precision_flag or file.mixed_precision
     if mixed == "fp8":
         findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16, which Accelerate uses for it"))
         mixed = "bf16"
     open_kinds = [kind for kind, value in on.items() if value == "auto"]
     if open_kinds and mixed is None:
-        mixed, says = "bf16", "auto: assumed to be what --precision says, bf16"
-        findings += [Finding("filled", f"{kind}.enabled", says) for kind in open_kinds]
+        mixed, message = "bf16", "auto: assumed to be the value of --precision, bf16"
+        findings += [Finding("filled", f"{kind}.enabled", message) for kind in open_kinds]
     on |= {kind: mixed == kind for kind in open_kinds}
     if on["bf16"] is True and on["fp16"] is True:
         findings.append(Finding("refused", "fp16", "the engine refuses bf16 and fp16 together"))
     if mixed in ("bf16", "fp16") and file.deepspeed.get(mixed) is None:
-        other = "fp16" if mixed == "bf16" else "bf16"
-        if on[other] is True:
-            says = f"Accelerate refuses mixed_precision: {mixed} together with it"
-            findings.append(Finding("refused", f"{other}.enabled", says))
+        second = "fp16" if mixed == "bf16" else "bf16"
+        if on[second] is True:
+            message = f"Accelerate refuses mixed_precision: {mixed} together with it"
+            findings.append(Finding("refused", f"{second}.enabled", message))
         on[mixed] = True
     autocast = file.deepspeed.get("torch_autocast") or {}
     if autocast.get("enabled"):
         if not (on["bf16"] or on["fp16"]):
             return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
-        says = "the weights have 16 bits already, so there is nothing to cast"
-        findings.append(Finding("conflict", "torch_autocast", says))
+        message = "the weights have 16 bits already, so there is nothing to cast"
+        findings.append(Finding("conflict", "torch_autocast", message))
     return "bf16-engine" if on["bf16"] else "fp16-engine" if on["fp16"] else "fp32"

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from study.advisor.advise import AdviceRequest
 
 EPILOG = """\
-Nothing is run, and nothing is fetched without --hub. An interval covers 80 % of what was measured elsewhere
-(reports/prediction); a figure without one was not validated. Payload counts an all-reduce once; ring bytes are what
-leaves a rank where each collective is a ring, as with NCCL.
+Nothing is run, and nothing is fetched without --hub. An interval covers 80 % of published measurements
+(reports/prediction); a figure without one was not validated. Payload counts an all-reduce once; ring bytes are those
+that a rank sends if each collective is a ring, as with NCCL.
 """
-# Letters of the longest bar.
+# Characters of the longest bar.
 _BAR = 40
 _PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_GROUPS]
 _HOST_PARTS = {
@@ -50,7 +50,7 @@ _HOST_PARTS = {
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model, the box and the output, which advise has too."""
+    """Add the flags of model, hardware and output, which `study advise` has, too."""
     add = parser.add_argument
     length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
@@ -71,12 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add("--micro_batch", type=parse_int, default=1, metavar="B", help="samples of one forward pass on one rank")
     add("--accumulation", type=parse_int, default=1, metavar="A", help="micro-batches of an optimizer step")
-    default = "by default bf16, or what the device has; under DeepSpeed with 16-bit weights"
+    default = "by default bf16, else fp16; under DeepSpeed with 16-bit weights; fp32 on a CPU"
     add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
     add("--optimizer", type=known_optimizer, choices=get_args(OptimizerName), default="adamw")
-    add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
-    add("--dropout", action="store_true", help="the model's own dropout is on")
+    add("--autocast", action="store_true", help="under FSDP: gather fp32 weights, as study/train.py does")
+    add("--dropout", action="store_true", help="the model's dropout is on")
     pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters"
     add("--pure_bf16", action="store_true", help=pure)
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
@@ -85,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def known_optimizer(text: str) -> str:
+    """Return the text; raise ArgumentTypeError for muon, with the command that supports it."""
     if text == "muon":
         raise argparse.ArgumentTypeError(
             "Muon is not predicted: `study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
@@ -93,6 +94,7 @@ def known_optimizer(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the prediction, and return 0."""
     request = _request(options)
     prediction, traced = predict(request), None
     if options.traced:
@@ -107,33 +109,36 @@ def run(options: argparse.Namespace) -> int:
 
 
 def predict(request: Request) -> Prediction:
+    """Predict memory, communication and step time; raise UserError for settings that the engine refuses."""
     if refusal := accumulation_error(request):
-        raise UserError(f"data_types.grad_accum_dtype: {refusal}", "leave it out, or ask for zero1")
+        raise UserError(f"data_types.grad_accum_dtype: {refusal}", "leave it out, or use zero1")
     memory = predict_memory(request)
     sent = estimate("sent", sent_bytes(request))
     return Prediction(request, memory, predict_time(request, memory), sent, fits(memory, request.box))
 
 
 def precision_under(strategy: Strategy, precision: str) -> Precision:
-    """Return what study/train.py calls mixed precision under this strategy."""
-    # Stage 0 has no fp16 of its own that trains.
+    """Return the --precision of study/train.py that is mixed precision under this strategy."""
+    # DeepSpeed's fp16 does not train at stage 0.
     has_own = strategy.deepspeed is not None and (strategy.zero_stage != 0 or precision != "fp16")
     return cast(Precision, f"{precision}-engine" if has_own and precision != "fp32" else precision)
 
 
 def usual_precision(box: Hardware) -> str:
+    """Return the default precision of the hardware."""
     if box.is_cpu_only:
         return "fp32"
     return "bf16" if box.device.peak_tflops["bf16"] else "fp16"
 
 
 def check_precision(box: Hardware, precision: str) -> None:
+    """Raise UserError if the device does not support the precision."""
     if precision.startswith("bf16") and usual_precision(box) == "fp16":
         raise UserError(f"{box.device.name} has no bf16", "use --precision fp16 or --precision fp32")
 
 
 def check_attention(request: Request | AdviceRequest) -> None:
-    """Refuse flash_attention_2 where it cannot run, and where its memory is not modelled."""
+    """Raise UserError if flash_attention_2 cannot run, or if its memory is not modelled."""
     device, shape = request.box.device, request.shape
     if request.attention != "flash_attention_2":
         return
@@ -142,11 +147,11 @@ def check_attention(request: Request | AdviceRequest) -> None:
     if request.precision == "fp32":
         raise UserError("flash_attention_2 does not compute in fp32", "use --attn_implementation sdpa, or 16 bits")
     if not has_fused(shape):
-        raise UserError(f"no arithmetic for flash_attention_2 of {shape.model_type}", "use --attn_implementation eager")
+        raise UserError(f"flash_attention_2 is not modelled for {shape.model_type}", "use --attn_implementation eager")
 
 
 def workload_text(request: Request) -> str:
-    """Micro-batch, accumulation and checkpointing of a rank."""
+    """Return micro-batch, accumulation and checkpointing of a rank as text."""
     checkpointing = "gradient checkpointing" if request.gradient_checkpointing else "no gradient checkpointing"
     return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {checkpointing}"
 
@@ -154,7 +159,7 @@ def workload_text(request: Request) -> str:
 def _request(options: argparse.Namespace) -> Request:
     strategy = read_strategy(options.strategy)
     if strategy.group is not None:
-        raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "ask for another strategy")
+        raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "use another strategy")
     box = box_from_args(options)
     precision: Precision = options.precision or precision_under(strategy, usual_precision(box))
     config = RunConfig(precision=precision, engine_override=tuple(options.engine_override))
@@ -184,7 +189,7 @@ def _request(options: argparse.Namespace) -> Request:
 
 
 def _overridden(strategy: Strategy, config: RunConfig, box: Hardware) -> Strategy:
-    """Return the strategy with the settings of --engine_override, which DeepSpeed must know and use."""
+    """Return the strategy with --engine_override; raise UserError if DeepSpeed does not use one of its settings."""
     changed = strategy.with_overrides(config)
     if changed.deepspeed is None or not config.engine_override:
         return changed
@@ -194,7 +199,7 @@ def _overridden(strategy: Strategy, config: RunConfig, box: Hardware) -> Strateg
         raise UserError(f"--engine_override {file.findings[0].key}: {file.findings[0].says}", "fix the key")
     if changed.zero_stage != strategy.zero_stage:
         problem = f"--engine_override makes {strategy.name} a stage {changed.zero_stage}"
-        raise UserError(problem, "ask for that stage's strategy")
+        raise UserError(problem, "use that stage's strategy")
     group = min(changed.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1), box.ranks)
     if group > 1 and box.ranks % group:
         raise UserError(f"zero_hpz_partition_size {group} does not divide {box.ranks} ranks", "set one that does")
@@ -249,7 +254,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
     yield from _parts(prediction, traced)
     if details:
         yield from (
-            "\nfigures with their interval, which covers 80 % of what was measured elsewhere",
+            "\nfigures with their interval, which covers 80 % of published measurements",
             _intervals(prediction),
         )
     utilization = [f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"] if time.mfu and time.hfu else []
@@ -258,7 +263,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
 
 
 def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:
-    """The parts of the peak with a bar for each one's share, and a line each for host, communication and time."""
+    """Yield the parts of the peak, each with a bar, and a line each for host memory, communication and time."""
     request, memory, time = prediction.request, prediction.memory, prediction.time
     yield f"\nmemory of one {_rank(request)} at its peak, GiB"
     largest = max(memory.device_parts.values())
@@ -285,7 +290,7 @@ def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextT
 
 
 def _unit(size: float) -> tuple[str, float]:
-    """Adapters send thousandths of a GB."""
+    """Return the unit of communication: MB if it is small, as with adapters."""
     return ("GB", 1e9) if size >= 1e8 else ("MB", 1e6)
 
 
@@ -296,7 +301,7 @@ def _intervals(prediction: Prediction) -> TextTable:
         "peak reserved": prediction.memory.peak_reserved,
     }  # fmt: skip
     if not prediction.request.box.is_cpu_only:
-        in_gib["reserved where there is room"] = Estimate(memory.pool_with_room)
+        in_gib["reserved if memory is ample"] = Estimate(memory.pool_with_room)
     if memory.process_peak is not None:
         in_gib["whole process"] = memory.process_peak
     in_gib |= {f"host, {_HOST_PARTS[name]}": Estimate(size) for name, size in memory.host_parts.items()

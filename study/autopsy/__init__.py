@@ -1,1 +1,1 @@
-"""The published listing taken apart: which of its switches makes which part of what it reports."""
+"""The autopsy of the published listing: an experiment that attributes its reported results to its protocol errors."""

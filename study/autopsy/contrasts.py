@@ -1,7 +1,7 @@
-"""Analysis of the sessions: one row per arm, one effect per switch and seed, and the verdicts on them.
+"""Analysis of the sessions: one row per arm, one effect per switch and seed, and the tests of each effect.
 
-A response is the log of the ZeRO arm's figure over the standard arm's in one session; pages show it as a share. Null
-margins are in study/autopsy/design.py, from before the first session.
+A response is log(ZeRO arm / standard arm) of a figure in one session; pages show it in percent. Null margins are in
+study/autopsy/design.py, committed before the first session.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from study.records.statistics import (
 )
 
 FILE = "arms.parquet"
-# Columns of a session, next to those of its arms.
+# Columns of a session; the other columns are of its arms.
 _ABOUT = ("session", "kind", "cell", "seed", "scale", "state", "reason", "started_at", "session_s", "lanes", "core")
 _AS_JSON = ("environment", "options", "optimizer_classes")
 _PAIRS = tuple(itertools.combinations(LETTERS, 2))
 
 
 def read_sessions(runs: Path) -> pd.DataFrame:
-    """Read one row per arm; a session without arms is one row as well."""
+    """Read the sessions as one row per arm; a session without arms is one row."""
     rows = []
     for file in sorted((runs / SESSIONS).glob("*.json")):
-        said = read_json(file)
-        about = {key: said.get(key) for key in (*_ABOUT, "environment", "options")}
-        rows += [about | arm for arm in said["arms"] or [{"arm": None}]]
+        record = read_json(file)
+        about = {key: record.get(key) for key in (*_ABOUT, "environment", "options")}
+        rows += [about | arm for arm in record["arms"] or [{"arm": None}]]
     if not rows:
         raise UserError(f"there are no sessions in {runs}", "run: study autopsy run")
     if all(row["state"] != "ok" for row in rows):
-        raise UserError(f"no session in {runs} has ended ok", "run: study autopsy run --retry")
+        raise UserError(f"no session in {runs} succeeded", "run: study autopsy run --retry")
     table = pd.DataFrame(rows)
     for name in set(_AS_JSON) & set(table):
         table[name] = table[name].map(lambda value: json.dumps(value, sort_keys=True))
@@ -67,6 +67,7 @@ def read_sessions(runs: Path) -> pd.DataFrame:
 
 
 def with_responses(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with derived responses added."""
     return table.assign(
         less_eval_s=table["whole_s"] - table["eval_s"],
         less_eval_and_save_s=table["whole_s"] - table["eval_s"] - table["save_s"],
@@ -76,54 +77,56 @@ def with_responses(table: pd.DataFrame) -> pd.DataFrame:
 def read_arms(folder: Path) -> pd.DataFrame:
     """Read the table of an earlier `study autopsy report`."""
     if not (folder / FILE).is_file():
-        raise UserError(f"{folder / FILE} is not there", "run: study autopsy run, and study autopsy report")
+        raise UserError(f"{folder / FILE} does not exist", "run: study autopsy run, and study autopsy report")
     return pd.read_parquet(folder / FILE)
 
 
 def gaps(arms: pd.DataFrame, response: str, kind: Kind = "factorial") -> pd.DataFrame:
-    """Return log(ZeRO / standard), a row per seed and a column per cell; NaN where a session did not end ok."""
-    mine = arms[(arms["kind"] == kind) & (arms["state"] == "ok")]
-    figures = mine.pivot_table(index=["seed", "cell"], columns="arm", values=response)
+    """Return log(ZeRO / standard), a row per seed and a column per cell; NaN for failed sessions."""
+    rows = arms[(arms["kind"] == kind) & (arms["state"] == "ok")]
+    figures = rows.pivot_table(index=["seed", "cell"], columns="arm", values=response)
     if not {"zero", "standard"} <= set(figures):
         return pd.DataFrame(dtype=float)
     return np.log(figures["zero"] / figures["standard"]).unstack("cell")
 
 
 def cell_gaps(arms: pd.DataFrame, response: str, kind: Kind, cell: str) -> np.ndarray:
-    """Return one gap per seed."""
+    """Return the gaps of one cell, one per seed."""
     table = gaps(arms, response, kind)
     return table[cell].dropna().to_numpy() if cell in table else np.empty(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearModel:
-    """Mean, switches and pairs of one response in every seed that has all 16 cells: as many terms as cells."""
+    """Saturated linear model of one response for each seed with all 16 cells: mean, switches and pairs."""
 
-    # Rows are seeds; a column is "", a letter or two, and multiplies +1 where a switch is corrected and -1 where not.
+    # A row per seed. Columns are "", one letter or two; a switch is coded +1 if it is corrected, else -1.
     terms: pd.DataFrame
 
     def at(self, places: Mapping[str, float]) -> np.ndarray:
-        """Evaluate each seed with the switches at these places: -1 as printed, 1 corrected, 0 averaged."""
+        """Evaluate the model for each seed at these switch settings: -1 as printed, 1 corrected, 0 averaged."""
         return sum(
             (self.terms[term].to_numpy() * math.prod(places[letter] for letter in term) for term in self.terms),
             start=np.zeros(len(self.terms)),
         )
 
     def effect(self, letter: str) -> np.ndarray:
-        """Return the effect of correcting a switch, averaged over the others; the standard arm first, but for O."""
+        """Return the effect of correcting a switch, averaged over the others, standard arm first (except for O)."""
         order = {"O": -1.0} if letter != "O" else {}
-        others = dict.fromkeys(LETTERS, 0.0) | order
-        return self.at(others | {letter: 1.0}) - self.at(others | {letter: -1.0})
+        averaged = dict.fromkeys(LETTERS, 0.0) | order
+        return self.at(averaged | {letter: 1.0}) - self.at(averaged | {letter: -1.0})
 
     def average_effect(self, letter: str) -> np.ndarray:
-        """Return the effect averaged over both orders as well."""
+        """Return the effect of correcting a switch, averaged over the others and over both orders."""
         return 2 * self.terms[letter].to_numpy()
 
     def shares(self) -> dict[str, np.ndarray]:
-        """Split the way from the listing to a corrected protocol with both orders: means over all sequences of
-        switches, so a switch's own effect and half of each pair that it is in."""
+        """Attribute the change from the listing to a corrected protocol with both orders to the switches.
+
+        A contribution is the mean over all sequences of switches: the main effect, and half of each of its pairs.
+        """
         ends = {letter: (-1.0, 0.0 if letter == "O" else 1.0) for letter in LETTERS}
-        found = {letter: np.zeros(len(self.terms)) for letter in LETTERS}
+        contributions = {letter: np.zeros(len(self.terms)) for letter in LETTERS}
         sequences = list(itertools.permutations(LETTERS))
         for sequence in sequences:
             places = {letter: printed for letter, (printed, _) in ends.items()}
@@ -131,27 +134,29 @@ class LinearModel:
             for letter in sequence:
                 places[letter] = ends[letter][1]
                 after = self.at(places)
-                found[letter] += (after - before) / len(sequences)
+                contributions[letter] += (after - before) / len(sequences)
                 before = after
-        return found
+        return contributions
 
     def printed(self) -> np.ndarray:
+        """Evaluate each seed with all switches as printed."""
         return self.at(dict.fromkeys(LETTERS, -1.0))
 
     def corrected(self) -> np.ndarray:
+        """Evaluate each seed with all switches corrected, averaged over the order."""
         return self.at(dict.fromkeys(LETTERS, 1.0) | {"O": 0.0})
 
 
 def fit_linear_model(table: pd.DataFrame) -> LinearModel:
     """Fit the model to `gaps` of the factorial."""
-    whole = table.reindex(columns=list(FACTORIAL)).dropna()
+    complete = table.reindex(columns=list(FACTORIAL)).dropna()
     signs = {letter: np.array([1.0 if letter in cell else -1.0 for cell in FACTORIAL]) for letter in LETTERS}
     terms = ["", *LETTERS, *("".join(pair) for pair in _PAIRS)]
     columns = [np.prod([signs[letter] for letter in term], axis=0) if term else np.ones(len(FACTORIAL))
                for term in terms]  # fmt: skip
-    # Orthogonal: each term is a mean of signed cells.
-    values = whole.to_numpy() @ np.array(columns).T / len(FACTORIAL)
-    return LinearModel(pd.DataFrame(values, index=whole.index, columns=terms))
+    # The design is orthogonal: each term is a mean of signed cells.
+    values = complete.to_numpy() @ np.array(columns).T / len(FACTORIAL)
+    return LinearModel(pd.DataFrame(values, index=complete.index, columns=terms))
 
 
 def mean_ratio(logs: np.ndarray) -> Interval:
@@ -160,7 +165,7 @@ def mean_ratio(logs: np.ndarray) -> Interval:
 
 
 def sign_flip_p(values: np.ndarray) -> float:
-    """Return the exact sign-flip p: the share of sign choices with a mean as far from zero."""
+    """Return the exact two-sided p of the sign-flip permutation test; NaN without values."""
     if not len(values):
         return math.nan
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(values))))
@@ -176,14 +181,14 @@ class Effect:
     response: Response
     ratio: Interval
     average: Interval
-    # After Holm over the five switches.
+    # Holm-corrected over the five switches.
     p: float
     expected: str
     margin: float
 
     @property
     def outcome(self) -> str:
-        """`0` where the whole interval is inside the null margin, a sign where it excludes zero, else `?`."""
+        """`0` if the interval is inside the null margin, a sign if it excludes zero, else `?`."""
         low, high = self.ratio.low, self.ratio.high
         if low is None or high is None:
             return "?"
@@ -193,35 +198,36 @@ class Effect:
 
     @property
     def verdict(self) -> str:
+        """Comparison of the expected sign with the outcome."""
         if "?" in (self.expected, self.outcome):
             return "open" if self.expected == "?" else "not decided"
         return "as expected" if self.expected == self.outcome else "not as expected"
 
 
 def null_margin(arms: pd.DataFrame, response: Response) -> float:
-    """Return the null margin: a fixed share, or twice the SD of two equal arms where that is more."""
+    """Return the null margin: the larger of a fixed fraction and twice the SD of the A/A sessions."""
     equal = cell_gaps(arms, response.name, "aa", AA)
     return max(response.margin, AA_DEVIATIONS * float(np.std(equal, ddof=1))) if len(equal) > 1 else response.margin
 
 
 def effects(arms: pd.DataFrame, response: Response) -> list[Effect]:
-    """Return the effect of each switch; empty where no seed has all its sessions."""
-    made = fit_linear_model(gaps(arms, response.name))
-    if made.terms.empty:
+    """Return the effect of each switch; empty if no seed has all its sessions."""
+    fitted = fit_linear_model(gaps(arms, response.name))
+    if fitted.terms.empty:
         return []
-    values = {letter: made.effect(letter) for letter in LETTERS}
+    values = {letter: fitted.effect(letter) for letter in LETTERS}
     ps = apply_holm(sign_flip_p(value) for value in values.values())
     margin = null_margin(arms, response)
     return [
-        Effect(letter, response, mean_ratio(values[letter]), mean_ratio(made.average_effect(letter)), p,
+        Effect(letter, response, mean_ratio(values[letter]), mean_ratio(fitted.average_effect(letter)), p,
                EXPECTED[letter][response.name], margin)
         for letter, p in zip(LETTERS, ps, strict=True)
     ]  # fmt: skip
 
 
 def measured_responses(arms: pd.DataFrame) -> list[Response]:
-    """Return the responses with figures: a laptop has no device peak."""
-    return [each for each in RESPONSES if each.name in arms and arms[each.name].notna().any()]
+    """Return the responses that have values; a laptop has no device peak."""
+    return [response for response in RESPONSES if response.name in arms and arms[response.name].notna().any()]
 
 
 def engine_equivalence(arms: pd.DataFrame, response: Response) -> Equivalence:
@@ -231,9 +237,9 @@ def engine_equivalence(arms: pd.DataFrame, response: Response) -> Equivalence:
 
 
 def minimum_detectable_effect(arms: pd.DataFrame, response: Response) -> float:
-    """Return the effect that these seeds find with a power of 80 %, by the SD of two equal arms.
+    """Return the effect that these seeds detect with a power of 80 %, from the SD of the A/A sessions.
 
-    An effect is a difference of two means of four cells, in each seed.
+    In each seed, an effect is a difference of two means of four cells.
     """
     equal = cell_gaps(arms, response.name, "aa", AA)
     if len(equal) < 2:
@@ -243,30 +249,28 @@ def minimum_detectable_effect(arms: pd.DataFrame, response: Response) -> float:
     return float(t * deviation * math.sqrt(2 / 4 / n))
 
 
-# For the ledger of claims
-
-
 def engine_was_on(arms: pd.DataFrame, where: Callable[[pd.DataFrame], pd.Series]) -> tuple[int, int]:
-    """Count sessions whose ZeRO arms had a live DeepSpeed, and all sessions."""
-    mine = arms[arms["arm"].astype(str).str.startswith("zero") & where(arms) & (arms["state"] == "ok")]
-    on = mine.groupby("session")["deepspeed_enabled"].any()
-    return int(on.sum()), len(on)
+    """Return the number of sessions with an active DeepSpeed engine, and of all sessions."""
+    rows = arms[arms["arm"].astype(str).str.startswith("zero") & where(arms) & (arms["state"] == "ok")]
+    is_on = rows.groupby("session")["deepspeed_enabled"].any()
+    return int(is_on.sum()), len(is_on)
 
 
 def sets_it_as_printed(arms: pd.DataFrame) -> pd.Series:
-    """Select sessions whose engine switch is the listing's, whatever the others are."""
+    """Select sessions whose engine switch is as printed."""
     return arms["cell"].str.startswith("e") & (arms["kind"] != "gate")
 
 
 def is_as_printed(arms: pd.DataFrame) -> pd.Series:
+    """Select sessions with all switches as printed."""
     return (arms["cell"] == PRINTED) & arms["kind"].isin(["factorial", "listing"])
 
 
 def printed_ratio(arms: pd.DataFrame, response: str) -> Interval:
-    """Return ZeRO over standard, as the listing's table prints the two."""
+    """Return the ratio of ZeRO to standard in the cell as printed."""
     return mean_ratio(cell_gaps(arms, response, "factorial", PRINTED))
 
 
 def corrected_ratio(arms: pd.DataFrame, response: str) -> Interval:
-    """Return ZeRO over standard with everything corrected."""
+    """Return the ratio of ZeRO to standard with all switches corrected."""
     return mean_ratio(cell_gaps(arms, response, "corrected", CORRECTED))

@@ -1,7 +1,7 @@
 """The experiment as data: switches, cells, scales, expected signs and null margins. Without torch.
 
-All of this was committed before the first session ran. A cell is named by one letter per switch: small where the
-listing's way is kept (`ewpob` is the listing), large where it is corrected.
+All of this was committed before the first session ran. A cell's name has one letter per switch: lower case as printed
+(`ewpob` is the listing), upper case if the switch is corrected.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ Kind = Literal["factorial", "corrected", "aa", "unclipped", "listing", "printed 
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
+    """A protocol error of the listing that the experiment turns on and off."""
+
     letter: str
     name: str
     printed: str
@@ -49,33 +51,33 @@ SWITCHES = (
 )  # fmt: skip
 LETTERS = "".join(switch.letter for switch in SWITCHES)
 PRINTED, CORRECTED = LETTERS.lower(), LETTERS
-# Engine as printed and nothing else wrong: both arms are the same training.
+# A/A sessions: the engine as printed (off) and all else corrected, so both arms are the same training.
 AA = "eWPOB"
-# The half of the 32 cells in which an odd number of switches is as printed: I = EWPOB, resolution V. No switch and no
-# pair of switches is mixed up with another one; pairs are, with triples.
+# Half fraction of the 32 cells, with an odd number of switches as printed: I = EWPOB, resolution V. Switches and pairs
+# are not confounded with each other; a pair is confounded with a triple.
 FACTORIAL = tuple(
     cell
-    for cell in ("".join(each) for each in itertools.product(*zip(PRINTED, CORRECTED, strict=True)))
+    for cell in ("".join(letters) for letters in itertools.product(*zip(PRINTED, CORRECTED, strict=True)))
     if sum(map(str.islower, cell)) % 2
 )
 SEEDS = tuple(range(1, 9))
 
-# The line of a lane that can run sessions, and the file in which a process leaves its result.
+# The line that a worker prints once it can run sessions, and the file to which a process writes its result.
 READY, RESULT = "ready", "result.json"
 PRINTED_RATE = 5e-5
 _AT_PRINTED_RATE = {"learning_rate": PRINTED_RATE}
 
 # -1.22 % validation loss and -1.18 % training loss at the end of S2's training.
 PUBLISHED = {"eval_loss": -0.0122, "train_loss": -0.0118}
-# The null margin: 10 % of the published effect, or twice the SD of two equal arms where that is more.
+# The null margin: the larger of 10 % of the published effect and twice the SD of the A/A sessions.
 LOSS_MARGIN, AA_DEVIATIONS = 0.0012, 2.0
-# Below this a time or a memory is called unchanged.
+# Null margins of times and memories.
 TIME_MARGIN, MEMORY_MARGIN = 0.03, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """The log of the ZeRO arm's figure over the standard arm's."""
+    """A response of the experiment: log(ZeRO arm / standard arm) of one figure."""
 
     name: str
     words: str
@@ -90,7 +92,7 @@ RESPONSES = (
     Response("less_eval_s", "without evaluations", TIME_MARGIN),
     Response("less_eval_and_save_s", "without evaluations and checkpoint", TIME_MARGIN),
     Response("warm_s_per_sample", "a sample in warm steps", TIME_MARGIN),
-    # Independent of other work on the same cores. A GPU's work is in neither.
+    # CPU time is independent of other load on the cores. It does not include GPU time.
     Response("whole_cpu_s", "the listing's clock, in CPU time", TIME_MARGIN),
     Response("warm_cpu_s_per_sample", "a sample in warm steps, in CPU time", TIME_MARGIN),
     Response("device_peak_never_reset", "device, never reset", MEMORY_MARGIN),
@@ -99,8 +101,8 @@ RESPONSES = (
     Response("host_peak_reset", "host, reset for each arm", MEMORY_MARGIN),
 )
 
-# What correcting a switch does to the responses, in their order: three losses, six times, four memories. `?` where
-# either sign was thought possible. For E, W, P and B: where the standard arm comes first, as printed.
+# Expected sign of correcting a switch for each response in order: three losses, six times, four memories; `?` if either
+# sign seemed possible. For E, W, P and B with the standard arm first, as printed.
 _EXPECTED = {
     "E": "000 ++++++ ?-++",
     "W": "+?? 000000 0000",
@@ -116,8 +118,7 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Where and how large; `options` are flags of study/train.py. What the listing prints and is the same everywhere
-    stands here as defaults."""
+    """Size and hardware of the experiment; `options` are flags of study/train.py. Defaults are from the listing."""
 
     name: str
     box: str
@@ -125,7 +126,7 @@ class Scale:
     minutes: float
     wide_samples: int
     on_gpu: bool
-    # Sessions side by side, each with this many threads; 0 leaves threads as they are.
+    # Concurrent sessions, and threads of each; 0: torch's default.
     lanes: int
     threads: int
     limit_s: float
@@ -142,7 +143,7 @@ SCALES = {
     for scale in (
         Scale(
             "laptop", "two cores, no GPU",
-            # At the listing's 5e-5 a tiny model that starts from nothing is still at chance after 100 steps.
+            # At the listing's 5e-5 a tiny model with random weights is still at chance after 100 steps.
             {"scale": "laptop", "model_name_or_path": "bert-tiny-1layers", "learning_rate": 1e-3, "dropout": -1.0,
              "warmup_ratio": 0.0},
             minutes=35, wide_samples=1000, on_gpu=False, lanes=2, threads=1, limit_s=300,
@@ -158,12 +159,12 @@ SCALES = {
 
 @dataclasses.dataclass(frozen=True)
 class AutopsyArm:
-    """One training of a session. `engine`: none, late (on arguments that exist already) or given (to them)."""
+    """One training of a session. `engine`: none, late (set on existing arguments) or given (passed to them)."""
 
     name: str
     batch: int
     engine: Literal["none", "late", "given"] = "none"
-    # Of the DeepSpeed dictionary: what the listing prints, that with a batch size, or that with clipping as well.
+    # Keys of the DeepSpeed dictionary: those printed, also the batch size, or also clipping.
     keys: Literal["printed", "batch", "batch and clipping"] = "printed"
     launcher: bool = False
     start: Literal["initial", "same model", "file"] = "initial"
@@ -172,22 +173,23 @@ class AutopsyArm:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """Both arms once, from the initial weights of one seed. `arms` lists them by process."""
+    """One run of both arms from the initial weights of one seed, grouped by process."""
 
     kind: Kind
     cell: str
     seed: int
     processes: tuple[tuple[AutopsyArm, ...], ...]
-    # Beside those of the scale.
+    # In addition to those of the scale.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def id(self) -> str:
+        """Name of the session and its record."""
         return f"{self.seed}-{self.kind}-{self.cell}".replace(" ", "-").replace(",", "").replace("'", "")
 
 
 def plan(scale: Scale, seeds: tuple[int, ...] = SEEDS) -> list[Session]:
-    """Gates first; then seeds as blocks, each with its cells in an order of its own."""
+    """Return the gate sessions, then those of each seed as a block, with its cells in random order."""
     return [*_gates(), *itertools.chain.from_iterable(_block(scale, seed) for seed in seeds)]
 
 
@@ -202,28 +204,28 @@ def _block(scale: Scale, seed: int) -> Iterator[Session]:
 
 
 def _factorial(kind: Kind, cell: str, seed: int, scale: Scale) -> Session:
-    on, fresh, own, zero_first, equal = (letter in cell for letter in LETTERS)
+    on, fresh, separate, zero_first, equal = (letter in cell for letter in LETTERS)
     keys: Literal["batch", "batch and clipping"] = "batch" if kind == "unclipped" else "batch and clipping"
     batch = scale.batch if equal else scale.printed_zero_batch
     zero = AutopsyArm("zero", batch, "given", keys, True) if on else AutopsyArm("zero", batch, "late")
     arms = [AutopsyArm("standard", scale.batch), zero]
     first, second = reversed(arms) if zero_first else arms
     if not fresh:
-        # One object only where the listing has it: no engine keeps its weights, and the process is the same.
-        through_file = on or own
+        # Both arms share one model object, as in the listing, only without an engine and in one process.
+        through_file = on or separate
         first = dataclasses.replace(first, leaves_file=through_file)
         second = dataclasses.replace(second, start="file" if through_file else "same model")
-    return Session(kind, cell, seed, ((first,), (second,)) if own else ((first, second),))
+    return Session(kind, cell, seed, ((first,), (second,)) if separate else ((first, second),))
 
 
 def _listing(scale: Scale, seed: int) -> Session:
-    """All three of its runs, where the factorial has the two that its table prints."""
+    """Return a session of all three runs of the listing; the factorial has the two of its table."""
     small = AutopsyArm("zero8", scale.batch, "late", start="same model")
     large = AutopsyArm("zero", scale.printed_zero_batch, "late", start="same model")
     return Session("listing", PRINTED, seed, ((AutopsyArm("standard", scale.batch), small, large),))
 
 
-# What stands between the listing's dictionary and an engine that runs.
+# Configurations between the listing's dictionary and a working engine.
 GATES: Mapping[str, AutopsyArm] = {
     "as printed": AutopsyArm("zero", 8, "late"),
     "given": AutopsyArm("zero", 8, "given", "printed", False),

@@ -33,7 +33,7 @@ from study.report.canvas import ACCENT, FAINT, INK, QUIET, SETTINGS, Drawing, fi
 
 PANELS = ("loss", "time", "memory")
 _TITLES = {"loss": "Loss", "time": "Time", "memory": "Peak memory"}
-# The first is the listing's own reading, and the waterfall's.
+# The first of each panel is the figure that the listing reports; the waterfall shows it.
 _SHOWN = {
     "loss": ("eval_loss", "train_loss"), "time": ("whole_s", "warm_s_per_sample"),
     "memory": ("device_peak_never_reset", "device_peak_reset", "host_peak_never_reset", "host_peak_reset"),
@@ -43,7 +43,7 @@ _OFFSETS = (-0.14, 0.14)
 
 
 def panel_responses(arms: pd.DataFrame, panel: str) -> list[Response]:
-    """Return two responses of a panel, the device's memory where there is one."""
+    """Return the two responses of a panel; for memory, those of the device if there is one."""
     measured = {response.name: response for response in measured_responses(arms)}
     return [measured[name] for name in _SHOWN[panel] if name in measured][:2]
 
@@ -65,10 +65,10 @@ def effect_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True)
     _in_percent(axes)
 
 
-def _dot(axes: Axes, found: Interval, row: float, fill: str) -> None:
-    if found.low is not None and found.high is not None:
-        axes.plot(np.log([found.low, found.high]), [row, row], color=INK, linewidth=1.6, zorder=3)
-    axes.plot(math.log(found.center), row, "o", markersize=6.5, color=fill, markeredgecolor=INK, zorder=4)
+def _dot(axes: Axes, estimate: Interval, row: float, fill: str) -> None:
+    if estimate.low is not None and estimate.high is not None:
+        axes.plot(np.log([estimate.low, estimate.high]), [row, row], color=INK, linewidth=1.6, zorder=3)
+    axes.plot(math.log(estimate.center), row, "o", markersize=6.5, color=fill, markeredgecolor=INK, zorder=4)
 
 
 def _rows(axes: Axes, names: Sequence[str], are_named: bool) -> None:
@@ -95,24 +95,24 @@ def _tick(log: float) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return at most six round shares between these logs, far enough apart for their labels."""
+    """Return logs of at most six round ratios in this range, far enough apart for their labels."""
     first, last = math.expm1(low), math.expm1(high)
     sizes = (base * 10.0**power for power in range(-5, 6) for base in (1, 2, 5))
     step = next(size for size in sizes if (last - first) / size <= 6)
     places = [math.log1p(step * place) for place in range(math.ceil(first / step), math.floor(last / step) + 1)]
-    kept: list[float] = []
+    spaced: list[float] = []
     for place in places:
-        if not kept or place - kept[-1] > 0.17 * (high - low):
-            kept.append(place)
-    return kept
+        if not spaced or place - spaced[-1] > 0.17 * (high - low):
+            spaced.append(place)
+    return spaced
 
 
 def waterfall_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
-    """Draw the way from the listing's gap to a corrected protocol's, and the corrected cell as measured."""
+    """Draw the steps from the listing's gap to that of a corrected protocol, and the measured corrected cell."""
     response = panel_responses(arms, panel)[0]
-    made = fit_linear_model(gaps(arms, response.name))
-    ends = [float(made.printed().mean())]
-    for part in made.shares().values():
+    fitted = fit_linear_model(gaps(arms, response.name))
+    ends = [float(fitted.printed().mean())]
+    for part in fitted.shares().values():
         ends.append(ends[-1] + float(part.mean()))
     labels = ["as printed", *(f"{switch.letter}  {switch.name}" for switch in SWITCHES), "corrected", "measured"]
     axes.axvline(0, color=QUIET, linewidth=0.8, zorder=1)
@@ -127,9 +127,9 @@ def waterfall_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = Tr
     _rows(axes, labels, names)
     _in_percent(axes, margin=0.2)
     for row, (before, after) in enumerate([(0.0, ends[0]), *itertools.pairwise(ends), (0.0, ends[-1])]):
-        share = percent(math.expm1(after - before), signed=True)
+        label = percent(math.expm1(after - before), signed=True)
         axes.annotate(
-            share, (max(before, after), row), xytext=(4, 0), textcoords="offset points", va="center", size=8.5
+            label, (max(before, after), row), xytext=(4, 0), textcoords="offset points", va="center", size=8.5
         )
 
 
@@ -141,16 +141,16 @@ _LINES = (
 
 
 def order_panel(axes: Axes, arms: pd.DataFrame) -> None:
-    """Draw the gap with the standard arm first and with ZeRO first, at equal batches: carried and fresh weights."""
-    for turn, (letter, response, name, colour, marker) in enumerate(_LINES):
-        centres = []
+    """Draw the gap with the standard arm first and with ZeRO first, at equal batches, for carried and fresh weights."""
+    for turn, (letter, response, name, color, marker) in enumerate(_LINES):
+        centers = []
         for place, values in enumerate(_by_order(arms, response, letter)):
-            found, x = mean_ratio(values), place + (turn - 1) * 0.06
-            centres.append((x, math.log(found.center)))
-            axes.plot(np.full(len(values), x), values, marker, color=colour, markersize=3.5, alpha=0.4, linewidth=0)
-            if found.low is not None and found.high is not None:
-                axes.vlines(x, math.log(found.low), math.log(found.high), color=colour, linewidth=2)
-        axes.plot(*zip(*centres, strict=True), marker=marker, color=colour, linewidth=2, markersize=7, label=name)
+            estimate, x = mean_ratio(values), place + (turn - 1) * 0.06
+            centers.append((x, math.log(estimate.center)))
+            axes.plot(np.full(len(values), x), values, marker, color=color, markersize=3.5, alpha=0.4, linewidth=0)
+            if estimate.low is not None and estimate.high is not None:
+                axes.vlines(x, math.log(estimate.low), math.log(estimate.high), color=color, linewidth=2)
+        axes.plot(*zip(*centers, strict=True), marker=marker, color=color, linewidth=2, markersize=7, label=name)
     axes.axhline(0, color=QUIET, linewidth=0.8, zorder=0)
     axes.axhline(math.log1p(PUBLISHED["eval_loss"]), color=ACCENT, linewidth=1.2, linestyle=(0, (3, 2)), zorder=0)
     axes.set_xticks((0, 1), ("standard first\n(as printed)", "ZeRO first"))
@@ -166,7 +166,7 @@ def _by_order(arms: pd.DataFrame, response: str, letter: str) -> list[np.ndarray
     """Return one gap per seed, with the standard arm first and with ZeRO first; batches are equal."""
     table = gaps(arms, response)
     cells = ([cell for cell in table if letter in cell and order in cell and "B" in cell] for order in "oO")
-    return [table[each].mean(axis="columns").dropna().to_numpy() for each in cells]
+    return [table[columns].mean(axis="columns").dropna().to_numpy() for columns in cells]
 
 
 def _title_of_order(arms: pd.DataFrame) -> str:
@@ -177,6 +177,7 @@ def _title_of_order(arms: pd.DataFrame) -> str:
 
 
 def legend(panel: str, arms: pd.DataFrame) -> list[Line2D | Patch]:
+    """Return the legend of a panel."""
     marks: list[Line2D | Patch] = [
         Line2D([], [], linestyle="", marker="o", markersize=6.5, color=fill, markeredgecolor=INK, label=response.words)
         for response, fill in zip(panel_responses(arms, panel), (INK, "white"), strict=False)
@@ -188,8 +189,8 @@ def legend(panel: str, arms: pd.DataFrame) -> list[Line2D | Patch]:
 
 
 def drawings(arms: pd.DataFrame) -> list[Drawing]:
-    """Draw each panel as a figure of its own, for a page that may be narrow, and last all of them on one sheet."""
-    made = []
+    """Draw each panel as a separate figure, for narrow pages, and then all panels on one sheet."""
+    drawn = []
     with matplotlib.rc_context(SETTINGS):
         for panel in PANELS:
             figure, (axes,) = sheet(2.5)
@@ -198,28 +199,30 @@ def drawings(arms: pd.DataFrame) -> list[Drawing]:
             words = ", ".join(f"{effect.letter} {effect.ratio.brief(lambda value: percent(value - 1, signed=True))}"
                               for effect in effects(arms, panel_responses(arms, panel)[0]))  # fmt: skip
             subtitle = "To the figure of the ZeRO arm over that of the standard arm, which comes first."
-            made.append(finish(figure, title, subtitle, "", words, legend=legend(panel, arms), legend_columns=2,
+            drawn.append(finish(figure, title, subtitle, "", words, legend=legend(panel, arms), legend_columns=2,
                                lead=title)._replace(name=f"effects_{panel}"))  # fmt: skip
             figure, (axes,) = sheet(2.9)
             waterfall_panel(axes, arms, panel)
             title = f"{_TITLES[panel]}: from the listing to a corrected protocol"
             response = panel_responses(arms, panel)[0]
             subtitle = f"ZeRO over standard, {response.words}. Corrected adds up the steps; measured has ZeRO first."
-            made.append(finish(figure, title, subtitle, "", _words_of_waterfall(arms, response), lead=title)
+            drawn.append(finish(figure, title, subtitle, "", _words_of_waterfall(arms, response), lead=title)
                         ._replace(name=f"waterfall_{panel}"))  # fmt: skip
         figure, (axes,) = sheet(3.3)
         order_panel(axes, arms)
         title = _title_of_order(arms)
         subtitle = "ZeRO over standard at equal batches; small marks are seeds."
-        made.append(finish(figure, title, subtitle, "", _words_of_order(arms), lead=title)._replace(name="order"))
-        made.append(_screen(arms))
-    return made
+        drawn.append(finish(figure, title, subtitle, "", _words_of_order(arms), lead=title)._replace(name="order"))
+        drawn.append(_screen(arms))
+    return drawn
 
 
 def _words_of_waterfall(arms: pd.DataFrame, response: Response) -> str:
-    made = fit_linear_model(gaps(arms, response.name))
-    steps = {"as printed": made.printed(), **made.shares(), "corrected": made.corrected()}
-    return ", ".join(f"{name} {percent(math.expm1(float(each.mean())), signed=True)}" for name, each in steps.items())
+    fitted = fit_linear_model(gaps(arms, response.name))
+    steps = {"as printed": fitted.printed(), **fitted.shares(), "corrected": fitted.corrected()}
+    return ", ".join(
+        f"{name} {percent(math.expm1(float(values.mean())), signed=True)}" for name, values in steps.items()
+    )
 
 
 def _words_of_order(arms: pd.DataFrame) -> str:
@@ -231,6 +234,7 @@ def _words_of_order(arms: pd.DataFrame) -> str:
 
 
 def headline(arms: pd.DataFrame) -> str:
+    """Return the page's main result: in how many sessions DeepSpeed was active."""
     (on, sessions), (exactly_on, exactly) = (
         engine_was_on(arms, where) for where in (sets_it_as_printed, is_as_printed)
     )

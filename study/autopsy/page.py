@@ -46,7 +46,7 @@ _MADE_BY = (
 
 
 def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
-    """Make the page from the sessions in `runs`, or from the table of an earlier report."""
+    """Build the page from the sessions in `runs`, or from the table of an earlier report, and return its path."""
     arms = read_sessions(runs) if (runs / MARK).is_file() or runs_named else read_arms(output)
     if fit_linear_model(gaps(arms, "eval_loss")).terms.empty:
         raise UserError("no seed has all its 16 cells yet", "run: study autopsy run")
@@ -58,15 +58,15 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         (folder / FIGURES).mkdir()
         for drawing in (*panels, screen):
             (folder / FIGURES / f"{drawing.name}.png").write_bytes(as_png(drawing.figure))
-        first, *others = sections(arms)
+        first, *remaining = sections(arms)
         facts = _facts(arms)
         html = page_html(
             "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead=facts, failure="",
-            sections=[dataclasses.replace(first, drawings=panels), *others],
+            sections=[dataclasses.replace(first, drawings=panels), *remaining],
         )  # fmt: skip
         (folder / "index.html").write_text(html, encoding="utf-8")
         first = dataclasses.replace(first, text=f"{facts}\n\n![{screen.alt}]({FIGURES}/screen.png)")
-        markdown = page_markdown(TITLE, [first, *others, PageSection(text=_MADE_BY)])
+        markdown = page_markdown(TITLE, [first, *remaining, PageSection(text=_MADE_BY)])
         (folder / "summary.md").write_text(markdown, encoding="utf-8")
         publish_report(folder, output)
     finally:
@@ -75,22 +75,23 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
 
 
 def sections(arms: pd.DataFrame) -> list[PageSection]:
-    found = {response.name: effects(arms, response) for response in measured_responses(arms)}
+    """Return the sections of the page."""
+    by_response = {response.name: effects(arms, response) for response in measured_responses(arms)}
     tables = {
         "As printed and corrected": _protocols(arms),
-        "The switches": _switches(arms, found),
-        "Expected, and found": _predictions(found),
+        "The switches": _switches(arms, by_response),
+        "Expected, and found": _predictions(by_response),
         "From the listing's dictionary to an engine that runs": _gates(arms),
     }
     bad = arms[(arms["state"] != "ok") & (arms["kind"] != "gate")].drop_duplicates("session")
-    failures = [f"{one.session}: {one.state}, {one.reason}" for one in bad.itertuples()]
+    failures = [f"{row.session}: {row.state}, {row.reason}" for row in bad.itertuples()]
     limits = _limits(SCALES[str(arms["scale"].iloc[0])].on_gpu, int(arms["lanes"].max()))
     return [
-        PageSection(sentence=f"{headline(arms)}.", notes=_findings(arms, found)),
+        PageSection(sentence=f"{headline(arms)}.", notes=_findings(arms, by_response)),
         *(PageSection(title, table=table) for title, table in tables.items()),
-        PageSection("Every effect", tables={"Each switch on each figure": _every_effect(found)}),
+        PageSection("Every effect", tables={"Each switch on each figure": _every_effect(by_response)}),
         PageSection("Limits", notes=limits),
-        *([PageSection("Sessions that did not end ok", notes=failures)] if failures else []),
+        *([PageSection("Failed sessions", notes=failures)] if failures else []),
     ]
 
 
@@ -98,8 +99,8 @@ def _facts(arms: pd.DataFrame) -> str:
     environments = [json.loads(text) for text in arms["environment"].unique() if text != "null"]
     sessions = arms.drop_duplicates("session")
     last = environments[-1]
-    device = ", ".join(each["name"] for each in last["devices"]) or "no accelerator"
-    commits = sorted({str(each["git_commit"])[:12] for each in environments})
+    device = ", ".join(entry["name"] for entry in last["devices"]) or "no accelerator"
+    commits = sorted({str(entry["git_commit"])[:12] for entry in environments})
     minutes = sessions["session_s"].sum() / 60 / sessions["lanes"].max()
     return " · ".join([
         f"{len(sessions)} sessions, {int((sessions['state'] == 'ok').sum())} ok",
@@ -111,16 +112,16 @@ def _facts(arms: pd.DataFrame) -> str:
     ])  # fmt: skip
 
 
-def _share(found: Interval) -> str:
-    return found.brief(lambda value: percent(value - 1, signed=True)) if found.n else "-"
+def _share(estimate: Interval) -> str:
+    return estimate.brief(lambda value: percent(value - 1, signed=True)) if estimate.n else "-"
 
 
-def _findings(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> list[str]:
-    """Write the records' findings in sentences that change with them."""
-    responses = {each.name: each for each in measured_responses(arms)}
-    effect = {(name, each.letter): _share(each.ratio) for name, made in found.items() for each in made}
+def _findings(arms: pd.DataFrame, by_response: dict[str, list[Effect]]) -> list[str]:
+    """Return the findings as sentences, computed from the records."""
+    responses = {response.name: response for response in measured_responses(arms)}
+    effect = {(name, item.letter): _share(item.ratio) for name, group in by_response.items() for item in group}
     printed = {name: printed_ratio(arms, name) for name in ("eval_loss", "train_loss", "whole_s")}
-    memory = next(name for name in ("device_peak_never_reset", "host_peak_never_reset") if name in found)
+    memory = next(name for name in ("device_peak_never_reset", "host_peak_never_reset") if name in by_response)
     corrected = {name: _share(corrected_ratio(arms, name)) for name in ("eval_loss", "whole_s", memory)}
     equal = {name: _share(mean_ratio(cell_gaps(arms, name, "aa", AA))) for name in ("eval_loss", "whole_s")}
     engine = "" if engine_was_on(arms, is_as_printed)[0] else ", without DeepSpeed"
@@ -128,9 +129,9 @@ def _findings(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> list[str]:
         loss: "inside" if (printed[loss].low or 0) <= 1 + PUBLISHED[loss] <= (printed[loss].high or 0) else "outside"
         for loss in ("eval_loss", "train_loss")
     }
-    verdicts = [each.verdict for made in found.values() for each in made]
+    verdicts = [item.verdict for group in by_response.values() for item in group]
     right, wrong, undecided, left_open = (
-        verdicts.count(each) for each in ("as expected", "not as expected", "not decided", "open")
+        verdicts.count(verdict) for verdict in ("as expected", "not as expected", "not decided", "open")
     )
     lines = [
         f"As printed, the ZeRO row's evaluation loss is {_share(printed['eval_loss'])} against the standard row's and"
@@ -165,32 +166,32 @@ def _findings(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> list[str]:
 def _protocols(arms: pd.DataFrame) -> pd.DataFrame:
     """Compare ZeRO with standard under three protocols, and two equal arms."""
     rows = []
-    for each in measured_responses(arms):
+    for response in measured_responses(arms):
         rows.append({
-            "ZeRO over standard": each.words,
-            "as printed": _share(printed_ratio(arms, each.name)),
-            "third run of the listing": _share(mean_ratio(cell_gaps(arms, each.name, "listing", PRINTED))),
-            "corrected": _share(corrected_ratio(arms, each.name)),
-            "corrected, clipping not asked for": _share(mean_ratio(cell_gaps(arms, each.name, "unclipped", CORRECTED))),
-            "two equal arms": _share(mean_ratio(cell_gaps(arms, each.name, "aa", AA))),
+            "ZeRO over standard": response.words,
+            "as printed": _share(printed_ratio(arms, response.name)),
+            "third run of the listing": _share(mean_ratio(cell_gaps(arms, response.name, "listing", PRINTED))),
+            "corrected": _share(corrected_ratio(arms, response.name)),
+            "corrected, clipping not asked for": _share(mean_ratio(cell_gaps(arms, response.name, "unclipped", CORRECTED))),
+            "two equal arms": _share(mean_ratio(cell_gaps(arms, response.name, "aa", AA))),
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _switches(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> pd.DataFrame:
+def _switches(arms: pd.DataFrame, by_response: dict[str, list[Effect]]) -> pd.DataFrame:
     rows = []
-    mine = arms[(arms["kind"] == "factorial") & (arms["state"] == "ok")].drop_duplicates("session")
-    named: list[str] = [
-        name for name in ("eval_loss", "train_loss", "whole_s", "warm_cpu_s_per_sample") if name in found
+    sessions = arms[(arms["kind"] == "factorial") & (arms["state"] == "ok")].drop_duplicates("session")
+    names: list[str] = [
+        name for name in ("eval_loss", "train_loss", "whole_s", "warm_cpu_s_per_sample") if name in by_response
     ]
-    named += [name for name in ("device_peak_never_reset", "host_peak_never_reset") if name in found][:1]
+    names += [name for name in ("device_peak_never_reset", "host_peak_never_reset") if name in by_response][:1]
     for place, switch in enumerate(SWITCHES):
-        printed = int(mine["cell"].str.contains(switch.letter.lower()).sum())
+        printed = int(sessions["cell"].str.contains(switch.letter.lower()).sum())
         rows.append({
             "switch": f"{switch.letter} {switch.name}", "as printed": switch.printed, "corrected": switch.corrected,
             "in the listing": switch.line, "claims": ", ".join(switch.claims),
-            "sessions": f"{printed} and {len(mine) - printed}",
-            **{found[name][place].response.words: _effect_text(found[name][place]) for name in named},
+            "sessions": f"{printed} and {len(sessions) - printed}",
+            **{by_response[name][place].response.words: _effect_text(by_response[name][place]) for name in names},
         })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -199,24 +200,24 @@ def _effect_text(effect: Effect) -> str:
     return f"{_share(effect.ratio)}, p {effect.p:.2g}"
 
 
-def _predictions(found: dict[str, list[Effect]]) -> pd.DataFrame:
+def _predictions(by_response: dict[str, list[Effect]]) -> pd.DataFrame:
     """Compare the signs that were committed before the first session with those found."""
     rows = []
-    for made in found.values():
-        row = {"expected → found, for": made[0].response.words}
-        row |= {effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS[effect.verdict]}" for effect in made}
-        rows.append(row | {"null margin": percent(made[0].margin)})
+    for group in by_response.values():
+        row = {"expected → found, for": group[0].response.words}
+        row |= {effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS[effect.verdict]}" for effect in group}
+        rows.append(row | {"null margin": percent(group[0].margin)})
     return pd.DataFrame(rows)
 
 
 _MARKS = {"as expected": " ✓", "not as expected": " ✗", "not decided": "", "open": ""}
 
 
-def _every_effect(found: dict[str, list[Effect]]) -> pd.DataFrame:
+def _every_effect(by_response: dict[str, list[Effect]]) -> pd.DataFrame:
     rows = [
         {"switch": effect.letter, "figure": effect.response.words, "effect": _effect_text(effect),
          "over both orders": _share(effect.average), "expected": effect.expected, "found": effect.outcome}
-        for made in found.values() for effect in made
+        for group in by_response.values() for effect in group
     ]  # fmt: skip
     return pd.DataFrame(rows).sort_values("switch", key=lambda names: names.map(CORRECTED.index), kind="stable")
 
@@ -226,11 +227,11 @@ def _gates(arms: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for name in GATES:
         if name in gates.index:
-            one = gates.loc[name]
-            on = "the engine is on" if one.get("deepspeed_enabled") is True else "no engine, and no message"
-            clip = f"; clips at {one['clips_at']:g}" if one["state"] == "ok" else ""
+            gate = gates.loc[name]
+            on = "the engine is on" if gate.get("deepspeed_enabled") is True else "no engine, and no message"
+            clip = f"; clips at {gate['clips_at']:g}" if gate["state"] == "ok" else ""
             rows.append(
-                {"the dictionary": name, "what happens": f"{on}{clip}" if one["state"] == "ok" else one["reason"]}
+                {"the dictionary": name, "what happens": f"{on}{clip}" if gate["state"] == "ok" else gate["reason"]}
             )
     return pd.DataFrame(rows)
 

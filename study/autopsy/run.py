@@ -1,9 +1,9 @@
 """`study autopsy run` and `study autopsy report`, and the lanes that run sessions.
 
-A lane is a process that runs sessions one after the other: `python -m study.autopsy.run CORE THREADS` prints READY,
-then answers each session, one line of JSON, with another, until its standard input ends. CORE -1 is any. Each process
-of a session is a fork of it: imports are paid before any clock, but what a process pays in its first steps it still
-pays. With a GPU, which does not survive a fork, every process is started anew.
+A lane is a worker process that runs sessions one after the other: `python -m study.autopsy.run CORE THREADS` prints
+READY, then reads a session as one line of JSON and prints its result as another, until its standard input ends. CORE -1
+is any core. Each process of a session is a fork of the lane: its times exclude imports but include the cost of first
+steps. CUDA does not survive a fork, so with a GPU every process is started from scratch.
 """
 
 from __future__ import annotations
@@ -39,27 +39,31 @@ from study.records.schema import RecordError
 REPORT = Path("reports") / "autopsy"
 RUNS = Path("runs") / "autopsy"
 MARK, SESSIONS, _LOCK = "autopsy.json", "sessions", ".lock"
-# Checkpoints and carried weights of running sessions: gigabytes on a GPU, and left behind by a kill.
+# Checkpoints and carried weights of running sessions: gigabytes on a GPU, which a killed run does not remove.
 _WORK = ".work"
 _MADE_BY = "study autopsy"
 _LOG, _LOG_KEPT = "log.txt", 1500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `study autopsy` to its parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="run|report")
-    run_parser = actions.add_parser("run", help="run what has no record yet; stop it at any time", allow_abbrev=False)
+    run_parser = actions.add_parser(
+        "run", help="run the sessions without a record; can be stopped at any time", allow_abbrev=False
+    )
     boxes = "; ".join(f"{scale.name}: {scale.box}, {scale.minutes:g} min" for scale in SCALES.values())
     run_parser.add_argument("--scale", choices=SCALES, default="laptop", help=boxes)
-    run_parser.add_argument("--retry", action="store_true", help="also run failed sessions again")
-    report_parser = actions.add_parser("report", help="make the page and its figures", allow_abbrev=False)
-    for each in (run_parser, report_parser):
-        each.add_argument("--runs", type=folder_argument, metavar="DIR", help=f"sessions; {RUNS} by default")
+    run_parser.add_argument("--retry", action="store_true", help="also rerun failed sessions")
+    report_parser = actions.add_parser("report", help="build the page and its figures", allow_abbrev=False)
+    for subparser in (run_parser, report_parser):
+        subparser.add_argument("--runs", type=folder_argument, metavar="DIR", help=f"sessions; {RUNS} by default")
     report_parser.add_argument(
         "--output", type=folder_argument, default=REPORT, metavar="DIR", help=f"{REPORT} by default"
     )
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run `study autopsy`, and return the exit status."""
     if options.action == "report":
         with require_extra("report"):
             from study.autopsy.page import build
@@ -67,30 +71,32 @@ def run(options: argparse.Namespace) -> int:
         return 0
     scale = SCALES[options.scale]
     if scale.on_gpu and not detect_machine().gpus:
-        raise UserError(f"--scale {scale.name} needs {scale.box}, and no GPU is here", "use --scale laptop")
+        raise UserError(f"--scale {scale.name} needs {scale.box}, but this machine has no GPU", "use --scale laptop")
     folder = options.runs or (RUNS if scale.name == "laptop" else RUNS.with_name(f"autopsy-{scale.name}"))
     with open_folder(folder, scale) as lock:
         failed = run_sessions(folder, lock, scale, plan(scale), lambda line: print(line, flush=True), options.retry)
-    print(f"to see it: study autopsy report{'' if folder == RUNS else f' --runs {folder}'}")
+    print(f"to build the page: study autopsy report{'' if folder == RUNS else f' --runs {folder}'}")
     return 1 if failed else 0
 
 
 def open_folder(folder: Path, scale: Scale) -> FileLock:
-    """Lock the folder for this scale; refuse one that has files of anything else."""
+    """Lock the folder for this scale; raise UserError if it has other files or another scale."""
     if folder.is_file():
         raise UserError(f"--runs {folder} is a file", "name a folder")
     mark = folder / MARK
-    others = [file.name for file in (folder.iterdir() if folder.exists() else ())
+    foreign = [file.name for file in (folder.iterdir() if folder.exists() else ())
               if file.name not in (_LOCK, SESSIONS, MARK, _WORK) and not is_partial_write(file.name, MARK)]  # fmt: skip
     try:
         is_own = read_json(mark).get("made_by") == _MADE_BY
     except RecordError:
         is_own = not folder.exists() or not any(folder.iterdir())
-    if others or not is_own:
-        raise UserError(f"--runs {folder} has {[*others, MARK][0]}, which is not an autopsy's", "name another folder")
+    if foreign or not is_own:
+        raise UserError(
+            f"--runs {folder} has {[*foreign, MARK][0]}, which is not a file of an autopsy", "name another folder"
+        )
     try:
         (folder / SESSIONS).mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / _LOCK, f"another autopsy is at work in {folder}")
+        lock = FileLock(folder / _LOCK, f"another autopsy is running in {folder}")
     except OSError as error:
         raise UserError(f"--runs {folder} is not writable ({error.strerror})", "name another folder") from None
     if mark.exists() and read_json(mark).get("scale") != scale.name:
@@ -101,7 +107,7 @@ def open_folder(folder: Path, scale: Scale) -> FileLock:
 
 
 def missing(folder: Path, sessions: Sequence[Session], retry: bool = False) -> list[Session]:
-    """Return sessions without a record. A failed session has one, until `retry`."""
+    """Return the sessions without a record; with `retry` also failed ones."""
 
     def is_done(session: Session) -> bool:
         try:
@@ -113,17 +119,18 @@ def missing(folder: Path, sessions: Sequence[Session], retry: bool = False) -> l
 
 
 class WorkerStartError(Exception):
-    """A lane that cannot start."""
+    """The process of a lane cannot start."""
 
 
 class SessionWorker:
-    """A process that runs sessions, from outside; a new one after a session that took too long."""
+    """Handle of a worker process that runs sessions; replaced after a session that exceeds its time limit."""
 
     def __init__(self, scale: Scale, core: int, work: Path):
         self.scale, self.core, self.work = scale, core, work
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, session: Session) -> dict[str, Any]:
+        """Run a session and return its record; without a result, one that states failed or timeout."""
         scale = dataclasses.replace(self.scale, options={**self.scale.options, **session.options})
         processes = [[dataclasses.asdict(arm) for arm in arms] for arms in session.processes]
         request = {"scale": dataclasses.asdict(scale), "seed": session.seed, "processes": processes}
@@ -146,28 +153,28 @@ class SessionWorker:
         self.end()
         took = time.monotonic() - began
         state = "timeout" if took >= self.scale.limit_s else "failed"
-        return {"state": state, "reason": f"nothing came back in {took:.0f} s", "arms": [], "session_s": took}
+        return {"state": state, "reason": f"no result in {took:.0f} s", "arms": [], "session_s": took}
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        # On a CPU scale neither torch nor DeepSpeed may find a GPU.
+        # On a CPU scale, hide GPUs from torch and DeepSpeed.
         hidden = {} if self.scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-        with tempfile.TemporaryFile("w+") as said:
+        with tempfile.TemporaryFile("w+") as errors:
             command = [sys.executable, "-m", "study.autopsy.run", str(self.core), str(self.scale.threads)]
             process = self._process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=os.environ | hidden, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=said, text=True, start_new_session=True,
+                stderr=errors, text=True, start_new_session=True,
             )  # fmt: skip
             assert process.stdout is not None
             if process.stdout.readline().strip() != READY:
                 self.end()
-                said.seek(0)
-                raise WorkerStartError((said.read().strip().splitlines() or ["it printed nothing"])[-1])
+                errors.seek(0)
+                raise WorkerStartError((errors.read().strip().splitlines() or ["it printed nothing"])[-1])
         return process
 
     def end(self) -> None:
-        """Kill it with every process that it has forked."""
+        """Kill the worker and the processes that it forked."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -178,15 +185,17 @@ def run_sessions(
     folder: Path, lock: FileLock, scale: Scale, sessions: Sequence[Session], say: Callable[[str], None],
     retry: bool = False,
 ) -> int:  # fmt: skip
-    """Run what is missing in the locked folder; return how many sessions did not end ok."""
-    left = missing(folder, sessions, retry)
+    """Run the missing sessions in the locked folder; return the number of failed ones."""
+    pending = missing(folder, sessions, retry)
     cores = sorted(os.sched_getaffinity(0))
     count = max(1, min(scale.lanes, len(cores)))
-    say(f"{len(sessions) - len(left)} of {len(sessions)} sessions are done; {len(left)} to run, {count} at a time")
+    say(
+        f"{len(sessions) - len(pending)} of {len(sessions)} sessions are done; {len(pending)} to run, {count} at a time"
+    )
     todo: queue.SimpleQueue[Session] = queue.SimpleQueue()
-    for session in left:
+    for session in pending:
         todo.put(session)
-    progress = _Progress(len(left), say)
+    progress = _Progress(len(pending), say)
     work = folder / _WORK
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -206,9 +215,11 @@ def run_sessions(
         if is_in_place := lock.is_in_place():
             shutil.rmtree(work, ignore_errors=True)
     if not is_in_place:
-        raise UserError(f"{folder} was renamed or removed while its sessions ran", "put it back, and run it again")
+        raise UserError(
+            f"{folder} was renamed or removed while its sessions ran", "restore it, and run the command again"
+        )
     if progress.lost:
-        raise UserError(f"sessions cannot start here ({progress.lost})", "see: study doctor")
+        raise UserError(f"sessions cannot start ({progress.lost})", "see: study doctor")
     return progress.failed
 
 
@@ -226,7 +237,7 @@ def _work(
             progress.lost = str(loss)
             return
         if progress.stopped or not lock.is_in_place():
-            # Killed from here, so this is not the session's answer; or another folder has this name by now.
+            # This process killed the worker, so there is no result; or another folder has this name by now.
             return
         about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed}
         settings = {"options": {**lane.scale.options, **session.options}, "lanes": lanes, "core": lane.core}
@@ -254,15 +265,13 @@ class _Progress:
             )
 
 
-# The lane's own process
-
-
 def serve_sessions(core: int, threads: int) -> None:
+    """Run sessions from standard input: the main loop of a lane's process."""
     if core >= 0:
         os.sched_setaffinity(0, {core})
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    # The answers go where standard output was, and whatever a library prints to standard error.
+    # Results go to the original standard output; output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     strategy = read_strategy("zero3_cpu_optimizer")
@@ -278,7 +287,7 @@ def serve_sessions(core: int, threads: int) -> None:
 
 
 def _run_processes(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a session's processes in order, until one of them fails."""
+    """Run a session's processes in order, stop at the first failure, and return the session's record."""
     answer: dict[str, Any] = {"started_at": utc_now(), "state": "ok", "reason": "", "arms": []}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=request["work"]) as name:
@@ -288,11 +297,11 @@ def _run_processes(request: dict[str, Any]) -> dict[str, Any]:
             (folder / RESULT).unlink(missing_ok=True)
             status = _run_process(folder)
             if not (folder / RESULT).exists():
-                answer |= {"state": "failed", "reason": f"its process ended with status {status} and no result"}
+                answer |= {"state": "failed", "reason": f"its process exited with status {status} and without a result"}
             else:
-                said = read_json(folder / RESULT)
-                answer["arms"] += [arm | {"process": place} for arm in said.pop("arms")]
-                answer |= said
+                result = read_json(folder / RESULT)
+                answer["arms"] += [arm | {"process": place} for arm in result.pop("arms")]
+                answer |= result
             if answer["state"] != "ok":
                 answer["log"] = (folder / _LOG).read_text(encoding="utf-8", errors="replace")[-_LOG_KEPT:]
                 break
@@ -316,7 +325,7 @@ def _run_process(folder: Path) -> int:
 
                 status = session.main(task)
             finally:
-                # Never back into the loop that it was forked from.
+                # Never return into the loop of the parent.
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)

@@ -1,4 +1,4 @@
-"""One process of a session: trains its arms one after the other as the listing does, and writes their figures.
+"""One process of a session, which trains its arms in order as the listing does and writes their figures.
 
 python -m study.autopsy.session TASK.json
 """
@@ -32,7 +32,7 @@ from study.workloads.initial import load_initial_model, materialize_initial_weig
 from study.workloads.tasks import Split, TaskData, load_data
 
 WEIGHTS = "carried.safetensors"
-# Stage 3 with the optimizer on the host, as the listing's dictionary has it.
+# Stage 3 with the optimizer on the host, as in the listing's dictionary.
 _ZERO = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 _BATCH = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 _KEYS = {
@@ -44,7 +44,7 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Clock:
-    """Seconds and CPU seconds by phase, with the device synchronized at each change of phase."""
+    """Wall and CPU seconds per phase, with the device synchronized at each change of phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -55,7 +55,7 @@ class Clock:
         return time.perf_counter(), time.process_time()
 
     def enter(self, phase: str) -> str:
-        """Enter a phase and return the one that it ends."""
+        """Enter a phase and return the previous one."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         ended, now = self._phase, self._now()
@@ -66,6 +66,7 @@ class Clock:
 
     @contextlib.contextmanager
     def interrupted_by(self, phase: str) -> Iterator[None]:
+        """Time the block as another phase, then continue the current one."""
         before = self.enter(phase)
         try:
             yield
@@ -74,12 +75,13 @@ class Clock:
 
 
 class WatchedTrainer(Trainer):
-    """Trainer with its evaluations and checkpoints timed."""
+    """Trainer that times its evaluations and checkpoints separately."""
 
     clock: Clock
     live: dict[str, Any]
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Evaluate in a separate phase of the clock."""
         with self.clock.interrupted_by("eval"):
             return super().evaluate(*arguments, **options)
 
@@ -89,6 +91,8 @@ class WatchedTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
+    """Callback that switches the clock to the phases of the training."""
+
     def __init__(self, trainer: WatchedTrainer, warm_after: int):
         self.trainer, self.warm_after = trainer, warm_after
 
@@ -105,7 +109,7 @@ class Watch(TrainerCallback):
 
 
 def live_state(trainer: Trainer) -> dict[str, Any]:
-    """Read the trainer that is about to step, and the objects that it will call."""
+    """Return the engine, optimizers and clipping that a trainer will actually use."""
     engine, optimizer = trainer.model_wrapped, trainer.optimizer
     chain = [type(optimizer).__name__]
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
@@ -124,21 +128,22 @@ def live_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def run_config(scale: Scale, seed: int) -> RunConfig:
+    """Return the study's config of a scale, for its data and initial weights."""
     samples = {"train_samples": scale.train_samples, "eval_samples": scale.wide_samples}
     options = {"task": "bert-imdb", "seed": seed, **samples, **scale.options}
     return resolve_config(RunConfig(**options), accelerator_visible=scale.on_gpu)
 
 
 def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder: Path) -> TrainingArguments:
-    """Make the listing's arguments. The late assignment of its dictionary is the point of this experiment."""
-    given = {"deepspeed": _KEYS[arm.keys]} if arm.engine == "given" else {}
+    """Return the listing's arguments. The late assignment of its dictionary is the error under test."""
+    engine_options = {"deepspeed": _KEYS[arm.keys]} if arm.engine == "given" else {}
     arguments = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=arm.batch, per_device_eval_batch_size=arm.batch,
         num_train_epochs=1, learning_rate=config.learning_rate, eval_strategy="steps", eval_steps=scale.eval_steps,
         logging_strategy="steps", logging_steps=scale.logging_steps, save_total_limit=1, report_to="none",
-        disable_tqdm=True, use_cpu=not scale.on_gpu, **given,
+        disable_tqdm=True, use_cpu=not scale.on_gpu, **engine_options,
     )  # fmt: skip
-    # A process that sees several GPUs would otherwise train with nn.DataParallel on all of them.
+    # With several visible GPUs, the Trainer would use nn.DataParallel on all of them.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     if arm.engine == "late":
         arguments.deepspeed = _KEYS["printed"]
@@ -149,7 +154,7 @@ def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder:
 def launched(arm: AutopsyArm) -> Iterator[None]:
     """Set a launcher's environment of rank 0 of 1, for this arm only.
 
-    Accelerate leaves a variable behind that would give the next Trainer of the process an engine as well.
+    Accelerate leaves a variable set that would activate DeepSpeed in the next Trainer of the process too.
     """
     before = dict(os.environ)
     if arm.launcher:
@@ -165,7 +170,7 @@ def launched(arm: AutopsyArm) -> Iterator[None]:
 
 
 class Process:
-    """State of the process: the one model of the listing, and the highest peaks so far."""
+    """State of the process: the listing's shared model, and the highest memory peaks so far."""
 
     def __init__(self, scale: Scale, seed: int, folder: Path):
         self.scale, self.folder = scale, folder
@@ -176,15 +181,17 @@ class Process:
         self.highest: dict[str, int] = {}
 
     def model_for(self, arm: AutopsyArm) -> PreTrainedModel:
+        """Return the model with which an arm starts."""
         if arm.start == "same model" and self.model is not None:
             return self.model
-        # The listing has one name for the model: an older one is freed when a newer one is made.
+        # The listing assigns every model to one name, so a new model frees the previous one.
         self.model = load_initial_model(self.config, self.initial)
         if arm.start == "file":
             self.model.load_state_dict(load_file(self.folder / WEIGHTS))
         return self.model
 
     def train(self, arm: AutopsyArm) -> dict[str, Any]:
+        """Train one arm and return its record."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         model = self.model_for(arm)
@@ -221,18 +228,18 @@ class Process:
         return read
 
     def _peaks(self, peaks: dict[str, int | None]) -> dict[str, int | None]:
-        """Return peaks reset for this arm, and as the listing reads them: the highest since the process began."""
-        found: dict[str, int | None] = {}
+        """Return the peaks of this arm, and the highest since the process began, which the listing reports."""
+        results: dict[str, int | None] = {}
         for place, kind in (("device", "allocated"), ("host", "host")):
             peak = peaks[kind]
             if peak is not None:
                 self.highest[place] = max(peak, self.highest.get(place, 0))
-            found |= {f"{place}_peak_reset": peak, f"{place}_peak_never_reset": self.highest.get(place)}
-        return found
+            results |= {f"{place}_peak_reset": peak, f"{place}_peak_never_reset": self.highest.get(place)}
+        return results
 
 
 def _samples(split: Split, count: int) -> Any:
-    """Return single samples, as a tokenized dataset does: the Trainer's own collator makes the batches."""
+    """Return a list of samples, which the Trainer's collator batches like a tokenized dataset."""
     return [split[place] for place in range(count)]
 
 
@@ -252,7 +259,7 @@ def _logged(trainer: Trainer) -> dict[str, Any]:
 
 
 def wide_evaluation(trainer: Trainer, split: Split, batch: int) -> tuple[float, float]:
-    """Return loss and accuracy on all evaluation samples, outside the listing's own clock."""
+    """Return loss and accuracy on all evaluation samples, outside the listing's clock."""
     model, device = trainer.model_wrapped, trainer.args.device
     model.eval()
     losses, right = 0.0, 0
@@ -277,14 +284,14 @@ def _whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _tear_down(trainer: Trainer) -> None:
-    """Remove the engine, so that another arm in this process does not find it."""
+    """Remove the engine, so that it does not affect the next arm of this process."""
     trainer.model_wrapped.destroy()
     torch.distributed.destroy_process_group()
     unset_hf_deepspeed_config()
 
 
 def main(task_file: Path) -> int:
-    """Write RESULT next to the task in any case that Python survives."""
+    """Run the task and write RESULT next to it, also after any Python exception."""
     task = json.loads(task_file.read_text(encoding="utf-8"))
     scale = Scale(**task["scale"])
     if scale.threads:
@@ -295,7 +302,7 @@ def main(task_file: Path) -> int:
         process = Process(scale, task["seed"], task_file.parent)
         for place, arm in enumerate(task["arms"]):
             arms.append(process.train(AutopsyArm(**arm)) | {"place_in_process": place})
-    except Exception as error:  # whatever a library raises is the outcome
+    except Exception as error:  # an error of any library is a result
         ending = outcome_from_exception(error, alone=True)
         result |= {"state": ending.state, "reason": ending.reason}
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""The claims of the studied documents as data, what judges each of them, and the verdicts."""
+"""The claims of the studied documents as data, with their checks and verdicts."""

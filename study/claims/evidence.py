@@ -1,4 +1,4 @@
-"""The committed records that judge claims: state and traffic of virtual ranks, and measurements of real runs."""
+"""Records that judge claims: model state and traffic of virtual ranks, and measurements of real runs."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from study.records.virtual_summary import ring_bytes
 from study.report.questions.fits import Fit, fits
 from study.virtual.summaries import Summary, figure_or_nan, kind_bytes, rank_state_bytes, setting_text, summaries
 
-# The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
+# The precision of the ZeRO paper, and of all virtual ranks that judge claims.
 _PRECISION = "bf16-engine"
 # Made by study/advisor/engine_keys.py, which is in the history up to 7ff8d96.
 KEYS_FILE = "keys.json"
-# The folder of the published listing's sessions.
+# Folder with the sessions of the published listing.
 AUTOPSY = "autopsy"
 _PEAKS = {"host_peak": "host_peak_rss_gib", "device_peak": "peak_memory_gib_allocated"}
-# The invariants that each changed setting breaks by intent.
+# The invariants that each changed setting breaks intentionally.
 _INTENDED = {
     "precision": ("precision", "parameter type"), "dropout": ("dropout",), "global_batch_size": ("global batch",),
     "seq_length": ("sequence length", "training data", "evaluation set"),
 }  # fmt: skip
-# The settings by which a check may choose its runs.
+# The settings by which a check may select its runs.
 SETTINGS = ("world_size", "model_name_or_path", "seq_length", "precision", "dropout", "global_batch_size",
             "micro_batch_size", "train_samples", "max_steps", "engine_override")  # fmt: skip
 
 
 class Evidence:
-    """The reports below one folder; each is read when the first check asks for it."""
+    """The records of all reports in a folder; each report is read on first use."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -54,6 +54,7 @@ class Evidence:
         self._arms: pd.DataFrame | None = None
 
     def records(self, report: str) -> Records:
+        """Return the records of one report; raise NoRecords if it has none."""
         if report not in self._records:
             if not all((self.root / report / name).is_file() for name in (RUNS_FILE, STEPS_FILE)):
                 raise NoRecords(f"there are no records of {report}")
@@ -61,40 +62,40 @@ class Evidence:
         return self._records[report]
 
     def _ended(self, report: str, kind: Callable[[Records], Records]) -> pd.DataFrame:
-        """Return the runs of one kind that ended ok."""
+        """Return the successful runs of one kind."""
         records = self.records(report)
-        if (known := self._of_kind.get((report, kind))) is None or known[0] is not records:
+        if (cached := self._of_kind.get((report, kind))) is None or cached[0] is not records:
             runs = kind(records).runs
-            known = self._of_kind[report, kind] = records, runs[runs["status_state"] == "ok"]
-        return known[1]
+            cached = self._of_kind[report, kind] = records, runs[runs["status_state"] == "ok"]
+        return cached[1]
 
     def with_records(self, report: str, records: Records) -> Evidence:
-        """Return evidence with other records in one report."""
-        other = Evidence(self.root)
-        other._records = self._records | {report: records}
-        other._summaries = {name: made for name, made in self._summaries.items() if name != report}
-        return other
+        """Return evidence with one report's records replaced."""
+        copy = Evidence(self.root)
+        copy._records = self._records | {report: records}
+        copy._summaries = {name: ranks for name, ranks in self._summaries.items() if name != report}
+        return copy
 
     def rank(self, report: str, model: str, strategy: str, ranks: int, setting: str) -> Summary:
-        """Return one virtual rank, measured with all its layers or extrapolated over layers."""
+        """Return one virtual rank, run with all layers or extrapolated from fewer."""
         if report not in self._summaries:
             self._summaries[report] = summaries(self.records(report))
-        wanted = (model, strategy, ranks, setting, _PRECISION)
-        for one in self._summaries[report]:
-            if (one["model"], one["strategy"], one["world_size"], one["setting"], one["precision"]) == wanted:
-                return one
+        key = (model, strategy, ranks, setting, _PRECISION)
+        for rank in self._summaries[report]:
+            if (rank["model"], rank["strategy"], rank["world_size"], rank["setting"], rank["precision"]) == key:
+                return rank
         raise NotJudged(f"{report} has no {strategy} of {model} at {ranks} ranks")
 
-    def find_runs(self, report: str, one: Summary) -> tuple[str, ...]:
+    def find_runs(self, report: str, summary: Summary) -> tuple[str, ...]:
         """Return the runs behind the figures of a virtual rank."""
         runs = self._ended(report, virtual_runs)
         models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
-        is_alike = (runs["strategy"] == one["strategy"]) & (runs["world_size"] == one["world_size"])
-        runs = runs[is_alike & (runs["precision"] == _PRECISION) & (models == one["model"])]
-        mine = runs[[setting_text(run) == one["setting"] for run in runs.to_dict("records")]]
-        is_full = mine["model_layers"] == mine["preset_layers"]
-        mine = mine[is_full] if one["extrapolated"] is None else mine[~is_full].nsmallest(3, "model_layers")
-        return tuple(f"{report}/{run}" for run in mine["run"])
+        is_alike = (runs["strategy"] == summary["strategy"]) & (runs["world_size"] == summary["world_size"])
+        runs = runs[is_alike & (runs["precision"] == _PRECISION) & (models == summary["model"])]
+        rows = runs[[setting_text(run) == summary["setting"] for run in runs.to_dict("records")]]
+        is_full = rows["model_layers"] == rows["preset_layers"]
+        rows = rows[is_full] if summary["extrapolated"] is None else rows[~is_full].nsmallest(3, "model_layers")
+        return tuple(f"{report}/{run}" for run in rows["run"])
 
     def pair(
         self, report: str, task: str, strategy: str, over: str, where: str = "", over_where: str = "",
@@ -102,51 +103,52 @@ class Evidence:
     ) -> Pair:  # fmt: skip
         """Return the comparable runs of two strategies, seed by seed.
 
-        They are of the workload that most of them share; or with `over_where` of two that differ in that alone.
+        Both come from the workload with the most common runs. With `over_where` they come from two workloads that
+        differ only in that setting.
         """
         runs = self._ended(report, real_runs)
         runs = runs[runs["task"] == task]
         confound = "confounded_loss" if is_loss else "confounded"
         if over_where:
-            found = _across(runs, strategy, over, settings(where), settings(over_where), not is_loss)
+            tables = _across(runs, strategy, over, settings(where), settings(over_where), not is_loss)
         else:
-            found = _within(_with(runs[runs[confound] == ""], settings(where)), strategy, over)
-        if found is None:
+            tables = _within(_with(runs[runs[confound] == ""], settings(where)), strategy, over)
+        if tables is None:
             at = f" with {where}" if where else ""
             raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}{at}")
-        return Pair(report, *found)
+        return Pair(report, *tables)
 
     def levels(
         self, report: str, task: str, strategy: str, over: str, figure: str, along: str, where: str, least: int,
         least_pairs: int,
     ) -> Levels:  # fmt: skip
-        """Return the pairs at each value of a setting or model size that has enough seeds, the smallest first."""
+        """Return the pairs at each value of a setting or model size with enough seeds, in ascending order."""
         runs = self._ended(report, real_runs)
         runs = _with(runs[runs["task"] == task], settings(where))
-        found = {}
+        pairs = {}
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
             with contextlib.suppress(NotJudged):
                 pair = self.pair(report, task, strategy, over, f"{where} {along}={level:.0f}".strip())
                 if len(pair.by_seed(figure)) >= least_pairs:
-                    found[float(level)] = pair
-        if len(found) < least:
+                    pairs[float(level)] = pair
+        if len(pairs) < least:
             at = f"{least} values of {along} with {least_pairs} pairs of {strategy} and {over} each"
-            raise NotJudged(f"{at} are needed, and {report} has {len(found) or 'none'}")
-        return found
+            raise NotJudged(f"{at} are needed, and {report} has {len(pairs) or 'none'}")
+        return pairs
 
     def fit(self, report: str, task: str, strategy: str, cap_gib: float, precision: str) -> Fit:
-        """Return the one finished search for the largest micro-batch."""
-        for one in fits(self.records(report)):
-            row = one.probe
-            wanted = (row["task"], one.arm, one.cap_gib, row["precision"]) == (task, strategy, cap_gib, precision)
-            if one.axis == "largest_micro_batch" and wanted:
-                if one.what_fits.is_open:
-                    raise NotJudged(f"{report} has not found the largest of {strategy}: {one.what_fits.answer}")
-                return one
+        """Return the finished search for the largest micro-batch that fits."""
+        for search in fits(self.records(report)):
+            row = search.probe
+            match = (row["task"], search.arm, search.cap_gib, row["precision"]) == (task, strategy, cap_gib, precision)
+            if search.axis == "largest_micro_batch" and match:
+                if search.what_fits.is_open:
+                    raise NotJudged(f"{report} has not found the largest of {strategy}: {search.what_fits.answer}")
+                return search
         raise NotJudged(f"{report} has no search of {strategy} in {task} under {cap_gib:g} GiB")
 
     def arms(self) -> pd.DataFrame:
-        """Return the arms of the autopsy's sessions."""
+        """Return the table of the autopsy's arms."""
         if not (self.root / AUTOPSY / ARMS_FILE).is_file():
             raise NotJudged(f"there is no {AUTOPSY}/{ARMS_FILE}")
         if self._arms is None:
@@ -168,7 +170,7 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Runs of a strategy and those of its reference, which may be the same."""
+    """Runs of a strategy and of the one that it is compared with, which may be the same."""
 
     report: str
     treatment: pd.DataFrame
@@ -176,10 +178,12 @@ class Pair:
 
     @property
     def records(self) -> tuple[str, ...]:
+        """Names of all runs of the pair."""
         return tuple(f"{self.report}/{run}" for run in dict.fromkeys([*self.treatment["run"], *self.control["run"]]))
 
     @property
     def box(self) -> str:
+        """Model, ranks and hardware of the runs, as text."""
         first = self.treatment.iloc[0]
         device = "no GPU" if first["devices"] == "[]" else str(first["devices"])
         ranks = int(self.treatment["world_size"].max())
@@ -194,31 +198,32 @@ class Pair:
         return paired_ratio(self._both, figure, "mine", "its")
 
     def by_seed(self, figure: str) -> pd.DataFrame:
-        """Return columns `mine` and `its`, for the seeds that both have."""
+        """Return a figure in columns `mine` and `its`, for the seeds that both have."""
         return pivot_by_seed(self._both, figure, np.asarray).reindex(columns=["mine", "its"]).dropna()
 
     def max_norm_difference(self, steps: pd.DataFrame) -> tuple[float, int]:
         """Return the largest relative difference of the gradient norms, and the number of seeds."""
         steps = steps[["run", "step", "grad_norm"]].astype({"run": str})
-        mine, its = (
+        treatment, control = (
             runs.drop_duplicates("seed")[["run", "seed"]]
             .merge(steps, on="run")
             .set_index(["seed", "step"])["grad_norm"]
             for runs in (self.treatment, self.control)
         )
-        apart = (mine / its - 1).abs().dropna()
-        return float(apart.max()), apart.index.get_level_values("seed").nunique()
+        differences = (treatment / control - 1).abs().dropna()
+        return float(differences.max()), differences.index.get_level_values("seed").nunique()
 
 
 Levels = dict[float, Pair]
 
 
 def settings(where: str) -> dict[str, str]:
-    return dict(each.split("=", 1) for each in where.split())
+    """Parse `key=value key=value` of a check."""
+    return dict(item.split("=", 1) for item in where.split())
 
 
-def _with(runs: pd.DataFrame, wanted: Mapping[str, str]) -> pd.DataFrame:
-    for key, value in wanted.items():
+def _with(runs: pd.DataFrame, values: Mapping[str, str]) -> pd.DataFrame:
+    for key, value in values.items():
         is_text = not pd.api.types.is_numeric_dtype(runs[key])
         runs = runs[runs[key] == value] if is_text else runs[(runs[key] == float(value)).fillna(False)]
     return runs
@@ -239,50 +244,50 @@ def _within(runs: pd.DataFrame, strategy: str, over: str) -> tuple[pd.DataFrame,
 def _across(
     runs: pd.DataFrame, strategy: str, over: str, where: dict[str, str], changed: dict[str, str], same_code: bool
 ) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    mine = _with(runs[runs["strategy"] == strategy], where)
-    its = _with(runs[runs["strategy"] == over], where | changed)
+    treatment = _with(runs[runs["strategy"] == strategy], where)
+    control = _with(runs[runs["strategy"] == over], where | changed)
     keys = ["seed", "repeat"]
-    pairs = mine.merge(its, on=keys, suffixes=("", "_its"))[[*keys, "run", "run_its"]]
+    pairs = treatment.merge(control, on=keys, suffixes=("", "_its"))[[*keys, "run", "run_its"]]
     allowed = {name for key in changed for name in _INTENDED.get(key, ())}
-    by_run = {row["run"]: row for row in _rows(pd.concat([mine, its]).drop_duplicates("run"))}
-    apart = (
-        differences_between(by_run[one], by_run[other], same_code)
-        for one, other in zip(pairs["run"], pairs["run_its"], strict=True)
+    by_run = {row["run"]: row for row in _rows(pd.concat([treatment, control]).drop_duplicates("run"))}
+    differences = (
+        differences_between(by_run[run], by_run[control_run], same_code)
+        for run, control_run in zip(pairs["run"], pairs["run_its"], strict=True)
     )
-    pairs = pairs[[{reason.split(":")[0] for reason in reasons} <= allowed for reasons in apart]]
+    pairs = pairs[[{reason.split(":")[0] for reason in reasons} <= allowed for reasons in differences]]
     if pairs.empty or pairs.duplicated(keys).any():
         return None
-    return mine[mine["run"].isin(pairs["run"])], its[its["run"].isin(pairs["run_its"])]
+    return treatment[treatment["run"].isin(pairs["run"])], control[control["run"].isin(pairs["run_its"])]
 
 
 def _rows(runs: pd.DataFrame) -> list[dict[str, Any]]:
     return [{key: None if pd.isna(value) else value for key, value in row.items()} for row in runs.to_dict("records")]
 
 
-def virtual_bytes(one: Summary, figure: str) -> float:
-    """Return a figure of a virtual rank; NaN where it cannot be extrapolated over layers."""
+def virtual_bytes(summary: Summary, figure: str) -> float:
+    """Return a figure of a virtual rank; NaN if it cannot be extrapolated over layers."""
     if figure in _PEAKS:
-        return figure_or_nan(one, _PEAKS[figure]) * GIB
+        return figure_or_nan(summary, _PEAKS[figure]) * GIB
     if figure in ("sent", "calls"):
-        return figure_or_nan(one, "sent_bytes_per_step" if figure == "sent" else "comm_calls_per_step")
+        return figure_or_nan(summary, "sent_bytes_per_step" if figure == "sent" else "comm_calls_per_step")
     if figure.startswith("collective."):
-        counted = one["collectives"].get(figure.removeprefix("collective."), {"wire_bytes_per_rank": 0.0})
+        counted = summary["collectives"].get(figure.removeprefix("collective."), {"wire_bytes_per_rank": 0.0})
         return math.nan if counted["wire_bytes_per_rank"] is None else float(counted["wire_bytes_per_rank"])
     what, _, place = figure.partition("_")
     if not place:
-        return rank_state_bytes(one) if what == "state" else kind_bytes(one, what)
-    held_there = [one["state_bytes_per_rank"][kind][place] for kind in (STATE_KINDS if what == "state" else (what,))]
-    return math.nan if None in held_there else float(sum(held_there))
+        return rank_state_bytes(summary) if what == "state" else kind_bytes(summary, what)
+    sizes = [summary["state_bytes_per_rank"][kind][place] for kind in (STATE_KINDS if what == "state" else (what,))]
+    return math.nan if None in sizes else float(sum(sizes))
 
 
 def counted_bytes(run: pd.Series, figure: str) -> float:
-    """Return a figure of a real run: bytes sent or gathered, state in all memories or in one, or a reference size."""
+    """Return a figure of a real run: bytes sent or gathered, state in all memories or one, or a size to divide by."""
     if figure in ("sent", "gathered"):
         if pd.isna(run["collectives"]):
             return math.nan
         counted = json.loads(run["collectives"])
-        kept = {name: counts for name, counts in counted.items() if figure == "sent" or name.startswith("all_gather")}
-        return float(ring_bytes(kept))
+        used = {name: counts for name, counts in counted.items() if figure == "sent" or name.startswith("all_gather")}
+        return float(ring_bytes(used))
     if figure == "calls":
         return float(run["comm_calls_per_step"])
     if figure == "tokens":

@@ -1,4 +1,4 @@
-"""Every form of check, and the values that its arguments take."""
+"""The forms of checks, and the valid values of their arguments."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from study.virtual.summaries import AS_SHIPPED, Summary
 
 
 class Form(NamedTuple):
+    """Kind of evidence and function of one form."""
+
     kind: Kind
     figure: Callable[..., Figure]
 
@@ -38,6 +40,8 @@ FORMS: dict[str, Form] = {}
 
 
 def form(kind: Kind) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
+    """Register a function as the form of that name."""
+
     def register(figure: Callable[..., Figure]) -> Callable[..., Figure]:
         FORMS[figure.__name__] = Form(kind, figure)
         return figure
@@ -45,7 +49,7 @@ def form(kind: Kind) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]
     return register
 
 
-# Forms without records: arithmetic with a document's own numbers, and comparisons of its statements.
+# Forms without records: arithmetic with the numbers of a document, and comparisons of its statements.
 
 GB = 1e9
 MIXED = "bf16-engine"
@@ -58,18 +62,19 @@ def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> BytesP
 
 @form("consistency")
 def stated(_: Evidence, *, value: float) -> Figure:
-    """Return a number that the document gives, or that can be counted in its listing."""
+    """Return a number that the document states, or that is counted in its listing."""
     return Figure(value)
 
 
 @form("arithmetic")
 def ratio(_: Evidence, *, of: float, to: float) -> Figure:
+    """Return the ratio of two numbers."""
     return Figure(of / to)
 
 
 @form("arithmetic")
 def saving(_: Evidence, *, before: float, after: float) -> Figure:
-    """Return the saved share."""
+    """Return the saved fraction."""
     return Figure(1 - after / before)
 
 
@@ -101,12 +106,13 @@ def state_ratio(
 
 @form("arithmetic")
 def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: str, over: str, gpus: int) -> Figure:
+    """Return the difference of the model state on one device under two strategies."""
     return Figure(parameters_b * (parameter_bytes(over, gpus).device - parameter_bytes(strategy, gpus).device))
 
 
 @form("arithmetic")
 def capacity_b(_: Evidence, *, device_gb: float, strategy: str, gpus: int) -> Figure:
-    """Return the billions of parameters whose model state alone fills the device: activations reduce it."""
+    """Return the parameters, in billions, whose model state fills the device; activations would reduce it."""
     return Figure(device_gb / parameter_bytes(strategy, gpus).device)
 
 
@@ -114,12 +120,12 @@ def capacity_b(_: Evidence, *, device_gb: float, strategy: str, gpus: int) -> Fi
 def solved_bytes(
     _: Evidence, *, parameters_b: float, gpus: int, stage0_gb: float, stage2_gb: float, stage3_gb: float, what: str
 ) -> Figure:
-    """Solve three peaks for weights, gradients with optimizer, and a rest that no stage shards.
+    """Solve three peaks for weights, gradients with optimizer states, and a rest that no stage shards.
 
     `what` is `weights` or `sharded`, in bytes for each parameter, or `rest`, in GB.
     """
-    kept = 1 - 1 / gpus
-    sharded, weights = (stage0_gb - stage2_gb) / kept, (stage2_gb - stage3_gb) / kept
+    freed = 1 - 1 / gpus
+    sharded, weights = (stage0_gb - stage2_gb) / freed, (stage2_gb - stage3_gb) / freed
     solved = {"weights": weights / parameters_b, "sharded": sharded / parameters_b,
               "rest": stage0_gb - weights - sharded}  # fmt: skip
     return Figure(solved[what])
@@ -134,14 +140,14 @@ def shares_gb(_: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: f
 
 @form("consistency")
 def settings_changed(_: Evidence, *, strategy: str, over: str) -> Figure:
-    """Count DeepSpeed's ZeRO keys that the second strategy's file lacks or sets otherwise."""
-    mine, others = (dict((read_strategy(name).deepspeed or {})["zero_optimization"]) for name in (strategy, over))
-    changed = [key for key in mine if key not in others or mine[key] != others[key]]
+    """Count the ZeRO keys of a DeepSpeed file that a second strategy's file lacks or sets to another value."""
+    zero, over_zero = (dict((read_strategy(name).deepspeed or {})["zero_optimization"]) for name in (strategy, over))
+    changed = [key for key in zero if key not in over_zero or zero[key] != over_zero[key]]
     return Figure(len(changed), records=tuple(f"accelerate_configs/{name}.yaml" for name in (over, strategy)))
 
 
 def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> float:
-    """Return a figure by the ZeRO paper's formula, in mixed precision."""
+    """Return a figure from the ZeRO paper's formula in mixed precision; raise NotJudged if there is none."""
     if figure == "state":
         return paper_state_bytes(parameters, stage, ranks)
     if figure == "sent":
@@ -151,7 +157,7 @@ def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> flo
     return parameters * KINDS[figure][0] / split_by(figure, stage, ranks)
 
 
-# Forms with records: of virtual ranks, real runs, probes of the engine and sessions of the listing.
+# Forms with records of virtual ranks, real runs, probes of the engine and sessions of the listing.
 
 
 @form("virtual")
@@ -159,22 +165,22 @@ def virtual(
     evidence: Evidence, *, report: str, model: str, strategy: str, ranks: int, figure: str, setting: str = AS_SHIPPED,
     over: str = "", over_ranks: int = 0, over_figure: str = "",
 ) -> Figure:  # fmt: skip
-    """Return a figure of one virtual rank of N: GB, or calls; or its multiple of another figure.
+    """Return a figure of one virtual rank, in GB or calls, or its ratio to another figure.
 
     `over` is a strategy, `paper` for the ZeRO paper's formula of the same stage, or `ddp` for its formula of DDP,
     which no virtual rank here ran.
     """
-    one = evidence.rank(report, model, strategy, ranks, setting)
-    value, records = _known(one, figure), evidence.find_runs(report, one)
+    summary = evidence.rank(report, model, strategy, ranks, setting)
+    value, records = _known(summary, figure), evidence.find_runs(report, summary)
     if not (over or over_ranks or over_figure):
         return Figure(value if figure == "calls" else value / GB, n=len(records), records=records)
     below_figure, below_ranks = over_figure or figure, over_ranks or ranks
     if over in ("paper", "ddp"):
-        stage = int(one["stage"]) if over == "paper" else 0
-        below = formula_bytes(float(one["model_parameters"]), below_figure, stage, below_ranks)
+        stage = int(summary["stage"]) if over == "paper" else 0
+        below = formula_bytes(float(summary["model_parameters"]), below_figure, stage, below_ranks)
     else:
-        other = evidence.rank(report, model, over or strategy, below_ranks, setting)
-        below, records = _known(other, below_figure), (*records, *evidence.find_runs(report, other))
+        reference = evidence.rank(report, model, over or strategy, below_ranks, setting)
+        below, records = _known(reference, below_figure), (*records, *evidence.find_runs(report, reference))
     return Figure(value / below, n=len(records), records=records)
 
 
@@ -182,18 +188,18 @@ def virtual(
 def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: str) -> Figure:
     """Return the largest relative difference from the figures printed for stages 1, 2 and 3.
 
-    A printed figure is rounded: half a unit of its last digit is no difference.
+    A printed figure is rounded, so up to half a unit of its last digit counts as equal.
     """
     worst = 0.0
     records: tuple[str, ...] = ()
     for line in printed.split(";"):
         ranks, figures = line.split(":")
         for stage, figure in enumerate(figures.split(), start=1):
-            one = evidence.rank(report, model, f"zero{stage}", int(ranks), AS_SHIPPED)
+            summary = evidence.rank(report, model, f"zero{stage}", int(ranks), AS_SHIPPED)
             half = 0.5 / 10 ** len(figure.partition(".")[2])
-            off = max(0.0, abs(_known(one, "state") / GB - float(figure)) - half)
-            worst = max(worst, off / float(figure))
-            records += evidence.find_runs(report, one)
+            error = max(0.0, abs(_known(summary, "state") / GB - float(figure)) - half)
+            worst = max(worst, error / float(figure))
+            records += evidence.find_runs(report, summary)
     return Figure(worst, n=len(records), records=records)
 
 
@@ -204,7 +210,7 @@ def paired(
 ) -> Figure:  # fmt: skip
     """Return the ratio of a time, a loss or a peak of two strategies, paired by seed, with its interval.
 
-    `where` chooses the runs by their settings; `over_where` has what the others have instead.
+    `where` selects the runs by their settings; `over_where` has the settings that differ in the reference's runs.
     """
     pair = evidence.pair(report, task, strategy, over, where, over_where, is_loss="loss" in figure)
     of = f"pairs of {strategy} and {over}"
@@ -216,11 +222,13 @@ def largest(
     evidence: Evidence, *, report: str, task: str, strategy: str, over: str, cap_gib: float, precision: str
 ) -> Figure:
     """Return the largest micro-batch that a search found to fit, as a multiple of another strategy's."""
-    mine, its = (evidence.fit(report, task, each, cap_gib, precision) for each in (strategy, over))
-    sizes = [0 if fit.largest is None else int(fit.largest["per_device_train_batch_size"]) for fit in (mine, its)]
+    treatment, control = (evidence.fit(report, task, name, cap_gib, precision) for name in (strategy, over))
+    sizes = [
+        0 if fit.largest is None else int(fit.largest["per_device_train_batch_size"]) for fit in (treatment, control)
+    ]
     if not sizes[1]:
-        raise NotJudged(f"nothing fits with {over} in {report}")
-    records = tuple(f"{report}/{row['run']}" for fit in (mine, its) for row in fit.rungs.values())
+        raise NotJudged(f"no micro-batch fits with {over} in {report}")
+    records = tuple(f"{report}/{row['run']}" for fit in (treatment, control) for row in fit.rungs.values())
     return Figure(sizes[0] / sizes[1], n=len(records), records=records, note=f"{sizes[0]} over {sizes[1]}")
 
 
@@ -238,10 +246,10 @@ def utilization(
 def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "") -> Figure:
     """Return the largest relative difference of the gradient norms over steps."""
     pair = evidence.pair(report, task, strategy, over, where, is_loss=True)
-    apart, pairs = pair.max_norm_difference(evidence.records(report).steps)
+    difference, pairs = pair.max_norm_difference(evidence.records(report).steps)
     if not pairs:
         raise NotJudged(f"{report} has no gradient norms of both {strategy} and {over}")
-    return Figure(apart, n=pairs, records=pair.records, note=pair.box)
+    return Figure(difference, n=pairs, records=pair.records, note=pair.box)
 
 
 @form("measured")
@@ -249,9 +257,9 @@ def counted(
     evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, over_figure: str = "",
     times: float = 1, where: str = "", over_where: str = "",
 ) -> Figure:  # fmt: skip
-    """Return the ratio of two measured sizes, with the extremes of all runs as its interval.
+    """Return the ratio of two measured sizes, with the minimum and maximum over runs as its interval.
 
-    `figure` may be `sent/tokens` or any other ratio. `times` undoes a split over ranks.
+    `figure` may be a ratio such as `sent/tokens`. `times` multiplies it, to undo a split over ranks.
     """
     pair = evidence.pair(report, task, strategy, over, where, over_where)
     above = pair.treatment.apply(_size, axis=1, figure=figure)
@@ -270,12 +278,13 @@ def ratio_slope(
 ) -> Figure:  # fmt: skip
     """Return the log-log slope of the ratio of two strategies over size, length or batch.
 
-    0 is no change, and 0.1 is 7 % more at twice the size. Seed by seed, with the interval of the seeds.
+    A slope of 0 means that the ratio stays the same, and 0.1 that it grows by 7 % per doubling. It is fitted for each
+    seed, with an interval over the seeds.
     """
     pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
     logs = _by_level(pairs, figure, lambda both: np.log(both["mine"] / both["its"]))
-    found = interval(np.exp(_slopes(logs, np.log)))
-    exponential = _estimate(found, least_pairs, report, f"seeds with every {along}", *_level_runs(pairs))
+    estimate = interval(np.exp(_slopes(logs, np.log)))
+    exponential = _estimate(estimate, least_pairs, report, f"seeds with every {along}", *_level_runs(pairs))
     low, high = (math.log(end) for end in (exponential.low, exponential.high) if end is not None)
     return dataclasses.replace(exponential, value=math.log(exponential.value), low=low, high=high)
 
@@ -287,15 +296,19 @@ def growth(
 ) -> Figure:  # fmt: skip
     """Return the growth of one strategy's figure with size, length or batch, as a multiple of the other's."""
     pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
-    mine, its = (_slopes(_by_level(pairs, figure, operator.itemgetter(side)), np.asarray) for side in ("mine", "its"))
-    return _estimate(interval(mine / its), least_pairs, report, f"seeds with every {along}", *_level_runs(pairs))
+    treatment, control = (
+        _slopes(_by_level(pairs, figure, operator.itemgetter(side)), np.asarray) for side in ("mine", "its")
+    )
+    return _estimate(
+        interval(treatment / control), least_pairs, report, f"seeds with every {along}", *_level_runs(pairs)
+    )
 
 
 @form("measured")
 def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: str = "") -> Figure:
-    """Return the effect of one setting on the engine; or its multiple of another setting's effect.
+    """Return the effect of one setting on the engine, or its ratio to another setting's effect.
 
-    Its interval is the extremes of several starts.
+    Its interval is the minimum and maximum of several starts.
     """
     probes = evidence.keys(report)
     names = (probe, *filter(None, [over]))
@@ -303,23 +316,23 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
     for name, values in zip(names, starts, strict=True):
         if None in values:
             raise NotJudged(f"{report} has no {figure} of {name}")
-    mine, its = (*starts, [1])[:2]
-    value, low, high = np.median(mine) / np.median(its), min(mine) / max(its), max(mine) / min(its)
+    above, below = (*starts, [1])[:2]
+    value, low, high = np.median(above) / np.median(below), min(above) / max(below), max(above) / min(below)
     records = tuple(f"{report}/{name}" for name in names)
-    return Figure(float(value), float(low), float(high), len(mine), records, str(probes[probe]["said"]))
+    return Figure(float(value), float(low), float(high), len(above), records, str(probes[probe]["said"]))
 
 
 @form("measured")
 def corrected(evidence: Evidence, *, figure: str, least_sessions: int) -> Figure:
     """Return the ratio of the ZeRO arm to the standard one, in sessions of the listing with all switches corrected."""
     arms = evidence.arms()
-    found, of = corrected_ratio(arms, figure), f"corrected sessions with {figure}"
-    return _estimate(found, least_sessions, AUTOPSY, of, *_sessions(arms[arms["kind"] == "corrected"]))
+    estimate, of = corrected_ratio(arms, figure), f"corrected sessions with {figure}"
+    return _estimate(estimate, least_sessions, AUTOPSY, of, *_sessions(arms[arms["kind"] == "corrected"]))
 
 
 @form("measured")
 def engine_as_printed(evidence: Evidence, *, least_sessions: int) -> Figure:
-    """Return the share of the sessions of the listing, exactly as printed, in which DeepSpeed was active."""
+    """Return the fraction of the sessions of the listing exactly as printed in which DeepSpeed was active."""
     arms = evidence.arms()
     on, of = engine_was_on(arms, is_as_printed)
     if of < least_sessions:
@@ -330,15 +343,15 @@ def engine_as_printed(evidence: Evidence, *, least_sessions: int) -> Figure:
 
 @form("measured")
 def missing(_: Evidence, *, needs: str) -> Figure:
-    """Refuse to judge a part of the claim that has no record yet."""
+    """Raise NotJudged: this part of the claim has no records yet."""
     raise NotJudged(awaited(needs))
 
 
-def _estimate(found: Interval, least: int, report: str, of: str, records: tuple[str, ...], note: str) -> Figure:
-    """Return an interval as a figure; refuse one of fewer than the least pairs, runs or sessions."""
-    if found.low is None or found.n < least:
-        raise NotJudged(f"{least} {of} are needed, and {report} has {found.n or 'none'}")
-    return Figure(found.center, found.low, found.high, found.n, records, note)
+def _estimate(estimate: Interval, least: int, report: str, of: str, records: tuple[str, ...], note: str) -> Figure:
+    """Return an interval as a figure; raise NotJudged if it has fewer than `least` pairs, runs or sessions."""
+    if estimate.low is None or estimate.n < least:
+        raise NotJudged(f"{least} {of} are needed, and {report} has {estimate.n or 'none'}")
+    return Figure(estimate.center, estimate.low, estimate.high, estimate.n, records, note)
 
 
 def _size(run: pd.Series, figure: str) -> float:
@@ -346,9 +359,9 @@ def _size(run: pd.Series, figure: str) -> float:
     return counted_bytes(run, above) / (counted_bytes(run, below) if below else 1)
 
 
-def _by_level(pairs: Levels, figure: str, made_of: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
+def _by_level(pairs: Levels, figure: str, select: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
     """Return one row per seed that has every level, and one column per level."""
-    return pd.DataFrame({level: made_of(pair.by_seed(figure)) for level, pair in pairs.items()}).dropna()
+    return pd.DataFrame({level: select(pair.by_seed(figure)) for level, pair in pairs.items()}).dropna()
 
 
 def _slopes(table: pd.DataFrame, scale: Callable[[Any], Any]) -> np.ndarray:
@@ -360,17 +373,17 @@ def _level_runs(pairs: Levels) -> tuple[tuple[str, ...], str]:
 
 
 def _sessions(arms: pd.DataFrame) -> tuple[tuple[str, ...], str]:
-    """Return the sessions that ended ok as records, and the scale of all."""
+    """Return the successful sessions as records, and the scale of all."""
     ended = arms.loc[arms["state"] == "ok", "session"].unique()
     scale = f"{arms['session'].nunique()} sessions on one rank, scale {', '.join(arms['scale'].unique())}"
     return tuple(f"{AUTOPSY}/{session}" for session in ended), scale
 
 
-def _known(one: Summary, figure: str) -> float:
-    value = virtual_bytes(one, figure)
+def _known(summary: Summary, figure: str) -> float:
+    value = virtual_bytes(summary, figure)
     if math.isnan(value):
-        where = f"{one['strategy']} of {one['model']} at {one['world_size']} ranks"
-        raise NotJudged(f"no line over layers holds for {figure} of {where}")
+        where = f"{summary['strategy']} of {summary['model']} at {summary['world_size']} ranks"
+        raise NotJudged(f"{figure} of {where} cannot be extrapolated over layers")
     return value
 
 
@@ -388,7 +401,7 @@ _MEASURED = "|".join(
 )  # fmt: skip
 _WHERE = rf"(?:{'|'.join(SETTINGS)})=\S+"
 _ALONG = "model_parameters|seq_length|global_batch_size|micro_batch_size"
-# The pattern of an argument by its key, or by its form and key; other arguments are free.
+# Pattern of an argument by its key, or by its form and key; other strings are not restricted.
 WORDS = {
     "strategy": _STRATEGIES, "over": f"{_STRATEGIES}|paper", "precision": _PRECISIONS, "over_precision": _PRECISIONS,
     "what": "weights|sharded|rest", "virtual.figure": _VIRTUAL, "virtual.over_figure": _VIRTUAL,

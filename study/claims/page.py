@@ -1,4 +1,4 @@
-"""The claims as sections: docs/claims.md by `make claims`, and the page of `study claims`."""
+"""The claims as pages: docs/claims.md of `make claims`, and the HTML page of `study claims --page`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TITLE = "Claims: which are supported"
 _HEAD = """<!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
 
 The claims of the replicated documents, and six of the ZeRO paper's, judged by the committed records and by plain
-arithmetic. `study claims` judges all of them again, without torch or a GPU. `study claims --page FILE` writes one HTML
+arithmetic. `study claims` repeats all checks, without torch or a GPU. `study claims --page FILE` writes one HTML
 page with plots, a filter by document and verdict, and the provenance of the records. The codes name these documents:
 
 - S0: *ZeRO Optimization Strategies for Large-Scale Model Training*, Hugging Face community article, 2025
@@ -48,45 +48,45 @@ _RULE = {
     "supported": "every check holds, one of them at the scale of the claim",
     "contradicted": "a necessary check fails; or all others do, one of them at the claim's scale",
     "partly": "some checks hold or fail, and others do not, could not be judged, or were made at another scale only",
-    "inside noise": "nothing is decided, and an interval spans the claimed limit",
+    "inside noise": "no check is decided, and an interval spans the claimed limit",
     "inconclusive": "no record here can judge it yet",
-    "untestable": "no record of this study ever could; the ledger says which record would",
+    "untestable": "no record of this study can judge it; the ledger names the record that would",
 }
 _READING = """\
-"Refuted if" states what a failing check shows about its part of the claim: where another part holds, or could not be
-judged, the verdict is partly. A necessary check refutes the claim alone.
+"Refuted if" states the consequence of a failing check for its part of the claim: if another part holds, or could not be
+judged, the verdict is partly. A necessary check that fails refutes the claim by itself.
 
-Where two claims disagree, a check is `disputed`: one of them is wrong, and the check does not say which. Model state is
-16 bytes a parameter, as in mixed-precision Adam, unless a check says otherwise."""
+If two claims disagree, a check is `disputed`: one of them is wrong, and the check does not show which. Model state is
+16 bytes per parameter, as in mixed-precision Adam, unless a check sets another precision."""
 _PLAUSIBLE = {
-    "impossible": "less than 16-bit weights and gradients alone need on one GPU, or more than the device has",
-    "suspicious": "less than these and mixed-precision Adam need: another optimizer or precision, or an error",
-    "possible": "that or more",
+    "impossible": "less memory than 16-bit weights and gradients alone need on one GPU, or more than the device has",
+    "suspicious": "less memory than mixed-precision Adam needs: another optimizer or precision, or an error",
+    "possible": "at least the memory of mixed-precision Adam",
 }
 _TABLES = """\
-A row that trains adapters alone needs its frozen weights only; the column `trains` says so, and in how many bits they
-are. A figure is read in its favour: half of its last digit, and GiB written as GB. The tables are in
+A row that trains only adapters needs memory for its frozen weights alone; the column `trains` marks it, with the bits
+per weight. A figure is read with a tolerance: half a unit of its last digit, and GiB written as GB. The tables are in
 `study/claims/tables`."""
 
 
-def sections(made: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
-    """Yield the sections of a document; with evidence also those of HTML alone: plots, records and provenance.
+def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
+    """Yield the sections of the page; with evidence also plots, records and provenance, for HTML.
 
-    `links_from` is the folder from which links to reports lead; without one there are none.
+    `links_from` is the folder that links to reports are relative to; without it there are no links.
     """
     yield PageSection(text="How several checks make one verdict:", table=_table(_RULE.items(), "verdict", "when"))
     yield PageSection(text=_READING)
-    for document in made.ledger.documents:
+    for document in scoreboard.ledger.documents:
         code = document.code
         yield PageSection(
             f"{code}: {document.title}", f"{document.scale}.", classes=f"document {code}", anchor=code.lower()
         )
-        for judged in made.judged:
+        for judged in scoreboard.judged:
             if judged.claim.document == code:
-                yield _claim(judged, made, evidence, links_from)
+                yield _claim(judged, scoreboard, evidence, links_from)
     corrections = [
-        (each.date, Link(each.claim, f"#{each.claim.lower()}"), each.what, each.why)
-        for each in made.ledger.corrections
+        (item.date, Link(item.claim, f"#{item.claim.lower()}"), item.what, item.why)
+        for item in scoreboard.ledger.corrections
     ]  # fmt: skip
     yield PageSection("Corrections", table=_table(corrections, "date", "claim", "correction", "because"))
     about = (
@@ -96,8 +96,8 @@ def sections(made: Scoreboard, evidence: Evidence | None = None, links_from: str
     yield PageSection(text=_TABLES)
     for table in published_tables():
         rows = [
-            (row.model, str(row.gpus), row.strategy, row.trains, row.stated_gb, each.plausibility, each.why)
-            for each in table.rows for row in (each.row,)
+            (row.model, str(row.gpus), row.strategy, row.trains, row.stated_gb, item.plausibility, item.why)
+            for item in table.rows for row in (item.row,)
         ]  # fmt: skip
         columns = ("model", "GPUs", "strategy", "trains", "on one GPU", "verdict", "why")
         yield PageSection(table.title, f"{table.address}. {table.note}", table=_table(rows, *columns), level=3)
@@ -107,7 +107,7 @@ def _table(rows: object, *columns: str) -> pd.DataFrame:
     return pd.DataFrame(list(rows), columns=list(columns))  # type: ignore[call-overload]
 
 
-def _claim(judged: JudgedClaim, made: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
+def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim = judged.claim
     notes: list[str | Note] = [f"True if: {claim.holds_if} Refuted if: {claim.falls_if}"]
     notes += [f"Not testable here: {claim.untestable}"] * bool(claim.untestable)
@@ -119,8 +119,8 @@ def _claim(judged: JudgedClaim, made: Scoreboard, evidence: Evidence | None, lin
         notes.append(Note(f"{finding.kind}, {finding.answer}{check.role}: {finding.sentence}.{rests}", below))
     if claim.protocol:
         notes.append(f"Published protocol: {claim.protocol.published} Here: {claim.protocol.here}")
-    notes += [f"Another explanation: {each}" for each in claim.alternatives]
-    notes += [f"Contradicts {ids}: {why}" for ids, why in made.find_contradictions(claim.id)]
+    notes += [f"Another explanation: {alternative}" for alternative in claim.alternatives]
+    notes += [f"Contradicts {ids}: {why}" for ids, why in scoreboard.find_contradictions(claim.id)]
     if settle := claim.settle:
         notes.append(f"Next experiment: `{settle.command}`, about {settle.minutes:g} minutes on {settle.box}.")
     facts = provenance(judged, evidence) if evidence else []
@@ -134,23 +134,23 @@ def _claim(judged: JudgedClaim, made: Scoreboard, evidence: Evidence | None, lin
 
 
 def _check_html(check: ClaimCheck, finding: ClaimFinding, reports: Path, links_from: str) -> Markup:
-    """The plot of a figure, its derivation, and links to its records."""
+    """Return the plot of a figure, its derivation, and links to its records."""
     figure = finding.figure
     assert figure is not None
-    shown = strip(finding, check.region)
+    html = strip(finding, check.region)
     if form := derivation(check):
         value = number(figure.value, finding.unit)
-        shown += Markup('<code class="derivation">{} = {}</code>').format(form, value)
+        html += Markup('<code class="derivation">{} = {}</code>').format(form, value)
     if records := figure.records:
         items = [Markup("<li>{}</li>").format(link_html(record, _address(record, reports, links_from)))
                  for record in records]  # fmt: skip
         fold = '<details><summary>{} record{}</summary><ul class="records">{}</ul></details>'
-        shown += Markup(fold).format(len(records), "s" * (len(records) > 1), Markup("").join(items))
-    return shown
+        html += Markup(fold).format(len(records), "s" * (len(records) > 1), Markup("").join(items))
+    return html
 
 
 def _address(record: str, reports: Path, links_from: str) -> str:
-    """The runs of a record's report, or the file itself."""
+    """Return a relative link to the runs of a record's report, or to its file; empty if there is none."""
     report = record.split("/")[0]
     folder = reports / report
     files = (REPOSITORY / record, folder / "index.html", folder / KEYS_FILE)
@@ -161,11 +161,10 @@ def _address(record: str, reports: Path, links_from: str) -> str:
     return f"{path}#runs" if file.name == "index.html" and report not in NOT_OF_RUNS else path
 
 
-# Plots: a figure with its interval on a line, and the region that the claim allows
-
-# In percent of the width: free on both sides; a label nearer to an edge starts there; labels that would overlap.
+# In percent of a plot's width: margin on both sides; distance from an edge at which labels align to it; distance at
+# which two labels would overlap.
 _MARGIN, _EDGE, _APART = 12.0, 18.0, 26.0
-# A larger ratio needs a log scale.
+# Largest ratio of values on a linear scale.
 _LINEAR_UP_TO = 20.0
 _STRIP = Markup(
     '<svg class="strip" role="img" aria-label="{alt}" width="100%" height="46">'
@@ -180,6 +179,7 @@ _LABEL = Markup('<text x="{}%" y="{}" text-anchor="{}" font-size="11" fill="curr
 
 
 def strip(finding: ClaimFinding, region: Region) -> Markup:
+    """Return an SVG of a figure with its interval and the region that the claim allows; empty if it is not finite."""
     figure = finding.figure
     assert figure is not None
     low, high = (figure.value if end is None else end for end in (figure.low, figure.high))
@@ -200,7 +200,7 @@ def strip(finding: ClaimFinding, region: Region) -> Markup:
     return _STRIP.format(
         alt=f"{finding.sentence}.", left=round(left, 2), width=round(max(right - left, 0.6), 2), answer=answer,
         interval=_INTERVAL.format(answer, round(at(low), 2), round(at(high), 2)) if low < high else "",
-        point=round(at(figure.value), 2), labels=Markup("").join(_label(*each) for each in labels),
+        point=round(at(figure.value), 2), labels=Markup("").join(_label(*label) for label in labels),
     )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _label(place: float, y: int, text: str) -> Markup:
 
 
 def _scale(values: list[float]) -> Callable[[float], float]:
-    """Return the function from a value to its place, in percent of the width."""
+    """Return a function that maps a value to its position, in percent of the width."""
     least, most = min(values), max(values)
     if least > 0 and most / least > _LINEAR_UP_TO:
         inner = _scale([math.log(least), math.log(most)])
@@ -220,36 +220,37 @@ def _scale(values: list[float]) -> Callable[[float], float]:
     return lambda value: _MARGIN + (100 - 2 * _MARGIN) * (value - least) / (most - least)
 
 
-# Outputs
-
-
-def page(made: Scoreboard) -> str:
-    rows = [[name, *(counts[each] or "-" for each in VERDICTS), counts.total()] for name, counts in made.counts()]
+def page(claims: Scoreboard) -> str:
+    """Return docs/claims.md as text."""
+    rows = [
+        [name, *(counts[verdict] or "-" for verdict in VERDICTS), counts.total()] for name, counts in claims.counts()
+    ]
     scoreboard = _table(rows, "document", *VERDICTS, "claims")
-    return page_markdown(_TITLE, [PageSection(text=_HEAD, table=scoreboard), *sections(made)])
+    return page_markdown(_TITLE, [PageSection(text=_HEAD, table=scoreboard), *sections(claims)])
 
 
 def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
+    """Write the HTML page of `study claims --page`; raise UserError rather than replace another file."""
     marker = "made from the ledger of claims and the committed records"
     if file.is_dir() or not file.parent.is_dir():
-        raise UserError(f"--page {file} is not a place for a file", "name a file in an existing folder")
+        raise UserError(f"--page {file} is not a path for a file", "name a file in an existing folder")
     try:
         if file.exists() and marker not in file.read_text(encoding="utf-8"):
-            raise UserError(f"--page {file} exists, and is not a page of claims", "name another file, or remove it")
+            raise UserError(f"--page {file} exists, but is not a page of claims", "name another file, or remove it")
     except (OSError, ValueError):
-        raise UserError(f"--page {file} exists, and is not readable", "name another file, or remove it") from None
+        raise UserError(f"--page {file} exists, but is not readable", "name another file, or remove it") from None
     evidence = Evidence(reports_dir)
-    made = build_scoreboard(reports_dir, evidence=evidence)
+    claims = build_scoreboard(reports_dir, evidence=evidence)
     inside = file.resolve().is_relative_to(REPOSITORY.resolve())
     links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
-    titles = {each.code: each.title for each in made.ledger.documents}
+    titles = {item.code: item.title for item in claims.ledger.documents}
     chosen = [(code, verdict) for code in ("", *titles) for verdict in ("", *VERDICTS) if code or verdict]
     text = page_html(
         "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, verdicts=VERDICTS, marker=marker,
-        rows=[(name, titles.get(name, ""), counts, counts.total()) for name, counts in made.counts()],
-        rules=Markup("\n").join(_rule(*each) for each in chosen),
-        filters=[(_anchor(*each), ", ".join(filter(None, each))) for each in chosen],
-        sections=sections(made, evidence, links_from),
+        rows=[(name, titles.get(name, ""), counts, counts.total()) for name, counts in claims.counts()],
+        rules=Markup("\n").join(_rule(*item) for item in chosen),
+        filters=[(_anchor(*item), ", ".join(filter(None, item))) for item in chosen],
+        sections=sections(claims, evidence, links_from),
     )  # fmt: skip
     partial = file.with_name(f".{file.name}.building")
     try:
@@ -265,21 +266,22 @@ def _anchor(code: str, verdict: str) -> str:
 
 
 def _rule(code: str, verdict: str) -> Markup:
-    """The rule of CSS that hides what a filter's anchor does not name: the page needs no script."""
-    kept = "".join(f".{part}" for part in (code, slug(verdict)) if part)
-    hidden = [f".claim:not({kept})", *([f".document:not(.{code})"] if code else [])]
+    """Return the CSS rule that hides claims outside a filter, so that the page needs no script."""
+    classes = "".join(f".{part}" for part in (code, slug(verdict)) if part)
+    hidden = [f".claim:not({classes})", *([f".document:not(.{code})"] if code else [])]
     target = f"body:has(#only-{_anchor(code, verdict)}:target)"
-    return Markup(",".join(f"{target} {each}" for each in hidden) + "{display:none}")
+    return Markup(",".join(f"{target} {selector}" for selector in hidden) + "{display:none}")
 
 
 def address(claim: str, folder: Path) -> str:
-    """Return the address of a claim's entry as seen from a folder; empty outside this repository."""
-    here = folder.resolve()
-    is_inside = here.is_relative_to(REPOSITORY.resolve())
-    return f"{os.path.relpath(PAGE.resolve(), here)}#{claim.lower()}" if is_inside else ""
+    """Return a link to a claim's entry, relative to a folder; empty outside this repository."""
+    start = folder.resolve()
+    is_inside = start.is_relative_to(REPOSITORY.resolve())
+    return f"{os.path.relpath(PAGE.resolve(), start)}#{claim.lower()}" if is_inside else ""
 
 
 def main() -> None:
+    """Write docs/claims.md."""
     PAGE.write_text(page(build_scoreboard()), encoding="utf-8")
 
 

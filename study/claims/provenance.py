@@ -1,4 +1,4 @@
-"""Provenance of a verdict: which runs it rests on, how they ended, and whether its checks were written before them."""
+"""Provenance of a verdict: its runs, seeds, versions and cost, and whether its checks predate the records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from study.config.strategies import REPOSITORY
 from study.config.yaml_sections import load_package_yaml
 
 ENGINE_KEYS = "engine_keys"
-# Reports whose records are not runs of a suite, and the command that makes these again.
+# Reports whose records are not runs of a suite, with the command that reproduces them.
 NOT_OF_RUNS = {AUTOPSY: "study autopsy run", ENGINE_KEYS: "python -m study.advisor.engine_keys of commit 7ff8d96"}
 Order = Literal["before", "after", "unknown"]
 _ORDERS: dict[Order, str] = {
@@ -32,20 +32,20 @@ _ORDERS: dict[Order, str] = {
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VERSIONS = {"torch": "torch_version", "DeepSpeed": "deepspeed_version", "Accelerate": "accelerate_version",
              "Transformers": "transformers_version"}  # fmt: skip
-# The checks of each claim's entry as they are written.
+# The checks of the ledger by claim, unparsed.
 Written = Mapping[str, list[Any]]
 
 
 def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]:
-    """Pairs of a subject and a sentence; none for a verdict without records."""
+    """Return pairs of a subject and a sentence; none for a verdict without records."""
     reports = sorted({report for finding in judged.findings for report in finding.reports})
     if not reports:
         return []
-    found = [("Checks and records", order_text(preregistration_orders(judged, evidence)))]
+    facts = [("Checks and records", order_text(preregistration_orders(judged, evidence)))]
     for report in reports:
-        used, every = _used(judged, evidence, report), source_runs(evidence, report)
-        ended = ", ".join(f"{count} {state}" for state, count in every["status_state"].value_counts().items())
-        runs = f"{len(used)} of {len(every)}, which ended as: {ended}"
+        used, total = _used(judged, evidence, report), source_runs(evidence, report)
+        ended = ", ".join(f"{count} {state}" for state, count in total["status_state"].value_counts().items())
+        runs = f"{len(used)} of {len(total)}, which ended as: {ended}"
         if report not in NOT_OF_RUNS:
             runs += f"; {len(evidence.records(report).refused)} unreadable or inconsistent records were left out"
         if used["virtual"].all():
@@ -64,35 +64,36 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
             command = f"study run {report}"
         rerun = "how long it takes was not recorded."
         if used["status_ended_at"].notna().any():
-            rerun = f"these runs took {_minutes(used):.1f} minutes, all of {report} {_minutes(every):.1f}."
-        found += [
+            rerun = f"these runs took {_minutes(used):.1f} minutes, all of {report} {_minutes(total):.1f}."
+        facts += [
             (f"Runs in {report}", f"{runs}."), ("Independent starts", starts),
             ("Made with", f"{', '.join(versions)}; on {box}; commit {_list(used['git_commit'].str[:7])}."),
             ("Rerun", f"`{command}`: {rerun}" if command else rerun),
         ]  # fmt: skip
-    return found
+    return facts
 
 
 def source_runs(evidence: Evidence, report: str) -> pd.DataFrame:
-    """The records of a report in the columns of runs, also sessions of the autopsy and probes of the engine."""
+    """Return a report's records in the columns of runs, including autopsy sessions and engine probes."""
     if report == AUTOPSY:
         arms = evidence.arms()
-        one = arms.drop_duplicates("session").set_index("session", drop=False)
-        # Initial weights are identified by their sum.
+        sessions = arms.drop_duplicates("session").set_index("session", drop=False)
+        # The sum of the initial weights identifies them.
         weights = arms[arms["start"] == "initial"].groupby("session")["start_weights_abs_sum"].first().map(str)
-        started = pd.to_datetime(one["started_at"], utc=True, format="ISO8601")
-        boxes = pd.DataFrame([_box(json.loads(text)) for text in one["environment"]], index=one.index)
+        started = pd.to_datetime(sessions["started_at"], utc=True, format="ISO8601")
+        boxes = pd.DataFrame([_box(json.loads(text)) for text in sessions["environment"]], index=sessions.index)
         return boxes.assign(
-            run=one["session"], status_state=one["state"], virtual=False, seed=one["seed"], workload_key=one["kind"],
-            arm=one["cell"], initial_weights_sha256=weights, status_started_at=started.map(pd.Timestamp.isoformat),
-            status_ended_at=(started + pd.to_timedelta(one["session_s"], unit="s")).map(pd.Timestamp.isoformat),
+            run=sessions["session"], status_state=sessions["state"], virtual=False, seed=sessions["seed"],
+            workload_key=sessions["kind"], arm=sessions["cell"], initial_weights_sha256=weights,
+            status_started_at=started.map(pd.Timestamp.isoformat),
+            status_ended_at=(started + pd.to_timedelta(sessions["session_s"], unit="s")).map(pd.Timestamp.isoformat),
         ).reset_index(drop=True)  # fmt: skip
     if report == ENGINE_KEYS:
         document = json.loads((evidence.root / report / KEYS_FILE).read_text(encoding="utf-8"))
         box = _box(document["environment"])
         rows = [box | {"run": probe["name"], "status_state": "ok"} for probe in document["probes"]]
-        nothing = ("seed", "workload_key", "arm", "initial_weights_sha256", "status_started_at", "status_ended_at")
-        return pd.DataFrame(rows).assign(virtual=False, **dict.fromkeys(nothing))
+        absent = ("seed", "workload_key", "arm", "initial_weights_sha256", "status_started_at", "status_ended_at")
+        return pd.DataFrame(rows).assign(virtual=False, **dict.fromkeys(absent))
     return evidence.records(report).runs
 
 
@@ -104,39 +105,40 @@ def _box(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def preregistration_orders(judged: JudgedClaim, evidence: Evidence, repository: Path = REPOSITORY) -> list[Order]:
-    """Return for each check on records whether the ledger of the commits that made them had it as it is now."""
+    """Return for each check whether the commits that made its records already had the check in its present form."""
     written = _checks_in(LEDGER.read_text(encoding="utf-8")).get(judged.claim.id, [])
-    found = []
+    results = []
     for check, finding in zip(written, judged.findings, strict=False):
         if finding.reports:
             commits = {commit for report in finding.reports
                        for commit in _used(judged, evidence, report, finding.figure)["git_commit"]}  # fmt: skip
-            found.append(_order(check, judged.claim.id, commits, repository))
-    return found
+            results.append(_order(check, judged.claim.id, commits, repository))
+    return results
 
 
-def order_text(found: Iterable[Order]) -> str:
-    counts = Counter(found)
+def order_text(results: Iterable[Order]) -> str:
+    """Return a sentence with the number of checks for each order."""
+    counts = Counter(results)
     parts = [f"{counts[order]} {text}" for order, text in _ORDERS.items() if counts[order]]
     return f"Of {_many(counts.total(), 'check')} on records: {'; '.join(parts)}."
 
 
 def _order(check: Any, claim: str, commits: set[Any], repository: Path) -> Order:
     ledgers = [_ledger_at(str(commit), repository) for commit in commits]
-    known = [each for each in ledgers if each is not None]
-    if any(all(_deciding(check) != _deciding(old) for old in each.get(claim, [])) for each in known):
+    readable = [checks for checks in ledgers if checks is not None]
+    if any(all(_deciding(check) != _deciding(old) for old in checks.get(claim, [])) for checks in readable):
         return "after"
-    return "before" if ledgers and len(known) == len(ledgers) else "unknown"
+    return "before" if ledgers and len(readable) == len(ledgers) else "unknown"
 
 
 def _deciding(check: Any) -> Any:
-    """A check without the name of its figure, which decides nothing."""
+    """Return the keys of a check that affect its result: all but the label."""
     return {key: value for key, value in check.items() if key != "shows"} if isinstance(check, dict) else check
 
 
 @functools.cache
 def _ledger_at(commit: str, repository: Path) -> Written | None:
-    """The checks in a commit's ledger; none before there was one. None where git does not have the commit."""
+    """Return the checks in a commit's ledger, {} before it existed; None if git lacks the commit."""
     if not _COMMIT.fullmatch(commit) or _git(repository, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return None
     text = _git(repository, "show", f"{commit}:{LEDGER.relative_to(REPOSITORY).as_posix()}")
@@ -161,7 +163,7 @@ def _git(repository: Path, *arguments: str) -> str | None:
 
 
 def _used(judged: JudgedClaim, evidence: Evidence, report: str, only: Any = None) -> pd.DataFrame:
-    """The runs of a report that the claim's figures rest on, or one figure does."""
+    """Return the runs of a report behind all figures of a claim, or behind one."""
     figures = [only] if only else [finding.figure for finding in judged.findings if finding.figure]
     names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}
     runs = source_runs(evidence, report)

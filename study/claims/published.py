@@ -1,4 +1,4 @@
-"""A published table of models, GPUs, strategies and gigabytes, compared row by row with the memory that it needs."""
+"""Check of published tables of models, GPUs, strategies and gigabytes against the memory that each row needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from study.predictor.shape import shape_of_preset
 from study.predictor.state import KINDS, split_by
 from study.workloads.presets import find_preset
 
-# The arithmetic behind a figure that comes from no record, with its numbers, as a reader would write it down.
+# Formulas of the forms without records, for readers.
 
 _FORMS = {
     "stated": "{value}",
@@ -61,8 +61,8 @@ def _values(check: ClaimCheck) -> Mapping[str, Any]:
 
 def _bytes(strategy: str, gpus: int, precision: str) -> str:
     """Return the bytes per parameter on one device: weight, gradient and optimizer state."""
-    held = parameter_bytes(strategy, gpus, precision)
-    parts = [number(part) for part in (held.params_device, held.grads_device, held.optimizer_device) if part]
+    state = parameter_bytes(strategy, gpus, precision)
+    parts = [number(part) for part in (state.params_device, state.grads_device, state.optimizer_device) if part]
     return f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts) or "0"
 
 
@@ -71,7 +71,7 @@ def _plain(value: Any) -> str:
 
 
 Plausibility = Literal["impossible", "suspicious", "possible"]
-# As tables call them, without case, spaces and signs.
+# Names of columns in published tables, lower case and letters only.
 _COLUMNS = {
     "model": {"model", "modelsize", "parameters", "params", "size"},
     "gpus": {"gpus", "gpucount", "numberofgpus", "ranks", "worldsize", "n"},
@@ -80,7 +80,7 @@ _COLUMNS = {
     "device": {"device", "gpu", "gpumemory", "devicegb"},
     "trains": {"trains", "tuning", "finetuning"},
 }
-# How many bits each frozen weight takes, where adapters alone are trained.
+# Bits per frozen weight if only adapters are trained.
 _FROZEN_BITS = {"all": None, "adapters": 16, "adapters, 8-bit": 8, "adapters, 4-bit": 4}
 TABLES = Path(__file__).with_name("tables")
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -88,15 +88,17 @@ _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRow:
+    """One row of a published table, parsed."""
+
     line: int
     model: str
     parameters: float
     gpus: int
     strategy: str
     gb: float
-    # Half of the last digit that is written.
+    # Half a unit of the last digit.
     rounding_gb: float
-    # As the table has it.
+    # Text of the cell.
     stated_gb: str
     is_out_of_memory: bool
     device_gb: float | None
@@ -105,9 +107,11 @@ class PublishedRow:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedRow:
+    """A row with its verdict, and the memory that it needs."""
+
     row: PublishedRow
     plausibility: Plausibility
-    # The minimum, and the need of mixed-precision Adam; equal where adapters alone are trained.
+    # The minimum, and the memory of mixed-precision Adam; equal if only adapters are trained.
     least_gb: float
     adam_gb: float
     why: str
@@ -115,7 +119,7 @@ class CheckedRow:
 
 @dataclasses.dataclass(frozen=True)
 class PublishedTable:
-    """One of `tables/`: a title, where it stands, how it is read here, and its rows judged."""
+    """One of `tables/`: its title, its address, a note on how it is read, and its checked rows."""
 
     title: str
     # In markdown.
@@ -125,23 +129,26 @@ class PublishedTable:
 
 
 def published_tables(folder: Path = TABLES) -> list[PublishedTable]:
+    """Read and check the tables of a folder."""
     return [_published(file) for file in sorted(folder.glob("*.md"))]
 
 
 def _published(file: Path) -> PublishedTable:
     head = file.read_text(encoding="utf-8").partition("\n|")[0].split("\n\n")
     if len(head) < 3 or not head[0].startswith("# "):
-        raise UserError(f"{file} does not say where it is from", "begin with # title, its address, and how it is read")
+        raise UserError(f"{file} does not name its source", "begin with # title, its address, and how it is read")
     note = " ".join(" ".join(head[2:]).split())
     return PublishedTable(head[0][2:], head[1], note, tuple(check_table(file)))
 
 
 def check_table(file: Path) -> list[CheckedRow]:
+    """Read and check one table."""
     return [check(row) for row in read_table(file)]
 
 
 def check(row: PublishedRow) -> CheckedRow:
-    # Whoever trains without ZeRO may also do it in 16 bits alone, and FSDP splits what stage 3 does.
+    """Compare the memory that a row states with the memory that it needs."""
+    # Training without ZeRO may be pure 16-bit, like stage 0 here, and FSDP shards the same state as stage 3.
     stand_in = {"single": "zero0", "ddp": "zero0", "fsdp2": "zero3", "hsdp": "zero3"}.get(row.strategy, row.strategy)
     per_parameter = parameter_bytes(stand_in, row.gpus)
     least = row.parameters * (per_parameter.params_device + per_parameter.grads_device) / GB
@@ -150,7 +157,7 @@ def check(row: PublishedRow) -> CheckedRow:
     if bits is not None:
         least = adam = row.parameters * per_parameter.params_device * bits / 16 / GB
         needs = f"frozen {bits}-bit weights alone"
-    # Whoever writes GB may have read GiB: a row gets the benefit of that.
+    # The source may have written GiB as GB, so the figure counts as GiB.
     most = (row.gb + row.rounding_gb) * GIB / GB
     stated = f"{number(row.gb)} GB"
     verdict: Plausibility = "possible"
@@ -170,7 +177,8 @@ def check(row: PublishedRow) -> CheckedRow:
 
 
 def read_table(file: Path) -> list[PublishedRow]:
-    # A pipe or a device may never end.
+    """Read a CSV or markdown table; raise UserError with file and line."""
+    # Reading a pipe or a device may never end.
     if file.exists() and not file.is_file():
         raise UserError(f"{file} is not readable (it is not a file)", "name a CSV file or a markdown table")
     try:
@@ -189,30 +197,30 @@ def read_table(file: Path) -> list[PublishedRow]:
         except csv.Error as error:
             raise UserError(f"{file}:{reader.line_num}: not CSV ({error})", "fix the row") from None
     if len(cells) < 2:
-        raise UserError(f"{file} has no table", "write a line of column names, and a row for each training")
+        raise UserError(f"{file} has no table", "write a line of column names, and one row per configuration")
     columns = _columns(cells[0][1], f"{file}:{cells[0][0]}")
     return [_row(row, columns, place, f"{file}:{place}") for place, row in cells[1:]]
 
 
 def _columns(names: Sequence[str], place: str) -> dict[str, int]:
     plain = [re.sub(r"[^a-z]", "", name.lower()) for name in names]
-    found = {key: plain.index(name) for key, known in _COLUMNS.items() for name in plain if name in known}
+    indexes = {key: plain.index(name) for key, aliases in _COLUMNS.items() for name in plain if name in aliases}
     for key in ("model", "gpus", "strategy", "gb"):
-        if key not in found:
-            raise UserError(f"{place}: no column says the {key}", "name the columns model, gpus, strategy, gb, device")
-    return found
+        if key not in indexes:
+            raise UserError(f"{place}: no column has the {key}", "name the columns model, gpus, strategy, gb, device")
+    return indexes
 
 
 def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -> PublishedRow:
     if len(cells) <= max(columns.values()):
-        raise UserError(f"{place}: {len(cells)} cells, and the columns want more", "fill the row")
+        raise UserError(f"{place}: {len(cells)} cells, fewer than the columns", "fill the row")
     texts = {key: cells[column].strip() for key, column in columns.items()}
     ranks = re.match(r"(\d{1,3}(?:,\d{3})+|\d{1,9})(?![\d,.-])", texts["gpus"])
     gpus = int(ranks[1].replace(",", "")) if ranks else 0
     numbers = re.findall(r"\d[\d,.]*", texts["gb"])
     gb = re.fullmatch(r"(\d[\d,]{0,15})(?:\.(\d{1,9}))?", numbers[0]) if len(numbers) == 1 else None
     if gpus < 1:
-        raise UserError(f"{place}: {texts['gpus']!r} is not a number of GPUs", "write one from 1 up")
+        raise UserError(f"{place}: {texts['gpus']!r} is not a valid GPU count", "write an integer of at least 1")
     if gb is None:
         raise UserError(f"{place}: {texts['gb']!r} is not one size of memory", "write GB, such as 45 or 12.5")
     trains = texts.get("trains") or "all"
@@ -231,7 +239,9 @@ def _parameters(text: str, place: str) -> float:
         return float(shape_of_preset(preset).parameters)
     size = re.search(r"(?<![\w.])(\d{1,15}(?:\.\d+)?)\s*([MBT])(?![a-z])", text, re.IGNORECASE)
     if size is None or not float(size[1]):
-        raise UserError(f"{place}: {text!r} names no size", "write a preset of this study, or parameters such as 13B")
+        raise UserError(
+            f"{place}: {text!r} contains no model size", "write a preset of this study, or parameters such as 13B"
+        )
     return float(size[1]) * _UNITS[size[2].lower()]
 
 
@@ -248,10 +258,10 @@ def _strategy(text: str, place: str) -> str:
     if "nvme" in plain:
         name += "_nvme"
     elif "cpu" in plain or "offload" in plain:
-        # Of the two that stage 3 has, the one that leaves less on the device.
+        # Of the two CPU offloads of stage 3, the one that uses less device memory.
         name += "_cpu"
     if name not in STRATEGY_NAMES:
-        raise UserError(f"{place}: {text!r} is not a strategy here", f"use one of {', '.join(STRATEGY_NAMES)}")
+        raise UserError(f"{place}: {text!r} is not a strategy of this study", f"use one of {', '.join(STRATEGY_NAMES)}")
     return name
 
 
@@ -259,10 +269,10 @@ def _device_gb(text: str, place: str) -> float:
     size = re.search(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB)\b", text, re.IGNORECASE) or re.fullmatch(r"(\d+(?:\.\d+)?)", text)
     if size:
         return float(size[1])
-    # Whole words: an A100 is not an A10, nor a GH200 an H200.
+    # Compare whole words: an A100 is not an A10, nor is a GH200 an H200.
     words = set(text.lower().split())
-    named = [(set(device.name.lower().split()), device.memory_gib) for device in known_devices()]
-    sizes = {gib for name, gib in named if words == name} or {gib for name, gib in named if words <= name}
+    devices = [(set(device.name.lower().split()), device.memory_gib) for device in known_devices()]
+    sizes = {gib for name, gib in devices if words == name} or {gib for name, gib in devices if words <= name}
     if len(sizes) != 1:
         raise UserError(f"{place}: {text!r} is not a device of one size", "write its memory, such as 80 GB")
     return sizes.pop()

@@ -1,4 +1,4 @@
-"""Every claim with its verdict, from the ledger and the committed records; as text and as a JSON document."""
+"""Scoreboard: every claim with its verdict, from the ledger and the committed records, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -28,18 +28,23 @@ _SEVERAL: dict[Answer, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class JudgedClaim:
+    """A claim with its verdict and the findings of its checks."""
+
     claim: Claim
     verdict: Verdict
     findings: tuple[ClaimFinding, ...]
 
     @property
     def leading(self) -> ClaimFinding | None:
-        """The first finding that the verdict comes from."""
-        decisive = (each for answer in _DECISIVE[self.verdict] for each in self.findings if each.answer == answer)
+        """The first finding that the verdict rests on; None if no check was judged."""
+        decisive = (
+            finding for answer in _DECISIVE[self.verdict] for finding in self.findings if finding.answer == answer
+        )
         return next(decisive, None)
 
     @property
     def sentence(self) -> str:
+        """One sentence that states why the verdict is as it is."""
         if self.verdict == "untestable" and not (self.leading and self.leading.answer == "disputed"):
             return self.claim.untestable
         leading = self.leading
@@ -54,20 +59,21 @@ class JudgedClaim:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of evidence that answered."""
-        return list(dict.fromkeys(each.kind for each in self.findings if each.answer != "not judged"))
+        """Kinds of evidence with at least one judged check."""
+        return list(dict.fromkeys(finding.kind for finding in self.findings if finding.answer != "not judged"))
 
     def document(self) -> dict[str, Any]:
+        """Return the claim for JSON."""
         figure = self.leading.figure if self.leading else None
         claim = dataclasses.asdict(self.claim)
         del claim["checks"]
         return {
             **claim, "document": self.claim.document, "verdict": self.verdict, "sentence": self.sentence,
             "rests_on": self.kinds, **_figure(self.leading),
-            "records": list(dict.fromkeys(run for each in self.findings if each.figure for run in each.figure.records)),
+            "records": list(dict.fromkeys(run for item in self.findings if item.figure for run in item.figure.records)),
             "checks": [
-                {"kind": each.kind, "answer": each.answer, "sentence": each.sentence, **_figure(each)}
-                for each in self.findings
+                {"kind": item.kind, "answer": item.answer, "sentence": item.sentence, **_figure(item)}
+                for item in self.findings
             ],
             "n": figure.n if figure else None,
         }  # fmt: skip
@@ -80,6 +86,7 @@ def _figure(finding: ClaimFinding | None) -> dict[str, Any]:
 
 
 def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:
+    """Run the checks of a claim and combine their answers into a verdict."""
     findings = tuple(check.find(evidence) for check in claim.checks)
     parts = [
         CheckOutcome(finding.answer, check.necessary, check.elsewhere)
@@ -90,63 +97,69 @@ def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:
 
 @dataclasses.dataclass(frozen=True)
 class Scoreboard:
+    """All claims of a ledger, judged."""
+
     ledger: Ledger
     judged: tuple[JudgedClaim, ...]
 
     def counts(self) -> list[tuple[str, Counter[str]]]:
-        """The verdicts by document, then of all claims."""
-        codes = [each.code for each in self.ledger.documents]
-        rows = [(code, [one for one in self.judged if one.claim.document == code]) for code in codes]
-        return [(name, Counter(str(one.verdict) for one in of)) for name, of in [*rows, ("all", list(self.judged))]]
+        """Return verdict counts per document, then in total."""
+        codes = [document.code for document in self.ledger.documents]
+        rows = [(code, [item for item in self.judged if item.claim.document == code]) for code in codes]
+        return [
+            (name, Counter(str(item.verdict) for item in group)) for name, group in [*rows, ("all", list(self.judged))]
+        ]
 
     def find_contradictions(self, claim: str) -> list[tuple[str, str]]:
-        """The other claims' ids, or `itself`, with the reason."""
+        """Return the ids of contradicting claims, or `itself`, each with the reason."""
         return [
-            (", ".join(each.other_claims(claim)) or "itself", each.why)
-            for each in self.ledger.contradictions
-            if any(claim in side for side in each.between)
+            (", ".join(contradiction.other_claims(claim)) or "itself", contradiction.why)
+            for contradiction in self.ledger.contradictions
+            if any(claim in side for side in contradiction.between)
         ]
 
     def document(self) -> dict[str, Any]:
+        """Return the scoreboard for JSON."""
         return {
             "counts": {name: dict(counts) for name, counts in self.counts()},
             "claims": [
-                each.document()
-                | {"contradicts": [{"claims": ids, "why": why} for ids, why in self.find_contradictions(each.claim.id)]}
-                for each in self.judged
+                item.document()
+                | {"contradicts": [{"claims": ids, "why": why} for ids, why in self.find_contradictions(item.claim.id)]}
+                for item in self.judged
             ],
-            "corrections": [dataclasses.asdict(each) for each in self.ledger.corrections],
+            "corrections": [dataclasses.asdict(item) for item in self.ledger.corrections],
         }
 
     def text(self, details: bool) -> list[str | TextTable]:
-        """The counts, their table by document, and with details a line for each claim."""
+        """Return the total counts, a table per document, and with details one line per claim."""
         verdicts = get_args(Verdict)
-        counts = [[name, *(str(count[each] or "-") for each in verdicts), str(count.total())]
+        counts = [[name, *(str(count[verdict] or "-") for verdict in verdicts), str(count.total())]
                   for name, count in self.counts()]  # fmt: skip
-        _, every = self.counts()[-1]
-        said = ", ".join(f"{every[each]} {each}" for each in verdicts if every[each])
-        claims = [[one.claim.id, one.verdict, one.sentence] for one in self.judged]
+        _, total = self.counts()[-1]
+        totals = ", ".join(f"{total[verdict]} {verdict}" for verdict in verdicts if total[verdict])
+        claims = [[judged.claim.id, judged.verdict, judged.sentence] for judged in self.judged]
         last = TextTable(["", "", ""], claims) if details else "--details prints each claim; docs/claims.md has all"
-        return [f"{every.total()} claims: {said}", "", TextTable(["document", *verdicts, "claims"], counts), "", last]
+        return [f"{total.total()} claims: {totals}", "", TextTable(["document", *verdicts, "claims"], counts), "", last]
 
 
 def claims_of_report(
     report: str, records: Records, ledger: Ledger
 ) -> list[tuple[JudgedClaim, tuple[ClaimFinding, ...]]]:
-    """Return the claims with a figure from these records of a report, each with those findings."""
+    """Return the claims with a figure from these records of a report, each with its findings on them."""
     evidence = Evidence(REPORTS).with_records(report, records)
-    found = []
+    claims = []
     for claim in ledger.claims:
         if any(check.numbers.get("report") == report for check in claim.checks):
             judged = judge(claim, evidence)
-            own = tuple(each for each in judged.findings if report in each.reports)
-            found += [(judged, own)] if own else []
-    return found
+            findings = tuple(finding for finding in judged.findings if report in finding.reports)
+            claims += [(judged, findings)] if findings else []
+    return claims
 
 
 def build_scoreboard(
     reports: Path = REPORTS, ledger: Ledger | None = None, evidence: Evidence | None = None
 ) -> Scoreboard:
-    read = ledger or read_ledger()
-    found = evidence or Evidence(reports)
-    return Scoreboard(read, tuple(judge(claim, found) for claim in read.claims))
+    """Judge every claim of a ledger by the records of a folder."""
+    entries = ledger or read_ledger()
+    source = evidence or Evidence(reports)
+    return Scoreboard(entries, tuple(judge(claim, source) for claim in entries.claims))

@@ -1,4 +1,4 @@
-"""From figures to verdicts: the region that a claim allows, the answer of a check, and the rule that combines them."""
+"""Verdicts from figures: the region that a claim allows, the answer of a check, and the rule that combines answers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class NoRecords(NotJudged):
 
 
 def awaited(needs: str) -> str:
+    """Return the reason for a check whose records do not exist yet."""
     return f"no record here can judge it yet: it needs {needs}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A number; without an interval it is exact, as arithmetic and the bytes of a virtual rank are."""
+    """A number with its interval and records; exact without an interval, like arithmetic or bytes of a virtual rank."""
 
     value: float
     low: float | None = None
@@ -39,7 +40,7 @@ class Figure:
 
     @property
     def spread(self) -> str:
-        """Return the interval as text; empty where both ends are equal."""
+        """Interval as text; empty if both bounds are equal."""
         if self.low is not None and self.high is not None and self.low < self.high:
             return f" [{number(self.low)}, {number(self.high)}]"
         return ""
@@ -47,13 +48,13 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The figures that the claim allows."""
+    """Range of figures that the claim allows."""
 
     low: float = -math.inf
     high: float = math.inf
 
     def judge(self, figure: Figure) -> Answer:
-        """Return the answer: an interval that is partly inside and partly outside decides nothing."""
+        """Return the answer; `inside noise` if the interval is only partly inside the region."""
         low = figure.value if figure.low is None else figure.low
         high = figure.value if figure.high is None else figure.high
         if math.isnan(low) or math.isnan(high):
@@ -63,6 +64,7 @@ class Region:
         return "fails" if high < self.low or low > self.high else "inside noise"
 
     def words(self, unit: str) -> str:
+        """Return the region as text."""
         if math.isinf(self.high):
             return f"at least {number(self.low, unit)}"
         if self.low == self.high:
@@ -72,7 +74,7 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class CheckOutcome:
-    """One check, as the rule that combines them reads it."""
+    """Input of `combine` for one check."""
 
     answer: Answer
     # Its failure refutes the claim; its success does not support it.
@@ -87,18 +89,18 @@ def combine(parts: Sequence[CheckOutcome], is_untestable: bool = False) -> Verdi
     - A necessary check that fails contradicts the claim.
     - Supported: every check holds, and one of them is more than necessary and was made at the claim's own scale.
     - Contradicted: every check that is more than necessary fails, and one of them was made at the claim's own scale.
-    - Partly: some of these hold or fail, and others do not, or only at another scale, or some could not be judged.
-    - Inside noise: nothing is decided, and an interval spans the claimed limit.
-    - Otherwise nothing is known: untestable where the ledger says why, else inconclusive.
+    - Partly: checks disagree, could not all be judged, or were decided at another scale only.
+    - Inside noise: no check is decided, and an interval spans the claimed limit.
+    - Otherwise untestable if the ledger gives a reason, else inconclusive.
     """
     if any(part.necessary and part.answer == "fails" for part in parts):
         return "contradicted"
-    own = [part for part in parts if not part.necessary]
-    decided = [part for part in own if part.answer in ("holds", "fails")]
+    supporting = [part for part in parts if not part.necessary]
+    decided = [part for part in supporting if part.answer in ("holds", "fails")]
     if any(not part.elsewhere for part in decided):
         if all(part.answer == "holds" for part in parts):
             return "supported"
-        if all(part.answer == "fails" for part in own):
+        if all(part.answer == "fails" for part in supporting):
             return "contradicted"
     if decided:
         return "partly"
@@ -108,6 +110,6 @@ def combine(parts: Sequence[CheckOutcome], is_untestable: bool = False) -> Verdi
 
 
 def number(value: float, unit: str = "") -> str:
-    """Return four digits, and more of a ratio that is almost 1."""
+    """Return a number with four digits, seven for a ratio near 1, and its unit."""
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{7 if 0.99 < value < 1.01 else 4}g}"
     return f"{text} {unit}".strip()

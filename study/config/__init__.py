@@ -1,1 +1,1 @@
-"""What a run is asked for: flags, strategies and their files, the launch, and errors. Free of torch."""
+"""Configuration of a run: flags, strategies and their files, launch environment, and errors. Free of torch."""

@@ -1,4 +1,4 @@
-"""The one way this project refuses a request."""
+"""Errors that the commands print as one line, with a fix, and the text that goes into them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-# Names the file in which a refused run leaves its reason: of an exit status a launcher says only that it was not 0.
+# Names the file to which a rejected run writes its reason: a launcher reports only that an exit status is not 0.
 REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
 
 
@@ -24,12 +24,12 @@ _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 100, 60, 60
 
 
 def clip(value: object) -> str:
-    """A value as it was given, for a message: a few lines of YAML with aliases can be gigabytes of text."""
+    """Return a short repr of a value, for a message: a few lines of YAML with aliases can be gigabytes of text."""
     return _BRIEF.repr(value)
 
 
 class UserError(Exception):
-    """A request that cannot be served: what is wrong and where, and how to fix it, one line each.
+    """A request that fails: the problem and where it is, and how to fix it, one line each.
 
     The command line prints it without a traceback and exits with 2.
     """
@@ -40,24 +40,24 @@ class UserError(Exception):
         super().__init__(f"{self.problem} -> {self.fix}")
 
     def to_json(self) -> dict[str, Any]:
-        """Read by refusal_from_json, which knows a kind that is defined elsewhere as the one that it is made of."""
-        kind = next(known for known in type(self).__mro__ if known.__name__ in _KINDS)
+        """Return the document that refusal_from_json reads; a class defined elsewhere becomes its nearest base here."""
+        kind = next(base for base in type(self).__mro__ if base.__name__ in _KINDS)
         return {"kind": kind.__name__, **vars(self)}
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`did you mean a or b? `, to put before what is known; empty where nothing is near."""
-    near = difflib.get_close_matches(word[:100], list(known), cutoff=cutoff)
-    return f"did you mean {' or '.join(near)}? " if near else ""
+def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `did you mean a or b? `, to put before the list of valid words; empty if none is similar."""
+    matches = difflib.get_close_matches(word[:100], list(words), cutoff=cutoff)
+    return f"did you mean {' or '.join(matches)}? " if matches else ""
 
 
 class Unsupported(UserError):
-    """A request that is right, and that this box cannot serve: a library, a device or NVMe is missing."""
+    """A valid request that this machine does not support: a library, a device or NVMe is missing."""
 
 
 @contextlib.contextmanager
 def require_extra(name: str) -> Iterator[None]:
-    """Refuse a missing import by the name of its extra in pyproject.toml."""
+    """Turn a failed import into a UserError that names the extra of pyproject.toml to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -65,7 +65,7 @@ def require_extra(name: str) -> Iterator[None]:
 
 
 class ModelTooLarge(Unsupported):
-    """A model that is too large for this box's memory, and how many of its layers are not."""
+    """A model that is too large for this machine's memory, and the number of its layers that fit."""
 
     def __init__(self, problem: str, fix: str, layers_that_fit: int):
         self.layers_that_fit = layers_that_fit
@@ -75,12 +75,13 @@ class ModelTooLarge(Unsupported):
 _KINDS = {kind.__name__: kind for kind in (UserError, Unsupported, ModelTooLarge)}
 
 
-def refusal_from_json(said: Mapping[str, Any]) -> UserError:
-    return _KINDS[said["kind"]](**{key: value for key, value in said.items() if key != "kind"})
+def refusal_from_json(document: Mapping[str, Any]) -> UserError:
+    """Return the error that `to_json` was called on."""
+    return _KINDS[document["kind"]](**{key: value for key, value in document.items() if key != "kind"})
 
 
 class RunFailed(Exception):
-    """A run that started and cannot go on, for a reason that is known: becomes `failed` in status.json."""
+    """A known failure of a run that has started: becomes `failed` in status.json."""
 
     def __init__(self, reason: str, hint: str = ""):
         self.reason = _in_one_line(reason)
@@ -89,12 +90,14 @@ class RunFailed(Exception):
 
 
 def _in_one_line(text: str) -> str:
-    """A file's name need not be UTF-8, and what is not can be neither printed nor recorded."""
+    """Return printable text without secrets, in one line; bytes of a file name that are not UTF-8 are escaped."""
     return replace_unprintable(redact_secrets(" ".join(text.split())).encode(errors="backslashreplace").decode())
 
 
 def replace_unprintable(text: str) -> str:
-    """Half a surrogate pair is JSON and no text; control characters are for a terminal, and for no table or page."""
+    """Return text with unprintable characters replaced: JSON allows half a surrogate pair, which is not text, and
+    control characters would change a terminal.
+    """
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -1,7 +1,7 @@
-"""RunConfig: one run as it was asked for, its flags, its batches, and its name.
+"""RunConfig: the flags of one run, its batches, and its name.
 
 The launched Accelerate file alone decides which strategy runs. No module of study/config imports torch or
-transformers, so a wrong flag is refused before they are imported.
+transformers, so a wrong flag fails before they are imported.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any, Literal
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.strategy_names import parse_overrides
 
-# What a flag is by default where that depends on others. `paper` repeats what the studied documents did.
-
-# Defaults that a model or a virtual run changes; constant ones are at their flag.
+# Defaults that depend on other flags; constant ones are at their flag. `paper` repeats the setup of the studied
+# documents.
 _EVERYWHERE: dict[str, Any] = {"precision": "fp32", "max_steps": 0, "logging_steps": 10, "warmup_ratio": 0.0}
 _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("bert-imdb", "paper"): {
@@ -48,50 +47,50 @@ _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
         "learning_rate": 4e-3, "warmup_ratio": 0.2, "dropout": 0.0, "eval_steps": 25,
     },
 }  # fmt: skip
-# Gemma-2-9B was trained at 2048 tokens in bf16; nothing else in the documents asks for its own defaults.
+# Gemma-2-9B was trained at 2048 tokens in bf16; no other model of the documents needs separate defaults.
 _MODEL_DEFAULTS: dict[str, dict[str, Any]] = {"gemma-2-9b": {"seq_length": 2048, "precision": "bf16"}}
-# A virtual run's third step is like every later one: the first makes the optimizer's state, and over the first two
-# ZeRO-3 learns and agrees on the order of the layers.
+# From its third step on, the steps of a virtual run are alike: the first allocates the optimizer state, and in the
+# first two ZeRO-3 records the order of the layers, on which all ranks agree.
 FIRST_STEADY_STEP = 3
 
 
-def default_values(asked: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
-    """The values behind what was not asked for; `scale` is paper or laptop."""
-    defaults = _EVERYWHERE | _DEFAULTS[asked["task"], scale]
-    model = asked.get("model_name_or_path", defaults["model_name_or_path"])
+def default_values(explicit: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
+    """Return the defaults for the flags that are not set; `scale` is paper or laptop."""
+    defaults = _EVERYWHERE | _DEFAULTS[explicit["task"], scale]
+    model = explicit.get("model_name_or_path", defaults["model_name_or_path"])
     defaults |= _MODEL_DEFAULTS.get(model.rsplit("/", 1)[-1], {})
-    if asked.get("lr_scheduler_type") == "constant":
+    if explicit.get("lr_scheduler_type") == "constant":
         defaults["warmup_ratio"] = 0.0
-    if asked.get("virtual_world_size"):
-        defaults |= _virtual_values(asked, scale, accelerator_visible)
+    if explicit.get("virtual_world_size"):
+        defaults |= _virtual_values(explicit, scale, accelerator_visible)
     return defaults
 
 
-def _virtual_values(asked: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
-    """Nothing is learned, so nothing is downloaded or evaluated: one sample per rank, and steps until they are alike.
+def _virtual_values(explicit: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
+    """Return the defaults of a virtual run: one sample per rank, no download and no evaluation, and a few steps.
 
-    On a GPU, whose time is a figure, some more steps follow after the warm-up.
+    On a GPU, where step time is measured, some more steps follow after the warm-up.
     """
-    samples = asked["virtual_world_size"] * asked.get("per_device_train_batch_size", 1)
+    samples = explicit["virtual_world_size"] * explicit.get("per_device_train_batch_size", 1)
     return {
         "weights": "random", "data": "builtin", "global_batch_size": samples, "eval_samples": 8,
         "max_steps": 8 if accelerator_visible else FIRST_STEADY_STEP,
-        "train_samples": asked.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
+        "train_samples": explicit.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
         "virtual_rank": 0,
-        # Without a GPU the sequences are short: what is held of the model's state does not depend on them.
+        # Without a GPU the sequences are short: the memory of the model state does not depend on them.
         **({"seq_length": 16} if scale == "laptop" else {}),
     }  # fmt: skip
 
 
-# Which values a run's flags may have. None of this needs torch, so a wrong value is refused at once.
+# Ranges of the flags' values.
 
 MAX_WORLD_SIZE = 1024
-# Up to here every whole number is a float, which a table or a plot may make of it.
+# Up to here a float represents every integer, and a table or a plot may convert to float.
 MAX_EXACT_INT = 2**53
 
 
 def check_values(config: RunConfig) -> None:
-    """Check the values that were given, whether or not the rest is resolved yet."""
+    """Raise if a value that is set is invalid, whether or not the config is resolved."""
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), field.metadata["at_least"]
         if isinstance(value, str):
@@ -101,47 +100,49 @@ def check_values(config: RunConfig) -> None:
         if value is not None and least is not None and value < least:
             raise _out_of_range(field.name, value, f"use {least} or more")
         if isinstance(value, int) and value > MAX_EXACT_INT:
-            raise _out_of_range(field.name, value, f"use {MAX_EXACT_INT} or less, which is all that a table can hold")
+            raise _out_of_range(
+                field.name, value, f"use {MAX_EXACT_INT} or less, the largest integer that a table stores exactly"
+            )
     if config.seed >= 2**32:
-        raise _out_of_range("seed", config.seed, f"use {2**32 - 1} or less, which is all numpy takes")
+        raise _out_of_range("seed", config.seed, f"use {2**32 - 1} or less, the largest seed of numpy")
     cap, dropout = config.device_memory_cap_gib, config.dropout
     if cap is not None and cap <= 0:
         raise _out_of_range("device_memory_cap_gib", cap, "use the GiB of the smaller GPU, such as 16")
     if config.warmup_ratio and config.warmup_ratio > 1:
-        raise _out_of_range("warmup_ratio", config.warmup_ratio, "use a share between 0 and 1")
+        raise _out_of_range("warmup_ratio", config.warmup_ratio, "use a fraction between 0 and 1")
     if config.warmup_ratio and config.lr_scheduler_type == "constant":
         raise UserError(
             f"--lr_scheduler_type constant ignores --warmup_ratio {config.warmup_ratio}",
             "use --lr_scheduler_type constant_with_warmup",
         )
     if dropout is not None and not (0 <= dropout < 1 or dropout == -1):
-        raise _out_of_range("dropout", dropout, "use 0 up to below 1, or -1 for the model's own")
+        raise _out_of_range("dropout", dropout, "use at least 0 and less than 1, or -1 for the model's own values")
     parse_overrides(config.engine_override)
     _check_options(config)
     if config.virtual_world_size is not None:
         check_virtual_rank(config.virtual_world_size, config.virtual_rank)
     elif config.virtual_rank is not None:
         flag = f"--virtual_rank {config.virtual_rank}"
-        raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {MAX_WORLD_SIZE}")
+        raise UserError(f"{flag} needs a virtual job", f"add --virtual_world_size 2 to {MAX_WORLD_SIZE}")
 
 
 def _check_options(config: RunConfig) -> None:
     if config.bf16_states and config.precision not in (None, "bf16-engine"):
-        raise UserError(f"--bf16_states does not go with --precision {config.precision}", "use --precision bf16-engine")
+        raise UserError(f"--bf16_states does not support --precision {config.precision}", "use --precision bf16-engine")
     if config.optimizer == "muon" and config.max_grad_norm:
         raise UserError(
-            f"--optimizer muon with --max_grad_norm {config.max_grad_norm:g}: DeepSpeed's stages would clip what Muon"
-            " makes of the gradients, and other engines the gradients",
+            f"--optimizer muon with --max_grad_norm {config.max_grad_norm:g}: DeepSpeed's stages would clip Muon's"
+            " updates, and other engines the gradients",
             "use --max_grad_norm 0",
         )
 
 
 def _check_text(flag: str, value: str) -> None:
     if value == "":
-        # As of a variable that is not set; as a path it would be the working directory.
-        raise UserError(f"--{flag} is empty", "give it a value, or leave it out")
+        # Usually an unset variable of a shell; as a path it would be the working directory.
+        raise UserError(f"--{flag} is empty", "set a value, or leave it out")
     if not value.isprintable():
-        raise UserError(f"--{flag} {value!r} holds what cannot be printed on a line", "use another name")
+        raise UserError(f"--{flag} {value!r} has characters that cannot be printed on one line", "use another name")
 
 
 def _out_of_range(flag: str, value: float, fix: str) -> UserError:
@@ -151,21 +152,22 @@ def _out_of_range(flag: str, value: float, fix: str) -> UserError:
 def check_virtual_rank(
     ranks: int, rank: int | None, ranks_flag: str = "--virtual_world_size", rank_flag: str = "--virtual_rank"
 ) -> None:
-    """`study virtual` has both flags under names of its own."""
+    """Raise if a virtual job's world size or rank is out of range; `study virtual` has other names for both flags."""
     if not 2 <= ranks <= MAX_WORLD_SIZE:
         raise UserError(
             f"{ranks_flag} {ranks} is out of range",
-            f"use 2 to {MAX_WORLD_SIZE}: one rank is what `accelerate launch` starts without it",
+            f"use 2 to {MAX_WORLD_SIZE}, or leave it out for one rank",
         )
     if rank is not None and not 0 <= rank < ranks:
-        raise UserError(f"{rank_flag} {rank} is none of {ranks} ranks", f"use 0 to {ranks - 1}")
+        raise UserError(f"{rank_flag} {rank} is not one of {ranks} ranks", f"use 0 to {ranks - 1}")
 
 
 def check_virtual_run_flags(config: RunConfig) -> None:
+    """Raise if a flag has no effect or meaning in a virtual run, or if the run is too short."""
     for name, without, why in (
         ("weights", "random", "loads no weights"), ("report_to", "none", "has no losses to report"),
         ("checkpointing_steps", 0, "has no state worth saving"),
-        ("resume_from_checkpoint", None, "goes on from nothing"), ("eval_steps", 0, "has no losses to judge"),
+        ("resume_from_checkpoint", None, "has no state to resume from"), ("eval_steps", 0, "has no losses to evaluate"),
         ("profile_steps", 0, "excludes communication, so its step time is not the job's"),
     ):  # fmt: skip
         if getattr(config, name) not in (None, without):
@@ -173,7 +175,7 @@ def check_virtual_run_flags(config: RunConfig) -> None:
     steps = config.total_steps(config.train_samples or config.global_batch_size)
     if steps < FIRST_STEADY_STEP:
         raise UserError(
-            f"a virtual run of {steps} step{'s'[: steps > 1]} would watch one that is not like all later ones",
+            f"a virtual run of {steps} step{'s'[: steps > 1]} ends before its steps are alike",
             f"use --max_steps {FIRST_STEADY_STEP} or more, or leave it out",
         )
 
@@ -182,7 +184,7 @@ Task = Literal["bert-imdb", "gpt-wikitext"]
 Scale = Literal["auto", "paper", "laptop"]
 Weights = Literal["pretrained", "random"]
 Precision = Literal["fp32", "bf16", "bf16-engine", "fp16", "fp16-engine"]
-# transformers' schedules that need nothing but the warm-up and the number of steps.
+# transformers' schedules that need only the warm-up and the number of steps.
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
@@ -191,14 +193,14 @@ Peft = Literal["none", "lora"]
 Optimizer = Literal["adamw", "muon"]
 WikitextName = Literal["wikitext-2-raw-v1", "wikitext-103-raw-v1"]
 
-# What a run may change and stay the same run: where it writes, and where it goes on from.
+# Flags that are not part of a run's identity: its output paths, and the checkpoint that it resumes from.
 _NOT_IDENTITY = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "nvme_path"}
-# Flags that came later. A run that does not use them keeps the name it had before they existed.
+# Flags added later, with their defaults: a run that does not use them keeps the name that it had before.
 _LATER_FLAGS = {
     "virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "group_size": None, "peft": "none",
     "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "bf16_states": False,
 }  # fmt: skip
-# Names of flags in the hash of a run's name: a renamed flag must not rename the runs that used it.
+# Renamed flags by their former name, which stays in the hash of a run's name: its runs must keep their names.
 _OLD_NAMES = {"group_size": "team_size"}
 
 
@@ -208,18 +210,18 @@ def _flag(help_text: str, default: Any = None, at_least: int | None = None) -> A
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """One run as asked. Each field is a flag of study/train.py and a key of a suite.
+    """The settings of one run. Each field is a flag of study/train.py and a key of a suite.
 
-    A field without a default is None until `resolved()` gives it the value of study/config/flags.py.
+    A field without a default is None until `resolved()` sets it to the default of its task and scale.
     """
 
     task: Task = _flag("the training task: model head and data", "bert-imdb")
-    scale: Scale = _flag("paper: what the studied documents did; laptop: tiny; auto: paper with a GPU", "auto")
+    scale: Scale = _flag("paper: the setup of the studied documents; laptop: tiny; auto: paper with a GPU", "auto")
     model_name_or_path: str = _flag("a preset of study/workloads/presets.py, a hub id or a local folder")
-    weights: Weights = _flag("start from the published weights, or from a seeded random draw")
+    weights: Weights = _flag("initial weights: the published ones, or random ones from --seed")
     data: str = _flag("hub, builtin (generated here, needs no network) or the path of a local copy")
     dataset_config_name: WikitextName = _flag("which Wikitext `--data hub` means", "wikitext-2-raw-v1")
-    tokenizer_name: str | None = _flag("a hub id or local folder, where the model's own tokenizer is not wanted")
+    tokenizer_name: str | None = _flag("a hub id or local folder, instead of the model's own tokenizer")
     seq_length: int = _flag("tokens per sample", at_least=2)
     train_samples: int = _flag("training samples; 0: all there are", at_least=0)
     eval_samples: int = _flag("evaluation samples; 0: all there are", at_least=0)
@@ -227,28 +229,28 @@ class RunConfig:
     per_device_train_batch_size: int | None = _flag(
         "samples per forward pass on one rank; accumulation is derived", at_least=1
     )
-    num_train_epochs: int = _flag("passes over the training samples, unless --max_steps says otherwise", at_least=1)
-    max_steps: int = _flag("optimizer steps; 0 leaves it to --num_train_epochs", at_least=0)
+    num_train_epochs: int = _flag("epochs over the training samples, if --max_steps is 0", at_least=1)
+    max_steps: int = _flag("optimizer steps; 0: as many as --num_train_epochs needs", at_least=0)
     optimizer: Optimizer = _flag("muon: DeepSpeed's, for the matrices of hidden layers; AdamW for the rest", "adamw")
-    learning_rate: float = _flag("the optimizer's peak learning rate", at_least=0)
+    learning_rate: float = _flag("peak learning rate", at_least=0)
     weight_decay: float = _flag("AdamW's decoupled weight decay", 0.0, at_least=0)
-    warmup_ratio: float = _flag("share of the steps in which the learning rate rises from 0", at_least=0)
-    lr_scheduler_type: Schedule = _flag("how the learning rate falls after the warm-up", "linear")
-    max_grad_norm: float = _flag("clip the global gradient norm to this; 0 does not clip", 1.0, at_least=0)
+    warmup_ratio: float = _flag("fraction of the steps in which the learning rate rises from 0", at_least=0)
+    lr_scheduler_type: Schedule = _flag("learning rate schedule after the warm-up", "linear")
+    max_grad_norm: float = _flag("clip the global gradient norm to this; 0: no clipping", 1.0, at_least=0)
     dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
     precision: Precision = _flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
-    bf16_states: bool = _flag("with bf16-engine: no fp32 masters, and the optimizer's states in bf16 as well", False)
-    peft: Peft = _flag("lora: train small matrices added to all linear layers, and freeze the model's weights", "none")
-    lora_rank: int = _flag("rows of each of LoRA's small matrices", 8, at_least=1)
-    lora_alpha: int = _flag("LoRA's output is scaled by this, divided by the rank", 16, at_least=1)
+    bf16_states: bool = _flag("with bf16-engine: no fp32 master weights, and optimizer states in bf16", False)
+    peft: Peft = _flag("lora: train adapters of all linear layers, and freeze the model's weights", "none")
+    lora_rank: int = _flag("rank of the LoRA adapters", 8, at_least=1)
+    lora_alpha: int = _flag("LoRA's alpha: adapter outputs are scaled by alpha / rank", 16, at_least=1)
     gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
     attn_implementation: Attention = _flag(
-        "transformers' attention; sdpa means eager where a model has none; sdpa_causal never builds a mask", "sdpa"
+        "transformers' attention; sdpa: eager if a model does not support it; sdpa_causal: never builds a mask", "sdpa"
     )
     torch_compile: bool = _flag("compile the model with torch.compile", False)
     seed: int = _flag("seeds the initial weights, the order of the samples and dropout", 42, at_least=0)
-    eval_steps: int = _flag("evaluate every so many steps and at the end; 0: only at the end", at_least=0)
-    logging_steps: int = _flag("write step rows, and notice a NaN, every so many steps", at_least=1)
+    eval_steps: int = _flag("evaluate every N steps and at the end; 0: only at the end", at_least=0)
+    logging_steps: int = _flag("write step rows, and check for NaN, every N steps", at_least=1)
     nvme_path: str = _flag("folder on the NVMe that strategies offload to", "nvme_offload")
     group_size: int | None = _flag(
         "ranks of one model-parallel group (tensor-, context- or sequence-parallel)", at_least=2
@@ -257,15 +259,17 @@ class RunConfig:
     profile_steps: int = _flag("profile the last N steps with torch.profiler", 0, at_least=0)
     engine_override: tuple[str, ...] = _flag("KEY=JSON set in the DeepSpeed config, dotted: a.b=5e6; repeatable", ())
     output_dir: str | None = _flag("the run directory; by default runs/<run id>")
-    overwrite_output_dir: bool = _flag("replace what an earlier run left in the run directory", False)
-    checkpointing_steps: int = _flag("save a checkpoint every so many steps; 0: never", 0, at_least=0)
+    overwrite_output_dir: bool = _flag("replace an earlier run in the run directory", False)
+    checkpointing_steps: int = _flag("save a checkpoint every N steps; 0: never", 0, at_least=0)
     resume_from_checkpoint: str | None = _flag("a checkpoint folder of an earlier run, or `latest` in --output_dir")
-    report_to: str = _flag("a tracker Accelerate knows (tensorboard, wandb, ...), or none", "none")
-    virtual_world_size: int | None = _flag("world size of a virtual job, of which one rank runs; losses mean nothing")
-    virtual_rank: int | None = _flag("which of the virtual ranks this is; 0 by default")
+    report_to: str = _flag("a tracker that Accelerate supports (tensorboard, wandb, ...), or none", "none")
+    virtual_world_size: int | None = _flag(
+        "world size of a virtual job, of which one rank runs; its losses are meaningless"
+    )
+    virtual_rank: int | None = _flag("rank of this process in the virtual job; 0 by default")
 
     def total_steps(self, train_samples: int) -> int:
-        """Optimizer steps of this run; an incomplete last batch of an epoch is dropped."""
+        """Return the optimizer steps of this run; an incomplete last batch of an epoch is dropped."""
         steps_per_epoch = train_samples // self.global_batch_size
         if steps_per_epoch == 0:
             fix = f"use --global_batch_size {train_samples} or less, or more data"
@@ -294,9 +298,9 @@ class RunConfig:
         micro = self.per_device_train_batch_size or per_rank
         if per_rank % micro:
             most = min(micro, per_rank)
-            # The next smaller one that divides, unless looking for it takes minutes.
-            near = range(most, max(0, most - 10_000), -1)
-            smaller = next((size for size in near if per_rank % size == 0), math.gcd(per_rank, micro))
+            # The next smaller divisor; the greatest common divisor if a search would take minutes.
+            candidates = range(most, max(0, most - 10_000), -1)
+            smaller = next((size for size in candidates if per_rank % size == 0), math.gcd(per_rank, micro))
             raise UserError(
                 f"--per_device_train_batch_size {micro} on {over} does not divide --global_batch_size {batch}",
                 f"use {smaller}, or --global_batch_size {next_larger}",
@@ -304,7 +308,7 @@ class RunConfig:
         return BatchPlan(batch, groups, micro, per_rank // micro)
 
     def run_id(self, strategy: str, world_size: int) -> str:
-        """A name a person can read, with a hash of everything that makes this run what it is."""
+        """Return a readable name with a hash of all settings that identify this run."""
         identity = {
             _OLD_NAMES.get(key, key): value
             for key, value in self.to_dict().items()
@@ -315,7 +319,7 @@ class RunConfig:
 
     @property
     def model_name(self) -> str:
-        """The model without its owner or folder, and short enough for a folder's name."""
+        """Name of the model without its owner or folder, short enough for a folder's name."""
         return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1][:96]
 
     def tracker_config(self) -> dict[str, Any]:
@@ -323,46 +327,48 @@ class RunConfig:
         return {key: value for key, value in self.to_dict().items() if isinstance(value, (bool, int, float, str))}
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all flags in types of JSON."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str) -> RunConfig:
-        """Build from a record or a suite; unknown keys and wrong types are refused by name. Null is as left out."""
+        """Build from a record or a suite; raise for unknown keys and wrong types. Null means the default."""
         hints = _hints()
         unknown = [key for key in values if key not in hints]
         if unknown:
             fix = f"{did_you_mean(str(unknown[0]), hints)}known keys: {', '.join(sorted(hints))}"
             raise UserError(f"unknown key {clip(unknown[0])} in {where}", fix)
-        given = {key: value for key, value in values.items() if value is not None}
-        return cls(**{key: _parse_as(hints[key], value, f"{key} in {where}") for key, value in given.items()})
+        present = {key: value for key, value in values.items() if value is not None}
+        return cls(**{key: _parse_as(hints[key], value, f"{key} in {where}") for key, value in present.items()})
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """One optimizer step's samples over ranks and micro-batches."""
+    """Split of one optimizer step's samples into ranks and micro-batches."""
 
     global_batch_size: int
-    # A group is one rank, unless the strategy has several share their samples.
+    # Data-parallel groups: single ranks, or model-parallel groups, whose ranks process the same samples.
     groups: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
 
     @property
     def samples_per_group(self) -> int:
+        """Samples of one data-parallel group per optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def micro_batches(self, step_samples: Sequence[int], group: int) -> list[list[int]]:
-        """A group's micro-batches out of one step's samples, in order."""
+        """Return a group's micro-batches of one step's samples, in order."""
         size = self.per_device_train_batch_size
         starts = ((turn * self.groups + group) * size for turn in range(self.gradient_accumulation_steps))
         return [list(step_samples[start : start + size]) for start in starts]
 
 
 def resolve_config(config: RunConfig, accelerator_visible: bool) -> RunConfig:
-    """Every flag that was left out gets its value; what contradicts itself is refused."""
+    """Return the config with all defaults set; raise if flags contradict each other."""
     scale = config.scale if config.scale != "auto" else ("paper" if accelerator_visible else "laptop")
-    asked = {key: value for key, value in vars(config).items() if value is not None}
-    config = RunConfig(**(default_values(asked, scale, accelerator_visible) | asked | {"scale": scale}))
+    explicit = {key: value for key, value in vars(config).items() if value is not None}
+    config = RunConfig(**(default_values(explicit, scale, accelerator_visible) | explicit | {"scale": scale}))
     check_values(config)
     return config
 
@@ -372,20 +378,21 @@ def _with_underscores(flag: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong flag raises UserError, which ends in one line and exit status 2. Flags have underscores, and are accepted
-    with hyphens."""
+    """An argument parser that raises UserError, for one line and exit status 2, and accepts hyphens for underscores."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known = {_with_underscores(flag): flag for flag in self._option_string_actions}
+        """Parse flags written with hyphens or underscores."""
+        flags = {_with_underscores(flag): flag for flag in self._option_string_actions}
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         for place, word in enumerate(words[:end]):
             flag, equals, value = word.partition("=")
-            words[place] = known.get(_with_underscores(flag), flag) + equals + value
+            words[place] = flags.get(_with_underscores(flag), flag) + equals + value
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(message, f"{self.prog} --help lists what there is")
+        """Raise UserError instead of printing the usage."""
+        raise UserError(message, f"{self.prog} --help lists the options")
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
@@ -398,6 +405,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
 
 
 def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add the fields of RunConfig to a parser as flags."""
     hints = _hints()
     for field in dataclasses.fields(RunConfig):
         if field.name in without:
@@ -419,28 +427,29 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
 
 
 def format_flag(flag: str, value: Any) -> str:
-    """Return in words how a command line gives a flag this value."""
+    """Return the advice that sets a flag to this value on a command line."""
     if isinstance(value, bool):
         return f"use --{flag}" if value else f"use --no-{flag}"
     if value is None or value == []:
         return f"leave --{flag} out"
     values = value if isinstance(value, list) else [value]
-    return f"use {' '.join(f'--{flag} {shlex.quote(str(each))}' for each in values)}"
+    return f"use {' '.join(f'--{flag} {shlex.quote(str(item))}' for item in values)}"
 
 
 def config_from_flags(options: argparse.Namespace) -> RunConfig:
+    """Build a RunConfig from parsed flags."""
     values = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(RunConfig)}
     return RunConfig(**(values | {"engine_override": tuple(options.engine_override)}))
 
 
 @functools.cache
 def _hints() -> dict[str, Any]:
-    """Evaluated from text once: a suite of a thousand cells asks a thousand times."""
+    """Return the evaluated type hints of RunConfig, cached: a suite of a thousand cells uses them a thousand times."""
     return typing.get_type_hints(RunConfig)
 
 
 def inner_type(hint: Any) -> Any:
-    """X of `X | None`."""
+    """Return X of `X | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(member for member in typing.get_args(hint) if member is not type(None))
     return hint

@@ -1,4 +1,4 @@
-"""The launch of this process: its strategy and its rank, from what `accelerate launch` exported."""
+"""The launch of this process: its strategy and its rank, from the variables that `accelerate launch` exported."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from study.config.strategy_names import (
     requested_mesh,
 )
 
-# What `accelerate launch` exports of the file, and leaves as it finds it where the file does not say it.
+# Variables that `accelerate launch` exports if the file sets them, and inherits from the shell if it does not.
 _SAID_BY_THE_FILE = re.compile(
     r"ACCELERATE_(USE_(DEEPSPEED|FSDP|MEGATRON_LM|SAGEMAKER|PARALLELISM_CONFIG)|DEEPSPEED_\w+|CONFIG_DS_FIELDS"
     r"|GRADIENT_\w+|TORCH_DEVICE|DOWNCAST_BF16)|(FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_\w+"
 )
-# A process's place, where nobody launched it: Accelerate takes any LOCAL_RANK for a launch, and MPI's sizes.
+# Rank and size of a process without a launcher: Accelerate treats LOCAL_RANK and MPI's sizes as a launch.
 _PLACE_ALONE = {"RANK": "0", "LOCAL_RANK": "-1"} | dict.fromkeys(
     ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), "1"
 )
@@ -45,14 +45,16 @@ class Launch:
     rank: int
     local_rank: int
     local_world_size: int
-    # One process stands for one rank of `world_size`, and there are no others.
+    # Whether one process runs one of `world_size` ranks alone.
     virtual: bool = False
 
     def ranks_per_replica(self, config: RunConfig) -> int | None:
+        """Ranks over which hsdp or zero3_hpz shards a replica, with the run's overrides; None for other strategies."""
         return self.strategy.with_overrides(config).ranks_per_replica(self.world_size, self.ranks_per_machine)
 
     @property
     def ranks_per_machine(self) -> int:
+        """Ranks per machine; a default for a virtual job."""
         return DEFAULT_RANKS_PER_NODE if self.virtual else self.local_world_size
 
     @property
@@ -62,18 +64,21 @@ class Launch:
 
     @property
     def is_group_leader(self) -> bool:
+        """Whether this is the first rank of its model-parallel group."""
         return self.rank % self.strategy.group_size == 0
 
     @property
     def is_main(self) -> bool:
+        """Whether this rank writes the run's record."""
         return self.virtual or self.rank == 0
 
     @property
     def machines(self) -> int:
+        """Number of machines of the job."""
         return 1 if self.virtual else self.world_size // self.local_world_size
 
     def command(self, num_processes: int, machines: int = 1) -> str:
-        """This very run as a command to paste, with another number of ranks on each machine."""
+        """Return a command that launches this run with another number of ranks per machine."""
         # Accelerate does not export which file was launched.
         file = "YOUR_FILE" if self.strategy.custom_settings else self.strategy.name
         place = ""
@@ -90,20 +95,20 @@ class Launch:
 
 
 def virtual_launch(launch: Launch, world_size: int, rank: int) -> Launch:
-    """This one process as one rank of many."""
+    """Return the launch of this process as one rank of a virtual job."""
     if launch.strategy.name == "single":
-        raise UserError("single is one rank alone, and cannot be one of many", "launch another strategy's file")
+        raise UserError("single has one rank and cannot run as a virtual rank", "launch another strategy's file")
     if launch.world_size > 1:
         raise UserError(
-            f"a virtual rank is one process, and {launch.world_size} were launched", f"run: {launch.command(1)}"
+            f"a virtual rank is one process, but {launch.world_size} were launched", f"run: {launch.command(1)}"
         )
     return dataclasses.replace(launch, world_size=world_size, rank=rank, virtual=True)
 
 
 def read_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str, str] | None = None) -> Launch:
-    """Read the strategy and rank of this process from what `accelerate launch` exported.
+    """Read the strategy and rank of this process from the variables that `accelerate launch` exported.
 
-    `shell` is the environment that the launcher itself was started with; without it nothing is known to be left over.
+    `shell` is the launcher's own environment; without it, variables left over from the shell are not detected.
     """
     if shell is not None:
         _check_stale_launch_variables(environment, shell)
@@ -125,7 +130,7 @@ def read_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str,
 
 
 def read_launcher_environment() -> dict[str, str]:
-    """Return the environment that the launcher was started with, whatever it set for its children."""
+    """Return the launcher's environment, without the variables that it set for its children; {} if unreadable."""
     try:
         entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -134,25 +139,26 @@ def read_launcher_environment() -> dict[str, str]:
 
 
 def _check_stale_launch_variables(environment: Mapping[str, str], shell: Mapping[str, str]) -> None:
-    """Left over in a shell, such a variable would let another strategy train than the launched file says."""
+    """Raise if the shell sets a variable of the launcher: it could select another strategy than the launched file."""
     before = shell
-    # One for each process that torch's launcher starts.
-    own, inherited = (said.get("TORCHELASTIC_ERROR_FILE") for said in (environment, shell))
-    if "TORCHELASTIC_RUN_ID" not in environment or (own is not None and own == inherited):
+    # torch's launcher sets a separate file for each process.
+    error_file, inherited_file = (variables.get("TORCHELASTIC_ERROR_FILE") for variables in (environment, shell))
+    if "TORCHELASTIC_RUN_ID" not in environment or (error_file is not None and error_file == inherited_file):
         shell = {**shell, **environment}
-        left = [name for name, alone in _PLACE_ALONE.items() if environment.get(name, alone) != alone]
+        leftovers = [name for name, alone in _PLACE_ALONE.items() if environment.get(name, alone) != alone]
     else:
-        left = []
-    left += sorted(name for name in shell if _SAID_BY_THE_FILE.fullmatch(name))
+        leftovers = []
+    leftovers += sorted(name for name in shell if _SAID_BY_THE_FILE.fullmatch(name))
     if shell.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t"):
         # `single` would train on the CPU while the GPU is idle, and its record would name the GPU.
-        # `accelerate launch` exports a precision, and this variable of its own flag or file.
+        # `accelerate launch` exports a precision, and this variable if its flag or file sets it.
         if "ACCELERATE_MIXED_PRECISION" in environment and "ACCELERATE_USE_CPU" not in before:
             raise UserError("the launch asks for --cpu or use_cpu", "leave it out, or hide GPUs: CUDA_VISIBLE_DEVICES=")
-        left.append("ACCELERATE_USE_CPU")
-    if left:
+        leftovers.append("ACCELERATE_USE_CPU")
+    if leftovers:
         raise UserError(
-            f"the environment variable {left[0]} is set, and not by the launched file", f"run: unset {' '.join(left)}"
+            f"the environment variable {leftovers[0]} is set, but not by the launched file",
+            f"run: unset {' '.join(leftovers)}",
         )
 
 
@@ -169,31 +175,33 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
         for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
     )
     if has_megatron:
-        raise UserError("the launched Accelerate file has a megatron_lm, which no strategy here has", "leave it out")
+        raise UserError(
+            "the launched Accelerate file has a megatron_lm section, which no strategy supports", "leave it out"
+        )
     mesh = read_mesh_sizes(environment) if has_mesh else {}
     if has_deepspeed:
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         if not file:
             raise UserError(
                 "the launched Accelerate file has no deepspeed_config_file",
-                "launch with a file of accelerate_configs/, which keeps every value in a DeepSpeed JSON",
+                "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON",
             )
         settings = read_deepspeed_json(Path(file))
         zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
-        asked = normalize_deepspeed_config(settings, zero3_init, mesh)
-        return _named(name_strategy(asked, Path(file)), "DEEPSPEED", settings, asked)
+        normalized = normalize_deepspeed_config(settings, zero3_init, mesh)
+        return _named(name_strategy(normalized, Path(file)), "DEEPSPEED", settings, normalized)
     if has_fsdp:
         if environment.get("FSDP_VERSION") != "2":
             raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
-        asked = normalize_fsdp_config(environment, mesh)
-        if has_mesh and requested_mesh(asked) is None and parse_group(asked) is None:
+        normalized = normalize_fsdp_config(environment, mesh)
+        if has_mesh and requested_mesh(normalized) is None and parse_group(normalized) is None:
             raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-        return _named(name_strategy(asked), "FSDP", None, asked)
+        return _named(name_strategy(normalized), "FSDP", None, normalized)
     if has_mesh:
-        asked = normalize_plain_config(mesh)
-        if parse_group(asked) is None:
+        normalized = normalize_plain_config(mesh)
+        if parse_group(normalized) is None:
             raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-        return _named(name_strategy(asked), "MULTI_GPU", None, asked)
+        return _named(name_strategy(normalized), "MULTI_GPU", None, normalized)
     if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
         return Strategy("ddp", "MULTI_GPU")
     return Strategy("single", "NO")
@@ -203,7 +211,7 @@ def _named(
     name: str,
     distributed_type: str,
     settings: Mapping[str, Any] | None,
-    asked: Mapping[str, Any],
+    normalized: Mapping[str, Any],
 ) -> Strategy:
-    own = None if name in SHIPPED else asked
-    return Strategy(name, distributed_type, settings, own, requested_mesh(asked), parse_group(asked))
+    own_settings = None if name in SHIPPED else normalized
+    return Strategy(name, distributed_type, settings, own_settings, requested_mesh(normalized), parse_group(normalized))

@@ -1,4 +1,4 @@
-"""What the commands print: tables, notes and one-line verdicts. rich is imported where the first table is printed."""
+"""Output of the commands: tables, notes and one-line verdicts. The first table imports rich."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from study.config.errors import replace_unprintable
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """Rows of text. Columns of figures are aligned to the right; without names of columns there is no header."""
+    """Rows of text. Columns of numbers are aligned to the right; without column names the table has no header."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -22,7 +22,7 @@ class TextTable:
 
 
 def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> None:
-    """Print lines and tables: wrapped to a terminal's width, and in a file or a pipe one line for each row and note.
+    """Print lines and tables, wrapped to the width of a terminal; to a file or a pipe, one line per row and note.
 
     Control characters, which a user's file or a library's message may have, are replaced. An empty line separates two
     tables.
@@ -37,7 +37,7 @@ def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> N
         text = (
             _table_text(part, width, out) if isinstance(part, TextTable) else _wrapped(replace_unprintable(part), width)
         )
-        # An output in another encoding has no bars.
+        # The output's encoding may lack characters of a table.
         encoding = out.encoding or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding), file=out, flush=True)
 
@@ -53,7 +53,7 @@ def _wrapped(text: str, width: int | None) -> str:
 
 
 def _table_text(table: TextTable, width: int | None, out: TextIO) -> str:
-    """Names and figures are never cut: only the last column, which is a reason in most tables, is wrapped."""
+    """Return a table as text. Only the last column wraps, in most tables a reason: names and numbers are not cut."""
     from rich.console import Console
     from rich.table import Table
 

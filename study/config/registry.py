@@ -1,4 +1,4 @@
-"""Every strategy, one row each. Its files are accelerate_configs/NAME.yaml and, with DeepSpeed, deepspeed/NAME.json."""
+"""One row for each strategy. Its files are accelerate_configs/NAME.yaml and, with DeepSpeed, deepspeed/NAME.json."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ SOLID: tuple[float, ...] = ()
 
 
 class StrategyEntry(NamedTuple):
-    # Of what its files ask for (study/config/strategy_names.py); a test prints the one that a changed file needs. None
-    # of one that asks for no engine.
+    """Settings digest, kind, order of advice and plot style of one strategy."""
+
+    # Hash of the settings in its files (study/config/strategy_names.py); a test prints the new one after a change.
+    # Empty without an engine.
     digest: str
-    # `studied` are what `strategy: all` means in a suite: they stay as they are, so that reports stay comparable.
-    # `replicas` shard more than one copy of the state, each over a part of the ranks; the ranks of `groups` work on
-    # the same samples together; `named` is what came later. A suite names these one by one.
+    # `studied`: the strategies of `strategy: all` in a suite; a fixed list, so that reports stay comparable.
+    # `replicas`: hybrid sharding, several replicas, each sharded over some of the ranks. `groups`: model-parallel
+    # groups, whose ranks process the same samples. `named`: later additions. A suite lists the last three by name.
     kind: Literal["studied", "replicas", "groups", "named"]
-    # `study advise` tries those that have one, and prefers the lowest of those that are as fast as each other.
+    # `study advise` tries the strategies with a rank, and prefers the lowest among equally fast ones; None: not tried.
     simplicity: int | None
-    # In plots. A strategy of `groups` has the colour of what it is without them.
+    # For plots. A strategy of `groups` has the color of its counterpart without groups.
     colour: str
     marker: str
     dash: tuple[float, ...]

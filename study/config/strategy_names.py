@@ -1,7 +1,7 @@
-"""A run is named after what its file asks, and not after what the file is called.
+"""Names of runs, derived from the settings of the launched file and not from its file name.
 
-A record counts as `zero3` only where the launched file asks for exactly what this study's zero3 is. Any other file
-gives its runs a name of their own, which changes with every setting: two versions of one file are never pooled.
+A record counts as `zero3` only if the launched file has exactly the settings of this study's zero3. Any other file
+gets a custom name, which changes with every setting: two versions of one file are never pooled.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from study.config.errors import UserError, clip
 from study.config.registry import REGISTRY
 
 SHIPPED = {name: row.digest for name, row in REGISTRY.items() if row.digest}
-# The flags of a run decide these, whatever the file says.
+# A run's flags override these keys of the file.
 BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 _SET_BY_FLAGS = BATCH_KEYS | {"gradient_clipping"}
-# What changes an FSDP2 run, and Accelerate's default. FSDP2 does not have a place where a gather is prefetched.
+# Settings that change an FSDP2 run, with Accelerate's defaults. backward_prefetch has no effect in FSDP2.
 _FSDP_DEFAULTS = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_OFFLOAD_PARAMS": "false",
@@ -40,50 +40,52 @@ _USABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 def normalize_deepspeed_config(
     settings: Mapping[str, Any], zero3_init: bool, mesh: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the settings that decide the run, without what its flags set and the folder to swap to."""
-    asked = {key: value for key, value in copy.deepcopy(dict(settings)).items() if key not in _SET_BY_FLAGS}
-    zero = asked["zero_optimization"]
+    """Return the DeepSpeed settings that identify a strategy, without those that flags set and the NVMe folder."""
+    normalized = {key: value for key, value in copy.deepcopy(dict(settings)).items() if key not in _SET_BY_FLAGS}
+    zero = normalized["zero_optimization"]
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section):
             zero[section].pop("nvme_path", None)
     if zero["stage"] == 3:
-        asked["zero3_init_flag"] = zero3_init
-    return asked | _only({"sp_size"}, mesh, "a DeepSpeed file")
+        normalized["zero3_init_flag"] = zero3_init
+    return normalized | _only({"sp_size"}, mesh, "a DeepSpeed file")
 
 
 def normalize_plain_config(mesh: Mapping[str, int]) -> dict[str, Any]:
-    """Return the settings of a MULTI_GPU file."""
+    """Return the settings that identify the strategy of a MULTI_GPU file."""
     return _only({"tp_size"}, mesh, "a MULTI_GPU file")
 
 
 def normalize_fsdp_config(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[str, Any]:
-    """Return the settings of an FSDP file, from the variables that `accelerate launch` exports."""
-    asked: dict[str, Any] = {key: exported.get(key, default) for key, default in _FSDP_DEFAULTS.items()}
+    """Return the settings that identify an FSDP strategy, from the variables that `accelerate launch` exports."""
+    normalized: dict[str, Any] = {key: exported.get(key, default) for key, default in _FSDP_DEFAULTS.items()}
     for key in _SWITCHES:
-        if asked[key].lower() not in ("true", "false"):
-            raise UserError(f"the launched Accelerate file has {key.lower()}: {asked[key]}", "set true or false")
-        asked[key] = asked[key].lower() == "true"
-    if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
-        del asked["FSDP_MIN_NUM_PARAMS"]
-    elif not asked["FSDP_MIN_NUM_PARAMS"].isdecimal():
-        # Accelerate's own default, 100000000.0, fails too.
+        if normalized[key].lower() not in ("true", "false"):
+            raise UserError(f"the launched Accelerate file has {key.lower()}: {normalized[key]}", "set true or false")
+        normalized[key] = normalized[key].lower() == "true"
+    if normalized["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
+        del normalized["FSDP_MIN_NUM_PARAMS"]
+    elif not normalized["FSDP_MIN_NUM_PARAMS"].isdecimal():
+        # Accelerate's default, 100000000.0, fails too.
         raise UserError(
             "the launched Accelerate file has fsdp_auto_wrap_policy: SIZE_BASED_WRAP and no whole fsdp_min_num_params",
             "set fsdp_min_num_params: 100000000, or use TRANSFORMER_BASED_WRAP",
         )
-    # By the name of the variable, or of the key in the file. Without either the trainer wraps the blocks of the model.
+    # Named after Accelerate's variable or the file's key. Without either, the trainer wraps the model's blocks.
     classes = exported.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or exported.get("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
-    if asked["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP" and classes:
-        asked["FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP"] = sorted(name.strip() for name in classes.split(","))
+    if normalized["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP" and classes:
+        normalized["FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP"] = sorted(name.strip() for name in classes.split(","))
     sizes: dict[str, Any] = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
     if "cp_size" in sizes:
         sizes["cp_comm_strategy"] = exported.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
-    # The one size left over is all ranks, as without the section.
-    return {key.lower(): value for key, value in asked.items()} | ({} if set(sizes) == {"dp_shard_size"} else sizes)
+    # dp_shard_size alone is the number of ranks, as without the section.
+    return {key.lower(): value for key, value in normalized.items()} | (
+        {} if set(sizes) == {"dp_shard_size"} else sizes
+    )
 
 
 def read_mesh_sizes(exported: Mapping[str, str]) -> dict[str, int]:
-    """The sizes of Accelerate's parallelism_config, from the variables that `accelerate launch` exports."""
+    """Return the sizes of Accelerate's parallelism_config, from the variables that `accelerate launch` exports."""
     sizes = {}
     for key in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"):
         text = exported.get(f"PARALLELISM_CONFIG_{key}_SIZE", "1")
@@ -96,23 +98,23 @@ def read_mesh_sizes(exported: Mapping[str, str]) -> dict[str, int]:
     return sizes
 
 
-def _only(known: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int]:
-    if other := [key for key in sizes if key not in known]:
+def _only(supported: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int]:
+    if unsupported := [key for key in sizes if key not in supported]:
         raise UserError(
-            f"the launched Accelerate file has {other[0]}: {sizes[other[0]]}, which no strategy of {file} here has",
+            f"the launched Accelerate file has {unsupported[0]}: {sizes[unsupported[0]]}, not supported in {file}",
             "leave it out",
         )
     return dict(sizes)
 
 
-def requested_mesh(asked: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the replicas and the ranks of each, where a file asks for several."""
-    return (asked["dp_replicate_size"], asked.get("dp_shard_size", 1)) if "dp_replicate_size" in asked else None
+def requested_mesh(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the number of replicas and the ranks of each; None if the file has one replica."""
+    return (values["dp_replicate_size"], values.get("dp_shard_size", 1)) if "dp_replicate_size" in values else None
 
 
-def config_digest(asked: Mapping[str, Any]) -> str:
-    """The order of keys does not count, nor whether a number is 500000000 or 5e8."""
-    return hashlib.sha256(json.dumps(_plain(asked), sort_keys=True).encode()).hexdigest()[:8]
+def config_digest(normalized: Mapping[str, Any]) -> str:
+    """Return a hash of settings that ignores the order of keys, and whether a number is 500000000 or 5e8."""
+    return hashlib.sha256(json.dumps(_plain(normalized), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _plain(value: Any) -> Any:
@@ -123,30 +125,27 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def name_strategy(asked: Mapping[str, Any], file: Path | None = None) -> str:
-    """The strategy whose settings these are, else a name of their own. `file` is the DeepSpeed JSON."""
-    digest = config_digest(asked)
-    if (shipped := next((name for name, known in SHIPPED.items() if known == digest), None)) is not None:
+def name_strategy(normalized: Mapping[str, Any], file: Path | None = None) -> str:
+    """Return the strategy that has these settings, else a custom name. `file` is the DeepSpeed JSON."""
+    digest = config_digest(normalized)
+    if (shipped := next((name for name, entry in SHIPPED.items() if entry == digest), None)) is not None:
         return shipped
     if file is None:
         kinds = {"hsdp": "dp_replicate_size", "cp": "cp_size", "tp": "tp_size"}
-        return f"{next((name for name, key in kinds.items() if key in asked), 'fsdp2')}-custom-{digest}"
+        return f"{next((name for name, key in kinds.items() if key in normalized), 'fsdp2')}-custom-{digest}"
     if not _USABLE.fullmatch(file.stem):
         raise UserError(
             f"a run would be named after the DeepSpeed JSON {file.name!r}",
             "give the file a name of up to 40 letters, digits, - and _",
         )
-    stage = asked["zero_optimization"]["stage"]
-    says_so = re.match(rf"zero{stage}(?!\d)", file.stem) or not re.match(r"zero\d|ddp|single|fsdp", file.stem)
-    own = f"zero{stage}-custom" if file.stem in SHIPPED or not says_so else file.stem
-    return f"{own}-{digest}"
-
-
-# `--engine_override a.b=5e6`: read, and set in DeepSpeed's settings.
+    stage = normalized["zero_optimization"]["stage"]
+    names_its_stage = re.match(rf"zero{stage}(?!\d)", file.stem) or not re.match(r"zero\d|ddp|single|fsdp", file.stem)
+    prefix = f"zero{stage}-custom" if file.stem in SHIPPED or not names_its_stage else file.stem
+    return f"{prefix}-{digest}"
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`a.b=5e6` lines as a mapping from dotted key to value."""
+    """Return `a.b=5e6` items of --engine_override as a mapping from dotted key to value."""
     parsed: dict[str, Any] = {}
     for item in overrides:
         key, equals, text = item.partition("=")
@@ -159,9 +158,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
                 f"--engine_override {clip(item)} is not KEY=JSON",
                 "write it as zero_optimization.reduce_bucket_size=5000000",
             )
-        for other in parsed:
-            if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                raise UserError(f"--engine_override sets both {other} and {key}", "leave one of them out")
+        for earlier in parsed:
+            if f"{key}.".startswith(f"{earlier}.") or f"{earlier}.".startswith(f"{key}."):
+                raise UserError(f"--engine_override sets both {earlier} and {key}", "leave one of them out")
         parsed[key] = int(value) if isinstance(value, float) and value.is_integer() else value
     return parsed
 
@@ -173,7 +172,7 @@ def _finite(text: str) -> float:
 
 
 def apply_overrides(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """DeepSpeed settings with dotted keys replaced; the given ones stay as they are."""
+    """Return a copy of DeepSpeed settings with the overrides set."""
     changed = copy.deepcopy(dict(settings))
     for key, value in parse_overrides(overrides).items():
         *sections, last = key.split(".")

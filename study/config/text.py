@@ -1,4 +1,4 @@
-"""Numbers, sizes and durations as people read them: one format for pages, figures and the command line."""
+"""Formats of numbers, sizes and durations, shared by pages, figures and the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Return a number with so many significant digits; whole numbers and those above 1,000 have no decimals."""
+    """Return a number with `digits` significant digits; integers and numbers above 1,000 have no decimals."""
     if math.isnan(value):
         return NOT_MEASURED
     if math.isinf(value):
@@ -26,28 +26,30 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def power_of_ten(exponent: int) -> str:
+    """Return 10 with a superscript exponent."""
     return "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
-def percent(share: float, signed: bool = False) -> str:
-    """Return a share in percent, with fewer decimals the larger it is, and never a 0 that is none."""
-    size = abs(100 * share)
+def percent(fraction: float, signed: bool = False) -> str:
+    """Return a fraction in percent, with fewer decimals the larger it is; a small one is not rounded to 0."""
+    size = abs(100 * fraction)
     sign = "+" if signed else ""
     if 0 < size < 0.01:
-        return f"{Decimal(f'{100 * share:.0e}'):{sign}f} %"
-    return f"{100 * share:{sign}.{0 if size >= 10 else 1 if size >= 1 else 2}f} %"
+        return f"{Decimal(f'{100 * fraction:.0e}'):{sign}f} %"
+    return f"{100 * fraction:{sign}.{0 if size >= 10 else 1 if size >= 1 else 2}f} %"
 
 
 def format_bytes(size: float | None) -> str:
-    """Return four digits in powers of 1000 bytes, as the papers use them; ? where there is no figure."""
+    """Return a size with four digits and a decimal unit, as papers use it; ? if it is unknown."""
     if size is None:
         return "?"
-    unit, name = next((known for known in _UNITS if size >= known[0]), _UNITS[-1])
+    unit, name = next((row for row in _UNITS if size >= row[0]), _UNITS[-1])
     value = size / unit
     return f"{value:.0f} {name}" if unit == 1 or value >= 1e4 else f"{value:#.4g} {name}".replace(". ", " ")
 
 
 def format_duration(seconds: float) -> str:
+    """Return seconds as `1h05m`, `3m20s` or `45s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

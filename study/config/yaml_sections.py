@@ -1,4 +1,4 @@
-"""YAML that people write, read strictly: what is not understood is refused with file and line."""
+"""Strict reader of YAML files: an unknown key raises UserError with file and line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER_LIKE_1E5 = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 class Section(dict[str, Any]):
-    """A mapping of the file that knows where it stands there, and where each of its keys does, as FILE:LINE."""
+    """A mapping of a file with its place, and that of each key, as FILE:LINE."""
 
     def __init__(self, place: str):
         super().__init__()
@@ -24,12 +24,15 @@ class Section(dict[str, Any]):
         self.places: dict[str, str] = {}
 
     def key_place(self, key: str) -> str:
+        """Return FILE:LINE of a key, or of the section if it lacks the key."""
         return self.places.get(key, self.place)
 
     def refusal(self, key: str, problem: str, fix: str) -> UserError:
+        """Return an error about one key, with its place."""
         return UserError(f"{self.key_place(key)}: {key} {problem}", fix)
 
     def require_keys(self, *keys: str) -> None:
+        """Raise if a required key is missing."""
         for key in keys:
             if key not in self:
                 raise UserError(f"{self.place}: {key} is missing", f"add {key}: to it")
@@ -39,54 +42,56 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class _Sections:
-    """Mappings of a loader, as sections."""
+    """Loader mixin that builds mappings as sections."""
 
     file: Path
     kind: type[Section]
     most: int
 
     def checked_data(self: Any) -> Any:
-        """Return the content, or refuse aliases that make more of it than any such file has."""
+        """Return the content; raise if aliases expand it to more than `most` values."""
         node = self.get_single_node()
         if node is None:
             return None
         if count_expanded_values(node, {}) > self.most:
-            raise UserError(f"{self.file} has more than {self.most} values, its aliases written out", "fix the file")
+            raise UserError(
+                f"{self.file} has more than {self.most} values after its aliases are expanded", "fix the file"
+            )
         return self.construct_document(node)
 
     def section(self: Any, node: yaml.MappingNode) -> Section:
         section: Section = self.kind(f"{self.file}:{node.start_mark.line + 1}")
-        own = sum(key_node.tag != "tag:yaml.org,2002:merge" for key_node, _ in node.value)
-        # Puts what `<<` merges before the mapping's own keys, which replace it.
+        key_count = sum(key_node.tag != "tag:yaml.org,2002:merge" for key_node, _ in node.value)
+        # Puts the keys merged by `<<` before the mapping's own keys, which override them.
         self.flatten_mapping(node)
-        seen: set[str] = set()
+        names: set[str] = set()
         for index, (key_node, value_node) in enumerate(node.value):
             key, place = self.construct_object(key_node, deep=True), f"{self.file}:{key_node.start_mark.line + 1}"
             if not isinstance(key, str):
-                raise UserError(f"{place}: the key {key!r} is not a word", "quote it, or fix it")
-            if key in seen:
-                raise UserError(f"{place}: {key} is there twice", "remove one of them")
-            if index >= len(node.value) - own:
-                seen.add(key)
+                raise UserError(f"{place}: the key {key!r} is not a string", "quote it, or fix it")
+            if key in names:
+                raise UserError(f"{place}: {key} appears twice", "remove one of them")
+            if index >= len(node.value) - key_count:
+                names.add(key)
             section[key], section.places[key] = self.construct_object(value_node, deep=True), place
         return section
 
 
-def count_expanded_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+def count_expanded_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
     """Count the values with aliases expanded."""
-    if node not in known:
-        known[node] = 1  # also for one that holds itself
+    if node not in counts:
+        counts[node] = 1  # set first: a node may contain itself
         if isinstance(node, yaml.CollectionNode):
             parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-            known[node] += sum(count_expanded_values(part, known) for part in parts)
-    return known[node]
+            counts[node] += sum(count_expanded_values(part, counts) for part in parts)
+    return counts[node]
 
 
 class _YamlLoader(_Sections, yaml.SafeLoader):
-    """Loader of users' files."""
+    """Loader of user files."""
 
 
-# libyaml is ten times as fast, and what nests too deep crashes it: it reads this package's own files alone.
+# libyaml is ten times as fast, but deep nesting crashes it: it reads only the files of this package.
 _Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -98,20 +103,20 @@ class _OwnLoader(_Sections, _Fast):
 _loader: Any
 for _loader in (_YamlLoader, _OwnLoader):
     _loader.add_constructor("tag:yaml.org,2002:map", _loader.section)
-    # YAML 1.1 reads 1e-5 as a word; who writes it means the number.
+    # YAML 1.1 reads 1e-5 as a string; here it is a number.
     _loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
 
 
 def load_package_yaml(text: str) -> Any:
-    """Read a file of this package."""
+    """Parse a YAML text of this package with the fast loader."""
     return yaml.load(text, _Fast)
 
 
 def read_document(file: Path, kind: type[Section], most: int) -> Any:
-    """Read a file; its mappings are sections of this kind, and it has no more than so many values."""
+    """Read a file with mappings as sections of this kind; raise if it has more than `most` values."""
     try:
-        own = file.resolve().is_relative_to(_PACKAGE)
-        loader = (_OwnLoader if own else _YamlLoader)(file.read_text(encoding="utf-8"))
+        is_own = file.resolve().is_relative_to(_PACKAGE)
+        loader = (_OwnLoader if is_own else _YamlLoader)(file.read_text(encoding="utf-8"))
         loader.file, loader.kind, loader.most = file, kind, most
         return loader.checked_data()
     except (OSError, ValueError, RecursionError) as error:
@@ -123,12 +128,12 @@ def read_document(file: Path, kind: type[Section], most: int) -> Any:
 
 
 def as_section(value: Any, place: str, keys: Collection[str], kind: type[AnySection]) -> AnySection:
-    """A value that must be a mapping with none but these keys."""
+    """Return a value as a section; raise if it is not a mapping or has other keys."""
     if not isinstance(value, kind):
-        found = "nothing" if value is None else f"a {type(value).__name__}"
-        raise UserError(f"{place}: {found} stands where a mapping belongs", f"write one with {', '.join(sorted(keys))}")
+        actual = "nothing" if value is None else f"a {type(value).__name__}"
+        raise UserError(f"{place}: expected a mapping, got {actual}", f"write one with {', '.join(sorted(keys))}")
     for key, where in value.places.items():
         if key not in keys:
-            fix = f"{did_you_mean(key, keys)}known here: {', '.join(sorted(keys))}"
+            fix = f"{did_you_mean(key, keys)}supported keys: {', '.join(sorted(keys))}"
             raise UserError(f"{where}: unknown key {key!r}", fix)
     return value

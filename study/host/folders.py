@@ -1,4 +1,4 @@
-"""Folders that a run writes to, refused in one line where it cannot; what a command needs of its process."""
+"""Check the folders that a run writes to, and the process of a command; errors take one line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from study.records.lock import HOST, SWAP_PREFIX, FileLock, LockHeldError, read_
 
 
 def content_digest(file: Path) -> str:
-    """Digest against changes by a disk, a copy or a hand; not against deliberate ones.
+    """Return a digest that detects accidental changes, by a disk, a copy or an edit; not deliberate ones.
 
-    Five times as fast as SHA-256 on a CPU with instructions for that, and faster than any drive.
+    It is five times as fast as SHA-256 with CPU instructions, and faster than any disk.
     """
     import xxhash
 
@@ -38,16 +38,16 @@ def content_digest(file: Path) -> str:
 
 
 def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with a new digest of its content. It is unmodified when that changes nothing."""
+    """Return the document with a new digest of its content; equal to the document if that was not modified."""
     plain = json.loads(json.dumps({key: value for key, value in document.items() if key != "own_sha256"}))
     return plain | {"own_sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
 
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` when the block succeeds; for one process at a time.
+    """Yield an empty folder that replaces `folder` if the block succeeds; for one process at a time.
 
-    Files of a killed process are deleted: half of a large model would fill the disk.
+    Files of a killed process are deleted, since parts of large models would fill the disk.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -61,7 +61,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-# First words of the line that announces the compilation of an operator; a sweep passes it on.
+# Beginning of the line that announces the compilation of an operator; a sweep prints it, too.
 COMPILES = "compiling DeepSpeed's operator"
 
 
@@ -70,12 +70,12 @@ def resolve_path(text: str) -> Path:
     try:
         folder = Path(text).expanduser()
     except RuntimeError:
-        raise UserError(f"{text}: nobody's home folder is known by that name here", "write the whole path") from None
+        raise UserError(f"{text}: no user with a home folder has that name here", "write the full path") from None
     return folder.resolve() if ".." in folder.parts else folder
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the folder's disk, whether or not it exists yet."""
+    """Return the free bytes on the folder's disk; the folder need not exist."""
     return shutil.disk_usage(_existing(folder)).free
 
 
@@ -84,33 +84,33 @@ def _existing(folder: Path) -> Path:
 
 
 def check_disk_space(folder: Path, wanted_bytes: float, what: str) -> None:
-    """Refuse to fill the cache. Not `Unsupported`, which is a sweep's final answer: later there may be room."""
+    """Raise UserError if the disk lacks space; not `Unsupported`, which is final in a sweep: space may become free."""
     if (free := free_bytes(folder)) < wanted_bytes:
         raise UserError(
-            f"{what} takes {wanted_bytes / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free",
-            "make room there, or let ZERO_STUDY_CACHE name a folder on a larger drive",
+            f"{what} needs {wanted_bytes / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free",
+            "free some, or set ZERO_STUDY_CACHE to a folder on a larger disk",
         )
 
 
 def folder_argument(text: str) -> Path:
-    """Return a folder for argparse. An empty one, as of an unset variable, would be the working directory."""
+    """Return a folder for argparse; an empty text is an error, as it would mean the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     if not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} has characters that cannot be printed on a line")
     folder = resolve_path(text)
-    # The methods of Path raise where a name is too long, or a parent may not be entered.
+    # The methods of Path raise if a name is too long, or if a parent may not be entered.
     if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112
         raise argparse.ArgumentTypeError(f"{text} is not a folder")
     return folder
 
 
 def cache_directory() -> Path:
-    """Folder of initial weights and operators; ZERO_STUDY_CACHE moves it. An empty variable counts as unset."""
-    fix = "let ZERO_STUDY_CACHE name a folder that you may write"
-    if own := os.environ.get("ZERO_STUDY_CACHE"):
-        folder = resolve_path(own)
-    # Relative paths are ignored there: https://specifications.freedesktop.org/basedir-spec
+    """Return the folder of initial weights and operators: ZERO_STUDY_CACHE, if it is not empty, or a default."""
+    fix = "set ZERO_STUDY_CACHE to a folder that you may write"
+    if variable := os.environ.get("ZERO_STUDY_CACHE"):
+        folder = resolve_path(variable)
+    # The standard ignores relative paths: https://specifications.freedesktop.org/basedir-spec
     elif (xdg := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():
         folder = xdg / "zero-study"
     elif (home := home_folder()) is not None:
@@ -122,7 +122,7 @@ def cache_directory() -> Path:
 
 
 def home_folder() -> Path | None:
-    """The user's home; None without one, as for a user of whom a container has the number alone."""
+    """Return the user's home; None without one, as for a user ID that is unknown in a container."""
     try:
         return Path(os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
@@ -130,7 +130,7 @@ def home_folder() -> Path | None:
 
 
 def check_writable(folder: Path, what: str, fix: str) -> None:
-    """Try the nearest existing folder with a file without a name: a refused request leaves nothing."""
+    """Raise UserError if a folder cannot be created or written. An unnamed file tests its nearest existing parent."""
     try:
         existing = _existing(folder)
         if not existing.is_dir():
@@ -142,54 +142,54 @@ def check_writable(folder: Path, what: str, fix: str) -> None:
 
 
 def check_process() -> None:
-    """Make sure that a command has three streams, a working directory and a number of threads."""
+    """Open missing standard streams; raise UserError for a missing working directory or a wrong OMP_NUM_THREADS."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            # Closed, as by `>&-`. The next file that is opened would get its number, and the output.
+            # Closed, as by `>&-`. The next opened file would get its descriptor, and the output.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
-        # Characters outside the terminal's encoding are written as numbers.
+        # Characters outside the terminal's encoding are written as escapes.
         stream = getattr(sys, name)
         if descriptor and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         Path.cwd()
     except OSError as error:
-        # Otherwise torch's arithmetic library ends the process.
+        # Otherwise torch's math library ends the process.
         raise UserError(
-            f"the folder in which this was started is not there ({error.strerror})", "change to one that is"
+            f"the working directory does not exist ({error.strerror})", "change to one that exists"
         ) from None
     # Accelerate would end in a traceback.
     if not re.fullmatch(r"\d+", threads := os.environ.get("OMP_NUM_THREADS", "1")):
-        raise UserError(f"OMP_NUM_THREADS is {threads[:20]!r}, which is not a number", "unset it, or set it to one")
+        raise UserError(f"OMP_NUM_THREADS is {threads[:20]!r}, not a whole number", "unset it, or set it to one")
 
 
-# Swap folders of NVMe strategies: each process makes its own, and deletes that one alone. The user's folder may have
-# other content: what is deleted has this project's prefix and marker, and no living process has the marker's lock.
+# Swap folders of NVMe strategies: each process creates one, and deletes only that one. The user's folder may have other
+# content: only folders with this project's prefix and marker are deleted, if no live process has locked the marker.
 _MARKER = "made-by-zero-study.lock"
 
 
 def check_nvme_space(nvme_folder: Path, wanted_bytes: float, what: str) -> None:
-    """Refuse early: DeepSpeed aborts the process where its writes fail. Files of dead runs are removed first."""
+    """Raise Unsupported if NVMe lacks space, as DeepSpeed aborts on failed writes; delete files of dead runs first."""
     remove_stale_swap_folders(nvme_folder)
     free = free_bytes(nvme_folder)
     if free < wanted_bytes:
         raise Unsupported(
             f"--nvme_path {nvme_folder} has {free / GIB:.1f} GiB free, and {what} needs {wanted_bytes / GIB:.1f} GiB",
-            "name a folder on a larger drive, or make room",
+            "use a folder on a larger disk, or free some space",
         )
 
 
 @contextlib.contextmanager
 def swap_folder(nvme_folder: Path) -> Iterator[Path]:
-    """Yield a new folder, this process's own until it ends."""
+    """Yield a new folder for this process, which is deleted at the end."""
     nvme_folder = nvme_folder.resolve()
     nvme_folder.mkdir(parents=True, exist_ok=True)
     remove_stale_swap_folders(nvme_folder)
     folder = Path(tempfile.mkdtemp(prefix=SWAP_PREFIX, dir=nvme_folder))
-    # Locked before it has its name: every visible marker is locked.
+    # It is locked before it gets its name, so that every visible marker is locked.
     unnamed = folder / f"{_MARKER}.new"
     with FileLock(unnamed, f"{folder} is in use"):
         unnamed.rename(folder / _MARKER)
@@ -197,7 +197,7 @@ def swap_folder(nvme_folder: Path) -> Iterator[Path]:
             yield folder
         finally:
             _remove(folder)
-            # Another rank of this run may have died of the same cause, such as a full drive.
+            # Another rank of this run may have failed for the same reason, such as a full disk.
             remove_stale_swap_folders(nvme_folder)
 
 
@@ -205,7 +205,7 @@ def remove_stale_swap_folders(nvme_folder: Path) -> None:
     """Remove the files of killed processes, which are as large as the model."""
     for folder in nvme_folder.glob(f"{SWAP_PREFIX}*"):
         marker = folder / _MARKER
-        # On a shared drive, only its own machine may see a lock.
+        # On a shared file system a lock may be visible only on its machine.
         if folder.is_symlink() or read_lock_owner(marker).get("host") != HOST:
             continue
         with (
@@ -216,7 +216,7 @@ def remove_stale_swap_folders(nvme_folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete the marker last, so that what cannot be deleted now can be later."""
+    """Delete the folder, its marker last, so that a later attempt finds the rest."""
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():

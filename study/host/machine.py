@@ -1,4 +1,4 @@
-"""This machine without importing torch: its GPUs, their other users, its memory."""
+"""Describe this machine without importing torch: its GPUs, their processes, its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from study.records.outcome import FreeMemory
 try:
     import pynvml
 except ModuleNotFoundError:
-    # `study doctor` still works, and reports what is missing.
+    # `study doctor` must run without it, to report that it is missing.
     pynvml = None
 
 _MATMUL_LIMIT_S = 120
@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 class Machine:
     """Resources that a suite may require. A container can have less host memory than its machine."""
 
-    # GPUs of all nodes, as many on each; host memory of one node.
+    # GPUs of all nodes, the same number on each; host memory of one node.
     gpu_memory_gib: tuple[float, ...]
     host_memory_gib: float
     nodes: int = 1
@@ -53,26 +53,26 @@ class Machine:
         return self.gpus // self.nodes
 
     def nodes_for(self, ranks: int) -> int | None:
-        """Return the number of nodes of a run with as many ranks on each; None where they do not fit.
+        """Return the number of nodes of a run with equally many ranks on each; None if they do not fit.
 
-        With GPUs the fewest nodes. Without, a core is a device and any number is enough: the most nodes.
+        With GPUs it is the minimum. Without GPUs a rank is a process on a core, which always fits: the maximum.
         """
-        shares = [nodes for nodes in range(1, self.nodes + 1) if ranks % nodes == 0]
+        counts = [nodes for nodes in range(1, self.nodes + 1) if ranks % nodes == 0]
         if not self.gpus:
-            return shares[-1]
-        return next((nodes for nodes in shares if ranks // nodes <= self.gpus_per_node), None)
+            return counts[-1]
+        return next((nodes for nodes in counts if ranks // nodes <= self.gpus_per_node), None)
 
 
 def detect_machine(root: Path = Path("/")) -> Machine:
-    """`root` is the folder of `proc` and `sys`."""
+    """Return the resources of this machine; `root` is the folder of `proc` and `sys`."""
     handles = visible_gpus()
     total = _asked(lambda: tuple(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles))
-    # If the driver gives no size, the GPUs are there, and nothing that requires a size may run.
+    # If the driver reports no size, GPUs count with size 0, so no suite that requires a size runs.
     return Machine(total or (0.0,) * len(handles), host_memory(root).total_gib)
 
 
 def free_gpu_bytes(place: int) -> int | None:
-    """Free memory of the visible GPU at this position; None where the driver does not give it."""
+    """Return the free memory of the visible GPU at this position; None if the driver does not report it."""
     handles = visible_gpus()
     try:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handles[place]).free) if place < len(handles) else None
@@ -81,13 +81,13 @@ def free_gpu_bytes(place: int) -> int | None:
 
 
 def free_memory(place: int) -> FreeMemory:
-    """Free memory of the visible GPU at this position, and of the host."""
+    """Return the free memory of the visible GPU at this position, and of the host."""
     free = free_gpu_bytes(place)
     return FreeMemory(None if free is None else free / 2**30, host_memory().available_gib)
 
 
 def gpu_processes() -> list[dict[str, Any]]:
-    """Processes on the visible GPUs. Between two runs there should be none."""
+    """Return the processes on the visible GPUs. Between two runs there should be none."""
     try:
         return [
             {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
@@ -95,13 +95,13 @@ def gpu_processes() -> list[dict[str, Any]]:
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         ]
     except pynvml.NVMLError:
-        # Some boxes refuse guests, and no run depends on the answer.
+        # Some virtual machines forbid this; no run depends on it.
         return []
 
 
 @functools.cache
 def matmul_rates(box: Machine) -> dict[str, Any]:
-    """Rates of this GPU's matrix products, the reference of an MFU; empty without a GPU."""
+    """Return the rates of this GPU's matrix products, the reference of an MFU; empty without a GPU."""
     if not box.gpus:
         return {}
     try:
@@ -111,84 +111,86 @@ def matmul_rates(box: Machine) -> dict[str, Any]:
 
 
 def measured_rates(**environment: str) -> dict[str, Any]:
-    """Measure in a separate process, which is gone before the first cell begins."""
-    answer = subprocess.run(
+    """Return rates that a separate process measures, which ends before the first cell begins."""
+    result = subprocess.run(
         [sys.executable, "-m", "study.metrics.flops", "rates"], cwd=REPOSITORY, env=os.environ | environment,
         capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True,
     )  # fmt: skip
-    return dict(json.loads(answer.stdout.splitlines()[-1]))
+    return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
 def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver; None without one."""
     return _asked(lambda: str(pynvml.nvmlSystemGetDriverVersion()))
 
 
 def driver_cuda() -> str | None:
-    """Newest CUDA version that the driver runs, such as 12.4."""
+    """Return the newest CUDA version that the driver supports, such as 12.4; None without a driver."""
     number = _asked(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()))
     return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
 
 
 def visible_gpus() -> list[Any]:
-    """NVML's handle of each GPU that a run would see; none without a driver or its package."""
+    """Return the NVML handle of each GPU that a run would see; empty without a driver or pynvml."""
     return _asked(lambda: list(_handles())) or []
 
 
 def gpu_names() -> list[str]:
+    """Return the product names of the visible GPUs."""
     return _asked(lambda: [str(pynvml.nvmlDeviceGetName(handle)) for handle in visible_gpus()]) or []
 
 
-def _asked(question: Callable[[], Answer]) -> Answer | None:
+def _asked(query: Callable[[], Answer]) -> Answer | None:
     if pynvml is None:
         return None
     try:
         pynvml.nvmlInit()
-        return question()
+        return query()
     except pynvml.NVMLError:
         return None
 
 
 def _handles() -> Iterator[Any]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    every = map(str, range(pynvml.nvmlDeviceGetCount())) if chosen is None else map(str.strip, chosen.split(","))
-    for name in itertools.takewhile(lambda name: not name.startswith("-"), filter(None, every)):
+    names = map(str, range(pynvml.nvmlDeviceGetCount())) if chosen is None else map(str.strip, chosen.split(","))
+    for name in itertools.takewhile(lambda name: not name.startswith("-"), filter(None, names)):
         try:
             handle = _handle(name)
             if name.isdigit() and (first := _first_slice(handle)) is not None:
-                # CUDA shows one slice, and no other GPU, of divided cards that are not named by slice.
+                # Of GPUs in MIG mode that are given by index, CUDA shows one instance, and no other GPU.
                 yield first
                 return
             yield handle
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-            # In CUDA, too, the first entry that names no GPU ends the list.
+            # As in CUDA, the first invalid entry ends the list.
             return
 
 
 def _first_slice(handle: Any) -> Any:
-    """The first MIG slice of a card; None if it is not divided."""
+    """Return the first MIG instance of a GPU; None if MIG is off."""
     try:
-        is_divided = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
-        return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0) if is_divided else None
+        is_mig = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+        return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0) if is_mig else None
     except pynvml.NVMLError:
         return None
 
 
 def _handle(name: str) -> Any:
-    """Find a GPU by position, by its UUID or its unique beginning, as CUDA does, or by the UUID of a MIG slice."""
+    """Return a GPU, as CUDA does, by position, UUID or unique prefix of it, or a MIG instance by UUID."""
     if name.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(name))
     try:
         return pynvml.nvmlDeviceGetHandleByUUID(name)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-        every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        meant = [handle for handle in every if str(pynvml.nvmlDeviceGetUUID(handle)).startswith(name)]
-        if len(meant) != 1:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        matches = [handle for handle in handles if str(pynvml.nvmlDeviceGetUUID(handle)).startswith(name)]
+        if len(matches) != 1:
             raise
-        return meant[0]
+        return matches[0]
 
 
 def cpu_info() -> dict[str, str]:
-    """Linux's description of the first CPU."""
+    """Return the fields of the first CPU in /proc/cpuinfo."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -198,10 +200,10 @@ def cpu_info() -> dict[str, str]:
 
 
 def operator_build_folder(cache: Path, stack: str = "") -> Path:
-    """Folder of an installation, a stack, a kind of CPU, and whether GPUs are visible.
+    """Return the build folder for this installation, stack, kind of CPU, and for visible GPUs or none.
 
-    The compiler uses the CPU's instructions, DeepSpeed links with CUDA where it finds a GPU, and machines that share a
-    cache may differ in both.
+    The compiler uses the CPU's instruction set, and DeepSpeed links CUDA if it finds a GPU; machines that share a cache
+    may differ in both.
     """
     gpus = ["CUDA"] if visible_gpus() else []
     kind = [sys.prefix, platform.machine(), cpu_info().get("flags"), *gpus, *filter(None, [stack])]

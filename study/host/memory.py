@@ -1,7 +1,7 @@
-"""Memory and cores of this box, memory that may be locked, and how often memory ran out.
+"""Read the memory and cores of this machine, the limit of pinned memory, and the kernel's out-of-memory counters.
 
-Limits of a container or a job are those of its cgroup (version 1 or 2) and of the cgroups above. `root` is the folder
-of `proc` and `sys`.
+Limits of a container or a job are those of its cgroup (version 1 or 2) and of its parents. `root` is the folder of
+`proc` and `sys`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import psutil
 from study.config.errors import UserError
 from study.config.strategies import Strategy
 
-# Overrides the memory that the box shows.
+# Overrides the detected host memory.
 HOST_MEMORY_VARIABLE = "ZERO_STUDY_HOST_MEMORY_GIB"
 GIB, MIB = 2**30, 2**20
-# Interpreter, torch, DeepSpeed and their libraries, of each process that has a GPU.
+# Interpreter, torch, DeepSpeed and their libraries, per process with a GPU.
 LIBRARIES_BYTES = 1.2 * GIB
-# Smaller blocks stay with the C library of a process when they are freed (glibc's largest threshold of mmap).
+# The C library caches smaller blocks when they are freed (glibc's maximum of the mmap threshold).
 MALLOC_MMAP_THRESHOLD_MAX_BYTES = 32 * MIB
 _MLOCK_ONFAULT = 1
 _FP32_BYTES = 4
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield this process's cgroup of the controller and those above it, as far as they are visible."""
+    """Yield this process's cgroup of the controller and its parents, as far as they are visible."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -42,24 +42,24 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        own = top / path.lstrip("/")
-        yield from (own, *(above for above in own.parents if above.is_relative_to(top)))
+        cgroup = top / path.lstrip("/")
+        yield from (cgroup, *(parent for parent in cgroup.parents if parent.is_relative_to(top)))
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may run on, or as many as its container's share of CPU time is worth.
+    """Return the number of cores that this process may use, limited by the CPU quota of its container.
 
-    With more threads, all are stopped together for the rest of each period.
+    With more threads the kernel stops all of them for the rest of each period.
     """
-    shares: list[float] = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    limits: list[float] = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for folder in _cgroups(root, "cpu"):
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         with contextlib.suppress(OSError, ValueError):  # version 1, or "max"
             quota, period = map(int, (folder / "cpu.max").read_text(encoding="utf-8").split())
         # Version 1 has -1 without a limit.
         if quota > 0 and period > 0:
-            shares.append(quota / period)
-    return max(1, math.floor(min(shares)))
+            limits.append(quota / period)
+    return max(1, math.floor(min(limits)))
 
 
 def _counter(file: Path, name: str) -> int:
@@ -79,11 +79,11 @@ def _number(file: Path) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """Host memory that this process may use: the minimum of the box and of each cgroup above it."""
+    """Host memory that this process may use: the minimum over the machine and its cgroups."""
 
     total_bytes: float
     available_bytes: float
-    # The tightest limit of a container or a job; None where the box itself is the limit.
+    # The lowest limit of a container or a job; None without one.
     cgroup_limit_bytes: float | None = None
 
     @property
@@ -96,13 +96,13 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory that the user states, as for a virtual machine that grows, or that the box shows."""
+    """Return the memory that the user sets, as for a virtual machine that grows, or the detected memory."""
     if (text := os.environ.get(HOST_MEMORY_VARIABLE)) is not None:
         with contextlib.suppress(ValueError):
-            if 0 < (stated := float(text)) < math.inf:
-                return HostMemory(stated * GIB, stated * GIB)
+            if 0 < (size_gib := float(text)) < math.inf:
+                return HostMemory(size_gib * GIB, size_gib * GIB)
         raise UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
-    box = psutil.virtual_memory()
+    machine = psutil.virtual_memory()
     limits = []
     for folder in _cgroups(root, "memory"):
         for limit, usage, cache in (
@@ -110,19 +110,19 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             # Without a limit, version 2 has "max" and version 1 a huge number.
-            if 0 < (total := _number(folder / limit)) < box.total:
-                # The kernel drops cached files before it refuses memory.
+            if 0 < (total := _number(folder / limit)) < machine.total:
+                # The kernel drops cached files before an allocation fails.
                 used = _number(folder / usage) - _counter(folder / "memory.stat", cache)
                 limits.append((total, max(0, total - used)))
     if not limits:
-        return HostMemory(box.total, box.available)
+        return HostMemory(machine.total, machine.available)
     total, available = map(min, zip(*limits, strict=True))
-    return HostMemory(total, min(box.available, available), total)
+    return HostMemory(total, min(machine.available, available), total)
 
 
 @dataclasses.dataclass(frozen=True)
 class OomCounts:
-    """The kernel's counters. In a cgroup both grow when a process is killed, whichever memory ran out."""
+    """Out-of-memory counters of the kernel. In a cgroup both grow when a process is killed, whichever limit was hit."""
 
     killed: int
     cgroup_limit_hit: int
@@ -132,7 +132,7 @@ class OomCounts:
 
 
 def oom_counts(root: Path = Path("/")) -> OomCounts:
-    """Counters of this process's cgroup and of the host; 0 where the kernel has none."""
+    """Return the counters of this process's cgroups and of the host; 0 if the kernel has none."""
     killed = _counter(root / "proc/vmstat", "oom_kill")
     limit_hit = 0
     for folder in _cgroups(root, "memory"):
@@ -142,21 +142,21 @@ def oom_counts(root: Path = Path("/")) -> OomCounts:
 
 
 def can_lock(size: int) -> bool:
-    """Try it, because root and CAP_IPC_LOCK override `ulimit -l`; locked on fault, so that it uses no memory."""
+    """Whether `size` bytes can be locked; tried on fault, without memory, as CAP_IPC_LOCK overrides `ulimit -l`."""
     try:
         with mmap.mmap(-1, size) as area:
             start = ctypes.c_char.from_buffer(area)
             lock = ctypes.CDLL(None).mlock2
-            refused = lock(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), _MLOCK_ONFAULT)
+            error = lock(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), _MLOCK_ONFAULT)
             del start
-    except OSError:  # not even that much address space
+    except OSError:  # not enough address space
         return False
-    return not refused
+    return not error
 
 
 def required_pinned_bytes(strategy: Strategy) -> int:
-    """Bytes that DeepSpeed locks for NVMe on each rank before it trains: buffers for fp32 parameters, or few."""
+    """Return the bytes that DeepSpeed pins for NVMe on each rank before training: fp32 parameter buffers, or few."""
     if strategy.swap_buffers is not None:
         return math.prod(strategy.swap_buffers) * _FP32_BYTES
-    # The optimizer's buffers grow with the model; a tiny one's were refused under a limit of 8 MiB.
+    # The optimizer's buffers grow with the model; those of a tiny one failed with a limit of 8 MiB.
     return 16 * MIB if strategy.uses_nvme else 0

@@ -1,7 +1,7 @@
-"""DeepSpeed's operators: those that a strategy needs, built once, before they are needed.
+"""Build the DeepSpeed operators that a strategy needs, once and before a run uses them.
 
-torch guards a build with a lock file. A killed build leaves it, and every later run waits forever. Here one process
-builds under a lock that ends with the process, and first deletes such a file.
+torch guards a build with a lock file, which stays after a killed build, so that every later run waits forever. Here one
+process builds under a lock that is released with the process, and deletes such a file first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from study.host.machine import cpu_info, operator_build_folder
 from study.records.directory import read_json, write_json
 from study.records.schema import RecordError
 
-# The message of a compiler or a linker, and of a shell without one.
+# Messages of a compiler or a linker, and of a shell that does not find them.
 _CAUSE = re.compile(r"\berror: |cannot find|undefined reference|command not found")
 
 
@@ -43,19 +43,19 @@ def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] 
     configure_build_environment(cache)
     _cache_cpu_info(cache)
     if strategy.uses_nvme and torch.cuda.is_available():
-        # torch may have asked NVML alone whether there is a GPU.
+        # torch may have found the GPU by NVML, without loading CUDA.
         torch.cuda.init()
         symlink_loaded_libraries(cache / "operators" / "loaded", ("libcuda", "libcudart"))
     needed = builders(strategy)
-    # Before any of them is compiled, which takes minutes.
+    # Checked before any of them is compiled, which takes minutes.
     for builder in needed:
         if lacks_toolkit(builder, torch.cuda.is_available()):
-            problem = f"DeepSpeed links its operator {builder.name} with CUDA: no toolkit is here"
+            problem = f"DeepSpeed links its operator {builder.name} with CUDA: there is no toolkit"
             raise Unsupported(problem, toolkit_fix())
     for builder in needed:
         try:
             load_operator(builder, say)
-        except Exception as error:  # the compiler's, the linker's or ninja's
+        except Exception as error:  # of the compiler, the linker or ninja
             # The first message of the compiler or the linker; ninja's last line never has the cause.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             cause = next(filter(_CAUSE.search, lines), lines[-1])[:300]
@@ -67,15 +67,15 @@ def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] 
 
 
 def load_operator(builder: Any, say: Callable[[str], None] = _print) -> Any:
-    """Return the operator's module. Without this lock, a parallel run would take torch's."""
+    """Return the operator's module, built under a lock of this study, so that parallel runs do not use torch's."""
     from filelock import FileLock
 
     if builder.name == "async_io":
-        # DeepSpeed loads that one first without this lock, and waits forever for a dead one of torch's.
+        # DeepSpeed loads this operator first, without our lock, and would wait forever for a stale lock of torch.
         for first in _pin_memory():
             load_operator(first, say)
     folder = build_folder(builder.name)
-    # Beside the folder, so that all users of the folder share the lock.
+    # Next to the folder, so that all users of the folder share the lock.
     with FileLock(folder.with_suffix(".build.lock")):
         _clear_dead_build(folder)
         if not is_built(builder):
@@ -87,17 +87,17 @@ def load_operator(builder: Any, say: Callable[[str], None] = _print) -> Any:
             except Exception:
                 from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER
 
-                # torch compiles nothing twice in one process.
+                # Otherwise torch does not compile it a second time in this process.
                 JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)
         return builder.load(verbose=False)
 
 
 @contextlib.contextmanager
 def _short_torch_header(folder: Path) -> Iterator[None]:
-    """Let the compiler find a torch/extension.h without torch's C++ front end: a third of the time is its parsing.
+    """Compile with a torch/extension.h without torch's C++ front end, whose parsing takes a third of the time.
 
-    No operator here uses that front end; one that does fails, and is compiled with torch's own header. The flags stay
-    DeepSpeed's, so that its later loads find the build as it is: the variable is not part of them.
+    No operator here uses that front end; if one does, it fails and is compiled with torch's header. DeepSpeed's flags
+    do not change, so that its later loads find the build up to date: the variable is not part of them.
     """
     header = folder.parent / "short" / "torch" / "extension.h"
     header.parent.mkdir(parents=True, exist_ok=True)
@@ -112,24 +112,25 @@ def _short_torch_header(folder: Path) -> Iterator[None]:
 
 
 def is_built(builder: Any) -> bool:
+    """Whether an operator is installed with DeepSpeed or already built."""
     from deepspeed.git_version_info import installed_ops
 
     return installed_ops.get(builder.name, False) or (build_folder(builder.name) / f"{builder.name}.so").exists()
 
 
 def configure_build_environment(cache: Path) -> None:
-    """Use this installation's folder and ninja: two installations with one folder rebuild it in turns."""
+    """Set this installation's build folder and ninja: two installations with one folder would rebuild it in turns."""
     folder = os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(operator_build_folder(cache)))
     check_writable(Path(folder), f"TORCH_EXTENSIONS_DIR {folder}", "unset it, or name a folder that you may write")
-    # The environment may not be on PATH. Another version of ninja would rebuild everything.
+    # The virtual environment may not be on PATH. Another version of ninja would rebuild everything.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def symlink_loaded_libraries(folder: Path, names: Sequence[str]) -> None:
-    """Let a linker find libraries that this process has loaded by their plain names, after all other places.
+    """Link loaded libraries by their plain names into `folder`, and append it to the linker's search path.
 
-    DeepSpeed links its asynchronous I/O with the driver's library and CUDA's, which a box without the toolkit has as
-    libcuda.so.1 and inside torch's packages. Where nvcc is a script in /usr/local/bin, torch takes /usr/local for the
+    DeepSpeed links its asynchronous I/O with the driver's library and CUDA's. A machine without the toolkit has them
+    as libcuda.so.1 and inside torch's packages. If nvcc is a script in /usr/local/bin, torch uses /usr/local as the
     toolkit.
     """
     import psutil
@@ -140,15 +141,15 @@ def symlink_loaded_libraries(folder: Path, names: Sequence[str]) -> None:
             link, new = folder / f"{name}.so", folder / f"{name}.{os.getpid()}"
             new.symlink_to(library)
             new.replace(link)
-    if str(folder) not in (known := os.environ.get("LIBRARY_PATH", "").split(os.pathsep)):
-        os.environ["LIBRARY_PATH"] = os.pathsep.join([*filter(None, known), str(folder)])
+    if str(folder) not in (search_path := os.environ.get("LIBRARY_PATH", "").split(os.pathsep)):
+        os.environ["LIBRARY_PATH"] = os.pathsep.join([*filter(None, search_path), str(folder)])
 
 
 def _cache_cpu_info(cache: Path) -> None:
-    """Cache the answer: DeepSpeed asks py-cpuinfo twice per operator at every load, a second of CPU time each."""
+    """Cache py-cpuinfo on disk: DeepSpeed calls it twice per operator at every load, a second of CPU time each."""
     import cpuinfo
 
-    ask = cpuinfo.get_cpu_info
+    original = cpuinfo.get_cpu_info
 
     @functools.cache
     def get_cpu_info() -> dict[str, Any]:
@@ -158,15 +159,16 @@ def _cache_cpu_info(cache: Path) -> None:
         try:
             return read_json(file)
         except RecordError:
-            answer = ask()
+            info = original()
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, answer)
-            return answer
+            write_json(file, info)
+            return info
 
     cpuinfo.get_cpu_info = get_cpu_info
 
 
 def builders(strategy: Strategy) -> list[Any]:
+    """Return DeepSpeed's builders of the operators that a strategy needs."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -175,19 +177,19 @@ def builders(strategy: Strategy) -> list[Any]:
         names.append("ShareMemCommBuilder")
     if strategy.offload_device("optimizer"):
         names.append("CPUAdamBuilder")
-    found = [accelerator.create_op_builder(name) for name in names]
-    return [*found, *_pin_memory(), accelerator.create_op_builder("AsyncIOBuilder")] if strategy.uses_nvme else found
+    result = [accelerator.create_op_builder(name) for name in names]
+    return [*result, *_pin_memory(), accelerator.create_op_builder("AsyncIOBuilder")] if strategy.uses_nvme else result
 
 
 def _pin_memory() -> list[Any]:
-    """An operator of later releases of DeepSpeed, which link their asynchronous I/O with it."""
+    """Return the builder of an operator with which later releases of DeepSpeed link their asynchronous I/O."""
     from deepspeed.ops import op_builder
 
     return [op_builder.PinMemoryBuilder()] if hasattr(op_builder, "PinMemoryBuilder") else []
 
 
 def lacks_toolkit(builder: Any, on_gpu: bool) -> bool:
-    """Whether DeepSpeed would die of a TypeError. Its optimizers on the host are not linked with CUDA."""
+    """Whether a build needs the missing CUDA toolkit, a TypeError in DeepSpeed. Its CPU optimizers do not need it."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
@@ -196,38 +198,40 @@ def lacks_toolkit(builder: Any, on_gpu: bool) -> bool:
 
 
 def toolkit_fix() -> str:
+    """Return the fix for a missing CUDA toolkit."""
     import torch
 
     return f"install the toolkit of CUDA {torch.version.cuda}, nvcc included, and export CUDA_HOME=DIR"
 
 
 def toolkit_version() -> tuple[int, ...] | None:
-    """Version of the CUDA toolkit that torch finds; None without one, or without its nvcc."""
+    """Return the version of the CUDA toolkit that torch finds; None without it or its nvcc."""
     from deepspeed.ops.op_builder.builder import installed_cuda_version
 
     try:
         return tuple(installed_cuda_version())
-    except Exception:  # DeepSpeed's own exceptions, which differ between its releases
+    except Exception:  # exceptions of DeepSpeed, which differ between releases
         return None
 
 
 def build_folder(name: str) -> Path:
+    """Return the folder in which torch builds an operator."""
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(name, verbose=False))
 
 
 def _clear_dead_build(folder: Path) -> None:
-    """Delete torch's lock. The caller has the lock beside the folder, so no living process has torch's.
+    """Delete a stale lock of torch. The caller has the lock next to the folder, so no live process has torch's.
 
-    Every load locks it briefly, so any killed run may leave it. Compilers of a killed build may still run: they finish
-    first.
+    Every load locks it briefly, so any killed run can leave it. Compilers of a killed build may still run; this waits
+    for them.
     """
     import psutil
 
     lock = folder / "lock"
     # ninja and its compilers work inside the folder.
-    while lock.exists() and any(each.info["cwd"] == str(folder) for each in psutil.process_iter(["cwd"])):
+    while lock.exists() and any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"])):
         time.sleep(0.2)
     lock.unlink(missing_ok=True)
 
@@ -249,6 +253,7 @@ def main(names: Sequence[str] = STRATEGY_NAMES) -> None:
 
 
 def is_libaio_installed() -> bool:
+    """Whether a program that uses libaio can be linked."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible(verbose=False))

@@ -1,4 +1,4 @@
-"""The Slurm job of this process by its environment, and steps over the job's nodes.
+"""Find the Slurm job of this process by its environment, and start steps on the job's nodes.
 
 `srun python -m study.host.slurm [FOLDER...]` describes each node of a job.
 """
@@ -28,8 +28,10 @@ _ASK_S = 60
 
 @dataclasses.dataclass(frozen=True)
 class Job:
+    """A Slurm job, with its nodes."""
+
     id: str
-    # In the job's own order.
+    # In the job's order.
     nodes: tuple[str, ...]
     # Of the smallest node.
     cores_per_node: int
@@ -38,22 +40,22 @@ class Job:
         """Return `srun` for one task on each of the job's first nodes, with all of the job's resources there."""
         return [
             "srun", f"--nodelist={','.join(self.nodes[:nodes])}", f"--nodes={nodes}", f"--ntasks={nodes}",
-            # By default, a task has one core, a process manager that Accelerate takes for a launch, and an environment
-            # that `sbatch --export=NONE` empties.
+            # By default a task has one core, a process manager that Accelerate mistakes for its launcher, and an
+            # environment that is empty under `sbatch --export=NONE`.
             "--ntasks-per-node=1", f"--cpus-per-task={self.cores_per_node}", "--cpu-bind=none", "--mpi=none",
             "--export=ALL", "--overlap", "--kill-on-bad-exit=1", "--wait=60",
         ]  # fmt: skip
 
 
 def current_job(environment: Mapping[str, str] = os.environ) -> Job | None:
-    """Return the job; None outside of one, and in a job of one node on that node, which does not need Slurm."""
+    """Return the job; None outside of a job, and on the node of a one-node job, which does not need Slurm."""
     id, listed = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not id or not listed or listed == environment.get("SLURMD_NODENAME"):
         return None
     if missing := [command for command in ("scontrol", "srun") if not shutil.which(command)]:
         raise UserError(
             f"this Slurm job is on {listed}, and {missing[0]} is not on PATH here",
-            "let PATH name the folder of Slurm's commands, or take a job of one node and start this there",
+            "add the folder of Slurm's commands to PATH, or use a job of one node and start this there",
         )
     # Such as `96(x2),64`.
     cores = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environment.get("SLURM_JOB_CPUS_PER_NODE", "1"))
@@ -61,14 +63,17 @@ def current_job(environment: Mapping[str, str] = os.environ) -> Job | None:
 
 
 def is_in_job() -> bool:
+    """Whether this process runs in a Slurm job."""
     return "SLURM_JOB_ID" in os.environ
 
 
 def is_array_task() -> bool:
+    """Whether this process runs in a task of a Slurm array."""
     return "SLURM_ARRAY_JOB_ID" in os.environ
 
 
 def check_single_slurm_task() -> None:
+    """Raise UserError if srun started several tasks of this command."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "SLURM_STEP_ID" in os.environ:
         raise UserError(
@@ -84,25 +89,26 @@ def _hostnames(listed: str) -> tuple[str, ...]:
 
 @functools.cache
 def node_address(node: str) -> str:
-    """Return Slurm's address of a node: not every cluster's names are known to a resolver."""
-    found = re.search(r"\bNodeAddr=(\S+)", _answer("scontrol", "show", "node", node))
-    return found[1] if found else node
+    """Return Slurm's address of a node, since not every cluster can resolve the names of nodes."""
+    match = re.search(r"\bNodeAddr=(\S+)", _answer("scontrol", "show", "node", node))
+    return match[1] if match else node
 
 
 def _answer(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise UserError(
-            f"Slurm does not answer `{' '.join(command)}` ({(said or ['no word'])[-1]})", "ask who runs the cluster"
+            f"Slurm's `{' '.join(command)}` failed ({(lines or ['no message'])[-1]})",
+            "ask the cluster's administrators",
         ) from None
 
 
 def _run_on_nodes(job: Job, command: Sequence[str], timeout_s: float) -> str:
-    """Return the output of a short command on all nodes; a failure is refused with the node's own words."""
+    """Return the output of a short command on all nodes; raise UserError with the message of a node that fails."""
     try:
-        answer = subprocess.run(
+        result = subprocess.run(
             [*job.srun_command(len(job.nodes)), *command],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
@@ -110,16 +116,16 @@ def _run_on_nodes(job: Job, command: Sequence[str], timeout_s: float) -> str:
         raise UserError(
             f"not all of {', '.join(job.nodes)} answered within {timeout_s:.0f} s", "look at srun's messages there"
         ) from None
-    if answer.returncode:
-        said = [line for line in answer.stderr.splitlines() if "srun:" not in line] or answer.stderr.splitlines()
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "srun:" not in line] or result.stderr.splitlines()
         raise UserError(
-            f"a step on {', '.join(job.nodes)} fails: {(said or ['without a message'])[-1][:300]}",
-            "let every node see this repository and its Python under the same paths",
+            f"a step on {', '.join(job.nodes)} fails: {(lines or ['without a message'])[-1][:300]}",
+            "mount this repository and its Python under the same paths on every node",
         )
-    return answer.stdout
+    return result.stdout
 
 
-# A cold file system may be slow to show Python on the last node.
+# On a cold file system Python may start slowly on the last node.
 _PATIENCE_S = 180
 _MARK = "zero-study: node "
 _LINE = 500
@@ -136,7 +142,7 @@ class Node:
     host_memory_gib: float
     cores: int
     cpu: str
-    # Those of the given folders that it sees.
+    # The requested folders that exist on it.
     paths: list[str]
     cache: str
     operators: list[str]
@@ -145,7 +151,7 @@ class Node:
 
 
 def job_resources() -> Machine:
-    """All nodes of the job, or this machine. Each node counts as the smallest: a run uses the same on all."""
+    """Return the resources of the job, or of this machine. Each node counts as the smallest: a run uses all alike."""
     if (job := current_job()) is None:
         return detect_machine()
     nodes = query_nodes(job)
@@ -155,27 +161,28 @@ def job_resources() -> Machine:
 
 
 def check_shared_folder(job: Job, folder: Path) -> None:
-    """Refuse a folder that not all nodes see; tried with a file of a new name."""
+    """Raise UserError if not all nodes see a folder; a file with a new name tests that."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".zero-study-nodes-") as file:
         blind = [node.name for node in query_nodes(job, (file.name,)) if not node.paths]
     if blind:
         raise UserError(
-            f"{', '.join(blind)} does not see {folder}, where the records are kept",
-            "let --runs_dir name a folder that all nodes of the job share",
+            f"{', '.join(blind)} does not see {folder}, the folder of the records",
+            "set --runs_dir to a folder that all nodes of the job share",
         )
 
 
 @functools.cache
 def query_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
+    """Return the resources of the job's nodes, and which of the folders each sees."""
     printed = _run_on_nodes(job, [sys.executable, "-m", "study.host.slurm", *folders], _PATIENCE_S)
-    said: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for place, part in re.findall(rf"^{_MARK}(\d+) (.*)$", printed, re.MULTILINE):
-        said[int(place)] = said.get(int(place), "") + part
-    return [Node(**json.loads(said[place])) for place in sorted(said)]
+        texts[int(place)] = texts.get(int(place), "") + part
+    return [Node(**json.loads(texts[place])) for place in sorted(texts)]
 
 
 def describe_node(folders: list[str]) -> None:
-    """Print this node in short lines: srun mixes those of two nodes if they are longer than 1024 characters."""
+    """Print this node in short lines, since srun mixes lines of more than 1024 characters of two nodes."""
     box, cache = detect_machine(), cache_directory()
     node = Node(
         place=int(os.environ.get("SLURM_NODEID", "0")),
@@ -197,7 +204,7 @@ def describe_node(folders: list[str]) -> None:
 
 
 def networks(root: Path = Path("/sys/class")) -> list[str]:
-    """Active InfiniBand and RoCE ports with their rates; without any, Ethernet. `root` is sysfs."""
+    """Return the active InfiniBand and RoCE ports with their rates; without any, Ethernet. `root` is sysfs."""
     ports = [
         f"{port.parents[1].name} {_text(port / 'rate')}"
         for port in sorted(root.glob("infiniband/*/ports/*"))

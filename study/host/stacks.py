@@ -1,4 +1,4 @@
-"""Releases of a run's libraries: which are installed, how a run imports them, and stacks of other ones.
+"""Read the releases of a run's libraries, import them, and define stacks of other releases.
 
 A stack is releases of DeepSpeed and other packages, each in a folder that precedes the installed ones. `study prepare
 releases` makes the folders (study/releases/prepare.py); a cell names its stack, and is launched with the folders first
@@ -29,17 +29,18 @@ from study.host.machine import operator_build_folder
 from study.records.directory import read_json
 from study.records.schema import RecordError
 
-# Accelerate, DeepSpeed: pairs that train as DDP does; pyproject.toml admits these alone. Some pairs divide gradients
-# of an accumulated step twice, or drop micro-batches, without a message: losses move, and nothing else shows it. So a
-# pair counts once the suite `equivalence` has passed on it, with accumulation.
+# Pairs of Accelerate and DeepSpeed that compute the gradients of DDP; pyproject.toml allows only these. Some pairs
+# divide gradients of an accumulated step twice, or drop micro-batches, without a message: only the losses differ.
+# Therefore a pair is listed once the suite `equivalence` has passed with it, with accumulation.
 VERIFIED = (("1.15.0", "0.19.8"),)
-# 1 lets another pair run, which its records say.
+# 1 allows other pairs; their records contain it.
 UNVERIFIED_VARIABLE = "ZERO_STUDY_UNVERIFIED_PAIR"
 # DeepSpeed's build fails with a GPU and without a CUDA toolkit, unless this prevents the check.
 BUILDS_DEEPSPEED = "DS_IGNORE_CUDA_DETECTION=1"
 
 
 def package_version(name: str) -> str | None:
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -50,38 +51,40 @@ def is_at_least(name: str, release: str) -> bool:
     """Whether the installed release of a package is at least this one."""
     from packaging.version import Version
 
-    found = package_version(name)
-    return found is not None and Version(found) >= Version(release)
+    installed = package_version(name)
+    return installed is not None and Version(installed) >= Version(release)
 
 
 def unverified_pair() -> str | None:
-    """Name the installed pair, unless it is shown to train as DDP does."""
-    here = (package_version("accelerate"), package_version("deepspeed"))
-    return None if here in VERIFIED else f"accelerate {here[0]} with deepspeed {here[1]}"
+    """Return the installed pair as text; None if it is verified."""
+    pair = (package_version("accelerate"), package_version("deepspeed"))
+    return None if pair in VERIFIED else f"accelerate {pair[0]} with deepspeed {pair[1]}"
 
 
 def pair_fix() -> str:
+    """Return the command that installs the newest verified pair."""
     accelerate, deepspeed = VERIFIED[-1]
     install = f"{BUILDS_DEEPSPEED} python -m pip install --no-build-isolation"
     return f"{install} accelerate=={accelerate} deepspeed=={deepspeed}"
 
 
 def check_verified_pair(strategy: Strategy) -> None:
+    """Raise Unsupported for DeepSpeed in an unverified pair, unless UNVERIFIED_VARIABLE allows it."""
     if strategy.deepspeed is None or os.environ.get(UNVERIFIED_VARIABLE) == "1":
         return
     if pair := unverified_pair():
         raise Unsupported(
             f"{pair} has not been shown to train as DDP does",
-            f"{pair_fix()}; or set {UNVERIFIED_VARIABLE}=1 to run an experiment, which its record then is called",
+            f"{pair_fix()}; or set {UNVERIFIED_VARIABLE}=1 to run an experiment, as which its record is marked",
         )
 
 
 STACK_FILE = REPOSITORY / "study" / "releases" / "stacks.yaml"
-# The name of a run's stack, which is in its record.
+# Name of a run's stack, which its record contains.
 STACK_VARIABLE = "ZERO_STUDY_STACK"
-# Written to a layer's folder when it is complete: what pip installed there, and from which archives.
+# Marks a complete layer: the packages that pip installed there, and their archives.
 LAYER_FILE = "layer.json"
-# Suffix of a stack with more than DeepSpeed from the time of its release.
+# Suffix of a stack in which other packages, too, are those of the time of DeepSpeed's release.
 THEN_SUFFIX = "-then"
 PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
 _MAX_VALUES = 1000
@@ -90,17 +93,18 @@ _VERSION = re.compile(r"\d+(\.\d+)+")
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """`releases` differ from the installed ones; each is a layer, which stacks share."""
+    """Releases that differ from the installed ones. Each is a layer, which several stacks can share."""
 
     name: str
     releases: Mapping[str, str]
 
     @property
     def layers(self) -> list[str]:
+        """Names of the layers, such as deepspeed-0.18.9."""
         return [f"{package}-{version}" for package, version in self.releases.items()]
 
     def install_error(self) -> str | None:
-        """Return pip's message if it could not install a layer; refuse a stack that was not prepared yet."""
+        """Return pip's message if it could not install a layer; raise UserError if a layer is not prepared."""
         states = {layer: layer_state(cache_directory(), layer) for layer in self.layers}
         for layer, state in states.items():
             if state.problem:
@@ -110,13 +114,13 @@ class Stack:
         return None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a launch under this stack, besides those that it inherits."""
+        """Return the environment variables that a launch under this stack sets, in addition to inherited ones."""
         cache = cache_directory()
         folders = [str(layer_folder(cache, layer)) for layer in self.layers]
-        # The repository too: a worktree's study precedes the installed one.
+        # With the repository, so that a worktree's `study` precedes the installed one.
         return {
             "PYTHONPATH": os.pathsep.join([*folders, str(REPOSITORY), *filter(None, [inherited.get("PYTHONPATH")])]),
-            # Operators are compiled against one torch from one release's sources.
+            # Compiled operators depend on the releases of torch and DeepSpeed.
             "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache, self.name)),
             STACK_VARIABLE: self.name,
             UNVERIFIED_VARIABLE: "1",
@@ -125,7 +129,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """A layer's folder: the digest of its archive, or the reason why it could not be made."""
+    """State of a layer: the digest of its archive, or the reason why its installation failed."""
 
     sha256: str | None = None
     problem: str | None = None
@@ -136,6 +140,7 @@ class LayerState:
 
 
 def layer_state(cache: Path, layer: str) -> LayerState:
+    """Return the state of a layer; empty if it is not prepared."""
     try:
         document = read_json(layer_folder(cache, layer) / LAYER_FILE)
     except RecordError:
@@ -149,21 +154,21 @@ def layer_folder(cache: Path, layer: str) -> Path:
 
 @functools.cache
 def stacks() -> dict[str, Stack]:
-    """Stacks by name. `today` stacks differ from the installation in DeepSpeed alone; `then` stacks in more."""
+    """Return the stacks by name. `today` stacks differ from the installation in DeepSpeed, `then` stacks in more."""
     top = as_section(read_document(STACK_FILE, Section, _MAX_VALUES), str(STACK_FILE), ("today", "then"), Section)
     top.require_keys("today", "then")
-    found = {}
+    result = {}
     if not isinstance(top["today"], list):
         raise top.refusal("today", "is not a list", "list releases of DeepSpeed")
     for release in top["today"]:
-        found[_version(top, "today", release)] = Stack(release, {"deepspeed": release})
+        result[_version(top, "today", release)] = Stack(release, {"deepspeed": release})
     then = as_section(top["then"], top.key_place("then"), list(top["then"]), Section)
     for deepspeed in then:
-        others = as_section(then[deepspeed], then.key_place(deepspeed), PACKAGES[1:], Section)
-        own = {package: _version(others, package, version) for package, version in others.items()}
+        packages = as_section(then[deepspeed], then.key_place(deepspeed), PACKAGES[1:], Section)
+        releases = {package: _version(packages, package, version) for package, version in packages.items()}
         name = f"{_version(then, deepspeed, deepspeed)}{THEN_SUFFIX}"
-        found[name] = Stack(name, {"deepspeed": deepspeed, **own})
-    return found
+        result[name] = Stack(name, {"deepspeed": deepspeed, **releases})
+    return result
 
 
 def _version(section: Section, key: str, version: Any) -> str:
@@ -188,12 +193,12 @@ def describe_stack() -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Disable garbage collection, which would walk the million objects of imports and free none."""
+    """Disable garbage collection, which would visit the million objects of imports and free none."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        # No later collection looks at these objects.
+        # Later collections do not visit these objects.
         gc.freeze()
     finally:
         if was_enabled:
@@ -204,15 +209,15 @@ def import_libraries(strategy: Strategy) -> None:
     """Import a run's libraries at once: most of its start-up time, on every rank."""
     if sys.flags.optimize > 1:
         raise UserError(
-            "Python leaves docstrings out here, and transformers reads them where it is imported",
+            "Python runs without docstrings, and transformers reads them when it is imported",
             "unset PYTHONOPTIMIZE, and leave out -OO",
         )
-    # transformers and evaluate import parts of scipy, which no run here uses. So it is hidden from them, unless
-    # scikit-learn is installed: that needs scipy, and some versions of transformers import it.
+    # transformers and evaluate import parts of scipy, which no run here uses. Therefore it is hidden from them, unless
+    # scikit-learn is installed, which needs scipy, and which some versions of transformers import.
     if importlib.util.find_spec("sklearn") is None:
         sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
-    # transformers imports it, and it fails with another torch than its own: a notebook's remains when torch is
-    # replaced. No model of text uses it.
+    # transformers imports it, and it fails with a torch that it was not built for, as in a notebook whose torch was
+    # replaced. No text model uses it.
     sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
     with without_gc():
         for library in ("accelerate", "transformers.modeling_utils", "transformers.generation"):

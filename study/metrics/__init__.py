@@ -1,4 +1,4 @@
-"""All meters of a run, in one object:
+"""Measure time, memory, energy, communication and model state of a run:
 
 meters = Meters(device, watched_step=7, warmup_steps=6, profiled_steps=range(28, 31), records_profile=is_main)
 model, optimizer = accelerator.prepare(...)
@@ -30,9 +30,9 @@ from study.metrics.traffic import TrafficWatch
 
 
 class Meters:
-    """Clock, memory, energy, and the watches of one step, on this rank. Create it before the model.
+    """All meters of one rank. Create them before the model.
 
-    The profiled steps are the run's last. All ranks leave them out of their times, and one rank records them.
+    The last steps of a run can be profiled. All ranks exclude them from their step times, and one rank records them.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class Meters:
         self._follows_evaluation = False
 
     def start(self, model: Any, optimizer: Any) -> None:
-        """Call after accelerator.prepare, right before the first step."""
+        """Start all meters; call it after accelerator.prepare, right before the first step."""
         self._started = (model, optimizer)
-        # Reference cycles keep tensors until a collection: transformers drops the output layer that it ties.
+        # Free tensors in reference cycles, such as the output layer that transformers replaces to tie it.
         gc.collect()
         self.memory.enter_phase("first_step")
         self.clock.resume()
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Wrap one optimizer step with all its micro-batches."""
+        """Measure one optimizer step with all its micro-batches."""
         if self.profiled_steps and step == self.profiled_steps[0] - PROFILER_WARMUP_STEPS:
             self.clock.exclude_next_step(PROFILER_WARMUP_STEPS + len(self.profiled_steps))
             if self.profiler is not None:
@@ -109,7 +109,7 @@ class Meters:
 
     @contextlib.contextmanager
     def untimed_phase(self, phase: Phase) -> Iterator[None]:
-        """Wrap what is not a training step: its time is in no step, and its memory in a phase of its own."""
+        """Exclude an evaluation or a checkpoint from the step times, and report its memory as a separate phase."""
         self.clock.pause()
         with self.memory.phase(phase):
             yield
@@ -118,30 +118,31 @@ class Meters:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Wrap what is in no step's time: a checkpoint, a gathered metric."""
+        """Exclude short work from the step times: a checkpoint, a gathered metric."""
         self.clock.pause()
         yield
         self.clock.resume()
 
     def peak_gib(self) -> float:
-        """Return the peak so far for a progress line: allocated on the GPU, or resident on the host."""
+        """Return the peak memory so far: allocated on the GPU, or resident on the host."""
         phases = self.memory.report()["phases"].values()
         return max(phase["allocated"] or phase["host"] for phase in phases) / 2**30
 
     def flush(self) -> list[tuple[int, float]]:
+        """Return (step, step_time_s) of the steps since the last flush."""
         return self.clock.flush()
 
     def finish(self) -> None:
-        """Call after the last step, before anything is closed."""
+        """Stop the clock; call it after the last step, before anything is closed."""
         self.clock.pause()
 
     @property
     def profile(self) -> dict[str, Any] | None:
-        """profile.json, on the rank that recorded one."""
+        """Content of profile.json; None on ranks that do not record it."""
         return self.profiler.document if self.profiler is not None else None
 
     def summary(self) -> dict[str, float | None]:
-        """Return this rank's time and energy for summary.json; flush() first."""
+        """Return this rank's time and energy for summary.json; call flush() before it."""
         return {
             **step_time_statistics(self.clock.counted_step_times),
             "window_s": self.clock.window_s if self.clock.window_steps else None,

@@ -1,7 +1,7 @@
-"""Time and energy per optimizer step, without synchronizing the device at every step.
+"""Measure time and energy per optimizer step, without synchronizing the device at every step.
 
-On CUDA an event is recorded where a step ends and read back in batches; elsewhere the host's clock is read.
-Warm-up, watched and profiled steps have a time in their row and are in no statistic.
+On CUDA an event is recorded at the end of each step, and read back in batches; elsewhere the host's clock is read.
+Warm-up, watched and profiled steps have a time in their row, but are excluded from all statistics.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 import torch
 
 # In 26 laptop runs of 40 steps the first ones took 54, 27, 1, -, 4 and 2 % longer than later ones (the fourth was
-# watched), and from the seventh on no longer; the step after the evaluation took 12 % longer (medians over the runs).
+# watched), and from the seventh on there was no difference; the step after the evaluation took 12 % longer (medians).
 _WARMUP_DIVISOR, MIN_WARMUP_STEPS, _MAX_WARMUP_STEPS = 5, 3, 10
-# Where evaluations are closer than that, the step after one counts: otherwise too few would.
+# If evaluations are closer together, the step after one counts, since too few steps would be left.
 STEPS_BETWEEN_EVALUATIONS = 5
 
 
 def warmup_steps(steps: int) -> int:
-    """Return the number of warm-up steps: a fifth, within limits that leave short runs some steps to count."""
+    """Return the number of warm-up steps: a fifth of the run, within limits that leave enough steps to count."""
     return min(max(MIN_WARMUP_STEPS, steps // _WARMUP_DIVISOR), _MAX_WARMUP_STEPS)
 
 
 class MeasurementOverhead:
-    """Seconds that the host spent measuring inside steps. Every meter works under `with cost:`, and never nested."""
+    """Seconds that the host spends on measuring inside steps. Meters work under `with cost:`, which is never nested."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -40,11 +40,11 @@ class MeasurementOverhead:
 
 
 class StepClock:
-    """Times every step, and the window of all counted steps.
+    """Clock of every step, and of the window of all counted steps.
 
     The run is cut into segments with the device synchronized at both ends. The window is the sum of the counted
-    segments; uncounted steps (warm-up, watched, profiled) have segments of their own. `on_segment(counted, opened)` is
-    called where a segment opens and where it ends.
+    segments; uncounted steps (warm-up, watched, profiled) are in separate segments. `on_segment(counted, opened)` is
+    called at the start and at the end of a segment.
     """
 
     def __init__(
@@ -69,11 +69,12 @@ class StepClock:
         self._segment_started = 0.0
 
     def resume(self) -> None:
-        """Call right before the first step, and after a pause. The window opens after the warm-up steps."""
+        """Start the clock, before the first step and after a pause. The window opens after the warm-up steps."""
         assert self._segment_counted is None, "the clock runs already"
         self._open(counted=self._uncounted_left == 0)
 
     def step_done(self, step: int) -> None:
+        """Mark the end of a step."""
         assert self._segment_counted is not None, "resume() comes before a step"
         with self.cost:
             mark = self._mark()
@@ -89,7 +90,7 @@ class StepClock:
                 self.resume()
 
     def pause(self) -> None:
-        """Call before anything that is not a training step: evaluation, a checkpoint, the end."""
+        """Stop the clock, before an evaluation, a checkpoint or the end of the run."""
         assert self._segment_counted is not None, "the clock is not running"
         self._synchronize()
         if self._segment_counted:
@@ -99,7 +100,7 @@ class StepClock:
         self._segment_counted = None
 
     def exclude_next_step(self, count: int = 1) -> None:
-        """Leave the next `count` steps out of the window and the statistics."""
+        """Exclude the next `count` steps from the window and the statistics."""
         self.pause()
         self._uncounted_left = max(self._uncounted_left, count)
         self._open(counted=False)
@@ -144,18 +145,20 @@ class StepClock:
 
 
 def step_time_statistics(times: Sequence[float]) -> dict[str, float | None]:
+    """Return the 10th, 50th and 90th percentile of step times; None without any."""
     names = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
     values = map(float, np.percentile(times, (10, 50, 90))) if len(times) else (None,) * 3
     return dict(zip(names, values, strict=True))
 
 
 def nvml_handle(device: torch.device) -> Any | None:
-    """Return the driver's handle of this GPU, whatever CUDA_VISIBLE_DEVICES hides or reorders; None without one."""
-    # The UUID names the card (or the MIG slice) itself; an index would have to be translated.
+    """Return the NVML handle of this GPU, independent of CUDA_VISIBLE_DEVICES; None without one."""
+    # The UUID identifies the GPU (or MIG instance) itself; an index would have to be translated.
     return find_nvml_handle(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
 
 
 def find_nvml_handle(uuid: str) -> Any | None:
+    """Return the NVML handle of a GPU or MIG instance; None if NVML has none, or only that of a GPU in MIG mode."""
     import pynvml
 
     try:
@@ -166,18 +169,18 @@ def find_nvml_handle(uuid: str) -> Any | None:
             except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
                 continue
             try:
-                # The figures of a card that is divided into slices are not the slice's.
-                is_divided = name.startswith("GPU") and pynvml.nvmlDeviceGetMigMode(handle)[0]
-            except pynvml.NVMLError_NotSupported:  # most GPUs cannot be divided
-                is_divided = False
-            return None if is_divided else handle
+                # In MIG mode the figures of the GPU are not those of the instance.
+                is_mig = name.startswith("GPU") and pynvml.nvmlDeviceGetMigMode(handle)[0]
+            except pynvml.NVMLError_NotSupported:  # most GPUs have no MIG
+                is_mig = False
+            return None if is_mig else handle
     except pynvml.NVMLError:
         pass  # no NVML library, or no permission: not measurable here
     return None
 
 
 class EnergyMeter:
-    """Joules between `resume()` and `pause()`, summed over segments; None where the reading of one is missing."""
+    """Energy in joules between `resume()` and `pause()`, summed over segments; None if NVML cannot read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = nvml_handle(device)
@@ -189,9 +192,11 @@ class EnergyMeter:
         return None if self._total_mj is None else self._total_mj / 1000
 
     def resume(self) -> None:
+        """Start a segment."""
         self._started_mj = self._read_mj()
 
     def pause(self) -> None:
+        """End the segment, and add its energy."""
         now = self._read_mj()
         if now is not None and self._started_mj is not None:
             self._total_mj = (self._total_mj or 0) + now - self._started_mj

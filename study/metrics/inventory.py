@@ -1,4 +1,4 @@
-"""Tensors claimed by name, each storage counted once; all other live tensors; memory of a forward pass."""
+"""Count the bytes of named tensors, of all other live tensors, and of a forward pass."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SETTLED_AFTER_S = 0.05
 
 
 class ForwardWatch:
-    """`with ForwardWatch(model) as watch:` around one optimizer step; then `watch.report`, of its largest forward pass.
+    """Meter of the memory of the largest forward pass: `with ForwardWatch(...) as watch:` around one optimizer step.
 
-    Counted where tensors are allocated, so that their owner does not matter: autograd, a checkpointed layer or an
-    engine. The logits and the loss are included.
+    It reads the allocator, so it includes all tensors of autograd, checkpointed layers and the engine, the logits and
+    the loss.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class ForwardWatch:
 
     def __enter__(self) -> ForwardWatch:
         if bytes_in_use(self._device) is not None:
-            # Before FSDP's own hook, which gathers the root.
+            # Prepended, to run before FSDP's hook, which gathers the root.
             self._hooks.callback(self._model.register_forward_pre_hook(self._read_before, prepend=True).remove)
             self._hooks.callback(self._model.register_forward_hook(self._read_after).remove)
         return self
@@ -45,8 +45,9 @@ class ForwardWatch:
 
     @property
     def report(self) -> dict[str, int | None]:
-        kept, gathered = max(self._passes, default=(None, None))
-        return {"forward_holds_bytes": kept, "forward_gathers_bytes": gathered}
+        """Bytes of the largest forward pass, without and with gathered parameters; None if they are not readable."""
+        allocated, gathered = max(self._passes, default=(None, None))
+        return {"forward_holds_bytes": allocated, "forward_gathers_bytes": gathered}
 
     def _read_before(self, *_: Any) -> None:
         gc.collect()
@@ -60,7 +61,7 @@ class ForwardWatch:
 
     def _read(self) -> tuple[int, int]:
         if self._device.type == "cpu":
-            # A thread of gloo frees a buffer some time after its collective is done.
+            # A gloo thread frees a buffer some time after its collective has ended.
             time.sleep(_SETTLED_AFTER_S)
         used = bytes_in_use(self._device)
         assert used is not None
@@ -68,9 +69,9 @@ class ForwardWatch:
 
 
 def _gathered_bytes(parameter: nn.Parameter) -> int:
-    """Bytes of a parameter besides its shard: stage 3 leaves none where it is not gathered, and FSDP a DTensor.
+    """Return the bytes of a parameter in addition to its shard; 0 if it is not gathered (in FSDP, it is a DTensor).
 
-    Where the shard of one rank is the whole parameter, it is used in place and nothing was allocated.
+    If the shard of one rank is the full parameter, it is used in place, without an allocation.
     """
     shard = getattr(parameter, "ds_tensor", None)
     is_in_place = shard is not None and shard.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
@@ -88,7 +89,7 @@ class _MallocFigures(ctypes.Structure):
 
 
 def bytes_in_use(device: torch.device) -> int | None:
-    """Bytes allocated and not freed: by tensors on a GPU, by the process on a CPU. None without glibc's mallinfo2."""
+    """Return the allocated bytes of tensors on a GPU, or of the process on a CPU; None without glibc's mallinfo2."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     library = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
@@ -111,7 +112,7 @@ class Inventory:
         self.grads_in_bucket_bytes = 0
 
     def claim(self, kind: str, name: str, tensors: Any, offloaded: bool = False) -> None:
-        """Count what the tensors span, not the rest of their storage. `kind` is one of STATE_KINDS or "buffers"."""
+        """Count the span of the tensors, not the rest of their storage. `kind` is one of STATE_KINDS or "buffers"."""
         for tensor in tensors_in(tensors):
             place = self._place(tensor, offloaded)
             storage = tensor.untyped_storage()
@@ -125,36 +126,38 @@ class Inventory:
             self.claims[kind, place, name] += new_bytes
 
     def add_files(self, kind: str, name: str, paths: Iterable[str]) -> None:
+        """Count the sizes of the files that exist."""
         self.claims[kind, "nvme", name] += sum(Path(path).stat().st_size for path in paths if Path(path).exists())
 
     def add_unreachable(self, name: str, sizes: list[int]) -> None:
-        """Count buffers of C++ objects, known by size only. A dispatch mode may have made Python objects of them."""
+        """Count buffers of C++ objects by their sizes. A dispatch mode may have created Python objects of them."""
         self.claims["buffers", "device", name] += sum(sizes)
         self._unreachable += sizes
 
     def note_bucketed(self, parameters: list[nn.Parameter]) -> None:
-        """Count whole gradients that wait in the bucket for their reduction. Call when only the bucket is claimed."""
+        """Count unreduced gradients in the bucket. Call it when only the bucket is claimed."""
         grads = tensors_in([find_gradients(parameter) for parameter in parameters])
         waiting = [grad for grad in grads if grad.untyped_storage().data_ptr() in self._claimed]
         self.grads_in_bucket_bytes = sum(grad.numel() * grad.element_size() for grad in waiting)
 
     def total(self, kind: str, place: str) -> int:
+        """Return the claimed bytes of a kind in a place: device, host or nvme."""
         return sum(count for (k, p, _), count in self.claims.items() if (k, p) == (kind, place))
 
     def other_tensor_bytes(self) -> int:
-        """Scan the process for unclaimed storages and unclaimed parts of claimed ones; return their bytes."""
+        """Return the bytes of unclaimed storages in the process, and of unclaimed parts of claimed ones."""
         gc.collect()
-        other: dict[int, int] = {}
-        for found in gc.get_objects():
-            if not issubclass(type(found), torch.Tensor) or issubclass(type(found), FakeTensor):
+        unclaimed: dict[int, int] = {}
+        for candidate in gc.get_objects():
+            if not issubclass(type(candidate), torch.Tensor) or issubclass(type(candidate), FakeTensor):
                 continue
-            for tensor in tensors_in(found):
+            for tensor in tensors_in(candidate):
                 if tensor.device.type == "meta" or tensor.layout != torch.strided:
                     continue
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() and storage.data_ptr() not in self._claimed:
-                    other[storage.data_ptr()] = storage.nbytes()
-        sizes = list(other.values())
+                    unclaimed[storage.data_ptr()] = storage.nbytes()
+        sizes = list(unclaimed.values())
         for size in self._unreachable:
             if size in sizes:
                 sizes.remove(size)
@@ -169,7 +172,7 @@ class Inventory:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every plain tensor in nested containers; of a DTensor, this rank's shard."""
+    """Yield every plain tensor in nested containers, and this rank's shard of a DTensor."""
     if isinstance(value, dtensor_type()):
         yield from tensors_in(value._local_tensor)
     elif isinstance(value, torch.Tensor):
@@ -180,7 +183,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's parameter groups; none of a model under another engine."""
+    """Yield FSDP2's parameter groups of a model; nothing under another engine."""
     for module in model.modules():
         if (find_state := getattr(module, "_get_fsdp_state", None)) is not None:
             state = vars(find_state())
@@ -189,17 +192,18 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def dtensor_type() -> Any:
-    """Return DTensor without importing it, which takes half a second: if nothing has imported it, no tensor is one."""
+    """Return DTensor, or () before its import, which takes half a second; until then no tensor is one."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def _cover(spans: list[tuple[int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], int]:
-    """Add [start, end) to the disjoint `spans` of a storage; return them and how many bytes that added."""
+    """Return the disjoint `spans` of a storage with [start, end) added, and the number of added bytes."""
     touching = [span for span in spans if span[0] < end and start < span[1]]
-    known = sum(min(end, span[1]) - max(start, span[0]) for span in touching)
+    covered = sum(min(end, span[1]) - max(start, span[0]) for span in touching)
     merged = (min([start, *(span[0] for span in touching)]), max([end, *(span[1] for span in touching)]))
-    return [span for span in spans if span not in touching] + [merged], end - start - known
+    return [span for span in spans if span not in touching] + [merged], end - start - covered
 
 
 def find_gradients(parameter: nn.Parameter) -> list[torch.Tensor | None]:
+    """Return the gradients that torch and DeepSpeed store on a parameter."""
     return [parameter.grad, getattr(parameter, "grad_accum", None)]

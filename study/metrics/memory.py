@@ -1,8 +1,8 @@
-"""Peak memory per phase of a run, on the device and on the host, and the mean device memory over steps.
+"""Measure peak memory per phase of a run, on the device and on the host, and the mean device memory over steps.
 
-Three device figures: `allocated` by tensors, `reserved` by the caching allocator, and `device`, what the card shows as
-used with contexts, communicators and all other processes. The peaks of torch and of Linux are reset where a phase
-begins.
+There are three device figures: `allocated` by tensors, `reserved` by the caching allocator, and `device`, the used
+memory of the GPU, including contexts, communicators and all other processes. The peaks of torch and of Linux are reset
+when a phase begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Phase = Literal["init", "load", "first_step", "steady", "eval", "save"]
 
 
 class MemoryMeter:
-    """Peaks in bytes by phase. A phase may be entered again: its peak is the largest of all its turns."""
+    """Peaks in bytes by phase. If a phase is entered several times, its peak is the maximum over all times."""
 
     def __init__(self, device: torch.device, cost: MeasurementOverhead | None = None) -> None:
         self.device = device
@@ -38,13 +38,14 @@ class MemoryMeter:
         self._reset()
 
     def enter_phase(self, phase: Phase) -> None:
+        """End the current phase, and reset the peaks for the next one."""
         self._harvest()
         self._phase, self._has_stepped = phase, False
         self._reset()
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Enter this phase, and go back to the current one after."""
+        """Enter this phase, and return to the current one afterwards."""
         interrupted = self._phase
         self.enter_phase(phase)
         try:
@@ -69,7 +70,7 @@ class MemoryMeter:
 
     def _harvest(self) -> None:
         if self._phase == "steady" and not self._has_stepped and "steady" in self._peaks:
-            # After the last evaluation there is no step: what it imported is not of this phase.
+            # No step follows the last evaluation, and modules that it imported do not belong to this phase.
             return
         self._sample_device()
         on_cuda = self.device.type == "cuda"
@@ -97,10 +98,10 @@ class MemoryMeter:
         import pynvml
 
         try:
-            # The first version counts the driver's own memory as used.
+            # Version 1 of this call includes the driver's reserved memory.
             used = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml, version=pynvml.nvmlMemory_v2).used)
         except pynvml.NVMLError:
-            # Some machines refuse a guest, and no run depends on the answer. Earlier samples are not a peak.
+            # Some virtual machines forbid this; no run depends on it. Earlier samples alone would not be a peak.
             self._nvml = self._device_peak = None
             self._device_samples = 0
             for peaks in self._peaks.values():
@@ -111,7 +112,7 @@ class MemoryMeter:
 
 
 class _HostPeak:
-    """This process's peak resident memory since `reset()`."""
+    """Peak resident memory of this process since `reset()`."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -122,10 +123,10 @@ class _HostPeak:
 
     def reset(self) -> None:
         if hasattr(psutil, "heap_trim"):
-            # Return to the system what an earlier phase freed and the C library kept.
+            # Return memory to the system that an earlier phase freed and the C library cached.
             psutil.heap_trim()
         try:
-            # proc(5): "5" resets VmHWM. Some containers refuse that.
+            # proc(5): "5" resets VmHWM. Some containers do not permit that.
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             self._resettable = False
@@ -140,7 +141,7 @@ class _HostPeak:
         lifetime = _lifetime_peak()
         if lifetime > self._lifetime_at_reset:
             return lifetime
-        # The process was larger in an earlier phase, so only both ends of this one are known.
+        # An earlier phase had the larger peak, so only the start and the end of this one are measurable.
         return max(self._resident_at_reset, self._process.memory_info().rss)
 
 

@@ -1,7 +1,7 @@
-"""Where the time of a run's last steps goes, from torch's profiler, as one small document.
+"""Profile the last steps of a run with torch's profiler, and summarize their time in a small document.
 
-On a GPU the kernels are counted, and the gaps between them are the GPU waiting for the host. On a CPU the operators are
-counted, each without those that it calls, and the gaps between them are Python.
+On a GPU the kernels are counted; in the gaps between them the GPU waits for the host. On a CPU the operators are
+counted by their self time; in the gaps between them Python runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from study.config.flags import RunConfig
 from study.metrics.clock import warmup_steps
 from study.records.schema import PROFILE_CATEGORIES
 
-# A kernel's category comes from the operator that launched it, or in compiled code, which has none, from its own name.
+# A kernel's category is that of the operator that launched it or, in compiled code without operators, of its name.
 # All work inside one of these regions has the region's category.
 _REGIONS = (
     ("collectives", re.compile(r"^(c10d|_c10d_functional(_autograd)?)::|^record_param_comms$|^nccl|^gloo:")),
@@ -62,7 +62,7 @@ _OPERATORS = {
 }  # fmt: skip
 _KIND_OF_OPERATOR = {name: kind for kind, names in _OPERATORS.items() for name in names}
 
-# Inductor names a kernel after its fused operators; one that only moves numbers is a copy.
+# Inductor names a kernel after its fused operators; a kernel that only moves data is a copy.
 _MOVES = (
     "unsafe_view|_?to_copy|clone|copy|cat|stack|view|transpose|permute|expand|unsqueeze|squeeze|slice_scatter|slice|"
     "select|constant_pad_nd|zeros_like|zeros|ones|full_like|full|new_zeros|empty_like|empty|t"
@@ -87,29 +87,31 @@ _KERNELS = (
 
 @functools.lru_cache(maxsize=4096)
 def operator_category(name: str) -> str | None:
+    """Return the category of an ATen operator or of a copy inside FSDP; None for other names."""
     if _COPY_INSIDE_FSDP.match(name):
         return "copies"
-    if (found := _OPERATOR.match(name)) is None:
+    if (match := _OPERATOR.match(name)) is None:
         return None
-    plain = found[1].removesuffix("_")
+    plain = match[1].removesuffix("_")
     return _KIND_OF_OPERATOR.get(plain) or _KIND_OF_OPERATOR.get(_BACKWARD.sub("", plain))
 
 
 @functools.lru_cache(maxsize=4096)
 def first_match(patterns: tuple[tuple[str, re.Pattern[str]], ...], name: str) -> str | None:
+    """Return the kind of the first pattern that occurs in the name; None without a match."""
     return next((kind for kind, pattern in patterns if pattern.search(name)), None)
 
 
 def categorize(name: str, callers: Sequence[str] = ()) -> str:
     """Return the category of a kernel or operator; `callers` are the operators around it, the innermost first."""
-    by_region = (first_match(_REGIONS, each) for each in (name, *reversed(callers)))
-    by_operator = (operator_category(each) for each in (name, *callers))
+    by_region = (first_match(_REGIONS, operator) for operator in (name, *reversed(callers)))
+    by_operator = (operator_category(operator) for operator in (name, *callers))
     return next(filter(None, chain(by_region, by_operator)), None) or first_match(_KERNELS, name) or "other"
 
 
-# Between the watched step and the profiler, so that a profiled run has undisturbed step times too.
+# Steps between the watched step and the profiler, so that a profiled run has undisturbed step times, too.
 COUNTED_STEPS = 3
-# The profiler's own warm-up: its hooks into the driver are slow at first.
+# Warm-up of the profiler, whose hooks into the driver are slow at first.
 PROFILER_WARMUP_STEPS = 1
 MAX_TOP_KERNELS = 25
 MAX_NAME_LENGTH = 200
@@ -120,19 +122,19 @@ _DRIVER_CALL = re.compile(r"^cu(da)?[A-Z]")
 
 
 def check_profiled_steps(config: RunConfig, steps: int) -> None:
-    """Refuse a run of too few steps; `steps` are those after the checkpoint that it resumes."""
-    others = 1 + COUNTED_STEPS + PROFILER_WARMUP_STEPS + config.profile_steps
-    needed = next(count for count in itertools.count(others) if count >= warmup_steps(count) + others)
+    """Raise UserError if a run has too few steps to profile; `steps` excludes those before its checkpoint."""
+    other_steps = 1 + COUNTED_STEPS + PROFILER_WARMUP_STEPS + config.profile_steps
+    needed = next(count for count in itertools.count(other_steps) if count >= warmup_steps(count) + other_steps)
     if config.profile_steps and steps < needed:
         raise UserError(
-            f"--profile_steps {config.profile_steps} needs {needed} steps (warm-up, the watched one, {COUNTED_STEPS}"
-            f" that are timed, the profiler's own warm-up), and this run does {steps}",
+            f"--profile_steps {config.profile_steps} needs {needed} steps (warm-up, the watched step, {COUNTED_STEPS}"
+            f" timed steps, the profiler's warm-up), and this run does {steps}",
             f"use --max_steps {needed} or more, or fewer --profile_steps",
         )
 
 
 class StepProfiler:
-    """Records consecutive steps: warm_up() one step before them, start() and stop() around them.
+    """Profiler of consecutive steps: warm_up() one step before them, start() and stop() around them.
 
     Only work between begin() and end() is counted; the device is idle at both.
     """
@@ -142,22 +144,25 @@ class StepProfiler:
         self.device = device
         self.document: dict[str, Any] | None = None
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-        # For torch all our steps are one: it can warm up in no other way.
+        # For torch's schedule all profiled steps are one step, since it can warm up in no other way.
         self._profile = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
         self._range: record_function | None = None
         self._records = False
 
     def warm_up(self) -> None:
+        """Start torch's profiler without recording."""
         with warnings.catch_warnings():
-            # torch 2.11 says that the events of earlier cycles are lost; there are none.
+            # torch 2.11 warns that the events of earlier cycles are lost; there are none.
             warnings.simplefilter("ignore")
             self._profile.start()
 
     def start(self) -> None:
+        """Start recording."""
         self._profile.step()
         self._records = True
 
     def stop(self) -> None:
+        """Stop recording, and summarize the events in `document`."""
         self._records = False
         self._profile.stop()
         assert self._profile.profiler is not None
@@ -166,11 +171,13 @@ class StepProfiler:
         self.document = profile_document(results.events(), self.steps, self.device.type)
 
     def begin(self) -> None:
+        """Begin a segment of counted work."""
         if self._records:
             self._range = record_function(_RANGE)
             self._range.__enter__()
 
     def end(self) -> None:
+        """End the segment, if one was begun."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -184,13 +191,13 @@ class Span:
     start: int
     end: int
     parent: Span | None = None
-    # An annotation only names the work inside it.
+    # False for an annotation, which only labels the work inside it.
     is_work: bool = True
     child_ns: int = 0
 
     @property
     def self_time(self) -> int:
-        """Time without that of the operators that it calls."""
+        """Time excluding the operators that it calls, in nanoseconds."""
         return self.end - self.start - self.child_ns
 
     def callers(self) -> Iterator[Span]:
@@ -202,7 +209,7 @@ class Span:
 
 
 def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[str, Any]:
-    """Make profile.json from the events of torch's profiler."""
+    """Return the content of profile.json from the events of torch's profiler."""
     host, kernels = [], []
     for event in events:
         if event.device_type() == DeviceType.CPU:
@@ -213,7 +220,7 @@ def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[s
     operators, by_id = _operators(host, windows)
     if device == "cuda":
         if not kernels:
-            # It is so on this machine, and would be in the next run as well.
+            # A property of the machine, so the next run would fail as well.
             raise Unsupported(
                 "the profiler saw no kernel of the GPU", "CUPTI does not work here: leave --profile_steps out"
             )
@@ -237,8 +244,8 @@ def _clip(event: Any, windows: Sequence[tuple[int, int]]) -> Span | None:
 
 
 def _operators(host: Sequence[Any], windows: Sequence[tuple[int, int]]) -> tuple[list[Span], dict[int, Span]]:
-    """Return the host's operators and annotations with their callers; and by the id that kernels refer to."""
-    found: list[Span] = []
+    """Return the host's operators and annotations with their callers, and a map by the id that kernels refer to."""
+    spans_on_host: list[Span] = []
     by_id: dict[int, Span] = {}
     threads: defaultdict[Any, list[Span]] = defaultdict(list)
     for event in host:
@@ -248,7 +255,7 @@ def _operators(host: Sequence[Any], windows: Sequence[tuple[int, int]]) -> tuple
         if span is None:
             continue
         span.is_work = not event.is_user_annotation() or span.name.startswith(_OPTIMIZER_RANGE)
-        found.append(span)
+        spans_on_host.append(span)
         if event.correlation_id() > 0 and event.linked_correlation_id() == 0:
             by_id[event.correlation_id()] = span
         # Work that begins in one thread and ends in another has no caller.
@@ -256,7 +263,7 @@ def _operators(host: Sequence[Any], windows: Sequence[tuple[int, int]]) -> tuple
             threads[event.start_thread_id()].append(span)
     for spans in threads.values():
         _nest(spans)
-    return found, by_id
+    return spans_on_host, by_id
 
 
 def _nest(spans: list[Span]) -> None:
@@ -268,7 +275,9 @@ def _nest(spans: list[Span]) -> None:
         if open_spans:
             span.parent = open_spans[-1]
             span.end = min(span.end, span.parent.end)
-        if span.is_work and (caller := next((each for each in span.callers() if each.is_work), None)):
+        if span.is_work and (
+            caller := next((caller_span for caller_span in span.callers() if caller_span.is_work), None)
+        ):
             caller.child_ns += span.end - span.start
         open_spans.append(span)
 
@@ -295,7 +304,7 @@ def _document(work: Sequence[Span], wall: int, steps: range, device: str) -> dic
         "wall_s_per_step": wall * per_step,
         "busy_s_per_step": busy * per_step,
         "idle_s_per_step": (wall - busy) * per_step,
-        # Where spans overlap, their times add up to more than the device was busy.
+        # If spans overlap, the sum of their times is longer than the device was busy.
         "summed_s_per_step": sum(categories.values()) * per_step,
         "calls_per_step": len(work) / len(steps),
         "categories_s_per_step": {kind: time * per_step for kind, time in categories.items()},

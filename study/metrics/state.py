@@ -1,9 +1,9 @@
-"""Bytes of model state on one rank: parameters, gradients, optimizer state, and the engine's buffers.
+"""Measure the model state of one rank in bytes: parameters, gradients, optimizer state, and the engine's buffers.
 
-Read from the live objects, each storage counted once, and compared with a scan of every tensor storage alive in the
-process. `device` is where the engine computes, `host` what it offloads to host memory, `nvme` the swap files. Without a
-GPU, device and host are the same RAM, and the engine's offload configuration decides between them. The _claim_*
-functions below know where each engine has its tensors.
+It is read from the live objects, each storage counted once, and compared with a scan of every tensor storage alive in
+the process. `device` is the memory in which the engine computes, `host` its offloaded state, `nvme` the swap files.
+Without a GPU, device and host are the same RAM, and the engine's offload configuration decides between them. The
+_claim_* functions below find the tensors of each engine.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan:
 
 
 def release_gathered(model: Any) -> None:
-    """Free the parameters that an evaluation leaves gathered, so that the next step gathers as after any other step.
+    """Release the parameters that are still gathered after an evaluation, so that the next step gathers as usual.
 
-    A forward pass without a backward pass leaves ZeRO-3's parameters gathered up to `stage3_max_live_parameters`, and
-    those of FSDP2's root module.
+    After a forward pass without a backward pass, ZeRO-3's parameters up to `stage3_max_live_parameters` and those of
+    FSDP2's root module are still gathered.
     """
     engine, _ = _unwrap(model, None)
     if engine is not None and engine.zero_optimization_stage() == 3:
-        # DeepSpeed's own pair around a checkpoint: what follows is as after its optimizer step.
+        # DeepSpeed calls this pair around a checkpoint; the state afterwards is as after an optimizer step.
         engine.optimizer.checkpoint_event_prologue()
         engine.optimizer.checkpoint_event_epilogue()
     for group in fsdp_groups(model):
@@ -76,14 +76,14 @@ def release_gathered(model: Any) -> None:
 
 
 class StateWatch:
-    """`with StateWatch(model, optimizer, device) as watch:` around one optimizer step; then `watch.report`.
+    """Meter of the model state: `with StateWatch(...) as watch:` around one optimizer step; then `watch.report`.
 
-    Gradients live from backward to the optimizer step only, and a DeepSpeed engine steps inside
-    `accelerator.backward`, so the state is read where the step begins. Two engines have more gradients before that:
-    ZeRO-1 has every whole gradient until backward has ended, and FSDP2 until the last micro-batch. Gradients are read
-    after the backward pass of each micro-batch too, and the largest figure counts. Optimizer state is read again after
-    the step, since the first step creates it. There is no report where no optimizer step happened, as when a loss
-    scaler skips one.
+    Gradients exist only from backward to the optimizer step, and a DeepSpeed engine steps inside
+    `accelerator.backward`, so the state is read at the start of the step. Two engines have more gradients before that:
+    ZeRO-1 has all unpartitioned gradients until backward has ended, and FSDP2 until the last micro-batch. Therefore
+    gradients are also read after the backward pass of each micro-batch, and the largest figure counts. Optimizer state
+    is read again after the step, since the first step creates it. Without an optimizer step, as when a loss scaler
+    skips it, there is no report.
     """
 
     def __init__(self, model: Any, optimizer: Any, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class StateWatch:
         self._has_begun = False
         self._after_backward: dict[str, Any] | None = None
         self._before_step: dict[str, Any] | None = None
-        # The attribute that another release of the engine lacks; then there is no report.
+        # Missing attribute in an unverified release of the engine; then there is no report.
         self.unknown: str | None = None
         self.report: dict[str, Any] | None = None
 
@@ -101,15 +101,15 @@ class StateWatch:
         if engine is not None:
             self._hooks.enter_context(_before_call(engine, "allreduce_gradients", self._read_after_backward))
         else:
-            # Where the next micro-batch begins, before FSDP gathers the root for it.
+            # At the start of the next micro-batch, before FSDP gathers the root for it.
             hook = self._model.register_forward_pre_hook(self._read_between_micro_batches, prepend=True)
             self._hooks.callback(hook.remove)
         if isinstance(base, torch.optim.Optimizer):
             hook = base.register_step_pre_hook(lambda *_: self._read_state())
             self._hooks.callback(hook.remove)
         else:
-            # DeepSpeed's wrappers have no hooks. Their base optimizer has, but by then ZeRO-1 and 2 have copied the
-            # gradients, and NVMe state has been swapped in.
+            # DeepSpeed's wrappers have no hooks. Those of their base optimizer run too late: by then ZeRO-1 and 2 have
+            # copied the gradients, and NVMe state has been swapped in.
             self._hooks.enter_context(_before_call(base, "step", self._read_state))
         return self
 
@@ -167,14 +167,14 @@ def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.
     inventory.claim("grads", "unreduced", unreduced)
     inventory.claim("optimizer", "states", list(optimizer.state.values()))
     if isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view:
-        # The C++ reducer has a second copy of every gradient in buckets that Python cannot reach.
+        # The C++ reducer copies every gradient into buckets that Python cannot access.
         logged = model._get_ddp_logging_data()
         sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
         inventory.add_unreachable("ddp_reducer_buckets", [int(size) for size in sizes.split(",")])
 
 
 def _claim_zero12(inventory: Inventory, engine: Any) -> None:
-    """stage_1_and_2.py. The fp32 partition is a clone even of fp32 parameters, so it counts as optimizer state."""
+    """Claim stages 1 and 2 (stage_1_and_2.py). The fp32 partition is always a clone, and counts as optimizer state."""
     zero = engine.optimizer
     offloaded = zero.cpu_offload
     parameters = list(engine.module.parameters())
@@ -200,9 +200,9 @@ def _claim_zero12(inventory: Inventory, engine: Any) -> None:
 
 
 def _claim_zero3(inventory: Inventory, engine: Any) -> None:
-    """stage3.py. _create_fp32_partitions means to share the partition in fp32, but compares a device with a string.
+    """Claim stage 3 (stage3.py). Its fp32 partition is a copy even of fp32 parameters, and counts as optimizer state.
 
-    So there is an fp32 copy of fp32 parameters as well, and it counts as optimizer state.
+    _create_fp32_partitions is meant to share the partition in that case, but compares a device with a string.
     """
     zero = engine.optimizer
     offload_params, offload_optimizer = zero.offload_param, zero.offload_optimizer
@@ -216,7 +216,7 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
         on_disk = [p for p in parameters if p.ds_tensor.final_location == "nvme"]
         inventory.add_files("params", "swap_files", [swapper.id_to_path[p.ds_id] for p in on_disk])
     inventory.claim("params", "partitions", [p.ds_tensor for p in parameters], offload_params)
-    # With zero_hpz_partition_size: made when a parameter is first freed, and dropped by the optimizer step.
+    # With zero_hpz_partition_size: created when a parameter is first freed, and deleted by the optimizer step.
     inventory.claim("params", "second_copy", [p.ds_secondary_tensor for p in parameters], offload_params)
     persistent = {id(p) for p in zero.persistent_parameters}
     inventory.claim("params", "kept_whole", [p.data for p in parameters if id(p) in persistent])
@@ -224,7 +224,7 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     inventory.claim("optimizer", "fp32_partitions", zero.fp32_partitioned_groups_flat, offload_optimizer)
     inventory.claim("optimizer", "states", list(zero.optimizer.state.values()), offload_optimizer)
     if (backup := getattr(zero, "backup_optimizer", None)) is not None:
-        # It steps the share that `ratio` leaves on a GPU (_optimizer_step).
+        # It steps the sub-groups that `ratio` does not offload (_optimizer_step).
         inventory.claim("optimizer", "device_states", list(backup.state.values()))
     if zero.swap_optimizer:
         infos = zero.optimizer_swapper.swap_params_info.values()
@@ -247,7 +247,7 @@ def _claim_muon_buffers(inventory: Inventory, zero: Any) -> None:
 
 
 def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:
-    """FP16_Optimizer, FP16_UnfusedOptimizer (stage 0) and BF16_Optimizer (stage 1 with fp32 accumulation)."""
+    """Claim FP16_Optimizer, FP16_UnfusedOptimizer (stage 0) or BF16_Optimizer (stage 1 with fp32 accumulation)."""
     wrapper = engine.optimizer
     parameters = list(engine.module.parameters())
     inventory.claim("params", "parameters", parameters)
@@ -273,19 +273,19 @@ def _unwrap(model: Any, optimizer: Any) -> tuple[Any, Any]:
 
 
 def base_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that does the arithmetic, under Accelerate's and DeepSpeed's wrappers."""
+    """Return the optimizer inside the wrappers of Accelerate and DeepSpeed."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
-def _larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in {**one, **other}}
+def _larger(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+    return {name: max(first.get(name, 0), second.get(name, 0)) for name in {**first, **second}}
 
 
 @contextlib.contextmanager
 def _before_call(owner: Any, name: str, action: Callable[[], None]) -> Iterator[None]:
-    original, own = getattr(owner, name), vars(owner).get(name)
+    original, instance_attribute = getattr(owner, name), vars(owner).get(name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         action()
@@ -295,7 +295,7 @@ def _before_call(owner: Any, name: str, action: Callable[[], None]) -> Iterator[
     try:
         yield
     finally:
-        if own is None:
+        if instance_attribute is None:
             delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, instance_attribute)

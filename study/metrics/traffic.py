@@ -1,15 +1,15 @@
-"""Every collective of one rank in one optimizer step: calls, payload, and the bytes that it sends.
+"""Count the collectives of one rank in one optimizer step: calls, payload, and the bytes that the rank sends.
 
-Counted where all engines meet: the dispatcher's `c10d::` and `_c10d_functional::` operators, seen by a
-TorchDispatchMode. `torch.distributed`, DeepSpeed, FSDP2 and DDP's C++ reducer all call methods of the C++ ProcessGroup
+A TorchDispatchMode counts the dispatcher's `c10d::` and `_c10d_functional::` operators, which all engines use.
+`torch.distributed`, DeepSpeed, FSDP2 and DDP's C++ reducer all call methods of the C++ ProcessGroup
 (ProcessGroup.hpp), and each goes through the dispatcher before it reaches gloo, NCCL or the fake backend. Modes are
 part of the thread-local state that autograd gives to its worker threads and final callbacks (GraphTask in
-torch/csrc/autograd/engine.cpp), so collectives of backward hooks are seen on a GPU as well. Sizes and types are exact;
-the profiler's are not: it drops the types of tensor lists, and only some backends write `record_param_comms`.
+torch/csrc/autograd/engine.cpp), so collectives of backward hooks are counted on a GPU as well. Sizes and types are
+exact; the profiler's are not: it drops the types of tensor lists, and only some backends write `record_param_comms`.
 
-`wire_bytes_per_rank` are ring bytes: what the bandwidth-optimal algorithm sends, with the factors of nccl-tests, on any
-backend. Gloo uses other algorithms for some collectives; `gloo_bytes_per_rank` is what gloo sends, within 1 % of the
-counters of the loopback interface (tests/test_count_bytes.py).
+`wire_bytes_per_rank` are ring bytes: those of the bandwidth-optimal algorithm, with the factors of nccl-tests, on any
+backend. Gloo uses other algorithms for some collectives; `gloo_bytes_per_rank` are the bytes that gloo sends, within
+1 % of the counters of the loopback interface (tests/test_count_bytes.py).
 """
 
 from __future__ import annotations
@@ -42,28 +42,30 @@ _KINDS = {
     "recv": re.compile(r"^i?recv"),
 }
 _BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")
-# DeepSpeed's operator hides the collective inside it.
+# DeepSpeed's operators call collectives that the mode does not see.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "deepspeed")
 
 
 @dataclasses.dataclass
 class Collective:
+    """Calls and bytes of one kind of collective."""
+
     calls: int = 0
     payload_bytes: int = 0
-    # Ring bytes; records have this name.
+    # Ring bytes, under the name in records.
     wire_bytes_per_rank: float = 0.0
     gloo_bytes_per_rank: float = 0.0
 
 
 class TrafficWatch(TorchDispatchMode):
-    """`with TrafficWatch(step) as watch:` around exactly one optimizer step."""
+    """Counter of collectives: `with TrafficWatch(step) as watch:` around exactly one optimizer step."""
 
     def __init__(self, step: int, ranks_per_machine: int | None = None) -> None:
         super().__init__()
         self.step = step
         self.ranks_per_machine = ranks_per_machine
-        # Sent in groups with ranks on several machines. A ring enters and leaves each machine once, so this is also
-        # what a machine sends to the next one.
+        # Bytes sent in groups with ranks on several machines. A ring enters and leaves each machine once, so a machine
+        # sends the same number of bytes to the next one.
         self.across_machines_bytes = 0.0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
@@ -71,14 +73,14 @@ class TrafficWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """With False, Dynamo would drop what it compiled, for the watched step and all after it."""
+        """Return True, since with False Dynamo would discard its compiled code from the watched step on."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, dtensor_type()) for kind in types):
-            # DTensor dispatches to its local operators and collectives first; those come back here.
+            # DTensor dispatches to its local operators and collectives first, which call this again.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", None) in _NAMESPACES:
@@ -89,22 +91,22 @@ class TrafficWatch(TorchDispatchMode):
     def _count(self, name: str, arguments: dict[str, Any], result: Any) -> None:
         group = arguments.get("process_group", arguments.get("group_name"))
         if group is None:
-            return  # waiting for a result, or wrapping one
+            return  # it waits for a result, or wraps one
         if name in _BARRIERS:
             self.collectives["barrier"].calls += 1
             return
         namespace, _, operator = name.partition("::")
-        kind = next((kind for kind, known in _KINDS.items() if known.search(operator.strip("_"))), None)
-        given = list(arguments.values())
-        # The whole logical tensor: the output of a gathering collective, the input of a scattering one.
+        kind = next((kind for kind, pattern in _KINDS.items() if pattern.search(operator.strip("_"))), None)
+        values = list(arguments.values())
+        # Payload is the full logical tensor: the output of a gathering collective, the input of a scattering one.
         if kind is None:
             # An unknown operator counts with all its arguments, rather than not at all.
-            kind, payload = name, given
+            kind, payload = name, values
         elif namespace == "c10d":
             # The output tensors come first.
-            payload = given[1] if kind in ("reduce_scatter", "all_to_all") else given[0]
+            payload = values[1] if kind in ("reduce_scatter", "all_to_all") else values[0]
         else:
-            payload = result if kind == "all_gather" else given[0]
+            payload = result if kind == "all_gather" else values[0]
         count = sum(t.numel() * t.element_size() for t in tree_leaves(payload) if isinstance(t, torch.Tensor))
         collective = self.collectives[kind]
         collective.calls += 1
@@ -120,6 +122,7 @@ class TrafficWatch(TorchDispatchMode):
             self.across_machines_bytes += ring
 
     def report(self) -> dict[str, Any]:
+        """Return calls and bytes by kind of collective."""
         counts = {kind: dataclasses.asdict(count) for kind, count in sorted(self.collectives.items())}
         if not self.is_gloo:
             for count in counts.values():
@@ -133,41 +136,41 @@ class TrafficWatch(TorchDispatchMode):
 def _ring_bytes(kind: str, size: int, ranks: int) -> float:
     if ranks == 1 or kind == "recv":
         return 0.0
-    share = (ranks - 1) / ranks
-    return size * {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(kind, 1.0)
+    fraction = (ranks - 1) / ranks
+    return size * {"all_reduce": 2 * fraction, "all_gather": fraction, "reduce_scatter": fraction}.get(kind, 1.0)
 
 
 def _gloo_bytes(kind: str, size: int, ranks: int) -> float:
-    """Return the mean over ranks. ProcessGroupGloo.cpp implements reduce-scatter as an all-reduce."""
-    share = (ranks - 1) / ranks
+    """Return the sent bytes, mean over ranks. ProcessGroupGloo.cpp implements reduce-scatter as an all-reduce."""
+    fraction = (ranks - 1) / ranks
     if kind == "reduce_scatter":
         return _ring_bytes("all_reduce", size, ranks)
     if kind == "broadcast":
-        return size * share
+        return size * fraction
     if kind == "reduce" and ranks > 1 and size:
-        # Each rank passes on all but the last two segments of its share, which then goes to the root (gloo/reduce.cc).
+        # Each rank forwards all but the last two segments of its chunk, which then goes to the root (gloo/reduce.cc).
         segment = min(math.ceil(size / (2 * ranks)), 2**20)
-        of_a_part = max(2, math.ceil(size / segment / ranks))
-        ends = range(of_a_part, (ranks + 1) * of_a_part, of_a_part)
-        kept = sum(min(segment, max(0, size - (end - back) * segment)) for end in ends for back in (1, 2))
-        return size - kept / ranks + size * share / ranks
+        segments_per_chunk = max(2, math.ceil(size / segment / ranks))
+        ends = range(segments_per_chunk, (ranks + 1) * segments_per_chunk, segments_per_chunk)
+        not_forwarded = sum(min(segment, max(0, size - (end - back) * segment)) for end in ends for back in (1, 2))
+        return size - not_forwarded / ranks + size * fraction / ranks
     return _ring_bytes(kind, size, ranks)
 
 
 def _all_to_all_bytes(arguments: dict[str, Any], ranks: list[int]) -> float:
     """Return the bytes of an all-to-all's input that are addressed to other ranks."""
-    own = ranks.index(dist.get_rank())
+    local_rank = ranks.index(dist.get_rank())
     if "input_tensors" in arguments:
         tensors = arguments["input_tensors"]
-        return sum(t.numel() * t.element_size() for place, t in enumerate(tensors) if place != own)
+        return sum(t.numel() * t.element_size() for place, t in enumerate(tensors) if place != local_rank)
     tensor, rows = arguments["input"], arguments.get("input_split_sizes")
     # Without sizes all ranks get equal splits.
-    kept = rows[own] / max(1, tensor.shape[0]) if rows else 1 / len(ranks)
-    return tensor.numel() * tensor.element_size() * (1 - kept)
+    local_fraction = rows[local_rank] / max(1, tensor.shape[0]) if rows else 1 / len(ranks)
+    return tensor.numel() * tensor.element_size() * (1 - local_fraction)
 
 
 def _group_ranks(group: Any) -> list[int]:
-    """Resolve the group: c10d operators have it boxed, functional ones its name."""
+    """Return the ranks of a group, which c10d operators pass boxed, and functional ones by its name."""
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     name = group if isinstance(group, str) else group.group_name
