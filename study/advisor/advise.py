@@ -155,7 +155,8 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
         (candidate for candidate in comparable if candidate.fits and not candidate.request.strategy.offloads), fastest
     )
     first = fastest if fastest.tokens_per_s > max_offload_slowdown() * plain.tokens_per_s else plain
-    equal = [candidate for candidate in comparable if candidate.tokens_per_s >= (1 - SPEED_TOLERANCE) * first.tokens_per_s
+    slowest = (1 - SPEED_TOLERANCE) * first.tokens_per_s
+    equal = [candidate for candidate in comparable if candidate.tokens_per_s >= slowest
              and candidate.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
     equal.sort(key=lambda option: (needs_large_host(option), SIMPLEST_FIRST.index(option.name)))
     return (*equal, *(option for option in options if option not in equal))

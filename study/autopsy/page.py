@@ -172,7 +172,9 @@ def _protocols(arms: pd.DataFrame) -> pd.DataFrame:
             "as printed": _share(printed_ratio(arms, response.name)),
             "third run of the listing": _share(mean_ratio(cell_gaps(arms, response.name, "listing", PRINTED))),
             "corrected": _share(corrected_ratio(arms, response.name)),
-            "corrected, clipping not asked for": _share(mean_ratio(cell_gaps(arms, response.name, "unclipped", CORRECTED))),
+            "corrected, clipping not asked for": _share(
+                mean_ratio(cell_gaps(arms, response.name, "unclipped", CORRECTED))
+            ),
             "two equal arms": _share(mean_ratio(cell_gaps(arms, response.name, "aa", AA))),
         })  # fmt: skip
     return pd.DataFrame(rows)
