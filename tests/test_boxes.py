@@ -96,7 +96,7 @@ def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_dr
         pytest.skip("torch can use a GPU here")
     with pytest.raises(Unsupported) as refusal:
         check_torch_supports_gpus()
-    assert "2 GPUs are here" in refusal.value.problem
+    assert "2 GPUs are visible" in refusal.value.problem
     assert "the driver 550.54.15 supports CUDA 12.4" in refusal.value.problem
     assert "https://download.pytorch.org/whl/cu129" in refusal.value.fix
     for runs, says in {"11.8": "update the driver", "12.0": "cu129", "13.0": "torch==2.13.0"}.items():
