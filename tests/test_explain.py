@@ -238,7 +238,7 @@ SHARDING = "noted fsdp_sharding_strategy"
         (fsdp(fsdp_version=3), "gpt2", 4, ["refused fsdp_version"], "versions 1 and 2, not 3"),
         (fsdp(fsdp_sharding_strategy="NO_SHARD"), "gpt2", 4, [SHARDING], "plain data parallelism"),
         (fsdp(fsdp_sharding_strategy=2), "gpt2", 4, [*BY_VERSION_2, SHARDING], "weights stay unsharded"),
-        (fsdp(fsdp_sharding_strategy="HYBRID_SHARD"), "gpt2", 4, [*BY_VERSION_2, SHARDING], "ranks of a machine"),
+        (fsdp(fsdp_sharding_strategy="HYBRID_SHARD"), "gpt2", 4, [*BY_VERSION_2, SHARDING], "ranks of one machine"),
         (fsdp(fsdp_reshard_after_forward="NO_SHARD"), "gpt2", 4, BY_VERSION_2, "of version 2"),
         (fsdp(fsdp_sharding_strategy=9), "gpt2", 4, [*BY_VERSION_2, "refused fsdp_sharding_strategy"], "no '9'"),
         (fsdp(fsdp_offload_params=True), "gpt2", 4, [*BY_VERSION_2, "noted fsdp_offload_params"], "in host memory"),
@@ -438,10 +438,10 @@ def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> N
     ("settings", "work", "key", "says"),
     [
         ({MICRO_BATCH: 1, ACCUMULATION: 4}, ProgramSettings(accumulation=8), ACCUMULATION,
-         "4, and --accumulation says 8"),
-        ({MICRO_BATCH: 1, ACCUMULATION: 4}, ProgramSettings(micro_batch=2), MICRO_BATCH, "1, and --micro_batch says 2"),
+         "4, and --accumulation is 8"),
+        ({MICRO_BATCH: 1, ACCUMULATION: 4}, ProgramSettings(micro_batch=2), MICRO_BATCH, "1, and --micro_batch is 2"),
         ({MICRO_BATCH: None, "train_batch_size": 8}, ProgramSettings(accumulation=4), ACCUMULATION,
-         "1, and --accumulation says 4"),
+         "1, and --accumulation is 4"),
     ],
 )  # fmt: skip
 def test_a_flag_that_contradicts_the_file_is_refused(
@@ -575,7 +575,7 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.json", '{"zero_optimization": {"stage": 2, "stage": 3}}', "says stage twice"),
+        ("a.json", '{"zero_optimization": {"stage": 2, "stage": 3}}', "sets stage twice"),
         ("a.yaml", "distributed_type: NO\ndistributed_type: FSDP\n", "a.yaml:2: distributed_type appears twice"),
         ("a.json", '{"zero_optimization": {"stge": 2}}', "stge is not a setting"),
         ("a.json", '{"zero_optimisation": {"stage": 2}}', "zero_optimisation is not a setting"),
