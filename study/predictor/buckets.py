@@ -6,7 +6,6 @@ full bucket is reduced and freed.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -34,14 +33,10 @@ class Snapshot(NamedTuple):
     arrival: bool = False
 
 
-def gradient_snapshots(request: Request) -> list[Snapshot]:
-    """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
-    # Gradient checkpointing does not change the order of gradients.
-    return _gradient_snapshots(dataclasses.replace(request, gradient_checkpointing=False))
-
-
 @cache_by_request
-def _gradient_snapshots(request: Request) -> list[Snapshot]:
+def gradient_snapshots(request: Request) -> list[Snapshot]:
+    """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far. Checkpointing does not
+    change the order of gradients."""
     stage = request.strategy.zero_stage
     if request.strategy.is_fsdp:
         return list(_fsdp(request))
@@ -170,7 +165,7 @@ class _Bucket:
         self.is_alone = request.box.ranks == 1
         # With an offloaded optimizer the norm of each gradient is computed when it is copied out of the bucket.
         copied_out = settings.optimizer is not None and settings.stage < 3
-        self.own = dict(rank0_shards(request)) if copied_out else {}
+        self.own = {param.index: size for param, size in rank0_shards(request)} if copied_out else {}
         self.norm = 0
 
     def is_full_with(self, param: Parameter) -> bool:
@@ -182,7 +177,7 @@ class _Bucket:
             self.waiting += param.elements
         self.filled, self.count = self.filled + param.elements, self.count + 1
         self.written = max(self.written, self.filled - self.waiting)
-        self.norm = max(self.norm, self.own.get(param, 0) * NORM_BYTES)
+        self.norm = max(self.norm, self.own.get(param.index, 0) * NORM_BYTES)
 
     def empty(self) -> None:
         self.filled = self.waiting = self.count = self.norm = 0

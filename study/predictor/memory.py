@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -303,7 +304,7 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
         points.append(point(live, **before | {"activations": before["activations"] + cached * so_far + working}))
     # The loss's gradient.
     points.append(point(gathers.live_at_end, buffers=begun, logits=saved.logits + saved.logits_backward))
-    for snapshot in _decisive_snapshots(request):
+    for snapshot in _decisive_snapshots(request, recomputes=strategy.zero_stage == 3 and recomputed):
         parts = {"gradients": snapshot.grads, "buffers": snapshot.buffers}
         if not snapshot.step:
             stored = _stored(request, saved, min(layers, snapshot.place + 1), working=0 <= snapshot.place < layers)
@@ -316,29 +317,30 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
 
 
 @cache_by_request
-def _decisive_snapshots(request: Request) -> list[Snapshot]:
+def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]:
     """Return the snapshots that can be the peak, with all buffers: those with the most gradients, buffers, or both, per
     layer and for the optimizer step. All other memory is equal in the snapshots of a layer, of which there are many."""
     standing, weight = _static_buffer_bytes(request), request.weight_bytes
-    gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
-    snapshots = list[Snapshot]()
+    gathers = GatherTrace()
+    if request.strategy.zero_stage == 3:
+        gathers = simulate_gathers(dataclasses.replace(request, gradient_checkpointing=recomputes))
+    # Each with its gradients and its buffers.
+    snapshots = list[tuple[Snapshot, float, float]]()
     for snapshot in gradient_snapshots(request):
         param = snapshot.param
         live = 0 if snapshot.step else gathers.live_backward.get(snapshot.place, 0)
         live = live if param is None else gathers.live_at.get(param.index, live)
-        snapshots.append(snapshot._replace(buffers=max(standing, snapshot.buffers) + live * weight))
+        snapshots.append((snapshot, snapshot.grads, max(standing, snapshot.buffers) + live * weight))
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
             count = 2 if param.index == 0 and has_tied_gradients(request.shape) else 1
+            grads = snapshot.grads - float(count * param.elements * weight)
             before = gathers.live_before[param.index] * weight
-            snapshots.append(snapshot._replace(
-                grads=snapshot.grads - float(count * param.elements * weight),
-                buffers=max(standing, snapshot.buffers) + before,
-            ))  # fmt: skip
+            snapshots.append((snapshot, grads, max(standing, snapshot.buffers) + before))
     # By layer, and None for the optimizer step: per criterion the largest size, and the index of its snapshot.
     largest: dict[int | None, list[tuple[float, int]]] = {}
-    for index, snapshot in enumerate(snapshots):
-        sizes = (snapshot.grads + snapshot.buffers, snapshot.grads, snapshot.buffers)
+    for index, (snapshot, grads, buffers) in enumerate(snapshots):
+        sizes = (grads + buffers, grads, buffers)
         layer = None if snapshot.step else snapshot.place
         if (entry := largest.get(layer)) is None:
             largest[layer] = [(size, index) for size in sizes]
@@ -346,7 +348,9 @@ def _decisive_snapshots(request: Request) -> list[Snapshot]:
         for criterion, size in enumerate(sizes):
             if size > entry[criterion][0]:
                 entry[criterion] = (size, index)
-    return [snapshots[index] for index in sorted({index for entries in largest.values() for _, index in entries})]
+    decisive = sorted({index for entries in largest.values() for _, index in entries})
+    return [snapshot._replace(grads=grads, buffers=buffers) for snapshot, grads, buffers in
+            (snapshots[index] for index in decisive)]  # fmt: skip
 
 
 def _stored(request: Request, saved: Activations, layers: int, working: bool = False) -> dict[str, float]:

@@ -207,9 +207,13 @@ class Request:
         return 4.0 if self.pure or (self.strategy.zero_stage and self.settings.bf16_moments) else 8.0
 
     @functools.cached_property
-    def without_micro_batch(self) -> Request:
-        """This request with micro-batch 1 and accumulation at most 2, a cache key shared if only these differ."""
-        return dataclasses.replace(self, micro_batch=1, accumulation=min(2, self.accumulation))
+    def without_batch(self) -> Request:
+        """This request with one token, accumulation at most 2, no checkpointing and a fixed network: its state and
+        gradients are the same."""
+        return dataclasses.replace(
+            self, micro_batch=1, sequence_length=1, accumulation=min(2, self.accumulation),
+            gradient_checkpointing=False, box=dataclasses.replace(self.box, network_gb_per_s=1.0),
+        )  # fmt: skip
 
     @property
     def fsdp_gathers_16_bits(self) -> bool:
@@ -245,12 +249,13 @@ _R = TypeVar("_R")
 
 
 def cache_by_request(func: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
-    """Cache a function across requests that differ only in micro-batch, or in an accumulation above 1."""
-    cached = functools.lru_cache(maxsize=64)(func)
+    """Cache a function across requests that differ only in tokens, checkpointing, network, or in an accumulation above
+    1."""
+    cached = functools.lru_cache(maxsize=256)(func)
 
     @functools.wraps(func)
     def cached_call(request: Request, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return cached(request.without_micro_batch, *args, **kwargs)  # type: ignore[arg-type]
+        return cached(request.without_batch, *args, **kwargs)  # type: ignore[arg-type]
 
     return cached_call
 

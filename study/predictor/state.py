@@ -205,9 +205,11 @@ def flat_elements(request: Request) -> int:
 
 def shard_elements(request: Request, params: Sequence[Parameter]) -> int:
     """Return the elements of one rank's shards of parameters in stage 3, with padding."""
-    return sum(math.ceil(param.elements / request.box.ranks) for param in params)
+    ranks = request.box.ranks
+    return sum(math.ceil(param.elements / ranks) for param in params)
 
 
+@cache_by_request
 def persistent_params(request: Request) -> list[Parameter]:
     """Return stage 3's persistent parameters: small ones, frozen or not, that stay gathered (parameter_offload.py,
     mark_persistent_parameters)."""
@@ -222,10 +224,10 @@ def persistent_params(request: Request) -> list[Parameter]:
 
 def sub_groups(request: Request) -> list[int]:
     """Return the shard elements of each sub-group (stage3.py, _create_fp16_sub_groups)."""
-    groups, current = list[int](), 0
+    groups, current, ranks, largest = list[int](), 0, request.box.ranks, request.settings.sub_group
     for param in request.shape.trained_params:
-        current += math.ceil(param.elements / request.box.ranks)
-        if current >= request.settings.sub_group:
+        current += math.ceil(param.elements / ranks)
+        if current >= largest:
             groups.append(current)
             current = 0
     return [*groups, current] if current else groups

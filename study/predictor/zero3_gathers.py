@@ -148,47 +148,54 @@ class _Group:
     last use."""
 
     size: int
-    pending: set[Parameter]
+    pending: set[int]
     is_open: bool = False
 
 
 class _Coordinator:
-    """DeepSpeed's parameter coordinator: simulates gathers and releases over a trace of module calls."""
+    """DeepSpeed's parameter coordinator: simulates gathers and releases over a trace of module calls. Parameters are
+    their indices."""
 
     def __init__(
         self,
         trace: Sequence[Call],
-        persistent: frozenset[Parameter],
+        persistent: frozenset[int],
         limits: tuple[int, int, int],
         ranks: int,
         gloo: bool,
     ) -> None:
         self.prefetch_bucket, self.max_live, self.max_reuse_distance = limits
         self.ranks, self.gloo = ranks, gloo
-        self.sharded = [tuple(param for param in call.params if param not in persistent) for call in trace]
-        self.released_after = [tuple(param for param in call.releases if param not in persistent) for call in trace]
+        self.elements = {param.index: param.elements for call in trace for param in call.params}
+        self.padded = {index: math.ceil(size / ranks) * ranks for index, size in self.elements.items()}
+
+        def sharded(params: tuple[Parameter, ...]) -> tuple[int, ...]:
+            return tuple(param.index for param in params if param.index not in persistent)
+
+        self.sharded = [sharded(call.params) for call in trace]
+        self.released_after = [sharded(call.releases) for call in trace]
         self.order = [(at, param) for at, params in enumerate(self.sharded) for param in params]
         self.place = 0
         # The latest call for which a parameter was visited.
-        self.seen: dict[Parameter, int] = {}
-        self.live: set[Parameter] = set()
+        self.seen: dict[int, int] = {}
+        self.live: set[int] = set()
         self.together: list[_Group] = []
         self.total = self.gathered = self.gathered_at_once = 0
         self.sums = [0, *itertools.accumulate(sum(param.elements for param in call.params) for call in trace)]
         # Per call: the next call that uses each of its parameters.
-        self.next_use = list[dict[Parameter, int]]()
-        coming = dict[Parameter, int]()
+        self.next_use = list[dict[int, int]]()
+        coming = dict[int, int]()
         for at, params in reversed(list(enumerate(self.sharded))):
             self.next_use.append({param: coming[param] for param in params if param in coming})
             coming |= dict.fromkeys(params, at)
         self.next_use.reverse()
 
-    def gather(self, params: Iterable[Parameter]) -> int:
+    def gather(self, params: Iterable[int]) -> int:
         """Gather the missing parameters, and return their number of elements."""
         missing = [param for param in params if param not in self.live]
-        size = sum(param.elements for param in missing)
+        size = sum(self.elements[param] for param in missing)
         self.live.update(missing)
-        self.gathered += sum(math.ceil(param.elements / self.ranks) * self.ranks for param in missing)
+        self.gathered += sum(self.padded[param] for param in missing)
         # A single rank copies each parameter separately.
         if len(missing) > 1 and self.ranks > 1:
             self.together.append(_Group(size, set(missing)))
@@ -214,7 +221,7 @@ class _Coordinator:
             self.place += 1
         budget = min(self.max_live - self.total, self.prefetch_bucket)
         # An ordered set.
-        coming: dict[Parameter, None] = {}
+        coming: dict[int, None] = {}
         elements = 0
         while self.place < len(self.order) and elements < budget:
             when, param = self.order[self.place]
@@ -222,7 +229,7 @@ class _Coordinator:
             self.seen[param] = max(self.seen.get(param, 0), when)
             if param not in self.live and param not in coming:
                 coming[param] = None
-                elements += param.elements
+                elements += self.elements[param]
         gathered = self.gather(coming)
         return max(peak, self.total + copied + (gathered if self.gloo else 0))
 
@@ -241,7 +248,7 @@ class _Coordinator:
                 released.append(param)
         freed = self.live.intersection(released)
         self.live -= freed
-        self.total -= sum(param.elements for param in freed)
+        self.total -= sum(self.elements[param] for param in freed)
 
 
 def simulate_gathers(request: Request) -> GatherTrace:
@@ -252,14 +259,14 @@ def simulate_gathers(request: Request) -> GatherTrace:
     limits = settings.prefetch_bucket, settings.max_live, settings.max_reuse_distance
     return _gathers(
         request.shape, request.gradient_checkpointing, box.ranks, box.gloo_copies_gathers, limits,
-        frozenset(persistent_params(request)),
+        frozenset(param.index for param in persistent_params(request)),
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=512)
 def _gathers(
     shape: ModelShape, recomputes: bool, ranks: int, gloo: bool, limits: tuple[int, int, int],
-    persistent: frozenset[Parameter],
+    persistent: frozenset[int],
 ) -> GatherTrace:  # fmt: skip
     """Simulate the gathers; cached by the inputs that matter, which many strategies share."""
     forward, backward = module_call_order(shape, recomputes)
