@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from engines import ROOT, launch, printed_json
+from engines import ROOT, printed_json
+from forked import fork_ranks, fork_script
 from study.advisor.explain import (
     Explanation,
     bucket_bytes,
@@ -381,11 +382,10 @@ accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 def print_from_engine(folder: Path, settings: dict[str, Any], code: str) -> list[Any]:
     """Return what a real engine with these settings prints, from a separate process."""
     (folder / "engine.json").write_text(json.dumps(settings))
+    (folder / "engine.py").write_text(_ENGINE + code)
     environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
-    done = subprocess.run(
-        [sys.executable, "-c", _ENGINE + code, str(folder / "engine.json"), str(folder / "store")],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    files = [str(folder / name) for name in ("engine.py", "engine.json", "store")]
+    done = fork_script(*files, folder=ROOT, environment=environment, read_at_import={})
     lines = [text.removeprefix("SAYS") for text in done.stdout.splitlines() if text.startswith("SAYS")]
     assert lines, done.stderr[-3000:]
     return [json.loads(line) for line in lines]
@@ -518,7 +518,7 @@ def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) 
     case = make_case(tmp_path, {"train_micro_batch_size_per_gpu": 8, ZERO: shipped | changed}, "gpt-tiny", 2)
     flags = ["--task", "gpt-wikitext", "--max_steps", "3", "--eval_steps", "0", "--output_dir", str(tmp_path / "run")]
     overrides = [f"--engine_override={ZERO}.{key}={value}" for key, value in changed.items()]
-    ended = launch("zero3", "tests/probes/gathered_at_once.py", *flags, *overrides)
+    ended = fork_ranks("zero3", "tests/probes/gathered_at_once.py", *flags, *overrides)
     for rank in printed_json(ended):
         assert rank["most"] == gathered_elements(case) + persistent_elements(case) < case.shape.parameters
 
