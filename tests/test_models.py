@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,9 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
+import forked
 from damage import flip_a_bit, no_file_larger_than
+from engines import ROOT
 from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
 from study.engine import setup as engine
@@ -286,18 +289,21 @@ def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) 
         load_initial_model(config, initial)
 
 
+def run_forked(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return forked.fork_script(script, *arguments, folder=ROOT, environment=os.environ | environment, read_at_import={})
+
+
 def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
-    program = (
+    script = tmp_path / "materialize.py"
+    script.write_text(
         "import sys, pathlib; from study.config.flags import RunConfig, resolve_config; "
         "from study.workloads.initial import materialize_initial_weights as materialize; "
         "print(materialize(resolve_config(RunConfig(scale='laptop'), False), pathlib.Path(sys.argv[1])).sha256)"
     )
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = {rank.communicate(timeout=120)[0].split()[-1] for rank in ranks}
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    with ThreadPoolExecutor() as pool:
+        ranks = list(pool.map(lambda _: run_forked(script, str(tmp_path)), range(2)))
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    printed = {rank.stdout.split()[-1] for rank in ranks}
     folders = [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
     assert len(folders) == 1
     assert printed == {json.loads((folders[0] / RECORD_NAME).read_text())["sha256"]}
@@ -343,10 +349,8 @@ print("held")
 @pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=pytest.mark.long)])
 def test_under_zero3_the_weights_are_partitioned_and_the_same(task: str, tmp_path: Path) -> None:
     alone = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", ZERO3, str(tmp_path), task],
-        env=os.environ | alone, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    (tmp_path / "zero3.py").write_text(ZERO3)
+    ran = run_forked(tmp_path / "zero3.py", str(tmp_path), task, **alone)
     assert ran.stdout.strip().endswith("held"), ran.stdout + ran.stderr
 
 

@@ -128,6 +128,13 @@ def test_a_notebook_runs_in_this_interpreter_without_a_profile_of_the_user(tmp_p
     assert read(output).cells[-1].outputs[0].data["text/plain"] == repr(sys.executable)
 
 
+def test_a_kernel_is_ended_and_not_waited_for(tmp_path):
+    """A kernel that is asked to exit runs this function, and sometimes hangs."""
+    at_exit = f"import atexit, pathlib; atexit.register(pathlib.Path({str(tmp_path / 'asked')!r}).touch)"
+    execute(notebook(tmp_path / "a.ipynb", at_exit), tmp_path / "out.ipynb", {}, tmp_path, 60)
+    assert not (tmp_path / "asked").exists()
+
+
 @pytest.mark.parametrize(
     ("sources", "limit_s", "words"),
     [

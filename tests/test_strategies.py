@@ -503,7 +503,7 @@ print(json.dumps([
 
 def test_a_strategy_is_added_by_its_files_and_one_row(tmp_path: Path) -> None:
     for folder in ("study", "accelerate_configs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     configs = tmp_path / "accelerate_configs"
     document = yaml.safe_load((configs / "zero2.yaml").read_text())
     document["deepspeed_config"]["deepspeed_config_file"] = "accelerate_configs/deepspeed/zero2_small.json"
@@ -519,9 +519,9 @@ def test_a_strategy_is_added_by_its_files_and_one_row(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, check=True)
     assert json.loads(done.stdout) == [2, False, "#123456", True]
     command = [
-        "accelerate", "launch", "--config_file", "accelerate_configs/zero2_small.yaml", "study/train.py", "--task",
-        "gpt-wikitext", "--scale", "laptop", "--max_steps", "2", "--train_samples", "64", "--eval_samples", "2",
-        "--output_dir", str(tmp_path / "run"),
+        "accelerate", "launch", "--config_file", "accelerate_configs/zero2_small.yaml", "--num_processes", "1",
+        "study/train.py", "--task", "gpt-wikitext", "--scale", "laptop", "--max_steps", "2", "--train_samples", "64",
+        "--eval_samples", "2", "--output_dir", str(tmp_path / "run"),
     ]  # fmt: skip
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=300)
     engine = json.loads((tmp_path / "run" / "engine.json").read_text())

@@ -101,7 +101,7 @@ def test_a_run_out_of_host_memory_is_oom_and_one_that_raises_is_failed_with_its_
         {"where": {"seed": 2}, "fixed": {"learning_rate": 1e30, "max_steps": 20}},
     ]
     suite = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2]}, TINY, overrides=rules)
-    limit, runs = 4 * 2**30, tmp_path / "runs"
+    limit, runs = 2 * 2**30, tmp_path / "runs"
     result = run(suite, runs, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
     assert result.returncode == 1
     cells = {read_json(file.with_name("config.json"))["seed"]: file.parent for file in runs.glob("tiny/*/status.json")}

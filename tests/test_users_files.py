@@ -119,7 +119,7 @@ def test_a_folder_with_another_program_s_status_json_is_not_overwritten(tmp_path
 def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(tmp_path):
     photo = write_photo(tmp_path / "box" / "output")
     before = contents(tmp_path)
-    result = launch(
+    result = fork_ranks(
         "zero3_nvme", "study/train.py", *FLAGS, "--output_dir", str(photo.parent / "new" / ".."),
         "--nvme_path", str(tmp_path / "box" / "drive"), ranks=1,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engines import ROOT, launch
+from forked import fork_ranks
 from runs import FLAGS, RunFactory, trained
 from study.config.strategies import WITH_GROUPS
 from study.host.memory import HOST_MEMORY_VARIABLE
@@ -275,7 +276,7 @@ def test_depths_beyond_a_threshold_are_used_if_they_fit(tmp_path: Path, monkeypa
 
 def test_more_processes_than_the_one_are_refused(tmp_path: Path) -> None:
     flags = (*FLAGS, *GPT, "--virtual_world_size", "8", "--output_dir", str(tmp_path / "run"))
-    result = launch("zero1", "study/train.py", *flags, ranks=2)
+    result = fork_ranks("zero1", "study/train.py", *flags, ranks=2)
     assert result.returncode != 0
     assert "a virtual rank is one process, but 2 were launched" in result.stderr
     assert not (tmp_path / "run").exists()

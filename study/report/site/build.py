@@ -83,7 +83,8 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
             str(notebook), str(output), parameters=dict(parameters), progress_bar=False,
             # Not `cwd`, which changes the folder of the whole process: notebooks run concurrently.
             resources={"metadata": {"path": str(folder)}},
-            start_timeout=START_LIMIT_S, kernel_manager_class=ThisInterpreter,
+            # One kernel in four hangs when it is asked to exit: it is killed after 3.5 s.
+            start_timeout=START_LIMIT_S, kernel_manager_class=ThisInterpreter, shutdown_kernel="immediate",
             timeout_func=lambda _cell: max(1, int(deadline - time.monotonic())),
         )  # fmt: skip
     except PapermillExecutionError as error:
