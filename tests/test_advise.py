@@ -88,7 +88,6 @@ def eight_b() -> Advice:
     return advise(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
 
 
-@pytest.mark.alone
 def test_eight_b_over_every_strategy_takes_less_than_ten_seconds_of_cpu() -> None:
     before = time.process_time()
     print_page(LLAMA_8B, "8xH100")
