@@ -54,15 +54,6 @@ def open_page(request: pytest.FixtureRequest, file: Path, browser: Browser) -> P
     return page
 
 
-@pytest.fixture(scope="module")
-def counts() -> dict[str, dict[str, int]]:
-    """Return the counts of `study claims --json`."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["claims", "--json"]) == 0
-    result: dict[str, dict[str, int]] = json.loads(printed.getvalue())["counts"]
-    return result
-
-
 def visible(page: Page) -> list[str]:
     return list(page.eval_on_selector_all(
         ".claim", "all => all.filter(one => one.offsetParent).map(one => one.id.toUpperCase())"
@@ -70,8 +61,11 @@ def visible(page: Page) -> list[str]:
 
 
 def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_without_a_script(
-    open_page: Page, full_board: Scoreboard, counts: dict[str, dict[str, int]]
+    open_page: Page, full_board: Scoreboard
 ) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["claims", "--json"]) == 0
+    counts = json.loads(printed.getvalue())["counts"]
     head, *rows = open_page.eval_on_selector_all(
         ".scoreboard tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
     )

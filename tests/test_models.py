@@ -26,7 +26,6 @@ from transformers import AutoConfig, BertConfig, BertForSequenceClassification, 
 
 import forked
 from damage import flip_a_bit, no_file_larger_than
-from engines import ROOT
 from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
 from study.engine import setup as engine
@@ -289,8 +288,8 @@ def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) 
         load_initial_model(config, initial)
 
 
-def run_forked(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return forked.fork_script(script, *arguments, folder=ROOT, environment=os.environ | environment, read_at_import={})
+def run_forked(script: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return forked.fork_script(script, *arguments, folder=script.parent, environment=os.environ | env, read_at_import={})
 
 
 def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
@@ -303,10 +302,9 @@ def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         ranks = list(pool.map(lambda _: run_forked(script, str(tmp_path)), range(2)))
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
-    printed = {rank.stdout.split()[-1] for rank in ranks}
     folders = [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
     assert len(folders) == 1
-    assert printed == {json.loads((folders[0] / RECORD_NAME).read_text())["sha256"]}
+    assert {rank.stdout.split()[-1] for rank in ranks} == {json.loads((folders[0] / RECORD_NAME).read_text())["sha256"]}
 
 
 ZERO3 = """
@@ -348,9 +346,8 @@ print("held")
 
 @pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=pytest.mark.long)])
 def test_under_zero3_the_weights_are_partitioned_and_the_same(task: str, tmp_path: Path) -> None:
-    alone = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     (tmp_path / "zero3.py").write_text(ZERO3)
-    ran = run_forked(tmp_path / "zero3.py", str(tmp_path), task, **alone)
+    ran = run_forked(tmp_path / "zero3.py", str(tmp_path), task, LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
     assert ran.stdout.strip().endswith("held"), ran.stdout + ran.stderr
 
 

@@ -88,10 +88,11 @@ class Evidence:
 
     def find_runs(self, report: str, summary: Summary) -> tuple[str, ...]:
         """Return the runs behind the figures of a virtual rank."""
-        runs = self._ended(report, _virtual_runs_with_setting)
+        runs = self._ended(report, virtual_runs)
+        models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
         is_alike = (runs["strategy"] == summary["strategy"]) & (runs["world_size"] == summary["world_size"])
-        is_model = (runs["precision"] == _PRECISION) & (runs["plain_model"] == summary["model"])
-        rows = runs[is_alike & is_model & (runs["setting"] == summary["setting"])]
+        runs = runs[is_alike & (runs["precision"] == _PRECISION) & (models == summary["model"])]
+        rows = runs[[setting_text(run) == summary["setting"] for run in runs.to_dict("records")]]
         is_full = rows["model_layers"] == rows["preset_layers"]
         rows = rows[is_full] if summary["extrapolated"] is None else rows[~is_full].nsmallest(3, "model_layers")
         return tuple(f"{report}/{run}" for run in rows["run"])
@@ -214,14 +215,6 @@ class Pair:
 
 
 Levels = dict[float, Pair]
-
-
-def _virtual_runs_with_setting(records: Records) -> Records:
-    """Return the virtual runs with their model's name at any depth, and their setting as text."""
-    runs = virtual_runs(records).runs
-    models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
-    texts = [setting_text(run) for run in runs.to_dict("records")]
-    return dataclasses.replace(records, runs=runs.assign(plain_model=models, setting=texts))
 
 
 def settings(where: str) -> dict[str, str]:

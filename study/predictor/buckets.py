@@ -35,8 +35,7 @@ class Snapshot(NamedTuple):
 
 @cache_by_request
 def gradient_snapshots(request: Request) -> list[Snapshot]:
-    """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far. Checkpointing does not
-    change the order of gradients."""
+    """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
     stage = request.strategy.zero_stage
     if request.strategy.is_fsdp:
         return list(_fsdp(request))

@@ -321,10 +321,8 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     """Return the snapshots that can be the peak, with all buffers: those with the most gradients, buffers, or both, per
     layer and for the optimizer step. All other memory is equal in the snapshots of a layer, of which there are many."""
     standing, weight = _static_buffer_bytes(request), request.weight_bytes
-    gathers = GatherTrace()
-    if request.strategy.zero_stage == 3:
-        gathers = simulate_gathers(dataclasses.replace(request, gradient_checkpointing=recomputes))
-    # Each with its gradients and its buffers.
+    request = dataclasses.replace(request, gradient_checkpointing=recomputes)
+    gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
     snapshots = list[tuple[Snapshot, float, float]]()
     for snapshot in gradient_snapshots(request):
         param = snapshot.param
@@ -334,9 +332,8 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
             count = 2 if param.index == 0 and has_tied_gradients(request.shape) else 1
-            grads = snapshot.grads - float(count * param.elements * weight)
-            before = gathers.live_before[param.index] * weight
-            snapshots.append((snapshot, grads, max(standing, snapshot.buffers) + before))
+            before, grads = gathers.live_before[param.index] * weight, float(count * param.elements * weight)
+            snapshots.append((snapshot, snapshot.grads - grads, max(standing, snapshot.buffers) + before))
     # By layer, and None for the optimizer step: per criterion the largest size, and the index of its snapshot.
     largest: dict[int | None, list[tuple[float, int]]] = {}
     for index, (snapshot, grads, buffers) in enumerate(snapshots):
@@ -348,9 +345,8 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
         for criterion, size in enumerate(sizes):
             if size > entry[criterion][0]:
                 entry[criterion] = (size, index)
-    decisive = sorted({index for entries in largest.values() for _, index in entries})
-    return [snapshot._replace(grads=grads, buffers=buffers) for snapshot, grads, buffers in
-            (snapshots[index] for index in decisive)]  # fmt: skip
+    decisive = [snapshots[index] for index in sorted({index for entries in largest.values() for _, index in entries})]
+    return [snapshot._replace(grads=grads, buffers=buffers) for snapshot, grads, buffers in decisive]
 
 
 def _stored(request: Request, saved: Activations, layers: int, working: bool = False) -> dict[str, float]:

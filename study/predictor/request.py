@@ -208,8 +208,7 @@ class Request:
 
     @functools.cached_property
     def without_batch(self) -> Request:
-        """This request with one token, accumulation at most 2, no checkpointing and a fixed network: its state and
-        gradients are the same."""
+        """This request with one token, accumulation at most 2, no checkpointing, and one network: of the same state."""
         return dataclasses.replace(
             self, micro_batch=1, sequence_length=1, accumulation=min(2, self.accumulation),
             gradient_checkpointing=False, box=dataclasses.replace(self.box, network_gb_per_s=1.0),
@@ -249,8 +248,7 @@ _R = TypeVar("_R")
 
 
 def cache_by_request(func: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
-    """Cache a function across requests that differ only in tokens, checkpointing, network, or in an accumulation above
-    1."""
+    """Cache a function across requests with the same `without_batch`."""
     cached = functools.lru_cache(maxsize=256)(func)
 
     @functools.wraps(func)

@@ -153,8 +153,7 @@ class _Group:
 
 
 class _Coordinator:
-    """DeepSpeed's parameter coordinator: simulates gathers and releases over a trace of module calls. Parameters are
-    their indices."""
+    """DeepSpeed's parameter coordinator: simulates gathers and releases of parameter indices over module calls."""
 
     def __init__(
         self,
@@ -167,13 +166,8 @@ class _Coordinator:
         self.prefetch_bucket, self.max_live, self.max_reuse_distance = limits
         self.ranks, self.gloo = ranks, gloo
         self.elements = {param.index: param.elements for call in trace for param in call.params}
-        self.padded = {index: math.ceil(size / ranks) * ranks for index, size in self.elements.items()}
-
-        def sharded(params: tuple[Parameter, ...]) -> tuple[int, ...]:
-            return tuple(param.index for param in params if param.index not in persistent)
-
-        self.sharded = [sharded(call.params) for call in trace]
-        self.released_after = [sharded(call.releases) for call in trace]
+        self.sharded = [tuple(param.index for param in call.params if param.index not in persistent) for call in trace]
+        self.released_after = [tuple(param.index for param in call.releases) for call in trace]
         self.order = [(at, param) for at, params in enumerate(self.sharded) for param in params]
         self.place = 0
         # The latest call for which a parameter was visited.
@@ -195,7 +189,7 @@ class _Coordinator:
         missing = [param for param in params if param not in self.live]
         size = sum(self.elements[param] for param in missing)
         self.live.update(missing)
-        self.gathered += sum(self.padded[param] for param in missing)
+        self.gathered += sum(math.ceil(self.elements[param] / self.ranks) * self.ranks for param in missing)
         # A single rank copies each parameter separately.
         if len(missing) > 1 and self.ranks > 1:
             self.together.append(_Group(size, set(missing)))

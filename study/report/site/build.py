@@ -80,12 +80,11 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
     deadline = time.monotonic() + time_limit_s
     try:
         papermill.execute_notebook(
-            str(notebook), str(output), parameters=dict(parameters), progress_bar=False,
+            str(notebook), str(output), parameters=dict(parameters), progress_bar=False, start_timeout=START_LIMIT_S,
             # Not `cwd`, which changes the folder of the whole process: notebooks run concurrently.
-            resources={"metadata": {"path": str(folder)}},
-            # One kernel in four hangs when it is asked to exit: it is killed after 3.5 s.
-            start_timeout=START_LIMIT_S, kernel_manager_class=ThisInterpreter, shutdown_kernel="immediate",
-            timeout_func=lambda _cell: max(1, int(deadline - time.monotonic())),
+            resources={"metadata": {"path": str(folder)}}, kernel_manager_class=ThisInterpreter,
+            # Killed: asked to exit, one kernel in four hangs for 3.5 s.
+            shutdown_kernel="immediate", timeout_func=lambda _cell: max(1, int(deadline - time.monotonic())),
         )  # fmt: skip
     except PapermillExecutionError as error:
         raise NotebookFailed(f"{_place(output, error.cell_index)}: {error.ename}: {error.evalue}") from None
