@@ -18,7 +18,7 @@ from study.claims.published import derivation, published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
 from study.claims.verdicts import Region, Verdict, number
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.report.document import (
     Link,
     Note,

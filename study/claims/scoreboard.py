@@ -10,8 +10,8 @@ from typing import Any, get_args
 from study.claims.evidence import Evidence
 from study.claims.ledger import Claim, ClaimFinding, Ledger, read_ledger
 from study.claims.verdicts import Answer, CheckOutcome, Verdict, combine
+from study.config.places import REPOSITORY
 from study.config.printing import TextTable
-from study.config.strategies import REPOSITORY
 from study.records.frames import Records
 
 REPORTS = REPOSITORY / "reports"
