@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from study.claims.scoreboard import build_scoreboard
 from study.config.places import REPOSITORY
 
 pytestmark = pytest.mark.engine
@@ -80,6 +82,18 @@ def test_a_command_needs_no_checkout(study: Command, arguments: str, printed: st
     assert printed in result.stdout
     assert result.returncode == (1 if arguments == "doctor" else 0), result.stderr
     assert result.stderr == ""
+
+
+def test_claims_without_pandas_are_the_recorded_verdicts(study: Command) -> None:
+    result = study("claims", "--json")
+    assert result.returncode == 0
+    assert result.stderr.count("pip install 'zero-study[report]'") == 1
+    claims = json.loads(result.stdout)["claims"]
+    anew = build_scoreboard().judged
+    assert [(claim["id"], claim["verdict"], claim["sentence"]) for claim in claims] == [
+        (judged.claim.id, judged.verdict, judged.sentence) for judged in anew
+    ]
+    assert f"{len(anew)} claims: " in study("claims").stdout
 
 
 @pytest.mark.parametrize(
