@@ -14,6 +14,7 @@ import pytest
 
 from study.claims.scoreboard import build_scoreboard
 from study.config.places import REPOSITORY
+from study.config.strategies import STRATEGY_NAMES
 
 pytestmark = pytest.mark.engine
 MAX_WHEEL_BYTES = 5_000_000
@@ -82,6 +83,13 @@ def test_a_command_needs_no_checkout(study: Command, arguments: str, printed: st
     assert printed in result.stdout
     assert result.returncode == (1 if arguments == "doctor" else 0), result.stderr
     assert result.stderr == ""
+
+
+def test_explain_accepts_every_written_config(study: Command, tmp_path: Path) -> None:
+    assert study("configs", str(tmp_path)).returncode == 0
+    for name in STRATEGY_NAMES:
+        result = study("explain", str(tmp_path / f"{name}.yaml"), "gpt2")
+        assert result.returncode == 0, result.stderr + result.stdout
 
 
 def test_claims_without_pandas_are_the_recorded_verdicts(study: Command) -> None:
