@@ -92,6 +92,14 @@ def test_explain_accepts_every_written_config(study: Command, tmp_path: Path) ->
         assert result.returncode == 0, result.stderr + result.stdout
 
 
+def test_advice_that_prints_no_measurement_imports_no_pandas() -> None:
+    script = "import sys; from study.cli import main; main(); sys.exit('pandas' in sys.modules)"
+    arguments = ["advise", "--model_name_or_path", "gpt2", "--hardware", "8xH100"]
+    path = {"PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run([sys.executable, "-c", script, *arguments], env=os.environ | path, capture_output=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_claims_without_pandas_are_the_recorded_verdicts(study: Command) -> None:
     result = study("claims", "--json")
     assert result.returncode == 0

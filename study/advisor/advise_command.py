@@ -100,7 +100,9 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
     best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
-    measured = list(nearest(best.request)) if nearest and best else []
+    # Only a request that prints them reads the records, which takes a third of the time.
+    is_printed = options.json or options.details
+    measured = list(nearest(best.request)) if nearest and best and is_printed else []
     riskier, what_ifs = faster_riskier_option(advice), list(sensitivity_lines(advice))
     if options.json:
         print(json.dumps(_document(advice, riskier, what_ifs, measured, files), indent=2))
@@ -199,7 +201,7 @@ def _page(
     if details:
         yield from measured
     if not has_files:
-        more = f"; --details has {len(measured)} measurements" if measured and not details else ""
+        more = "" if details else "; --details has similar measurements"
         yield f"--output DIR writes files with fitted buckets (`study predict` takes the stock ones){more}"
 
 
