@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from study.advisor import advise_command as advise
+from study.advisor import configs_command as configs
 from study.advisor import doctor, explain
 from study.advisor import predict_command as predict
 from study.autopsy import run as autopsy
@@ -58,6 +59,9 @@ COMMANDS = {
         explain.add_arguments,
         explain.run,
         explain.EPILOG,
+    ),
+    "configs": Command(
+        "write strategies' Accelerate files for any script", configs.add_arguments, configs.run, configs.EPILOG
     ),
     "verify": Command(
         "test which strategies compute the gradients of DDP on this stack", verify.add_arguments, verify.run

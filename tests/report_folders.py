@@ -7,7 +7,7 @@ import functools
 import shutil
 from pathlib import Path
 
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.records.frames import Records, read_parquet
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from study.config.flags import RunConfig, resolve_config
-from study.config.strategies import REPOSITORY, STUDIED_STRATEGIES, read_strategy
+from study.config.places import REPOSITORY
+from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.records.directory import seal
 from study.records.schema import SEAL
 from study.report.canvas import Drawing

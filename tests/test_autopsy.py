@@ -49,7 +49,7 @@ from study.autopsy.run import MARK, SESSIONS, SessionWorker, missing, open_folde
 from study.claims.ledger import read_ledger
 from study.cli import main
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 
 COMMITTED = REPOSITORY / "reports" / "autopsy"
 LOSS = next(response for response in RESPONSES if response.name == "eval_loss")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.releases.causes import Cause, read_causes
 from study.report.pages import releases as bare
 

@@ -26,7 +26,7 @@ from study.claims.published import derivation
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
 from study.claims.verdicts import Figure, Region
 from study.cli import main
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.records.frames import Records, read_parquet, write_parquet
 
 EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>"

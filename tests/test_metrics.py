@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.workloads.metrics import load_metric, summarize_evaluation
 
 

@@ -20,7 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from study.cli import main
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY, read_strategy
+from study.config.places import REPOSITORY
+from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.predictor import run_predictions as own
 from study.predictor.activation_trace import build_meta_model, trace_activations

@@ -14,10 +14,12 @@ import pytest
 import yaml
 
 from study.advisor.predict_command import precision_under
+from study.claims.command import scoreboard_text
 from study.claims.scoreboard import build_scoreboard
 from study.cli import COMMANDS, main
 from study.config.flags import Parser, parse_command_line, resolve_config
-from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
+from study.config.places import REPOSITORY
+from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
 from study.host.stacks import release_key
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import to_box
@@ -199,7 +201,7 @@ def test_the_finding_on_model_state_matches_the_records() -> None:
 
 
 def test_the_finding_on_claims_is_the_first_line_of_study_claims() -> None:
-    assert f'Of {build_scoreboard().text(details=False)[0]}; "partly":' in unwrapped("README.md")
+    assert f'Of {scoreboard_text(build_scoreboard().document(), details=False)[0]}; "partly":' in unwrapped("README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -14,7 +14,7 @@ import pytest
 from report_folders import committed, contents, few, laptop
 from study import cli
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
 from study.records.frames import Records, read_parquet, write_parquet
 from study.report.questions import answers

@@ -16,7 +16,7 @@ import papermill
 import pytest
 import yaml
 
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.records.directory import read_status
 from study.report.site.build import NOTEBOOKS
 

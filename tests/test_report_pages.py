@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from report_folders import laptop
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.records.frames import Records, write_parquet
 from study.report.questions import answers
 

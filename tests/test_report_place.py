@@ -17,7 +17,7 @@ import pytest
 from report_folders import committed, contents, few, laptop
 from study import cli
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.records.frames import read_parquet, write_parquet
 from study.report.site import publishing
 from study.report.site.build import build

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from study.config.strategies import REPOSITORY, WITH_REPLICAS
+from study.config.places import REPOSITORY
+from study.config.strategies import WITH_REPLICAS
 from study.predictor.run_predictions import predict_run
 from study.records.frames import Records, read_parquet, read_records
 from study.report.questions import QUESTIONS, TABLES, answers

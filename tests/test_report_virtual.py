@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, read_records, read_runs, write_parquet
 from study.records.rows import RUN_COLUMNS

@@ -20,7 +20,7 @@ import torch
 from damage import no_file_larger_than
 from study.config.errors import UserError
 from study.config.flags import RunConfig, resolve_config
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.workloads import sources
 from study.workloads.builtin import builtin_tokenizer
 from study.workloads.tasks import load_data, pack_rows

@@ -382,9 +382,13 @@ def test_a_strategy_whose_shipped_file_was_changed_is_refused_by_name(
         with pytest.raises(UserError, match=f"the files of {name} in"):
             read_strategy(name)
     assert read_strategy("zero2").zero_stage == 2
-    shutil.rmtree(tmp_path / "accelerate_configs")
-    with pytest.raises(UserError, match="this installation has no accelerate_configs/"):
-        read_strategy("zero2")
+
+
+def test_the_json_of_a_strategy_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("zero2", "zero3_cpu"):
+        file = read_yaml(DIRECTORY / f"{name}.yaml")["deepspeed_config"]["deepspeed_config_file"]
+        assert launched_with(Path(file)).name == name
 
 
 def test_the_table_of_shipped_settings_is_that_of_the_files() -> None:

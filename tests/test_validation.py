@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from study.config.strategies import REPOSITORY, read_strategy
+from study.config.places import REPOSITORY
+from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.metrics.flops import accelerate_bytes, deepspeed_bytes
 from study.predictor import run_predictions, validation

@@ -20,7 +20,8 @@ from typing import Any
 
 import yaml
 
-from study.config.strategies import REPOSITORY, STRATEGY_DIRECTORY
+from study.config.places import REPOSITORY
+from study.config.strategies import STRATEGY_DIRECTORY
 from study.host.environment import describe_environment
 from study.records.directory import is_finished, read_run
 from study.records.schema import STATE_KINDS

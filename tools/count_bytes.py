@@ -27,7 +27,8 @@ from typing import Any
 import pandas as pd
 
 from study.config.flags import RunConfig
-from study.config.strategies import MIN_RANKS_WITH_REPLICAS, REPOSITORY, STRATEGY_NAMES, WITH_REPLICAS, read_strategy
+from study.config.places import REPOSITORY
+from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_REPLICAS, read_strategy
 from study.host.memory import MIB
 from study.records.directory import read_run
 from study.report.document import table_markdown

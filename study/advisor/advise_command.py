@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,9 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
     best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
-    measured = list(nearest(best.request)) if nearest and best else []
+    # Only a request that prints them reads the records, which takes a third of the time.
+    is_printed = options.json or options.details
+    measured = list(nearest(best.request)) if nearest and best and is_printed else []
     riskier, what_ifs = faster_riskier_option(advice), list(sensitivity_lines(advice))
     if options.json:
         print(json.dumps(_document(advice, riskier, what_ifs, measured, files), indent=2))
@@ -199,7 +201,7 @@ def _page(
     if details:
         yield from measured
     if not has_files:
-        more = f"; --details has {len(measured)} measurements" if measured and not details else ""
+        more = "" if details else "; --details has similar measurements"
         yield f"--output DIR writes files with fitted buckets (`study predict` takes the stock ones){more}"
 
 
@@ -331,18 +333,23 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
         document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
         texts[inner] = json.dumps(settings, indent=2) + "\n"
     texts[outer] = yaml.safe_dump(document, sort_keys=False)
+    write_texts(texts, folder, "--output")
+    launch = ["accelerate", "launch", "--config_file", str(outer)]
+    return AdvisedFiles(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _study_command(request, model, launch))
+
+
+def write_texts(texts: Mapping[Path, str], folder: Path, argument: str) -> None:
+    """Write files into a folder; raise UserError that names the argument rather than change an existing file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
             if file.exists() and file.read_text(encoding="utf-8") != text:
-                raise UserError(f"{file} exists with other contents", "name another --output")
+                raise UserError(f"{file} exists with other contents", f"name another {argument}")
         for file, text in texts.items():
             file.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"the files cannot be written to {folder} ({reason})", "name another --output") from None
-    launch = ["accelerate", "launch", "--config_file", str(outer)]
-    return AdvisedFiles(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _study_command(request, model, launch))
+        raise UserError(f"the files cannot be written to {folder} ({reason})", f"name another {argument}") from None
 
 
 def _study_command(request: Request, model: str, launch: list[str]) -> str | None:

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,10 +24,10 @@ from typing import Literal
 import psutil
 
 from study.config.errors import UserError
+from study.config.places import IMPORT_ROOT, IS_CHECKOUT, REPOSITORY, WORKING_FOLDER, install_command
 from study.config.printing import TextTable, print_page
 from study.config.strategies import (
     MIN_RANKS_WITH_REPLICAS,
-    REPOSITORY,
     STRATEGY_NAMES,
     WITH_REPLICAS,
     Strategy,
@@ -40,10 +41,9 @@ from study.host.stacks import BUILDS_DEEPSPEED, VERIFIED, package_version, pair_
 from study.records.outcome import MORE_SHARED_MEMORY
 from study.releases.causes import PACKAGES, known_faults
 
-INSTALL = "make -B install"
-INSTALL_ALL = (
-    f"{BUILDS_DEEPSPEED} python -m pip install --no-build-isolation -c constraints.txt -e '.[train,report,dev]'"
-)
+PINS = shlex.quote("constraints.txt" if IS_CHECKOUT else str(REPOSITORY / "constraints.txt"))
+INSTALL = "make -B install" if IS_CHECKOUT else f"{BUILDS_DEEPSPEED} {install_command('train')}"
+INSTALL_ALL = f"{BUILDS_DEEPSPEED} python -m {install_command('train,report,dev', f'--no-build-isolation -c {PINS}')}"
 # Two ranks of 2.6 GiB each (host_peak_rss_gib of the laptop suite) with parameters on NVMe, and of 0.8 without.
 LAPTOP_MEMORY_GIB = 6
 # NCCL's ranks communicate through it; a container has 64 MiB by default. Ranks without a GPU do not use it.
@@ -71,7 +71,7 @@ class Check:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-    nvme = REPOSITORY / "nvme_offload"
+    nvme = WORKING_FOLDER / "nvme_offload"
     add("--nvme_path", type=folder_argument, default=nvme, metavar="DIR", help="measure NVMe bandwidth in this folder")
     add("--hub", action="store_true", help="send a request to the hub; by default nothing is sent")
 
@@ -134,7 +134,7 @@ def versions() -> Iterator[Check]:
         yield Check("python", "ok", python)
         yield Check("packages", "missing", f"{error.name} is not installed, so nothing can train", INSTALL)
         return
-    fix = "make -B install PYTHON=python3.11"
+    fix = "make -B install PYTHON=python3.11" if IS_CHECKOUT else "install it into an environment of a newer Python"
     yield needed("python", python in SpecifierSet(required), python, f"{required} is needed", fix)
     yield Check("packages", "missing" if packages_fix else "ok", packages, packages_fix)
     pair = unverified_pair()
@@ -268,7 +268,7 @@ def _probe(ask_hub: bool, folder: Path | None, can_pin: bool) -> list[Check]:
         reason = f"not measurable: {kind} is memory, not a disk"
     command += ["--measure_in", str(folder.absolute())] if folder and not reason else ["--not_measured", reason]
     try:
-        result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=PROBE_LIMIT_S)
+        result = subprocess.run(command, cwd=IMPORT_ROOT, capture_output=True, timeout=PROBE_LIMIT_S)
         printed, status = result.stdout, result.returncode
         ending = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     except subprocess.TimeoutExpired as expired:
@@ -286,7 +286,7 @@ def cluster() -> list[Check]:
     """Return the checks of a Slurm job's nodes; empty outside of a job."""
     if not is_in_job():
         return []
-    folders = {"repository": REPOSITORY, "runs": Path("runs").absolute(), "cache": cache_directory()}
+    folders = {"repository": WORKING_FOLDER.absolute(), "runs": Path("runs").absolute(), "cache": cache_directory()}
     try:
         if (job := current_job()) is None:
             return [Check("slurm", "ok", "a job of one node, on which runs start as without Slurm")]

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from study.advisor.doctor import INSTALL, Check, needed, shown
+from study.advisor.doctor import INSTALL, PINS, Check, needed, shown
 from study.config.errors import Unsupported, UserError, first_line
 from study.host.environment import check_torch_supports_gpus
 from study.host.folders import cache_directory
@@ -39,7 +39,7 @@ CHUNK_MIB, CHUNKS = 32, 8
 TRANSFER_S = 2.0
 ANOTHER_DRIVE = "study doctor --nvme_path DIR, with a folder on a local disk"
 BUILD = "python -m study.host.operators"
-REINSTALL_TORCH = "python -m pip install --force-reinstall -c constraints.txt torch"
+REINSTALL_TORCH = f"python -m pip install --force-reinstall -c {PINS} torch"
 
 
 def main() -> None:

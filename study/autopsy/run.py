@@ -27,7 +27,8 @@ from typing import Any
 
 from study.autopsy.design import READY, RESULT, SCALES, Scale, Session, plan
 from study.config.errors import UserError, require_extra
-from study.config.strategies import REPOSITORY, read_strategy
+from study.config.places import IMPORT_ROOT
+from study.config.strategies import read_strategy
 from study.host.folders import cache_directory, folder_argument
 from study.host.machine import detect_machine, visible_gpus
 from study.host.operators import build_operators
@@ -163,7 +164,7 @@ class SessionWorker:
         with tempfile.TemporaryFile("w+") as errors:
             command = [sys.executable, "-m", "study.autopsy.run", str(self.core), str(self.scale.threads)]
             process = self._process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=os.environ | hidden, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                command, cwd=IMPORT_ROOT, env=os.environ | hidden, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=errors, text=True, start_new_session=True,
             )  # fmt: skip
             assert process.stdout is not None

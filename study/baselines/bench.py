@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from study.config.errors import RunFailed
+from study.config.places import IMPORT_ROOT
 from study.config.printing import TextTable, print_page
-from study.config.strategies import REPOSITORY
 from study.records.directory import Run, read_run
 from study.run.console import StepProgress, run_for_exit_status
 
@@ -81,7 +81,7 @@ class TrainerProcess:
         arguments = [*case.arguments, *_SHARED, "--max_steps", str(steps), "--output_dir", str(self.output_dir)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "study.baselines.bench", "--runner", trainer, *arguments],
-            cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=IMPORT_ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, **LARGE_PAGES},
         )  # fmt: skip
         self._cpu_s = self._wait_for_pause()

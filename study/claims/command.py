@@ -6,15 +6,21 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
+from study.claims.verdicts import Verdict
 from study.config.errors import UserError, require_extra
-from study.config.printing import print_page
+from study.config.places import install_command
+from study.config.printing import TextTable, print_page
 
 if TYPE_CHECKING:
     from study.records.frames import Records
     from study.report.questions.runs import DependentClaim
+
+# The document of `study claims --json`, which `make claims` writes from the records.
+VERDICTS = Path(__file__).with_name("verdicts.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +62,35 @@ def run(options: argparse.Namespace) -> int:
                     row, training = result.row, f"{result.row.model} on {result.row.gpus} under {result.row.strategy}"
                     print(f"line {row.line}: {result.plausibility}: {training}: {result.why}")
         else:
-            from study.claims.scoreboard import build_scoreboard
-
-            scoreboard = build_scoreboard()
+            document = _judged()
             if options.json:
-                print(json.dumps(scoreboard.document(), indent=1))
+                print(json.dumps(document, indent=1))
             else:
-                print_page(scoreboard.text(options.details))
+                print_page(scoreboard_text(document, options.details))
     return 0
+
+
+def _judged() -> dict[str, Any]:
+    """Return the scoreboard judged by the records; if pandas is missing, the one that `make claims` wrote."""
+    try:
+        from study.claims.scoreboard import build_scoreboard
+    except ModuleNotFoundError as error:
+        print(f"notice: verdicts of this release; {error.name} is not installed, so the records were not read."
+              f" To judge them here: {install_command('report')}", file=sys.stderr)  # fmt: skip
+        return dict(json.loads(VERDICTS.read_text(encoding="utf-8")))
+    return build_scoreboard().document()
+
+
+def scoreboard_text(document: Mapping[str, Any], details: bool) -> list[str | TextTable]:
+    """Return the total counts, a table per document, and with details one line per claim."""
+    verdicts, total = get_args(Verdict), document["counts"]["all"]
+    counts = [[name, *(str(count.get(verdict) or "-") for verdict in verdicts), str(sum(count.values()))]
+              for name, count in document["counts"].items()]  # fmt: skip
+    totals = ", ".join(f"{total[verdict]} {verdict}" for verdict in verdicts if total.get(verdict))
+    claims = [[claim["id"], claim["verdict"], claim["sentence"]] for claim in document["claims"]]
+    last = TextTable(["", "", ""], claims) if details else "--details prints each claim; docs/claims.md has all"
+    head = f"{sum(total.values())} claims: {totals}"
+    return [head, "", TextTable(["document", *verdicts, "claims"], counts), "", last]
 
 
 def dependent_claims(records: Records, report: str, output: Path) -> list[DependentClaim]:

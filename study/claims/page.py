@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import get_args
 import pandas as pd
 from markupsafe import Markup
 
+from study.claims.command import VERDICTS as VERDICTS_FILE
 from study.claims.evidence import KEYS_FILE, Evidence
 from study.claims.ledger import ClaimCheck, ClaimFinding
 from study.claims.provenance import NOT_OF_RUNS, provenance
@@ -18,7 +20,7 @@ from study.claims.published import derivation, published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
 from study.claims.verdicts import Region, Verdict, number
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.report.document import (
     Link,
     Note,
@@ -281,8 +283,10 @@ def address(claim: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Write docs/claims.md."""
-    PAGE.write_text(page(build_scoreboard()), encoding="utf-8")
+    """Write docs/claims.md and the verdicts file, which installations that lack pandas print."""
+    scoreboard = build_scoreboard()
+    PAGE.write_text(page(scoreboard), encoding="utf-8")
+    VERDICTS_FILE.write_text(json.dumps(scoreboard.document(), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

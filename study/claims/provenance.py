@@ -17,7 +17,7 @@ import yaml
 from study.claims.evidence import AUTOPSY, KEYS_FILE, Evidence
 from study.claims.ledger import LEDGER
 from study.claims.scoreboard import JudgedClaim
-from study.config.strategies import REPOSITORY
+from study.config.places import IMPORT_ROOT, PACKAGE, REPOSITORY
 from study.config.yaml_sections import load_package_yaml
 
 ENGINE_KEYS = "engine_keys"
@@ -60,7 +60,7 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
         devices = {str(name) for text in used["devices"].dropna() for name in json.loads(text)}
         box = f"{_list(used['cpu'])}, {', '.join(sorted(devices)) or 'no GPU'}"
         command = NOT_OF_RUNS.get(report)
-        if command is None and (REPOSITORY / "study" / "suites" / f"{report}.yaml").is_file():
+        if command is None and (PACKAGE / "suites" / f"{report}.yaml").is_file():
             command = f"study run {report}"
         rerun = "how long it takes was not recorded."
         if used["status_ended_at"].notna().any():
@@ -141,7 +141,7 @@ def _ledger_at(commit: str, repository: Path) -> Written | None:
     """Return the checks in a commit's ledger, {} before it existed; None if git lacks the commit."""
     if not _COMMIT.fullmatch(commit) or _git(repository, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         return None
-    text = _git(repository, "show", f"{commit}:{LEDGER.relative_to(REPOSITORY).as_posix()}")
+    text = _git(repository, "show", f"{commit}:{LEDGER.relative_to(IMPORT_ROOT).as_posix()}")
     return {} if text is None else _checks_in(text)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from study.claims.evidence import Evidence
 from study.claims.ledger import Claim, ClaimFinding, Ledger, read_ledger
 from study.claims.verdicts import Answer, CheckOutcome, Verdict, combine
-from study.config.printing import TextTable
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.records.frames import Records
 
 REPORTS = REPOSITORY / "reports"
@@ -129,17 +128,6 @@ class Scoreboard:
             ],
             "corrections": [dataclasses.asdict(item) for item in self.ledger.corrections],
         }
-
-    def text(self, details: bool) -> list[str | TextTable]:
-        """Return the total counts, a table per document, and with details one line per claim."""
-        verdicts = get_args(Verdict)
-        counts = [[name, *(str(count[verdict] or "-") for verdict in verdicts), str(count.total())]
-                  for name, count in self.counts()]  # fmt: skip
-        _, total = self.counts()[-1]
-        totals = ", ".join(f"{total[verdict]} {verdict}" for verdict in verdicts if total[verdict])
-        claims = [[judged.claim.id, judged.verdict, judged.sentence] for judged in self.judged]
-        last = TextTable(["", "", ""], claims) if details else "--details prints each claim; docs/claims.md has all"
-        return [f"{total.total()} claims: {totals}", "", TextTable(["document", *verdicts, "claims"], counts), "", last]
 
 
 def claims_of_report(

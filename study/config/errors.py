@@ -10,6 +10,8 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from study.config.places import install_command
+
 # Names the file to which a rejected run writes its reason: a launcher reports only that an exit status is not 0.
 REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
 
@@ -61,7 +63,7 @@ def require_extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed here", f"run: pip install -e '.[{name}]'") from None
+        raise UserError(f"{error.name} is not installed here", f"run: {install_command(name)}") from None
 
 
 class ModelTooLarge(Unsupported):

@@ -13,7 +13,13 @@ from typing import Any
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.config.strategies import DEFAULT_RANKS_PER_NODE, Strategy, parse_group, read_deepspeed_json
+from study.config.strategies import (
+    DEFAULT_RANKS_PER_NODE,
+    Strategy,
+    parse_group,
+    read_deepspeed_json,
+    resolve_repository_path,
+)
 from study.config.strategy_names import (
     SHIPPED,
     name_strategy,
@@ -186,7 +192,7 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
                 "the launched Accelerate file has no deepspeed_config_file",
                 "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON",
             )
-        settings = read_deepspeed_json(Path(file))
+        settings = read_deepspeed_json(resolve_repository_path(file))
         zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
         normalized = normalize_deepspeed_config(settings, zero3_init, mesh)
         return _named(name_strategy(normalized, Path(file)), "DEEPSPEED", settings, normalized)

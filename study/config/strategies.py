@@ -19,6 +19,7 @@ import yaml
 
 from study.config.errors import UserError, clip
 from study.config.flags import RunConfig
+from study.config.places import REPOSITORY
 from study.config.registry import REGISTRY
 from study.config.strategy_names import (
     SHIPPED,
@@ -109,7 +110,6 @@ def parse_group(normalized: Mapping[str, Any]) -> ModelParallelGroup | None:
     return next((ModelParallelGroup(_DIVIDED_BY[key], size) for key, size in sizes.items()), None)
 
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
 STRATEGY_NAMES = tuple(REGISTRY)
 STUDIED_STRATEGIES = tuple(name for name, row in REGISTRY.items() if row.kind == "studied")
@@ -301,7 +301,7 @@ def ranks_per_replica(world_size: int, per_machine: int) -> int:
 
 
 def resolve_repository_path(path: str) -> Path:
-    """Return a path relative to the working directory, or to the repository if it does not exist there."""
+    """Return a path relative to the working directory, or to REPOSITORY if it does not exist there."""
     local = Path(path)
     return local if local.exists() else REPOSITORY / path
 
@@ -310,11 +310,6 @@ def read_strategy(name: str) -> Strategy:
     """Return a strategy by name; raise if its files do not have the settings of that name."""
     if name not in STRATEGY_NAMES:
         raise UserError(f"there is no strategy {name!r}", f"use one of {', '.join(STRATEGY_NAMES)}")
-    if not STRATEGY_DIRECTORY.is_dir():
-        raise UserError(
-            "this installation has no accelerate_configs/, a folder of the repository",
-            "clone the repository, and run `pip install -e .` in it",
-        )
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     deepspeed = document.get("deepspeed_config")
     settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None

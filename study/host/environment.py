@@ -12,7 +12,8 @@ from typing import Any
 
 from study.config.errors import Unsupported
 from study.config.launch_context import Launch
-from study.config.strategies import REPOSITORY, STRATEGY_DIRECTORY
+from study.config.places import IMPORT_ROOT, IS_CHECKOUT, PACKAGE, REPOSITORY
+from study.config.strategies import STRATEGY_DIRECTORY
 from study.host.machine import cpu_info, driver_cuda, driver_version, visible_gpus
 from study.host.memory import MALLOC_MMAP_THRESHOLD_MAX_BYTES, available_cores
 from study.host.stacks import describe_stack, package_version, without_gc
@@ -140,14 +141,19 @@ def describe_environment() -> dict[str, Any]:
 def code_sha256() -> str:
     """Return the digest of the code that trains and measures a run: of the subpackages that it imports."""
     digest = hashlib.sha256()
-    for file in sorted((REPOSITORY / "study").rglob("*.py")) + sorted(STRATEGY_DIRECTORY.rglob("*.*")):
-        place = file.relative_to(REPOSITORY)
+    files = [(file, IMPORT_ROOT) for file in sorted(PACKAGE.rglob("*.py"))]
+    files += [(file, REPOSITORY) for file in sorted(STRATEGY_DIRECTORY.rglob("*.*"))]
+    for file, root in files:
+        place = file.relative_to(root)
         if place.parts[1] not in _NOT_RUN:
             digest.update(f"{place} {file.stat().st_size}\n".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
 def _git(*arguments: str) -> str | None:
+    if not IS_CHECKOUT:
+        # An environment may be in a repository of the user's own.
+        return None
     try:
         result = subprocess.run(
             ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10, check=True

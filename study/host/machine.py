@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from study.config.strategies import REPOSITORY
+from study.config.places import IMPORT_ROOT
 from study.host.memory import host_memory
 from study.records.outcome import FreeMemory
 
@@ -113,7 +113,7 @@ def matmul_rates(box: Machine) -> dict[str, Any]:
 def measured_rates(**environment: str) -> dict[str, Any]:
     """Return rates that a separate process measures, which ends before the first cell begins."""
     result = subprocess.run(
-        [sys.executable, "-m", "study.metrics.flops", "rates"], cwd=REPOSITORY, env=os.environ | environment,
+        [sys.executable, "-m", "study.metrics.flops", "rates"], cwd=IMPORT_ROOT, env=os.environ | environment,
         capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True,
     )  # fmt: skip
     return dict(json.loads(result.stdout.splitlines()[-1]))

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from study.config.errors import Unsupported, UserError
-from study.config.strategies import REPOSITORY, Strategy
+from study.config.places import IMPORT_ROOT, PACKAGE
+from study.config.strategies import Strategy
 from study.config.yaml_sections import Section, as_section, read_document
 from study.host.folders import cache_directory
 from study.host.machine import operator_build_folder
@@ -79,7 +80,7 @@ def check_verified_pair(strategy: Strategy) -> None:
         )
 
 
-STACK_FILE = REPOSITORY / "study" / "releases" / "stacks.yaml"
+STACK_FILE = PACKAGE / "releases" / "stacks.yaml"
 # Name of a run's stack, which its record contains.
 STACK_VARIABLE = "ZERO_STUDY_STACK"
 # Marks a complete layer: the packages that pip installed there, and their archives.
@@ -117,9 +118,9 @@ class Stack:
         """Return the environment variables that a launch under this stack sets, in addition to inherited ones."""
         cache = cache_directory()
         folders = [str(layer_folder(cache, layer)) for layer in self.layers]
-        # With the repository, so that a worktree's `study` precedes the installed one.
+        # With this package's root, so that a worktree's `study` precedes the installed one.
         return {
-            "PYTHONPATH": os.pathsep.join([*folders, str(REPOSITORY), *filter(None, [inherited.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join([*folders, str(IMPORT_ROOT), *filter(None, [inherited.get("PYTHONPATH")])]),
             # Compiled operators depend on the releases of torch and DeepSpeed.
             "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache, self.name)),
             STACK_VARIABLE: self.name,

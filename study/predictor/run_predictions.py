@@ -18,7 +18,8 @@ import pandas as pd
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.config.strategies import DEFAULT_RANKS_PER_NODE, REPOSITORY, STRATEGY_NAMES, read_strategy
+from study.config.places import REPOSITORY
+from study.config.strategies import DEFAULT_RANKS_PER_NODE, STRATEGY_NAMES, read_strategy
 from study.host.memory import GIB
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name, box_of_ranks, to_box

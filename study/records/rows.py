@@ -72,10 +72,11 @@ def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
 def _asked(notes: Path, command: list[Any]) -> RunConfig:
     """Parse the flags of study/train.py in a launch command, and resolve all defaults."""
     words = [str(word) for word in command]
-    if "study/train.py" not in words:
+    script = next((place for place, word in enumerate(words) if word.endswith("study/train.py")), None)
+    if script is None:
         raise RecordError(notes, f"command is {shlex.join(words)!r}, which launches no run"[:300])
     try:
-        flags = words[words.index("study/train.py") + 1 :]
+        flags = words[script + 1 :]
         return resolve_config(parse_command_line(flags), accelerator_visible=False)
     except UserError as error:
         raise RecordError(notes, f"command: {error.problem}") from None

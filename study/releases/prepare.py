@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY, read_strategy
+from study.config.places import IMPORT_ROOT
+from study.config.strategies import read_strategy
 from study.host.folders import cache_directory, check_disk_space
 from study.host.machine import detect_machine
 from study.host.stacks import BUILDS_DEEPSPEED, LAYER_FILE, STACK_FILE, Stack, layer_folder, layer_state, stacks
@@ -59,7 +60,7 @@ def prepare(options: argparse.Namespace) -> int:
     for stack in runnable:
         build_operators(stack, (cell for cell in cells if cell.stack == stack.name))
     if any(cell.stack is None for cell in cells):
-        subprocess.run([sys.executable, "-m", "study.host.operators"], cwd=REPOSITORY, check=False)
+        subprocess.run([sys.executable, "-m", "study.host.operators"], cwd=IMPORT_ROOT, check=False)
     status = sweep.weights(options)
     print(
         f"{len(runnable)} of {len(requested)} stacks are ready"
@@ -150,4 +151,4 @@ def build_operators(stack: Stack, cells: Iterable[Cell]) -> None:
     environment = clean_environment(cache_directory(), Path(os.devnull)) | stack.environment(os.environ)
     command = [sys.executable, "-m", "study.host.operators", *needed.values()]
     print(f"{stack.name}: operators", flush=True)
-    subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
+    subprocess.run(command, cwd=IMPORT_ROOT, env=environment, check=False)

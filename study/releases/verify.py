@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig, resolve_config
+from study.config.places import install_command
 from study.config.printing import TextTable, print_page
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_duration
@@ -120,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         # `.[train]` would replace the releases under test.
         fix = f"install {' and '.join(lacking)} next to the releases under test"
         if not any(stack.values()):
-            fix = "install the releases to test, or those of this study: pip install -e '.[train]'"
+            fix = f"install the releases to test, or those of this study: {install_command('train')}"
         raise UserError(f"not installed here: {', '.join(lacking)}", fix)
     cache_directory()
     with contextlib.ExitStack() as scope:

@@ -14,14 +14,15 @@ from typing import Literal
 
 from study.config.errors import UserError
 from study.config.flags import BatchPlan, RunConfig
-from study.config.strategies import REPOSITORY, read_strategy
+from study.config.places import PACKAGE, WORKING_FOLDER, install_command
+from study.config.strategies import STRATEGY_DIRECTORY, read_strategy
 from study.host.slurm import Job, current_job, job_resources, node_address
 
 Trainer = Literal["study", "hf_trainer", "bare_loop"]
 _SCRIPTS: dict[Trainer, str] = {
-    "study": "study/train.py",
-    "hf_trainer": "study/baselines/hf_trainer.py",
-    "bare_loop": "study/baselines/bare_loop.py",
+    "study": "train.py",
+    "hf_trainer": "baselines/hf_trainer.py",
+    "bare_loop": "baselines/bare_loop.py",
 }
 # Below the ephemeral ports of the kernel. Jobs that share a node start at different ports.
 _FIRST_PORT, _PORTS = 15000, 10000
@@ -92,11 +93,11 @@ class Cell:
 
 
 def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]:
-    """Return the command that launches the cell from the repository root."""
+    """Return the command that launches the cell from WORKING_FOLDER."""
     processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
-    configuration = f"accelerate_configs/{cell.strategy}.yaml"
+    configuration = str(_shortest(STRATEGY_DIRECTORY / f"{cell.strategy}.yaml"))
     launcher = [accelerate(), "launch", "--config_file", configuration, *processes]
-    script = [_SCRIPTS[cell.trainer], *cell.flags(_shortest(output_dir)), *extra_flags]
+    script = [str(_shortest(PACKAGE / _SCRIPTS[cell.trainer])), *cell.flags(_shortest(output_dir)), *extra_flags]
     if (job := current_job()) is None:
         return [*launcher, *script]
     # The sweep rejects a cell that needs more nodes; its command shows all of the job's nodes.
@@ -129,9 +130,9 @@ def _free_port(job: Job) -> str:
 
 
 def _shortest(path: Path) -> Path:
-    """Return the path relative to the repository root, where every command runs, if it is below it."""
-    path = path.absolute()
-    return path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
+    """Return the path relative to the folder in which every command runs, if it is below it."""
+    path, root = path.absolute(), WORKING_FOLDER.absolute()
+    return path.relative_to(root) if path.is_relative_to(root) else path
 
 
 def accelerate() -> str:
@@ -142,4 +143,4 @@ def accelerate() -> str:
         return "accelerate"
     if installed.exists():
         return str(_shortest(installed))
-    raise UserError("Accelerate is not installed here", "run: pip install -e '.[train]'")
+    raise UserError("Accelerate is not installed here", f"run: {install_command('train')}")

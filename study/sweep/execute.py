@@ -17,7 +17,8 @@ from rich.progress import BarColumn, TaskID, TimeElapsedColumn, TimeRemainingCol
 from rich.progress import Progress as Bars
 
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY, read_strategy
+from study.config.places import WORKING_FOLDER
+from study.config.strategies import read_strategy
 from study.config.text import format_duration
 from study.host.folders import remove_stale_swap_folders, resolve_path
 from study.host.machine import Machine, gpu_processes, matmul_rates
@@ -209,7 +210,7 @@ class Sweep:
         finally:
             if ending.state != "ok" and read_strategy(cell.strategy).uses_nvme:
                 # A killed rank leaves its swap files, which are as large as the model.
-                remove_stale_swap_folders(REPOSITORY / resolve_path(cell.config.nvme_path))
+                remove_stale_swap_folders(WORKING_FOLDER / resolve_path(cell.config.nvme_path))
             if ended.stopped_by == "user":
                 raise Stopped("stopped")
             if is_in_job() and ended.was_terminated:

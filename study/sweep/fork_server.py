@@ -38,7 +38,6 @@ PRELOADED_MODULES = (
 )  # fmt: skip
 # torch's launcher grants the other ranks this time after one has failed.
 GRACE_S = 30
-_REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass
@@ -56,10 +55,12 @@ class ForkServer:
             self._start(cell.stack, environment)
         if self._process is None or self._folder is None:
             return command
+        from study.config.places import WORKING_FOLDER
+
         script = next(place for place, word in enumerate(command) if word.endswith(".py"))
         request = {
             "command": command[script:], "launch": command[command.index("launch") + 1 : script],
-            "ranks": cell.world_size, "agent_store": False, "folder": str(_REPOSITORY),
+            "ranks": cell.world_size, "agent_store": False, "folder": str(WORKING_FOLDER.absolute()),
             "environment": dict(environment), "stdout": str(printed), "stderr": str(printed),
         }  # fmt: skip
         file = printed.with_name("request.json")
@@ -82,7 +83,7 @@ class ForkServer:
         # torch and DeepSpeed read these at import: one thread per rank, like the launcher, and no compilation.
         read_at_import = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(address)], cwd=_REPOSITORY, env={**environment, **read_at_import},
+            [sys.executable, __file__, str(address)], env={**environment, **read_at_import},
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         while not address.exists():

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from study.config.errors import REFUSAL_FILE_VARIABLE, UserError, refusal_from_json
-from study.config.strategies import REPOSITORY
+from study.config.places import WORKING_FOLDER
 from study.host.folders import COMPILES
 from study.host.memory import oom_counts
 from study.host.slurm import is_array_task
@@ -161,7 +161,7 @@ def run_cell(
         environment = clean_environment(root, refusal_file) | stack
         launched = forks.command(cell, command, environment, printed_file) if forks else command
         with printed_file.open("ab") as output, subprocess.Popen(
-            with_supervisor(launched), cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
+            with_supervisor(launched), cwd=WORKING_FOLDER, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:

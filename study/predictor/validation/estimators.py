@@ -15,7 +15,7 @@ import yaml
 from scipy.optimize import minimize
 
 from study.config.errors import RunFailed, first_line
-from study.config.strategies import REPOSITORY
+from study.config.places import IMPORT_ROOT, install_command
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
@@ -158,12 +158,12 @@ def _other_estimates(rows: Sequence[Measurement]) -> list[dict[str, float | None
         })  # fmt: skip
     try:
         answer = subprocess.run(
-            [sys.executable, "-m", "study.metrics.flops", "estimates"], cwd=REPOSITORY, input=json.dumps(figures),
+            [sys.executable, "-m", "study.metrics.flops", "estimates"], cwd=IMPORT_ROOT, input=json.dumps(figures),
             capture_output=True, text=True, timeout=300, check=True,
         )  # fmt: skip
         estimates = json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise RunFailed(f"the other estimators failed ({first_line(error)})", "pip install -e '.[train]'") from None
+        raise RunFailed(f"the other estimators failed ({first_line(error)})", install_command("train")) from None
     return [
         {ACCELERATE: estimate["accelerate"], DEEPSPEED: estimate["deepspeed"], ELEUTHER: eleuther_bytes(row.request)}
         for row, estimate in zip(rows, estimates, strict=True)

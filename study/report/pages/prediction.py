@@ -13,7 +13,7 @@ import pandas as pd
 import yaml
 
 from study.config.errors import RunFailed, UserError, require_extra
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.predictor.run_predictions import ALL_STATE, SENT, saving_table, study_rows
 from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table

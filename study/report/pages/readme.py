@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 
 from study.advisor import advise_command
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.host.stacks import release_key
 from study.records.frames import read_parquet
 from study.releases.causes import PACKAGES, Cause, known_faults

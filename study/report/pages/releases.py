@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.host.stacks import THEN_SUFFIX, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order

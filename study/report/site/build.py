@@ -24,7 +24,7 @@ from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.report.canvas import Drawing
 from study.report.document import (

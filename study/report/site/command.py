@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.config.errors import UserError, require_extra
-from study.config.strategies import REPOSITORY
+from study.config.places import REPOSITORY
 from study.host.folders import folder_argument
 from study.host.machine import detect_machine
 from study.records.outcome import Terminated, raise_on_signals

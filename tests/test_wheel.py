@@ -1,0 +1,126 @@
+"""An installed wheel, outside the checkout: its commands find the files that the checkout has at its top level."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from study.claims.scoreboard import build_scoreboard
+from study.config.places import REPOSITORY
+from study.config.strategies import STRATEGY_NAMES
+
+pytestmark = pytest.mark.engine
+MAX_WHEEL_BYTES = 5_000_000
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    # Without this environment's packages and its `accelerate`.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PATH"] = os.defpath
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel of the files that git knows, built from a copy, because setuptools writes beside them."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, capture_output=True, check=True
+    ).stdout
+    for name in map(os.fsdecode, filter(None, names.split(b"\0"))):
+        if (file := REPOSITORY / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, source / name)
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    built = call(sys.executable, "-c", build, target, cwd=source)
+    assert built.returncode == 0, built.stderr
+    return next(target.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def study(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """Yield the command of a new environment without extras, whose packages cannot be written."""
+    environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("elsewhere")
+    assert call(sys.executable, "-m", "venv", environment, cwd=folder).returncode == 0
+    installed = call(environment / "bin" / "python", "-m", "pip", "install", "--quiet", wheel, cwd=folder)
+    assert installed.returncode == 0, installed.stderr
+    package = next(environment.glob("lib/*/site-packages/study"))
+    before = {path: path.stat().st_mtime_ns for path in package.rglob("*") if "__pycache__" not in path.parts}
+    for path in (package, *before):
+        path.chmod(path.stat().st_mode & ~0o222)
+    yield lambda *arguments: call(environment / "bin" / "study", *arguments, cwd=folder)
+    # root writes everywhere.
+    after = {path: path.stat().st_mtime_ns for path in package.rglob("*") if "__pycache__" not in path.parts}
+    for path in (package, *after):
+        path.chmod(path.stat().st_mode | 0o200)
+    assert after == before
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size < MAX_WHEEL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        ("predict --model_name_or_path gpt2 --strategy zero3 --hardware 8xH100", "MFU"),
+        ("advise --model_name_or_path gpt2 --hardware 8xH100", "Use zero1"),
+        ("status laptop", "0 of 44 cells done"),
+        ("doctor", "pip install 'zero-study[train]'"),
+    ],
+    ids=lambda text: text.split()[0],
+)
+def test_a_command_needs_no_checkout(study: Command, arguments: str, printed: str) -> None:
+    result = study(*arguments.split())
+    assert printed in result.stdout
+    assert result.returncode == (1 if arguments == "doctor" else 0), result.stderr
+    assert result.stderr == ""
+
+
+def test_explain_accepts_every_written_config(study: Command, tmp_path: Path) -> None:
+    assert study("configs", str(tmp_path)).returncode == 0
+    for name in STRATEGY_NAMES:
+        result = study("explain", str(tmp_path / f"{name}.yaml"), "gpt2")
+        assert result.returncode == 0, result.stderr + result.stdout
+
+
+def test_advice_that_prints_no_measurement_imports_no_pandas() -> None:
+    script = "import sys; from study.cli import main; main(); sys.exit('pandas' in sys.modules)"
+    arguments = ["advise", "--model_name_or_path", "gpt2", "--hardware", "8xH100"]
+    path = {"PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run([sys.executable, "-c", script, *arguments], env=os.environ | path, capture_output=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_claims_without_pandas_are_the_recorded_verdicts(study: Command) -> None:
+    result = study("claims", "--json")
+    assert result.returncode == 0
+    assert result.stderr.count("pip install 'zero-study[report]'") == 1
+    claims = json.loads(result.stdout)["claims"]
+    anew = build_scoreboard().judged
+    assert [(claim["id"], claim["verdict"], claim["sentence"]) for claim in claims] == [
+        (judged.claim.id, judged.verdict, judged.sentence) for judged in anew
+    ]
+    assert f"{len(anew)} claims: " in study("claims").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        ("report laptop", "report"),
+        ("virtual --strategy zero3 --world_size 8 --model_name_or_path gpt2", "train"),
+    ],
+    ids=lambda text: text.split()[0],
+)
+def test_a_missing_extra_is_named_with_its_install_command(study: Command, arguments: str, extra: str) -> None:
+    result = study(*arguments.split())
+    assert result.returncode == 2
+    assert result.stderr.count(f"pip install 'zero-study[{extra}]'") == 1, result.stderr
