@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from study.config.errors import UserError, clip
+from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
 from study.config.registry import REGISTRY
 from study.config.strategy_names import (
@@ -309,7 +309,10 @@ def resolve_repository_path(path: str) -> Path:
 def read_strategy(name: str) -> Strategy:
     """Return a strategy by name; raise if its files do not have the settings of that name."""
     if name not in STRATEGY_NAMES:
-        raise UserError(f"there is no strategy {name!r}", f"use one of {', '.join(STRATEGY_NAMES)}")
+        raise UserError(
+            f"there is no strategy {name!r}",
+            f"{did_you_mean(name, STRATEGY_NAMES)}use one of {', '.join(STRATEGY_NAMES)}",
+        )
     if not STRATEGY_DIRECTORY.is_dir():
         raise UserError(
             "this installation has no accelerate_configs/, a folder of the repository",
