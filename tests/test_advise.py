@@ -526,7 +526,7 @@ def test_sizes_state_whether_the_output_layer_is_the_embedding() -> None:
     ("model", "hardware", "flags", "says"),
     [
         ("gtp2", "H100", (), "did you mean gpt2"),
-        ("gpt2", "8xH10O", (), "did you mean H100"),
+        ("gpt2", "8xH10O", (), "did you mean 8xH100"),
         ("layers=2,hidden=64", "H100", (), "does not set its heads, vocabulary"),
         (f"{SIZES},tied=no", "H100", (), "neither true nor false"),
         (LLAMA_8B[:-1] + "5", "H100", (), "5 key heads do not divide 32 heads"),

@@ -348,6 +348,7 @@ REFUSED_CHECKS = [
     (f"{RATIO}, about: 3", "region of the figure is incomplete"),
     (f"{RATIO}, at_most: one", "write a number"),
     (f"{RATIO}, at_least: 3, at_most: 1", "lower limit is above"),
+    (f"{RATIO}, about: 3, within: -0.1", "write a fraction of about, 0 or more"),
     (f"{RATIO}, at_most: 1, against: S9-09", "against names 'S9-09'"),
     (f"{RATIO}, at_most: 1, necessary: 1", "valid boolean"),
     (STATE.replace("zero3", "zero4"), "zero4"),

@@ -789,7 +789,8 @@ def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(
     kinds = [finding["kind"] for finding in document["findings"]]
     counts = [int(count) for count in re.findall(r"\d+(?= settings?)", verdict)]
     assert sorted(counts) == sorted(kinds.count(kind) for kind in set(kinds))
-    assert memory.startswith(f"peak {document['memory']['peak_reserved']['value'] / 2**30:.2f} GiB a GPU, host ")
+    peak = document["memory"]["peak_reserved"]["value"] + document["memory"]["device_parts"]["context"]
+    assert memory.startswith(f"peak {peak / 2**30:.2f} GiB a GPU, host ")
     assert main([*command, "--details"]) == 0
     detailed = capsys.readouterr().out
     assert all(line in detailed for answer in document["answers"] for line in answer["because"])

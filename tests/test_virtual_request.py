@@ -32,7 +32,7 @@ REFUSALS = {
     "too many": (("--strategy", "zero3", "--world_size", "1025"), "--world_size 1025 is out of range"),
     "no such rank": ((*ZERO3, "--rank", "4"), "--rank 4 is not one of 4"),
     "single": (("--strategy", "single", "--world_size", "4"), "single has one rank"),
-    "no such strategy": (("--strategy", "zero4", "--world_size", "4"), "there is no strategy 'zero4'"),
+    "no such strategy": (("--strategy", "zero4", "--world_size", "4"), "'zero4'. To fix it: did you mean zero"),
     "unknown flag": ((*ZERO3, "--nonsense", "1"), "--nonsense"),
     "the rank by its other name": ((*ZERO3, "--virtual_rank", "1"), "--virtual_rank"),
     "flags behind a dash": ((*ZERO3, "--", "--output_dir", "x"), "--output_dir"),

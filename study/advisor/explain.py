@@ -19,6 +19,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
 from study.predictor.state import persistent_params, sub_groups
+from study.predictor.time import device_bytes
 from study.predictor.zero3_gathers import simulate_gathers
 
 EPILOG = """\
@@ -117,8 +118,8 @@ def _verdict(case: ConfigCase, memory: MemoryUse) -> str:
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
         for kind, words in _FINDINGS.items() if counts[kind]
     ]  # fmt: skip
-    host = memory.host_peak.value
-    peak = f"peak {gib(memory.peak_reserved.value)} a GPU, host {host / 2**30:.0f} GiB a node, predicted"
+    host = memory.host_peak.value / 2**30
+    peak = f"peak {gib(device_bytes(memory))} a GPU, host {host:.0f} GiB a node, predicted"
     return f"{', '.join(counted) or 'every setting takes effect'}; {peak}"
 
 
@@ -141,11 +142,12 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool) -> Iterator[str | 
         ]
         yield TextTable(("", ""), rows, indent=2)
     if setting_costs := costs(case):
-        yield f"\nmemory of a rank by setting (- none; * a default, not in your file{'' if details else _MORE})"
+        legend = "" if all(cost.is_said for cost in setting_costs) else "; * a default, not in your file"
+        yield f"\nmemory of a rank by setting (- none{legend}{'' if details else _MORE})"
         yield TextTable(("device", "host", "NVMe", ""), _cost_rows(setting_costs, details), indent=2)
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
     peak = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts if size > 2**30 / 20)
-    yield f"\npeak memory of a rank, {gib(memory.peak_allocated.value)} allocated: {peak}"
+    yield f"\npeak memory of a rank, {gib(device_bytes(memory))}: {peak}"
     yield from (f"  {note}" for note in memory.notes if details)
     if not details:
         yield ""
@@ -306,6 +308,8 @@ def sub_groups_on_host(case: ConfigCase) -> int:
 
 # Answers to frequent questions.
 
+_COMPARED = ", without offload_param"
+
 
 def find_answers(case: ConfigCase) -> list[Explanation]:
     """Return the answers to the frequent questions that apply to this case."""
@@ -332,20 +336,23 @@ def _with_either_stage(case: ConfigCase, ranks: int | None = None, **zero: Any) 
 def _compare_stages(case: ConfigCase) -> Explanation:
     cases = _with_either_stage(case)
     second, third = (predict_memory(variant.request) for variant in cases)
-    before, after = second.peak_allocated.value, third.peak_allocated.value
+    before, after = device_bytes(second), device_bytes(third)
     less_from, count = None, case.ranks
     while after >= before and count < _MAX_RANKS and less_from is None:
         count *= 2
-        at = [predict_memory(variant.request).peak_allocated.value for variant in _with_either_stage(case, count)]
+        at = [device_bytes(predict_memory(variant.request)) for variant in _with_either_stage(case, count)]
         less_from = count if at[1] < at[0] else None
-    short = f"{'yes' if after >= before else 'no'}: stage 2 peaks at {gib(before)} and stage 3 at {gib(after)}"
+    answer = "yes" if after >= before else "no"
+    short = f"{answer}: {after / 2**30:.1f} GiB, stage 2 {before / 2**30:.1f} GiB"
+    if case.offload("offload_param"):
+        short += _COMPARED
     if less_from:
-        short += f"; from {less_from} ranks on stage 3 needs less"
+        short += f"; no from {less_from} ranks"
     parts = ("parameters", "gradients", "optimizer", "buffers")
     shares = (f"{part} {gib(second.device_parts[part])} and {gib(third.device_parts[part])}" for part in parts)
     because = [f"at the peaks of stage 2 and stage 3: {', '.join(shares)}", *_stage3_reasons(cases[1])]
     figures = {"stage_2": before, "stage_3": after, **({"less_from_ranks": float(less_from)} if less_from else {})}
-    return Explanation("Does stage 3 need more memory than stage 2 here?", short, tuple(because), figures)
+    return Explanation("Does stage 3 need more memory than stage 2?", short, tuple(because), figures)
 
 
 def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
@@ -386,8 +393,8 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
         because.append("without ZeRO every rank has a copy of the whole state")
     if case.request.strategy.mesh is not None:
         because.append(f"each replica has {case.request.ranks_per_replica} ranks: more ranks are more replicas")
-    peaks = {count: memory.peak_allocated.value for count, memory in memories.items()}
-    short = ", ".join(f"{count} ranks {gib(peak)}" for count, peak in peaks.items())
+    peaks = {count: device_bytes(memory) for count, memory in memories.items()}
+    short = ", ".join(f"{count} rank{'s'[: count > 1]} {gib(peak)}" for count, peak in peaks.items())
     figures = {f"ranks_{count}": peak for count, peak in peaks.items()}
     return Explanation("Why does memory per rank not fall with more ranks?", short, tuple(because), figures)
 
@@ -412,7 +419,8 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
     )
     return Explanation(
         "Does offload need more host memory with stage 2 than with stage 3?",
-        f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])} on a node",
+        f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])}"
+        f"{_COMPARED if case.offload('offload_param') else ' on a node'}",
         because, {"stage_2": peaks[0], "stage_3": peaks[1]},
     )  # fmt: skip
 

@@ -281,6 +281,8 @@ def _region(section: Section, form: str) -> Region:
     if keys and keys <= {"at_least", "at_most"}:
         region = Region(*(float(section.get(key, end)) for key, end in (("at_least", "-inf"), ("at_most", "inf"))))
     elif keys == {"about", "within"}:
+        if section["within"] < 0:
+            raise section.refusal("within", f"is {section['within']!r}", "write a fraction of about, 0 or more")
         about, reach = section["about"], abs(section["about"]) * section["within"]
         region = Region(about - reach, about + reach)
     else:

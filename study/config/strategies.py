@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from study.config.errors import UserError, clip
+from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
 from study.config.registry import REGISTRY
@@ -309,7 +309,8 @@ def resolve_repository_path(path: str) -> Path:
 def read_strategy(name: str) -> Strategy:
     """Return a strategy by name; raise if its files do not have the settings of that name."""
     if name not in STRATEGY_NAMES:
-        raise UserError(f"there is no strategy {name!r}", f"use one of {', '.join(STRATEGY_NAMES)}")
+        fix = f"{did_you_mean(name, STRATEGY_NAMES)}use one of {', '.join(STRATEGY_NAMES)}"
+        raise UserError(f"there is no strategy {name!r}", fix)
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     deepspeed = document.get("deepspeed_config")
     settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None

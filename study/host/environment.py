@@ -84,7 +84,7 @@ def torch_for_driver(runs: str, version: str) -> str:
 
 @functools.cache
 def set_low_mmap_threshold() -> None:
-    """Make the C library return freed blocks under 32 MiB, so that peak memory has no cached blocks."""
+    """Make the C library return freed blocks of 64 KiB or more, so that peak memory has no cached blocks."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 

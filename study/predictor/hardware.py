@@ -236,9 +236,11 @@ def _unknown(name: str) -> UserError:
     """Return the error of an unknown hardware name, with similar names."""
     if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
         return UserError(f"{clip(name)}: the speed of a MIG slice is not known", "name a whole GPU")
-    device = _spelled(re.sub(rf"^(?:{_COUNT})*", "", name.strip(), flags=re.IGNORECASE))
-    suggestion = did_you_mean(device, [advice for advice in BOX_NAMES if advice[0] == device[:1]], cutoff=0.5)
-    advice = f"{suggestion}write it as" if suggestion else f"use one of {', '.join(BOX_NAMES)}, as in"
+    counts = re.match(rf"(?:{_COUNT})*", name.strip(), flags=re.IGNORECASE)[0]  # type: ignore[index]
+    device = _spelled(name.strip()[len(counts) :])
+    similar = [counts + box for box in BOX_NAMES if box[0] == device[:1]]
+    suggestion = did_you_mean(counts + device, similar, cutoff=0.5)
+    advice = f"{suggestion}the form is" if suggestion else f"use one of {', '.join(BOX_NAMES)}, as in"
     return UserError(f"unknown hardware {clip(name)}", f"{advice} 8xH100, or 4x8xH100 (4 nodes)")
 
 

@@ -205,8 +205,12 @@ def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tu
 
 def status(options: argparse.Namespace) -> int:
     """Print how many cells are done, and the reasons of the others."""
-    plan = _plan(options, job_resources())
-    print_page([_verdict(plan, options), "", *_status_tables(plan)])
+    box = job_resources()
+    plan = _plan(options, box)
+    verdict, lacks = _verdict(plan, options), [missing_requirement(part.suite, box, part.cells) for part in plan.slices]
+    if lacks[0] is not None and all(lacks) and "next: study run" in verdict:
+        verdict += f" ({lacks[0].problem})"
+    print_page([verdict, "", *_status_tables(plan)])
     return 0
 
 

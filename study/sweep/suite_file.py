@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from study.config.errors import UserError, clip
+from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import MAX_WORLD_SIZE, RunConfig
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.config.yaml_sections import Section, as_section, read_document
@@ -182,7 +182,10 @@ def find_suite(name: str) -> Path:
         if Path(name).is_file():
             return Path(name)
     names = ", ".join(sorted(shipped))
-    raise UserError(f"no suite is named {clip(name)}, and no file has this path", f"use one of {names}, or a path")
+    raise UserError(
+        f"no suite is named {clip(name)}, and no file has this path",
+        f"{did_you_mean(name, shipped)}use one of {names}, or a path",
+    )
 
 
 def read_suite(file: Path) -> Suite:
