@@ -144,7 +144,7 @@ def test_a_second_sweep_names_the_first_one_which_ctrl_c_ends_in_order(tmp_path)
     with endless(tmp_path, ["ddp", "zero1", "zero2"]) as (process, runs):
         second = run(tmp_path / "tiny.yaml", runs, timeout=10)
         assert second.returncode == 2
-        assert f"another sweep is running in {runs / 'tiny'}: pid {process.pid} on this machine" in second.stderr
+        assert f"another sweep is active in {runs / 'tiny'}: pid {process.pid} on this machine" in second.stderr
         holder = json.loads((runs / "tiny" / "sweep.lock").read_text())
         assert holder["pid"] == process.pid
         assert platform.node() not in holder.values(), "a folder that is handed on names no host"

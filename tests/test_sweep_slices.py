@@ -60,6 +60,19 @@ def test_slices_come_in_their_order_with_each_cell_once_and_a_rehearsal_has_ever
     assert planned(file, tmp_path, rehearse=True) == [("wide-rehearsal", [1]), ("narrow-rehearsal", [1])]
 
 
+def test_the_status_of_a_suite_names_the_gpus_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("study.sweep.command.job_resources", lambda: CPU_BOX)
+    assert cli.main(["status", "one_gpu", "--runs_dir", str(tmp_path)]) == 0
+    assert "needs 1 GPU, and this machine shows 0" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_misspelled_suite_is_refused_with_similar_names(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean one_gpu or"):
+        plan_suite("one_gppu", CPU_BOX, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("slices", "says"),
     [

@@ -97,7 +97,7 @@ def open_folder(folder: Path, scale: Scale) -> FileLock:
         )
     try:
         (folder / SESSIONS).mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / _LOCK, f"another autopsy is running in {folder}")
+        lock = FileLock(folder / _LOCK, f"another autopsy is active in {folder}")
     except OSError as error:
         raise UserError(f"--runs {folder} is not writable ({error.strerror})", "name another folder") from None
     if mark.exists() and read_json(mark).get("scale") != scale.name:

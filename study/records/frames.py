@@ -248,11 +248,6 @@ def _is_probe(records: Records) -> pd.Series:
     return records.runs["probe"].fillna(False).astype(bool)
 
 
-def has_only_virtual_runs(records: Records) -> bool:
-    """Whether all runs, probes excluded, are virtual."""
-    return real_runs(records).runs.empty and not virtual_runs(records).runs.empty
-
-
 def _chosen(records: Records, mask: pd.Series) -> Records:
     runs = records.runs[mask].reset_index(drop=True)
     steps = records.steps

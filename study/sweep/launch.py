@@ -54,7 +54,7 @@ def lock_sweep_directory(directory: Path) -> FileLock:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        problem = f"another sweep is running in {directory}"
+        problem = f"another sweep is active in {directory}"
         return FileLock(directory / LOCK_NAME, problem, shared=is_array_task())
     except OSError as error:
         raise UserError(
