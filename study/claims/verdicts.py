@@ -22,7 +22,7 @@ class NoRecords(NotJudged):
 
 def awaited(needs: str) -> str:
     """Return the reason for a check whose records do not exist yet."""
-    return f"no record here can judge it yet: it needs {needs}"
+    return f"no record yet; it needs {needs}"
 
 
 @dataclasses.dataclass(frozen=True)
