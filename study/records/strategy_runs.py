@@ -211,7 +211,7 @@ def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
         by_model = column == "model_name_or_path"
         workload, ranks = words[rests[first["workload_key"]]], int(first["world_size"])
         rows.append({
-            "subject": f"{workload} on {ranks} rank{'s' if ranks > 1 else ''}, relative to {baseline}",
+            "subject": f"{workload} on {ranks} rank{'s' if ranks > 1 else ''}",
             "place": parameters(arm.workload_runs) / 1e6 if by_model else float(first[column]),
             "arm": arm.name, "strategy": first["strategy"], "baseline": baseline,
             "percent": 100 * difference.ratio.center, "significant": difference.is_significant,
