@@ -122,10 +122,10 @@ def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]
     ("shift", "config", "sentence", "same"),
     [
         (0.1, {}, "Yes, under 1 of 6 strategies: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
-        (0.001 * 3.75, {}, "No: under all 6", "6 of 6"),
+        (0.001 * 3.75, {}, "No: in all 6", "6 of 6"),
         (0.003 * 3.75, {}, "Yes, under 1 of 6", "5 of 6"),
         # A difference below the spacing of bf16 numbers is none in bf16.
-        (0.003 * 3.75, {"precision": "bf16"}, "No: under all 6", "6 of 6"),
+        (0.003 * 3.75, {"precision": "bf16"}, "No: in all 6", "6 of 6"),
         (0.006 * 3.75, {"precision": "bf16"}, "Yes, under 1 of 6", "5 of 6"),
     ],
 )
