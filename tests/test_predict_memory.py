@@ -310,6 +310,7 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_lower_the_peak():
         (["--engine_override", 'zero_optimization.reduce_bucket_size="big"'], "reduce_bucket_size is 'big'"),
         (["--strategy", "zero3_hpz", "--engine_override", "zero_optimization.zero_hpz_partition_size=5"], "8 ranks"),
         (["--micro_batch", "0"], "from 1 to 10000000"),
+        (["--gradient_accumulation_steps", "4"], "did you mean --accumulation"),
         (["--lora_rank", "8"], "add --peft lora"),
         (["--peft", "lora", "--lora_rank", "0"], "--lora_rank 0"),
         (["--strategy", "ddp", "--precision", "bf16-engine"], "use --precision bf16"),
