@@ -19,7 +19,7 @@ from study.claims.scoreboard import build_scoreboard
 from study.cli import COMMANDS, main
 from study.config.flags import Parser, parse_command_line, resolve_config
 from study.config.places import REPOSITORY
-from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
+from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.host.stacks import release_key
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import to_box
