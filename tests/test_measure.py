@@ -379,13 +379,13 @@ def test_the_scan_finds_unclaimed_tensors() -> None:
 
 
 def test_the_scan_counts_a_tensor_of_cpp_unless_another_thread_frees_it_soon() -> None:
-    """As gloo's threads do. Here autograd refers to a factor of the product."""
+    """As gloo's threads free the input of a collective. Here autograd refers to the factors of a product."""
     inventory = Inventory(CPU)
     products = [torch.ones(2**20, requires_grad=True) * torch.ones(2**20)]
     inventory.claim("params", "product", products)
-    held = inventory.other_tensor_bytes()
+    before = inventory.other_tensor_bytes()
     threading.Timer(0.1, products.clear).start()
-    assert inventory.other_tensor_bytes() == held - 2 * 2**20 * FP32
+    assert inventory.other_tensor_bytes() == before - 2 * 2**20 * FP32
 
 
 def test_the_first_steps_optimizer_state_is_seen_although_the_step_creates_it() -> None:

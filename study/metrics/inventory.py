@@ -177,14 +177,14 @@ class Inventory:
         ]
 
     def _any_only_of_cpp(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether no Python object refers to one of the tensors, except those in known C++ objects and scalars.
+        """Return whether only C++ objects other than the known buffers refer to one of the tensors.
 
-        The garbage collector does not see local variables, such as the loss.
+        The garbage collector does not see local variables, such as a scalar loss.
         """
         holders = [holder for holder in gc.get_referrers(*tensors) if holder is not tensors]
-        held = {id(referent) for referent in gc.get_referents(*holders)}
-        suspects = [tensor for tensor in tensors if tensor.dim() and id(tensor) not in held]
-        return sum(_storage_sizes(suspects)) > sum(self._unreachable)
+        python_ids = {id(referent) for referent in gc.get_referents(*holders)}
+        cpp_tensors = [tensor for tensor in tensors if tensor.dim() and id(tensor) not in python_ids]
+        return sum(_storage_sizes(cpp_tensors)) > sum(self._unreachable)
 
     def _place(self, tensor: torch.Tensor, offloaded: bool) -> str:
         if self.compute_device.type == "cpu":
