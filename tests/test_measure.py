@@ -372,10 +372,20 @@ def test_the_scan_finds_unclaimed_tensors() -> None:
     inventory = Inventory(CPU)
     inventory.claim("params", "half", [flat[: 2**19]])
     before = inventory.other_tensor_bytes()
-    unclaimed = torch.empty(2**20)
-    assert inventory.other_tensor_bytes() - before == unclaimed.numel() * FP32
+    unclaimed = [torch.empty(2**20)]
+    assert inventory.other_tensor_bytes() - before == unclaimed[0].numel() * FP32
     inventory.claim("params", "rest", [flat])
-    assert inventory.other_tensor_bytes() == before - 2**19 * FP32 + unclaimed.numel() * FP32
+    assert inventory.other_tensor_bytes() == before - 2**19 * FP32 + unclaimed[0].numel() * FP32
+
+
+def test_the_scan_counts_a_tensor_of_cpp_unless_another_thread_frees_it_soon() -> None:
+    """As gloo's threads free the input of a collective. Here autograd refers to the factors of a product."""
+    inventory = Inventory(CPU)
+    products = [torch.ones(2**20, requires_grad=True) * torch.ones(2**20)]
+    inventory.claim("params", "product", products)
+    before = inventory.other_tensor_bytes()
+    threading.Timer(0.1, products.clear).start()
+    assert inventory.other_tensor_bytes() == before - 2 * 2**20 * FP32
 
 
 def test_the_first_steps_optimizer_state_is_seen_although_the_step_creates_it() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _SETTLED_AFTER_S = 0.05
+_RELEASED_WITHIN_S = 1.0
 
 
 class ForwardWatch:
@@ -145,19 +146,17 @@ class Inventory:
         return sum(count for (k, p, _), count in self.claims.items() if (k, p) == (kind, place))
 
     def other_tensor_bytes(self) -> int:
-        """Return the bytes of unclaimed storages in the process, and of unclaimed parts of claimed ones."""
+        """Return the bytes of unclaimed storages in the process, and of unclaimed parts of claimed ones.
+
+        A gloo thread refers to the tensors of a completed collective until it gets a core and the interpreter's lock.
+        So a tensor to which only C++ refers has time to be freed before it counts.
+        """
         gc.collect()
-        unclaimed: dict[int, int] = {}
-        for candidate in gc.get_objects():
-            if not issubclass(type(candidate), torch.Tensor) or issubclass(type(candidate), FakeTensor):
-                continue
-            for tensor in tensors_in(candidate):
-                if tensor.device.type == "meta" or tensor.layout != torch.strided:
-                    continue
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() and storage.data_ptr() not in self._claimed:
-                    unclaimed[storage.data_ptr()] = storage.nbytes()
-        sizes = list(unclaimed.values())
+        deadline = time.monotonic() + _RELEASED_WITHIN_S
+        while self._any_only_of_cpp(tensors := self._unclaimed_tensors()) and time.monotonic() < deadline:
+            del tensors
+            time.sleep(0.001)
+        sizes = _storage_sizes(tensors)
         for size in self._unreachable:
             if size in sizes:
                 sizes.remove(size)
@@ -165,10 +164,37 @@ class Inventory:
             sizes.append(max(0, self._sizes[key] - sum(end - start for start, end in spans)))
         return sum(sizes)
 
+    def _unclaimed_tensors(self) -> list[torch.Tensor]:
+        claimed = {0, *self._claimed}
+        return [
+            tensor
+            for candidate in gc.get_objects()
+            if issubclass(type(candidate), torch.Tensor) and not issubclass(type(candidate), FakeTensor)
+            for tensor in tensors_in(candidate)
+            if tensor.device.type != "meta"
+            and tensor.layout == torch.strided
+            and tensor.untyped_storage().data_ptr() not in claimed
+        ]
+
+    def _any_only_of_cpp(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether only C++ objects other than the known buffers refer to one of the tensors.
+
+        The garbage collector does not see local variables, such as a scalar loss.
+        """
+        holders = [holder for holder in gc.get_referrers(*tensors) if holder is not tensors]
+        python_ids = {id(referent) for referent in gc.get_referents(*holders)}
+        cpp_tensors = [tensor for tensor in tensors if tensor.dim() and id(tensor) not in python_ids]
+        return sum(_storage_sizes(cpp_tensors)) > sum(self._unreachable)
+
     def _place(self, tensor: torch.Tensor, offloaded: bool) -> str:
         if self.compute_device.type == "cpu":
             return "host" if offloaded else "device"
         return "host" if tensor.device.type == "cpu" else "device"
+
+
+def _storage_sizes(tensors: list[torch.Tensor]) -> list[int]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return list({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

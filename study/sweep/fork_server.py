@@ -117,7 +117,9 @@ def serve(address: str) -> None:
     with without_gc():
         for library in PRELOADED_MODULES:
             importlib.import_module(library)
-    with socket.create_server(address, family=socket.AF_UNIX) as listener:
+    # The address appears when the socket listens: between bind and listen a connection is refused.
+    with socket.create_server(f"{address}.new", family=socket.AF_UNIX) as listener:
+        os.rename(f"{address}.new", address)
         leaders: set[int] = set()
         while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [], 0.05)[0]):
             if listener in ready:
