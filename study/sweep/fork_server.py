@@ -119,7 +119,7 @@ def serve(address: str) -> None:
             importlib.import_module(library)
     # The address appears when the socket listens: between bind and listen a connection is refused.
     with socket.create_server(f"{address}.new", family=socket.AF_UNIX) as listener:
-        os.rename(f"{address}.new", address)
+        Path(f"{address}.new").rename(address)
         leaders: set[int] = set()
         while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [], 0.05)[0]):
             if listener in ready:
