@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config.errors import Unsupported, UserError
-from study.config.places import IMPORT_ROOT, PACKAGE
+from study.config.places import IMPORT_ROOT, PACKAGE, install_command
 from study.config.strategies import Strategy
 from study.config.yaml_sections import Section, as_section, read_document
 from study.host.folders import cache_directory
@@ -36,6 +36,8 @@ from study.records.schema import RecordError
 VERIFIED = (("1.15.0", "0.19.8"),)
 # 1 allows other pairs; their records contain it.
 UNVERIFIED_VARIABLE = "ZERO_STUDY_UNVERIFIED_PAIR"
+# Packages that every run imports, whatever its strategy.
+TRAINING_PACKAGES = ("accelerate", "torch", "transformers", "datasets", "evaluate", "filelock")
 # DeepSpeed's build fails with a GPU and without a CUDA toolkit, unless this prevents the check.
 BUILDS_DEEPSPEED = "DS_IGNORE_CUDA_DETECTION=1"
 
@@ -46,6 +48,12 @@ def package_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def check_training_packages() -> None:
+    """Raise UserError if a package that every run imports is not installed."""
+    if missing := [name for name in TRAINING_PACKAGES if package_version(name) is None]:
+        raise UserError(f"not installed here: {', '.join(missing)}", f"run: {install_command('train')}")
 
 
 def is_at_least(name: str, release: str) -> bool:

@@ -15,7 +15,7 @@ from study.config.printing import print_page
 from study.config.strategies import STRATEGY_NAMES
 from study.host.folders import folder_argument
 from study.host.machine import Machine, detect_machine
-from study.host.stacks import THEN_SUFFIX, package_version, release_key, stacks
+from study.host.stacks import THEN_SUFFIX, check_training_packages, package_version, release_key, stacks
 from study.releases.causes import PACKAGES, find_races, read_causes
 from study.releases.verdict import Reference, Verdict, trace_at
 from study.sweep.cell import Cell
@@ -193,6 +193,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the result of the bisection; return exit status 1 if no release of the range is bad."""
     if options.repeat < 1:
         raise UserError(f"--repeat {options.repeat} is out of range", "use 1 or more")
+    check_training_packages()
     releases = releases_between(options.between)
     bisection = Bisection(options.strategy, options.accumulation, options.repeat, options.runs_dir / SUITE)
     result = bisect(releases, bisection.is_bad)
