@@ -117,13 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
             # The subcommand's parser prints the command that lists its flags.
-            subparsers.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+            command_parser = subparsers.choices[options.command]
+            assert isinstance(command_parser, Parser)
+            command_parser.refuse_unknown(unknown)
         status = COMMANDS[options.command].run(options)
         # Detects a closed pipe here instead of at interpreter exit.
         sys.stdout.flush()
         return status
     except UserError as refusal:
-        print(f"error: {refusal.problem}. To fix it: {refusal.fix}.", file=sys.stderr)
+        print(f"error: {refusal.problem}. To fix it: {refusal.fix}{'.' * (refusal.fix[-1] != '?')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 1

@@ -91,7 +91,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
 
 
 def test_losses_that_agree_are_the_same(stages: dict[str, Answer]) -> None:
-    assert stages["loss"].sentence.startswith("No: under all 6 comparable strategies the loss is within ")
+    assert stages["loss"].sentence.startswith("No: in all 6 comparisons the loss is within ")
     (line,) = stages["loss"].table.to_dict("records")
     assert (line["Same loss"], line["Margin"], line["Equivalent"]) == ("6 of 6", "0.12 %", "one seed")
 
@@ -122,10 +122,10 @@ def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]
     ("shift", "config", "sentence", "same"),
     [
         (0.1, {}, "Yes, under 1 of 6 strategies: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
-        (0.001 * 3.75, {}, "No: under all 6", "6 of 6"),
+        (0.001 * 3.75, {}, "No: in all 6", "6 of 6"),
         (0.003 * 3.75, {}, "Yes, under 1 of 6", "5 of 6"),
         # A difference below the spacing of bf16 numbers is none in bf16.
-        (0.003 * 3.75, {"precision": "bf16"}, "No: under all 6", "6 of 6"),
+        (0.003 * 3.75, {"precision": "bf16"}, "No: in all 6", "6 of 6"),
         (0.006 * 3.75, {"precision": "bf16"}, "Yes, under 1 of 6", "5 of 6"),
     ],
 )
@@ -284,7 +284,7 @@ def test_seeds_are_tested_for_equivalence_and_reruns_measure_chance(seeds: dict[
     assert "seed by seed (n = 4)." in notes(seeds["loss"])
     assert notes(seeds["runs"]) == "4 to 5 runs of each strategy."
     # Two reruns differ by the noise of a synthetic record: 1e-7 of a loss of about 4.
-    assert 0 < float(line["Rerun of the same strategy"].removesuffix(" %")) < 1e-4
+    assert 0 < float(line["Rerun"].removesuffix(" %")) < 1e-4
     # The margin is 0.12 % of the loss, whose floor is 1.7.
     (margin_percent,) = re.findall(r"The margin is at most ([\d.]+) %", notes(seeds["loss"]))
     assert 0.12 < float(margin_percent) < 0.25

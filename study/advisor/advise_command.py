@@ -235,7 +235,7 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
             yield f"next {_named(runner_up)}, {-gap:.0%} slower{explain_slowdown(runner_up, best)}"
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1
-        yield "; ".join([f"{faster:.0%} faster if it fits, which its 90 % bound does not: {_named(riskier)}",
+        yield "; ".join([f"{faster:.0%} faster, but its 90 % bound does not fit: {_named(riskier)}",
                          *unchecked_needs(riskier)])  # fmt: skip
     loading = best.memory.host_parts["load"]
     if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
@@ -278,7 +278,7 @@ def _remark(option: Option, best: Option | None) -> str:
         return f"{gap:.0%} faster by prediction; offload steps took up to {max_offload_slowdown():.1f} x that"
     if needs_large_host(option) and not needs_large_host(best):
         return f"{gap:.0%} faster; needs a large host"
-    return f"{gap:.0%} faster; within {SPEED_TOLERANCE:.0%} the simpler one is recommended"
+    return f"{gap:.0%} faster, but less simple"
 
 
 def _named(option: Option) -> str:

@@ -81,6 +81,12 @@ def _judged() -> dict[str, Any]:
     return build_scoreboard().document()
 
 
+_LEGEND = (
+    "S0 to S3: the replicated documents; Z0: the ZeRO paper",
+    "partly: checks disagree, or some had no record or a smaller model; untestable: no record of ours could judge it",
+)
+
+
 def scoreboard_text(document: Mapping[str, Any], details: bool) -> list[str | TextTable]:
     """Return the total counts, a table per document, and with details one line per claim."""
     verdicts, total = get_args(Verdict), document["counts"]["all"]
@@ -90,7 +96,8 @@ def scoreboard_text(document: Mapping[str, Any], details: bool) -> list[str | Te
     claims = [[claim["id"], claim["verdict"], claim["sentence"]] for claim in document["claims"]]
     last = TextTable(["", "", ""], claims) if details else "--details prints each claim; docs/claims.md has all"
     head = f"{sum(total.values())} claims: {totals}"
-    return [head, "", TextTable(["document", *verdicts, "claims"], counts), "", last]
+    table = TextTable(["document", *verdicts, "claims"], counts)
+    return [head, "", table, *_LEGEND, last]
 
 
 def dependent_claims(records: Records, report: str, output: Path) -> list[DependentClaim]:

@@ -369,7 +369,7 @@ def _notes(request: Request, memory: MemoryUse | None) -> tuple[str, ...]:
             f"{device.name}'s best matrix product is not published: {_MEASURED_OVER_PEAK:.0%} of its peak is assumed"
         )
     if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
-        notes.append(f"this does not fit: the time assumes a {device.name} with more memory")
+        notes.append(f"this does not fit: the time assumes more memory of each {device.name}")
     if (host_note := host_adam_note(request)) is not None:
         notes.append(host_note)
     if request.shape.lora_rank:

@@ -111,7 +111,11 @@ def errors_table(folder: Path) -> str:
     table = pd.DataFrame({
         "peak memory of GPU runs that others published": rows["tool"].map("`{}`".format), "runs": rows["peaks"],
         "median error": rows["median_error"].map("{:.0%}".format), "worst": rows["worst_error"].map("{:.0%}".format),
-        "fit or OOM, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
+        "OOMs foreseen": rows["called"].astype(str) + " of " + rows["ran_out"].astype(str),
+        "OOMs predicted of runs that fit": (
+            (rows["judged"] - rows["right"] - rows["ran_out"] + rows["called"]).astype(str)
+            + " of " + (rows["judged"] - rows["ran_out"]).astype(str)
+        ),
     })  # fmt: skip
     errors = headline(read(folder)).set_index("figure")
     peaks, steps, offload = (errors.loc[name] for name in _HELD_OUT)

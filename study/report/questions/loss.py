@@ -153,7 +153,7 @@ def answer(records: Records) -> Answer | None:
                 "Same loss": f"{sum(comparison.verdict == 'same' for comparison in group)} of {len(group)}",
                 "Worst strategy": worst.arm.name,
                 "Max difference": "NaN" if math.isinf(worst.difference) else percent(worst.difference),
-                "Rerun of the same strategy": format_or_dash(rerun, percent),
+                "Rerun": format_or_dash(rerun, percent),
                 "Margin": percent(worst.margin),
                 "Equivalent": f"{equal} of {len(tested)}" if tested else "one seed",
             })  # fmt: skip
@@ -179,7 +179,7 @@ def _sentence(comparisons: Sequence[_LossComparison]) -> str:
             what = f"`{worst.arm.name}` diverged to NaN, but its baseline did not (seed {seeds})"
         return f"Yes, under {len(different)} of {count} strategies: {what}."
     if not unsure:
-        return f"No: under all {count} comparable strategies the loss is within {percent(largest)} of their baseline's."
+        return f"No: in all {count} comparisons the loss is within {percent(largest)} of the baseline's."
     return (
         f"Inconclusive under {len(unsure)} of {count} strategies: their differences are neither significant nor within"
         f" the margin of equivalence; max difference {percent(largest)}."
