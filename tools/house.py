@@ -21,7 +21,7 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_687,
+    "config": 1_695,
     "records": 2_840,
     "host": 1_500,
     "workloads": 1_950,
@@ -31,16 +31,16 @@ BUDGETS = {
     "sweep": 2_819,
     "run": 1_689,
     "virtual": 900,
-    "releases": 1_305,
+    "releases": 1_394,
     "advisor": 3_152,
-    "report": 5_049,
+    "report": 5_071,
     "autopsy": 1_702,
-    "claims": 2_148,
+    "claims": 2_155,
     "baselines": 710,
     "train": 150,
-    "cli": 153,
+    "cli": 158,
     "__init__": 50,
-    "tests": 22_127,
+    "tests": 22_159,
 }
 
 
