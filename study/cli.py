@@ -22,7 +22,7 @@ from study.config.flags import Parser
 from study.host.folders import check_process
 from study.predictor import validation
 from study.records.outcome import Terminated
-from study.releases import bisect as releases
+from study.releases import command as releases
 from study.releases import verify
 from study.releases.prepare import prepare
 from study.report.site import command as report
@@ -97,7 +97,10 @@ COMMANDS = {
     ),
     "autopsy": Command("measure the effect of each flaw in a published listing", autopsy.add_arguments, autopsy.run),
     "releases": Command(
-        "find the DeepSpeed release that introduced or fixed a fault", releases.add_arguments, releases.run
+        "judge a DeepSpeed release, and print the grid of tested ones",
+        releases.add_arguments,
+        releases.run,
+        releases.EPILOG,
     ),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from engines import ROOT
 from runs import trained
@@ -15,7 +16,8 @@ from study.config.errors import Unsupported
 from study.config.flags import RunConfig
 from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
-from study.host.stacks import UNVERIFIED_VARIABLE, VERIFIED
+from study.host.stacks import UNVERIFIED_VARIABLE, VERIFIED, release_key
+from study.records.frames import read_parquet
 from study.run.checks import resolve_run_request
 
 if sys.version_info >= (3, 11):
@@ -35,15 +37,18 @@ def another_release(tmp_path) -> Path:
     return folder.parent
 
 
-def test_the_installation_admits_the_verified_pairs_alone():
+def test_the_installation_admits_the_releases_that_trained_in_the_records():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = {
         requirement.name: requirement for requirement in map(Requirement, project["optional-dependencies"]["train"])
     }
-    pins = {name: {f"=={version}" for version in several} for name, several in zip(
-        ("accelerate", "deepspeed"), zip(*VERIFIED, strict=True), strict=True
-    )}  # fmt: skip
-    assert all({str(requirements[name].specifier)} == allowed for name, allowed in pins.items())
+    runs = read_parquet(ROOT / "reports" / "releases").runs
+    runs = runs[runs["status_state"].eq("ok") & runs["strategy"].astype(str).str.startswith("zero")]
+    runs = runs[runs["transformers_version"].map(requirements["transformers"].specifier.contains)]
+    for name, newest in zip(("accelerate", "deepspeed"), VERIFIED[-1], strict=True):
+        trained_with = sorted(runs[f"{name}_version"].unique(), key=release_key)
+        assert requirements[name].specifier == SpecifierSet(f">={trained_with[0]},<={trained_with[-1]}")
+        assert trained_with[-1] == newest, "a new environment has a verified pair"
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     assert {f"accelerate=={VERIFIED[-1][0]}", f"deepspeed=={VERIFIED[-1][1]}"} <= set(constraints)
 
@@ -60,12 +65,18 @@ def test_another_pair_is_refused_by_name_wherever_deepspeed_trains(another_relea
     assert check.state == "missing"
     assert check.found.startswith("accelerate 1.15.0 with deepspeed 0.19.0; no run has shown")
     assert "deepspeed==0.19.8" in check.fix
-    (packages,) = [check for check in versions() if check.name == "packages"]
-    assert "in another one: deepspeed 0.19.0" in packages.found
     faults = {check.found: check for check in versions() if check.name == "known fault"}
     divided = next(title for title in faults if "divided by the accumulation steps twice" in title)
     assert divided.startswith("zero0, zero1, zero2, zero2_cpu, with accumulation")
     assert (faults[divided].state, "0.19.6 or later" in faults[divided].fix) == ("missing", True)
+
+
+def test_a_release_outside_the_tested_range_is_another_one(another_release, monkeypatch):
+    (metadata,) = another_release.glob("*/METADATA")
+    metadata.write_text(metadata.read_text().replace("0.19.0", "0.13.0"))
+    monkeypatch.syspath_prepend(another_release)
+    (packages,) = [check for check in versions() if check.name == "packages"]
+    assert "in another one: deepspeed 0.13.0" in packages.found
 
 
 def test_the_verified_pair_has_no_warning():

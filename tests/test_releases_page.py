@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import version
 
 import pytest
 
+from study.cli import main
 from study.host.stacks import release_key
 from study.records.frames import Records, read_parquet
 from study.releases.causes import PACKAGES, read_causes
+from study.releases.command import GRID
 from study.releases.release_cells import ReleaseCell, release_cells
+from study.report.pages.readme import releases_document
 from study.report.pages.releases import BARE, DETAILS, PAGE, REPORT, details, page, read_rows
 
 
@@ -63,3 +67,27 @@ def test_a_release_recommended_against_one_cause_has_no_other() -> None:
                 if second.gpu != "hidden" and second.is_in(versions) and second.shows_in(strategy, 4, "bf16-engine")
             ]  # fmt: skip
     assert conflicts == []
+
+
+def test_the_document_of_study_releases_is_made_of_the_committed_records() -> None:
+    assert json.loads(GRID.read_text(encoding="utf-8")) == releases_document(REPORT), "run `make releases`"
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict"),
+    [
+        ("0.19.8", r"no fault known$"),
+        ("0.18.9", r"a: the gradient is divided .* fixed in 0.19.6\); d: .* fixed in 0.19.0\)$"),
+        ("0.18.7", r"not tested; the newest tested is 0.19.8; a: the gradient"),
+        ("0.14.0", r"does not run with the packages of the test"),
+        ("99.0", r"not tested; the newest tested is 0.19.8; no fault known$"),
+    ],
+)
+def test_a_release_is_judged_in_the_first_line(release: str, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases", release]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert re.match(rf"deepspeed {release} with accelerate {version('accelerate')}: {verdict}", out[0])
+    assert [line.split()[0] for line in out[3:11]] == [
+        row["DeepSpeed"] for row in json.loads(GRID.read_text())["releases"][:8]
+    ]
+    assert any(line.startswith("a: ") and "fixed in 0.19.6" in line and "/pull/8245" in line for line in out[11:])

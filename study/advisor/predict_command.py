@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor.user_settings import UserFile, check_deepspeed
-from study.config.errors import UserError
+from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_page
 from study.config.strategies import (
@@ -100,7 +100,8 @@ def run(options: argparse.Namespace) -> int:
     if options.traced:
         from study.predictor.activation_trace import trace_activations as trace_of
 
-        traced = trace_of(request).saved_bytes
+        with require_extra("train"):
+            traced = trace_of(request).saved_bytes
     if options.json:
         print(json.dumps(_document(prediction, traced), indent=2))
     else:

@@ -32,7 +32,7 @@ from study.config.strategies import read_strategy
 from study.host.folders import cache_directory, folder_argument
 from study.host.machine import detect_machine, visible_gpus
 from study.host.operators import build_operators
-from study.host.stacks import import_libraries, without_gc
+from study.host.stacks import check_training_packages, import_libraries, without_gc
 from study.records.directory import is_partial_write, read_json, utc_now, write_json
 from study.records.lock import FileLock
 from study.records.schema import RecordError
@@ -73,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     scale = SCALES[options.scale]
     if scale.on_gpu and not detect_machine().gpus:
         raise UserError(f"--scale {scale.name} needs {scale.box}, but this machine has no GPU", "use --scale laptop")
+    check_training_packages()
     folder = options.runs or (RUNS if scale.name == "laptop" else RUNS.with_name(f"autopsy-{scale.name}"))
     with open_folder(folder, scale) as lock:
         failed = run_sessions(folder, lock, scale, plan(scale), lambda line: print(line, flush=True), options.retry)

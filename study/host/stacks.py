@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config.errors import Unsupported, UserError
-from study.config.places import IMPORT_ROOT, PACKAGE
+from study.config.places import IMPORT_ROOT, PACKAGE, install_command
 from study.config.strategies import Strategy
 from study.config.yaml_sections import Section, as_section, read_document
 from study.host.folders import cache_directory
@@ -30,12 +30,14 @@ from study.host.machine import operator_build_folder
 from study.records.directory import read_json
 from study.records.schema import RecordError
 
-# Pairs of Accelerate and DeepSpeed that compute the gradients of DDP; pyproject.toml allows only these. Some pairs
-# divide gradients of an accumulated step twice, or drop micro-batches, without a message: only the losses differ.
-# Therefore a pair is listed once the suite `equivalence` has passed with it, with accumulation.
+# Pairs of Accelerate and DeepSpeed that compute the gradients of DDP; pyproject.toml allows more, so that pip keeps the
+# installed ones. Some pairs divide gradients of an accumulated step twice, or drop micro-batches, without a message: only
+# the losses differ. Therefore a pair is listed once the suite `equivalence` has passed with it, with accumulation.
 VERIFIED = (("1.15.0", "0.19.8"),)
 # 1 allows other pairs; their records contain it.
 UNVERIFIED_VARIABLE = "ZERO_STUDY_UNVERIFIED_PAIR"
+# Packages that every run imports, whatever its strategy.
+TRAINING_PACKAGES = ("accelerate", "torch", "transformers", "datasets", "evaluate", "filelock")
 # DeepSpeed's build fails with a GPU and without a CUDA toolkit, unless this prevents the check.
 BUILDS_DEEPSPEED = "DS_IGNORE_CUDA_DETECTION=1"
 
@@ -46,6 +48,12 @@ def package_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def check_training_packages() -> None:
+    """Raise UserError if a package that every run imports is not installed."""
+    if missing := [name for name in TRAINING_PACKAGES if package_version(name) is None]:
+        raise UserError(f"not installed here: {', '.join(missing)}", f"run: {install_command('train')}")
 
 
 def is_at_least(name: str, release: str) -> bool:

@@ -15,7 +15,7 @@ from study.config.printing import print_page
 from study.config.strategies import STRATEGY_NAMES
 from study.host.folders import folder_argument
 from study.host.machine import Machine, detect_machine
-from study.host.stacks import THEN_SUFFIX, package_version, release_key, stacks
+from study.host.stacks import THEN_SUFFIX, check_training_packages, package_version, release_key, stacks
 from study.releases.causes import PACKAGES, find_races, read_causes
 from study.releases.verdict import Reference, Verdict, trace_at
 from study.sweep.cell import Cell
@@ -172,11 +172,8 @@ def describe_changes(result: BisectResult, strategy: str, micro_steps: int) -> l
     ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="bisect")
-    text = "find the releases that introduced and fixed a strategy's divergence"
-    add = actions.add_parser("bisect", help=text, allow_abbrev=False).add_argument
-    add("strategy", metavar="STRATEGY")
+def add_arguments(parser: argparse._ArgumentGroup) -> None:
+    add = parser.add_argument
     add("--accumulation", type=int, default=4, metavar="N", help="accumulation steps; default: 4")
     add("--between", nargs=2, metavar="RELEASE", help="two releases of stacks.yaml; default: all")
     add("--repeat", type=int, default=1, metavar="N", help="runs per release; a race condition needs several")
@@ -191,8 +188,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the result of the bisection; return exit status 1 if no release of the range is bad."""
+    if not options.strategy:
+        raise UserError("bisect needs a strategy", "name one, such as zero1")
     if options.repeat < 1:
         raise UserError(f"--repeat {options.repeat} is out of range", "use 1 or more")
+    check_training_packages()
     releases = releases_between(options.between)
     bisection = Bisection(options.strategy, options.accumulation, options.repeat, options.runs_dir / SUITE)
     result = bisect(releases, bisection.is_bad)

@@ -22,7 +22,16 @@ from study.config.places import IMPORT_ROOT
 from study.config.strategies import read_strategy
 from study.host.folders import cache_directory, check_disk_space
 from study.host.machine import detect_machine
-from study.host.stacks import BUILDS_DEEPSPEED, LAYER_FILE, STACK_FILE, Stack, layer_folder, layer_state, stacks
+from study.host.stacks import (
+    BUILDS_DEEPSPEED,
+    LAYER_FILE,
+    STACK_FILE,
+    Stack,
+    check_training_packages,
+    layer_folder,
+    layer_state,
+    stacks,
+)
 from study.records.directory import read_json, write_json
 from study.sweep import command as sweep
 from study.sweep.cell import Cell
@@ -51,6 +60,7 @@ class NotInstallable(Exception):
 
 def prepare(options: argparse.Namespace) -> int:
     """Prepare a suite; return exit status 1 if a stack or initial weights are missing."""
+    check_training_packages()
     plan = plan_suite(options.suite, detect_machine(), options.runs_dir, options.only, rehearse=options.rehearse)
     cells = [cell for part in plan.slices for item in part.cells for cell in one_of_each_model(item)]
     names = list(dict.fromkeys(cell.stack for cell in cells if cell.stack))

@@ -26,7 +26,7 @@ from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_duration
 from study.host.folders import cache_directory, folder_argument
 from study.host.machine import Machine, detect_machine
-from study.host.stacks import UNVERIFIED_VARIABLE, package_version
+from study.host.stacks import TRAINING_PACKAGES, UNVERIFIED_VARIABLE, package_version
 from study.predictor.hardware import parse_int
 from study.records.directory import find_runs, read_json
 from study.records.schema import RecordError
@@ -116,8 +116,7 @@ def run(options: argparse.Namespace) -> int:
     out = sys.stderr if options.json else sys.stdout
     stack = {name: package_version(name) for name in PACKAGES}
     needed = PACKAGES if any(read_strategy(name).deepspeed for name in strategies) else PACKAGES[1:]
-    # The study itself needs the packages after `needed`; they are not compared.
-    if lacking := [name for name in (*needed, "datasets", "evaluate", "filelock") if package_version(name) is None]:
+    if lacking := [name for name in dict.fromkeys((*needed, *TRAINING_PACKAGES)) if package_version(name) is None]:
         # `.[train]` would replace the releases under test.
         fix = f"install {' and '.join(lacking)} next to the releases under test"
         if not any(stack.values()):

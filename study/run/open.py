@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from study.config.errors import RunFailed, UserError, first_line, redact_secrets
 from study.host.folders import check_process, resolve_path
 from study.host.machine import free_memory
+from study.host.stacks import check_training_packages
 from study.records.directory import RunWriter, end_interrupted_run
 from study.records.lock import LOCK_NAME, is_locked_by_current_launch, lock_run_directory, read_lock_owner
 from study.records.outcome import RETRY_HINT, Terminated, outcome_from_exception, raise_on_signals
@@ -57,6 +58,7 @@ def open_run(
     try:
         check_process()
         config, launch = read_request(trainer, arguments)
+        check_training_packages()
     except UserError as refusal:
         raise SystemExit(report_refusal(refusal, lambda line: print(line, file=sys.stderr))) from None
     # The stack restores the terminal, the lock, signals and the swap folder at any end.

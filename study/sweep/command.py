@@ -16,6 +16,7 @@ from study.config.printing import TextTable, print_page
 from study.host.folders import folder_argument
 from study.host.machine import Machine
 from study.host.slurm import check_single_slurm_task, job_resources
+from study.host.stacks import check_training_packages
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.forecast import Forecast, earlier_durations, estimate, forecast_for, oom_warnings, pending_items
@@ -185,6 +186,8 @@ def weights(options: argparse.Namespace) -> int:
                 sets.setdefault(key, (cell, root))
     if not sets:
         print(f"no remaining cell of {plan.name} needs initial weights")
+        return 0
+    check_training_packages()
     command = [sys.executable, "-m", "study.workloads.initial"]
     statuses = [
         subprocess.run([*command, *cell.flags(root / cell.id)], check=False).returncode for cell, root in sets.values()

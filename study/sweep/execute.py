@@ -23,7 +23,7 @@ from study.config.text import format_duration
 from study.host.folders import remove_stale_swap_folders, resolve_path
 from study.host.machine import Machine, gpu_processes, matmul_rates
 from study.host.slurm import check_shared_folder, current_job, is_array_task, is_in_job
-from study.host.stacks import stacks
+from study.host.stacks import check_training_packages, stacks
 from study.records.directory import read_json, utc_now, write_json
 from study.records.lock import (
     FileLock,
@@ -73,7 +73,8 @@ def run_cells(
         if (job := current_job()) is not None:
             check_shared_folder(job, root)
         new, tried = new_and_tried(cells, root, retry)
-        to_do = [*new, *tried]
+        if to_do := [*new, *tried]:
+            check_training_packages()
         searches = sum(isinstance(item, Search) for item in to_do)
         with (
             SweepProgress(len(to_do), len(cells) - len(to_do), searches) as progress,

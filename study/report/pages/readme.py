@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -21,6 +22,7 @@ from study.config.places import REPOSITORY
 from study.host.stacks import release_key
 from study.records.frames import read_parquet
 from study.releases.causes import PACKAGES, Cause, known_faults
+from study.releases.command import LATEST_RELEASES, NOT_RUN, shown_causes
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import table_markdown
 from study.report.pages.prediction import LEAGUE, headline, read
@@ -30,7 +32,6 @@ from study.virtual.summaries import table1_rows
 
 # A block names its source: `<!-- releases: reports/releases -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
-_LATEST_RELEASES = 8
 _HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
              "step time, published, offload: no interval")  # fmt: skip
 # The lines of the answer and of the strategies without offload.
@@ -39,13 +40,13 @@ _ADVISE_LINES = 11
 DOCUMENTS = ("README.md", "docs/method.md")
 
 
-def latest_release_cells(cells: list[ReleaseCell]) -> list[ReleaseCell]:
-    """Return the fp32 cells of DeepSpeed in the latest tested releases with the study's other packages."""
+def latest_release_cells(cells: list[ReleaseCell], count: int = LATEST_RELEASES) -> list[ReleaseCell]:
+    """Return the fp32 cells of DeepSpeed in the latest tested releases with the study's other packages; 0: in all."""
     today = [
         cell for cell in clipped(cells)
         if cell.precision == "fp32" and not cell.is_contemporary and cell.strategy != "ddp"
     ]  # fmt: skip
-    latest = sorted({cell.release for cell in today}, key=release_key)[-_LATEST_RELEASES:]
+    latest = sorted({cell.release for cell in today}, key=release_key)[-count:]
     return [cell for cell in today if cell.release in latest]
 
 
@@ -62,35 +63,48 @@ def _by_source(cell: ReleaseCell) -> str:
     return "\N{DAGGER}" * (cell.verdict.kind == "crashes")
 
 
-def releases_table(folder: Path) -> str:
-    """Return the latest releases with the faults expected on a GPU, then one line per fault with its fix."""
+def releases_document(folder: Path) -> dict[str, Any]:
+    """Return what `study releases` prints: tested releases with the faults expected on a GPU, the newest first."""
     records = read_parquet(folder)
     cells = release_cells(records)
-    latest, letters = latest_release_cells(cells), lettered(clipped(cells))
-    lines, met = [], set[Cause]()
-    for release in sorted({cell.release for cell in latest}, key=release_key, reverse=True):
+    tested, letters = latest_release_cells(cells, 0), lettered(clipped(cells))
+    lines = []
+    for release in sorted({cell.release for cell in tested}, key=release_key, reverse=True):
         line = {"DeepSpeed": release}
         for column, several in (("no accumulation", False), ("accumulation", True)):
-            column_cells = [cell for cell in latest if cell.release == release and (cell.micro_steps > 1) == several]
-            struck: dict[Cause, list[str]] = {}
+            column_cells = [cell for cell in tested if cell.release == release and (cell.micro_steps > 1) == several]
+            struck: dict[str, list[str]] = {}
             for cell in column_cells:
-                for cause in gpu_faults(cell):
-                    struck.setdefault(cause, []).append(f"`{cell.strategy}`{_by_source(cell)}")
-            met |= struck.keys()
-            faults = [f"{letters[cause]}: {', '.join(names)}" for cause, names in struck.items()]
+                is_known = cell.causes or cell.verdict.kind in ("equal", "different")
+                if not is_known:
+                    struck.setdefault(NOT_RUN, []).append(f"`{cell.strategy}`")
+                for cause in gpu_faults(cell) if is_known else ():
+                    struck.setdefault(letters[cause], []).append(f"`{cell.strategy}`{_by_source(cell)}")
+            faults = [f"{letter}: {', '.join(names)}" for letter, names in struck.items()]
+            if column_cells and len(struck.get(NOT_RUN, ())) == len(column_cells):
+                faults = [NOT_RUN]
             line[column] = "; ".join(faults) or f"no fault{max(map(_by_source, column_cells))}"
         lines.append(line)
-    runs = records.runs[records.runs["run"].isin({run for cell in latest for run in cell.runs})]
+    runs = records.runs[records.runs["run"].isin({run for cell in latest_release_cells(cells) for run in cell.runs})]
     started = runs["status_started_at"].dropna().str[:10]
-    days = " to ".join(dict.fromkeys((started.min(), started.max())))
-    versions = sorted({f"{name} {cell.versions[name]}" for cell in latest for name in PACKAGES[1:]})
+    versions = {name: cell.versions[name] for cell in latest_release_cells(cells) for name in PACKAGES[1:]}
+    return {
+        "tested": f"Tested {' to '.join(dict.fromkeys((started.min(), started.max())))} on two CPU ranks in fp32 with "
+        f"gradient clipping; {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}",
+        "versions": versions, "letters": {cause.id: letter for cause, letter in letters.items()}, "releases": lines,
+    }  # fmt: skip
+
+
+def releases_table(folder: Path) -> str:
+    """Return the latest releases with the faults expected on a GPU, then one line per fault with its fix."""
+    document = releases_document(folder)
+    latest = document["releases"][:LATEST_RELEASES]
     fixes = [
         f"- {letter}: {cause.title}; fixed in {cause.left.release} by"
         f" [#{cause.left.change.rpartition('/')[2]}]({cause.left.change})"
-        for cause, letter in letters.items() if cause in met
-    ]  # fmt: skip
-    tested = f"- Tested {days} on two CPU ranks in fp32 with gradient clipping; {', '.join(versions)}"
-    return "\n".join([table_markdown(pd.DataFrame(lines)), *fixes, tested])
+        for letter, cause in shown_causes(document, latest)
+    ]
+    return "\n".join([table_markdown(pd.DataFrame(latest)), *fixes, f"- {document['tested']}"])
 
 
 def advise_output(model: str, hardware: str) -> str:

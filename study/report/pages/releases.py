@@ -20,8 +20,10 @@ from study.host.stacks import THEN_SUFFIX, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, Change
+from study.releases.command import GRID
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import Answer, PageSection, markdown_text, page_markdown
+from study.report.pages.readme import releases_document
 from study.report.questions.releases import KINDS, QUESTION, clipped, lettered
 
 NOT_RUN = "\N{MIDDLE DOT}"
@@ -156,6 +158,7 @@ _MADE = """\
 _COMMANDS = """\
 ```
 study verify                   # tests each strategy with the packages that are installed here
+study releases                 # judges the installed DeepSpeed, and prints the latest releases; study releases 0.18.9
 study releases bisect zero3    # finds the release in which a strategy began to diverge
 ```
 """
@@ -330,8 +333,9 @@ _GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unkn
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write both pages, and the document of `study releases`."""
     records = read_parquet(REPORT)
+    GRID.write_text(json.dumps(releases_document(REPORT), indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(records), encoding="utf-8")
     DETAILS.write_text(details(records, read_rows(REPORT / BARE)), encoding="utf-8")
 
