@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # The subcommand's parser prints the command that lists its flags.
             command_parser = subparsers.choices[options.command]
             assert isinstance(command_parser, Parser)
-            command_parser.refuse_unknown(unknown)
+            command_parser.raise_unknown(unknown)
         status = COMMANDS[options.command].run(options)
         # Detects a closed pipe here instead of at interpreter exit.
         sys.stdout.flush()

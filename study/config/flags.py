@@ -390,12 +390,12 @@ class Parser(argparse.ArgumentParser):
             words[place] = flags.get(_with_underscores(flag), flag) + equals + value
         return super().parse_known_args(words, namespace)
 
-    def refuse_unknown(self, words: Sequence[str]) -> typing.NoReturn:
+    def raise_unknown(self, words: Sequence[str]) -> typing.NoReturn:
         """Raise UserError about words that no flag takes, with similar flags."""
         first = _with_underscores(words[0].partition("=")[0])
-        known = [flag for flag in self._option_string_actions if len(flag) > 3]
-        inside = [flag for flag in known if len(first) > 4 and (flag[2:] in first or first[2:] in flag)]
-        similar = did_you_mean(first, inside or known, cutoff=0.3 if inside else 0.6)
+        flags = [flag for flag in self._option_string_actions if len(flag) > 3]
+        inside = [flag for flag in flags if len(first) > 4 and (flag[2:] in first or first[2:] in flag)]
+        similar = did_you_mean(first, inside or flags, cutoff=0.3 if inside else 0.6)
         raise UserError(f"unrecognized arguments: {' '.join(words)}", f"{similar}{self.prog} --help lists the options")
 
     def error(self, message: str) -> typing.NoReturn:

@@ -31,8 +31,8 @@ from study.records.directory import read_json
 from study.records.schema import RecordError
 
 # Pairs of Accelerate and DeepSpeed that compute the gradients of DDP; pyproject.toml allows more, so that pip keeps the
-# installed ones. Some pairs divide gradients of an accumulated step twice, or drop micro-batches, without a message: only
-# the losses differ. Therefore a pair is listed once the suite `equivalence` has passed with it, with accumulation.
+# installed ones. Some pairs divide gradients of an accumulated step twice, or drop micro-batches, without a message:
+# only the losses differ. Therefore a pair is listed once the suite `equivalence` has passed with it, with accumulation.
 VERIFIED = (("1.15.0", "0.19.8"),)
 # 1 allows other pairs; their records contain it.
 UNVERIFIED_VARIABLE = "ZERO_STUDY_UNVERIFIED_PAIR"

@@ -117,7 +117,7 @@ def serve(address: str) -> None:
     with without_gc():
         for library in PRELOADED_MODULES:
             importlib.import_module(library)
-    # The address appears when the socket listens: between bind and listen a connection is refused.
+    # The address appears when the socket listens: a connection between bind and listen fails.
     with socket.create_server(f"{address}.new", family=socket.AF_UNIX) as listener:
         Path(f"{address}.new").rename(address)
         leaders: set[int] = set()
