@@ -6,6 +6,7 @@ It reads the document that `make releases` writes from the records, and imports 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,10 +55,12 @@ def releases_text(document: Mapping[str, Any], release: str | None, details: boo
     notes = [
         "faults that only CPUs have are left out; \N{DAGGER}: from DeepSpeed's source, since a CPU bug ends the run"
     ]
+    verdict, faults = _verdict(document, release)
+    by_letter = dict(shown_causes(document, rows)) | faults
     causes = [
-        f"{letter}: {_describe(cause)} {cause.left.change}".rstrip() for letter, cause in shown_causes(document, rows)
+        f"{letter}: {_describe(cause)} {cause.left.change}".rstrip() for letter, cause in sorted(by_letter.items())
     ]
-    return [_verdict(document, release), "", table, "", *causes, *notes, document["tested"], *more]
+    return [verdict, "", table, "", *causes, *notes, document["tested"], *more]
 
 
 def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
@@ -68,21 +71,26 @@ def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]])
             yield letter, cause
 
 
-def _verdict(document: Mapping[str, Any], release: str | None) -> str:
+def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dict[str, Cause]]:
+    """Return the first line, and the faults of the release by letter."""
     tested = [row["DeepSpeed"] for row in document["releases"]]
     installed = {name: package_version(name) for name in PACKAGES}
     deepspeed = release or installed["deepspeed"] or tested[0]
     versions = {name: installed[name] or document["versions"].get(name) for name in PACKAGES} | {"deepspeed": deepspeed}
-    faults = known_faults(versions, on_gpu=True)
-    faults_text = [f"{document['letters'].get(cause.id, '-')}: {_describe(cause)}" for cause in faults]
+    faults = {document["letters"].get(cause.id, cause.id): cause for cause in known_faults(versions, on_gpu=True)}
+    # A release can mend one fault and bring another: only those after the last faulty one are a remedy.
+    clean = list(itertools.takewhile(lambda row: set(list(row.values())[1:]) == {"no fault"}, document["releases"]))
+    when = " with accumulation" * all(cause.accumulation == "several" for cause in faults.values())
+    wrong = f"wrong gradients{when}: fault{'s' * (len(faults) > 1)} {', '.join(sorted(faults))}"
+    wrong += f"; use {clean[-1]['DeepSpeed']} or later" if clean else ""
     row = dict(zip(tested, document["releases"], strict=True)).get(deepspeed.partition("+")[0])
     notes = [f"not tested; the newest tested is {tested[0]}"] if row is None else []
     if row and NOT_RUN in row.values():
         notes.append("does not run with the packages of the test")
     if not release and not installed["deepspeed"]:
         notes.append("not installed here, but the newest tested")
-    what = "; ".join([*notes, *(faults_text or ["no fault known"])])
-    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}"
+    what = "; ".join([*notes, wrong if faults else "no fault known"])
+    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}", faults
 
 
 def _describe(cause: Cause) -> str:
