@@ -31,7 +31,7 @@ BUDGETS = {
     "sweep": 2_821,
     "run": 1_689,
     "virtual": 900,
-    "releases": 1_400,
+    "releases": 1_402,
     "advisor": 3_152,
     "report": 5_071,
     "autopsy": 1_702,
