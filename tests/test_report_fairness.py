@@ -161,6 +161,8 @@ def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(environment, "IMPORT_ROOT", tmp_path)
+    monkeypatch.setattr(environment, "PACKAGE", tmp_path / "study")
     monkeypatch.setattr(environment, "STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
     places = (
         "study/train.py",
