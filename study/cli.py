@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except UserError as refusal:
-        print(f"error: {refusal.problem}. To fix it: {refusal.fix}{'.' * (refusal.fix[-1] != '?')}", file=sys.stderr)
+        end = "" if refusal.fix.endswith("?") else "."
+        print(f"error: {refusal.problem}. To fix it: {refusal.fix}{end}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 1

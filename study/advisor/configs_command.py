@@ -9,7 +9,6 @@ from pathlib import Path
 import yaml
 
 from study.advisor.advise_command import write_texts
-from study.config.errors import UserError, did_you_mean
 from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, read_strategy, read_yaml
 from study.host.folders import folder_argument
 
@@ -28,10 +27,8 @@ def run(options: argparse.Namespace) -> int:
     """Write the files and print their paths; return the exit status."""
     folder, texts = options.folder.absolute(), dict[Path, str]()
     for name in options.names or STRATEGY_NAMES:
-        if name not in STRATEGY_NAMES:
-            fix = f"{did_you_mean(name, STRATEGY_NAMES)}use one of {', '.join(STRATEGY_NAMES)}"
-            raise UserError(f"there is no strategy {name!r}", fix)
-        document, deepspeed = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml"), read_strategy(name).deepspeed
+        deepspeed = read_strategy(name).deepspeed
+        document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
         if deepspeed is not None:
             inner = folder / f"{name}.json"
             document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
