@@ -442,6 +442,8 @@ def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: 
     bars = {line.split()[0]: line.count("█") for line in page.splitlines() if "█" in line}
     parts = document["memory"]["device_parts"]
     assert max(bars, key=bars.__getitem__) == max(parts, key=parts.__getitem__)
+    assert f"-engine (weights and gradients {'fp16' if hardware == 'T4' else 'bf16'})" in page or strategy == "ddp"
+    assert strategy != "ddp" or "fp16 (weights and gradients fp32)" in page
     assert "peak reserved" not in page
     assert "peak reserved" in run_command(*words, "--details")[1]
 

@@ -534,6 +534,15 @@ def test_costs_of_state_and_offloads_add_up_to_the_state_of_a_rank(name: str, tm
         assert sum(getattr(cost, place) for cost in state_costs) == pytest.approx(getattr(case.state, place))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_gradient_of_the_embedding_is_in_one_row(stage: int, tmp_path: Path) -> None:
+    large, small = (make_case(tmp_path, zero(stage, reduce_bucket_size=size)) for size in (500_000_000, 1_000_000))
+    stage_bytes = [cost.device for case in (large, small) for cost in costs(case) if cost.key == f"{ZERO}.stage"]
+    assert stage_bytes[0] == stage_bytes[1]
+    outside = [cost.device for cost in costs(small) if "unpartitioned outside" in cost.says]
+    assert outside == ([small.largest.elements * 2.0] if stage > 1 else [])
+
+
 def test_a_ratio_moves_whole_sub_groups(tmp_path: Path) -> None:
     half = {"device": "cpu", "ratio": 0.5}
     single_group = make_case(tmp_path, zero(3, offload_optimizer=half))
@@ -609,11 +618,11 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: 
     from deepspeed.runtime.config import DeepSpeedConfig
 
     file, outer = tmp_path / "ds.json", tmp_path / "outer.yaml"
-    file.write_text('{"train_batch_size": 8, # samples\n "zero_optimization": {"stage": 2 /* gradients */}}')
+    file.write_text('{"train_batch_size": 8, # samples\n "zero_optimization": {"stage": 2 /* gradients */},}')
     assert DeepSpeedConfig(str(file)).zero_config.stage == 2
     user_file = read_user_file(str(file))
     assert user_file.deepspeed == {"train_batch_size": 8, ZERO: {"stage": 2}}
-    assert [(finding.kind, "is Hjson" in finding.says) for finding in user_file.findings] == [("noted", True)]
+    assert [(finding.kind, "is Hjson" in finding.says) for finding in user_file.findings] == [("conflict", True)]
     with pytest.raises(json.JSONDecodeError):
         HfDeepSpeedConfig(str(file))
     section = {"deepspeed_config_file": str(file)}
@@ -773,6 +782,24 @@ def test_the_command_ends_with_a_status_and_prints_no_control_character(
     assert "peak memory of a rank" in page.out
     assert main([*command, str(10**12)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("document", "status"),
+    [
+        ({"deepspeed_config": {"zero_stage": 2}}, 0),
+        ({"deepspeed_config": {"zero_stage": 2, "offload_optimizer_devise": "cpu"}}, 1),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_foward": False}}, 1),
+    ],
+)
+def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(
+    document: dict[str, Any], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "num_processes": 2, **document}))
+    assert main(["explain", str(file), "gpt2"]) == 0
+    assert "fp32 (neither the file nor --precision sets another one)" in capsys.readouterr().out
+    assert main(["explain", str(file), "gpt2", "--strict"]) == status
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3_cpu", "zero3_nvme", "fsdp2"])

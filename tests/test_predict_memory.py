@@ -191,8 +191,10 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     assert scored.predicted_peak_gib is not None
     assert scored.predicted_step_s is not None
     assert len(own.table()) > 3
-    lines = tables.headline(scores_frame(own.study_rows()))["figure"].tolist()
-    assert lines == ["peak memory, own GPU runs", "step time, own GPU runs"]
+    headline = tables.headline(scores_frame(own.study_rows())).set_index("figure")
+    assert headline.index.tolist() == ["peak memory, own GPU runs", "step time, own GPU runs"]
+    # The pooled error is next to the error of the worst strategy.
+    assert headline["worst strategy, median error"].str.contains(r"^zero[23]_?\w*: [\d.]+% of \d$").all()
 
 
 def test_loading_takes_the_predicted_host_memory():

@@ -79,7 +79,7 @@ def test_a_box_has_the_nodes_and_devices_of_its_name(text: str, nodes: int, per_
     ("text", "words"),
     [
         ("8xH10", "did you mean 8xH100"), ("2 x 8xA100-41", "did you mean 2 x 8xA100-40 or"),
-        ("", "unknown hardware"), ("0xH100", "out of range"),
+        ("", "unknown hardware"), ("0xH100", "out of range"), ("4xA10O", "did you mean 4xA100 or"),
         ("1x2x3xH100", "unknown hardware"), ("8x", "unknown hardware"), ("2xthis", "leave the number out"),
         ("8xH100\n8xH200", "unknown hardware"),
         ("A" * 9999, "unknown hardware"), ("1000000xH100", "out of range"), ("8x2x2xRTX 4090", "unknown hardware"),

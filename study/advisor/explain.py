@@ -78,11 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
+    add(
+        "--strict",
+        action="store_true",
+        help="exit with 1 if a setting is ignored, without effect, missing or in conflict",
+    )
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the explanation; return 1 if the engine refuses the file, else 0."""
+    """Print the explanation; return 1 if the engine refuses the file or, with --strict, drops a setting; else 0."""
     file = read_user_file(options.config)
     shape = model_shape(options.model, ask_hub=options.hub)
     length = resolve_length(shape, options.seq_length)
@@ -96,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(_document(case, memory), indent=2))
     else:
         print_page(_page(case, memory, options.details))
-    return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
+    wrong = {"refused", *(("conflict", "missing", "ignored", "ineffective") if options.strict else ())}
+    return 1 if any(finding.kind in wrong for finding in case.findings) else 0
 
 
 def _document(case: ConfigCase, memory: MemoryUse) -> dict[str, Any]:
@@ -127,7 +133,8 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool) -> Iterator[str | 
     request = case.request
     engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else request.strategy.name
     yield f"{_verdict(case, memory)}\n"
-    yield f"{case.file.name}: {engine}, {request.precision}, one of {case.ranks} ranks"
+    unset = " (neither the file nor --precision sets another one)" if request.precision == "fp32" else ""
+    yield f"{case.file.name}: {engine}, {request.precision}{unset}, one of {case.ranks} ranks"
     yield (
         f"{case.shape.name}: {case.shape.parameters:,} parameters, micro-batch {request.micro_batch} x accumulation"
         f" {request.accumulation}, {request.sequence_length} tokens per sample"
@@ -228,7 +235,8 @@ def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
         reason += "; all of this model's gradients fit, so they are there at once and no gradient is released early"
     yield _cost(case, "reduce_bucket_size", reason, reserved)
     largest = case.largest.elements
-    if largest > size:
+    # Stage 1 keeps all gradients unpartitioned, which its own row has.
+    if largest > size and case.stage > 1:
         reason = f"the gradient of {case.largest.name} ({largest:,}) is larger, and stays unpartitioned outside it"
         yield _cost(case, "reduce_bucket_size", reason, float(largest * case.weight))
 

@@ -59,8 +59,9 @@ class ConfigCase:
 
     @property
     def state(self) -> State:
-        """Model state of one rank, in bytes."""
-        return predict_state(self.request)
+        """Model state of one rank, in bytes; stages 2 and 3 without gradients that wait for their reduction, which the
+        bucket accounts for."""
+        return predict_state(self.request, unreduced=self.stage == 1)
 
     @property
     def weight(self) -> int:

@@ -245,11 +245,12 @@ def _rank(request: Request) -> str:
 
 def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterator[str | TextTable]:
     request, memory, time = prediction.request, prediction.memory, prediction.time
-    shape = request.shape
+    shape, base = request.shape, request.precision.removesuffix("-engine")
+    state = f" (weights and gradients {base if request.weight_bytes == 2 else 'fp32'})" if base != "fp32" else ""
     yield f"{_verdict(prediction)}\n"
     yield (
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
-        f" {request.box.name} ({request.box.ranks} ranks), {request.precision}, {workload_text(request)},"
+        f" {request.box.name} ({request.box.ranks} ranks), {request.precision}{state}, {workload_text(request)},"
         f" {request.sequence_length} tokens per sample{', chunked loss' if request.chunked_loss else ''}"
     )
     yield from _parts(prediction, traced)

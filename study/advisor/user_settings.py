@@ -120,7 +120,7 @@ def _read_json(name: str, text: str) -> tuple[Any, list[Finding]]:
             import hjson
 
             message = "is Hjson and not JSON: DeepSpeed reads it, Accelerate and the Trainer end with an error"
-            return hjson.loads(text, object_pairs_hook=hook), [Finding("noted", name, message)]
+            return hjson.loads(text, object_pairs_hook=hook), [Finding("conflict", name, message)]
         except ModuleNotFoundError:
             fix += "; or run: pip install hjson, with which DeepSpeed reads comments"
     raise UserError(problem, fix)

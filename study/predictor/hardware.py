@@ -237,7 +237,8 @@ def _unknown(name: str) -> UserError:
     if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
         return UserError(f"{clip(name)}: the speed of a MIG slice is not known", "name a whole GPU")
     counts = re.match(rf"(?:{_COUNT})*", name.strip(), flags=re.IGNORECASE)[0]  # type: ignore[index]
-    device = _spelled(name.strip()[len(counts) :])
+    # The letter O is often typed for a zero.
+    device = _spelled(name.strip()[len(counts) :]).replace("O", "0")
     similar = [counts + box for box in BOX_NAMES if box[0] == device[:1]]
     suggestion = did_you_mean(counts + device, similar, cutoff=0.5)
     advice = f"{suggestion}the form is" if suggestion else f"use one of {', '.join(BOX_NAMES)}, as in"

@@ -27,7 +27,7 @@ from study.predictor.time import estimate
 from study.predictor.zero3_gathers import GatherTrace, module_call_order, simulate_gathers
 
 # LIBRARIES_BYTES of a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1,
-# measured with torch 2.13, transformers 5.17 and deepspeed 0.19.8; with DeepSpeed it is 0.48 GiB.
+# measured with torch 2.13, transformers 5.17 and deepspeed 0.19.8; and the addition of DeepSpeed.
 CPU_LIBRARIES_BYTES, CPU_ENGINE_BYTES = 0.402 * GIB, 0.007 * GIB
 # Python objects per module that stage 3 hooks: fitted to the excess memory of virtual ranks of models with 31 to 1002
 # modules.

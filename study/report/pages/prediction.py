@@ -85,7 +85,18 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
         *study_peaks,
         ("step time, own GPU runs", study_rows["step_error"], AIMS["step"]),
     ]
-    return pd.DataFrame([_line(what, errors, f"{aim:.0%}") for what, errors, aim in kinds if errors.notna().any()])
+    return pd.DataFrame([
+        _line(what, errors, f"{aim:.0%}") | {"worst strategy, median error": _worst_strategy(rows, errors)}
+        for what, errors, aim in kinds if errors.notna().any()
+    ])  # fmt: skip
+
+
+def _worst_strategy(rows: pd.DataFrame, errors: pd.Series) -> str:
+    """Return the strategy with the largest median error, which an error over all strategies hides."""
+    sizes = errors.dropna().abs()
+    strategies = sizes.groupby(rows["strategy"].reindex(sizes.index))
+    worst = strategies.median().idxmax()
+    return f"{worst}: {_percent(strategies.median()[worst])} of {strategies.count()[worst]}"
 
 
 def fits(scores: pd.DataFrame) -> pd.DataFrame:
