@@ -13,7 +13,6 @@ import yaml
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
-from study.metrics.flops import accelerate_bytes, deepspeed_bytes
 from study.predictor import run_predictions, validation
 from study.predictor.hardware import ANY_DEVICE, Hardware
 from study.predictor.memory import FRAGMENTATION, WEIGHT_COPIES, device_snapshots, small_blocks
@@ -23,7 +22,7 @@ from study.predictor.time import FITTED
 from study.predictor.validation import (
     describe_nearest,
     distance,
-    estimators,
+    fit,
     implausibility,
     nearest,
     predicted_peak,
@@ -51,7 +50,7 @@ def test_there_are_enough_rows_of_many_sources() -> None:
 
 
 def test_no_row_both_fits_a_constant_and_scores_it() -> None:
-    fitting, scoring = estimators.fit_rows(), [row for row in COUNTED if row.use == "score"]
+    fitting, scoring = fit.fit_rows(), [row for row in COUNTED if row.use == "score"]
     # The name of a row does not state its optimizer.
     assert not {(row.source, row.name, row.step_s) for row in fitting} & {
         (row.source, row.name, row.step_s) for row in scoring if row.step_s
@@ -78,19 +77,19 @@ def test_the_page_whose_sequences_are_shorter_than_stated_is_found_by_arithmetic
 
 def test_the_committed_constants_are_those_of_the_fit() -> None:
     """A search from the committed constants finds no better ones; a full search takes minutes."""
-    rows = estimators.fit_rows()
-    assert estimators.mean_error(rows, FITTED) == pytest.approx(
-        estimators.mean_error(rows, estimators.minimize_error(rows, FITTED)), abs=0.005
+    rows = fit.fit_rows()
+    assert fit.mean_error(rows, FITTED) == pytest.approx(
+        fit.mean_error(rows, fit.minimize_error(rows, FITTED)), abs=0.005
     )
 
 
 @pytest.mark.long
 def test_a_fit_continues_while_it_improves() -> None:
-    rows = [row for row in estimators.fit_rows() if row.request.box.ranks < 8]
-    once, fit = estimators.minimize_error(rows, estimators._START), estimators.fit_constants(rows)
-    refit = estimators.minimize_error(rows, fit)
-    assert estimators.mean_error(rows, fit) <= estimators.mean_error(rows, once)
-    assert estimators.mean_error(rows, fit) - estimators.mean_error(rows, refit) <= estimators._GAIN
+    rows = [row for row in fit.fit_rows() if row.request.box.ranks < 8]
+    once, found = fit.minimize_error(rows, fit._START), fit.fit_constants(rows)
+    refit = fit.minimize_error(rows, found)
+    assert fit.mean_error(rows, found) <= fit.mean_error(rows, once)
+    assert fit.mean_error(rows, found) - fit.mean_error(rows, refit) <= fit._GAIN
 
 
 def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says() -> None:
@@ -180,30 +179,6 @@ def test_a_missed_out_of_memory_is_counted_separately() -> None:
     (table,) = tables.fits(rows.assign(source="somebody", refused=None)).to_dict("records")
     assert (table["judged"], table["right"], table["of those that ran out, called"]) == (5, "40.0%", "1 of 3")
     assert (table["said to fit, and did not"], table["said not to fit, and did"]) == (2, 1)
-
-
-def test_the_other_estimators_are_called_unmodified() -> None:
-    assert accelerate_bytes(1000, "fp32") == 16000
-    assert accelerate_bytes(1000, "bf16") == 8000
-    assert deepspeed_bytes(1000, 100, 8, 1, 2, False, False) == 2000 + 2250
-    assert deepspeed_bytes(1000, 100, 8, 1, 3, False, False) == 400 + 2250
-    assert deepspeed_bytes(1000, 100, 8, 1, 3, True, True) == 400
-    assert deepspeed_bytes(1000, 100, 8, 1, 0, False, False) is None
-
-
-def test_the_formula_of_the_cookbook_gives_what_its_script_gives() -> None:
-    """GPT-NeoX 20B's figures with its defaults on 8 ranks, stage 3, no checkpointing, worked out by hand."""
-    request = next(row.request for row in COUNTED if row.source == "llm-foundry-h100")
-    shape = dataclasses.replace(
-        request.shape, layers=2, hidden=8, heads=2, key_value_heads=2, inner=32, vocabulary=10, gated=False
-    )
-    box = dataclasses.replace(request.box, nodes=1, gpus_per_node=8)
-    small = dataclasses.replace(
-        request, shape=shape, box=box, sequence_length=4, micro_batch=1, gradient_checkpointing=False, precision="bf16"
-    )
-    parameters = 2 * 10 * 8 + 8 * 4 + 8 * 8 * 2 + 16 + 4 * 2 * 64 + 2 * 2 * 8 * 32
-    activations = 4 * 8 * 2 * (34 + 5 * 2 * 4 / 8)
-    assert estimators.eleuther_bytes(small) == pytest.approx(parameters * 18 / 8 + 3e9 + activations)
 
 
 def test_the_committed_report_is_of_these_rows() -> None:

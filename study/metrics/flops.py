@@ -1,17 +1,12 @@
-"""Count a model's FLOPs, measure the rate of matrix products on this machine, and run other memory estimators.
+"""Count a model's FLOPs, and measure the rate of matrix products on this machine.
 
-    python -m study.metrics.flops rates
-    python -m study.metrics.flops estimates < requests.json
-
-Both print one JSON document. `estimates` has the bytes per GPU of Accelerate's and DeepSpeed's estimators for each
-request, null if there is no estimator.
+python -m study.metrics.flops rates    print the rates as one JSON document
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -90,44 +85,8 @@ def measure_matmul_rates(seconds: float = TIME_PER_PRECISION_S) -> dict[str, Any
     }
 
 
-def accelerate_bytes(parameters: int, precision: str) -> int:
-    """Return `accelerate estimate-memory`'s "Training using Adam", for one rank: the largest of its phases."""
-    from accelerate.commands.estimate import estimate_training_usage
-
-    kind = {"bf16": "bfloat16", "fp16": "float16"}.get(precision.removesuffix("-engine"), "float32")
-    return int(max(estimate_training_usage(4 * parameters, kind).values()))
-
-
-def deepspeed_bytes(
-    parameters: int, largest_layer: int, gpus: int, nodes: int, stage: int | None, optimizer: bool, weights: bool
-) -> int | None:
-    """Return DeepSpeed's estimate_zero2_ or estimate_zero3_model_states_mem_needs; None for stages 0 and 1."""
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-
-    if stage == 2:
-        return int(estimate_zero2_model_states_mem_needs(parameters, gpus, nodes, cpu_offload=optimizer)[1])
-    if stage == 3:
-        offloads = {"cpu_offload": optimizer, "cpu_offload_params": weights}
-        return int(estimate_zero3_model_states_mem_needs(parameters, largest_layer, gpus, nodes, **offloads)[1])
-    return None
-
-
 def main() -> None:
-    # DeepSpeed prints to stdout when it is imported.
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
-        if sys.argv[1] == "rates":
-            json.dump(measure_matmul_rates(), answers)
-            return
-        estimates = [
-            {
-                "accelerate": accelerate_bytes(request["parameters"], request.pop("precision")),
-                "deepspeed": deepspeed_bytes(**request),
-            }
-            for request in json.load(sys.stdin)
-        ]
-        json.dump(estimates, answers)
+    json.dump(measure_matmul_rates(), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from study.predictor.run_predictions import ALL_STATE, SENT, saving_table, study
 from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
-from study.predictor.validation import Measurement, implausibility, published_rows, refused_sources, score, sources
-from study.predictor.validation.estimators import standings
+from study.predictor.validation import Measurement, published_rows, refused_sources, score, sources
 from study.report.document import PageSection, markdown_text, page_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
-SCORES, LEAGUE = "scores.parquet", "league.parquet"
+SCORES = "scores.parquet"
+# Errors of other estimators and of `study predict` at commit 7e0ec02, which has the code that ran the estimators.
+LEAGUE = "league.parquet"
 # Predictions of earlier commits for suites that ran afterwards, and that corrected the rules since.
 FORETOLD = "foretold.csv"
 # Aimed errors of published rows, and of own records.
@@ -193,35 +194,19 @@ def scores_frame(rows: Sequence[Measurement]) -> pd.DataFrame:
     ).astype({"fits": "boolean", "predicted_fits": "boolean"})
 
 
-def league_frame(rows: Sequence[Measurement]) -> pd.DataFrame:
-    """Return scores of other estimators, for published rows and own records separately: they differ in difficulty."""
-    lines = []
-    for what in ("published", "own records"):
-        # No other estimator supports adapters.
-        group = [
-            row for row in rows
-            if (row.source == OWN) == (what == "own records")
-            and not implausibility(row) and row.request.shape.lora_rank is None
-        ]  # fmt: skip
-        if group:
-            lines += [{"rows": what, **dataclasses.asdict(standing)} for standing in standings(group)]
-    return pd.DataFrame(lines)
-
-
 def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     """Write the report of predictions, and the intervals of the predictor."""
     rows = all_rows()
     frame = scores_frame(rows)
     folder.mkdir(parents=True, exist_ok=True)
     frame.to_parquet(folder / SCORES)
-    league_frame(rows).to_parquet(folder / LEAGUE)
-    (folder / "summary.md").write_text(summary(frame, folder), encoding="utf-8")
+    (folder / "summary.md").write_text(summary(frame), encoding="utf-8")
     intervals_file.write_text(intervals_text(frame), encoding="utf-8")
 
 
-def summary(frame: pd.DataFrame, folder: Path) -> str:
+def summary(frame: pd.DataFrame) -> str:
     """Return summary.md."""
-    rows = pd.read_parquet(folder / LEAGUE)
+    rows = pd.read_parquet(FOLDER / LEAGUE)
     estimators = pd.DataFrame({
         "rows": rows["rows"], "tool": rows["tool"], "peaks it predicts": rows["peaks"],
         "median error": rows["median_error"].map(_percent), "worst": rows["worst_error"].map(_percent),
@@ -245,7 +230,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         PageSection(text=lead, table=headline(frame)),
         PageSection(text=caveat, table=preregistered_table(FOLDER, frame)),
         PageSection("Fits, or runs out of memory", table=fits(frame)),
-        PageSection("Other estimators", table=estimators),
+        PageSection("Other estimators", "As of 2026-11-25, with accelerate 1.15.0, deepspeed 0.19.8.", table=estimators),
         PageSection("State and traffic of own records", table=own_table()),
         PageSection("Host memory while a checkpoint is saved", table=saving_table()),
         *(PageSection(f"By {column}", table=errors_by(frame, column)) for column in ("source", "strategy", "device")),
@@ -309,7 +294,7 @@ def main() -> int:
     try:
         with require_extra("report"):
             if options.action == "fit":
-                from study.predictor.validation.estimators import write as write_fit
+                from study.predictor.validation.fit import write as write_fit
 
                 print(write_fit(), end="")
             else:
