@@ -119,60 +119,26 @@ def predicted_step_s(row: Measurement, constants: Constants = FITTED) -> float:
     return statistics.mean(predict_time(request, constants=constants).step_s.value for request in requests)
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoredMeasurement:
-    """A measurement with its prediction, as a row of the validation table."""
-
-    source: str
-    name: str
-    strategy: str
-    offloads: bool
-    precision: str
-    device: str
-    ranks: int
-    use: str
-    use_memory: str
-    refused: str | None
-    peak_kind: str
-    peak_gib: float | None
-    predicted_peak_gib: float | None
-    # The exact part of it: weights and optimizer.
-    state_gib: float | None
-    step_s: float | None
-    predicted_step_s: float | None
-    fits: bool | None
-    predicted_fits: bool | None
-    url: str
-
-    @property
-    def peak_error(self) -> float | None:
-        """Relative error of the predicted peak; None if there is no prediction or measurement."""
-        is_comparable = self.predicted_peak_gib is not None and self.peak_gib
-        return self.predicted_peak_gib / self.peak_gib - 1 if is_comparable else None  # type: ignore[operator]
-
-    @property
-    def step_error(self) -> float | None:
-        """Relative error of the predicted step time; None if there is no prediction or measurement."""
-        is_comparable = self.predicted_step_s is not None and self.step_s
-        return self.predicted_step_s / self.step_s - 1 if is_comparable else None  # type: ignore[operator]
-
-
-def score(row: Measurement) -> ScoredMeasurement:
-    """Predict the figures of a measurement; figures of an impossible one are not predicted."""
+def score(row: Measurement) -> dict[str, Any]:
+    """Return a measurement with its predicted figures and their errors, as a row of the validation table; figures of an
+    impossible one are not predicted."""
     request, refused = row.request, implausibility(row)
-    has_peak, has_step = (refused is None and figure is not None for figure in (row.peak_bytes, row.step_s))
-    has_limit = refused is None and row.fits is not None and bool(request.box.device.memory_gib)
-    state = predict_state(request)
-    return ScoredMeasurement(
-        source=row.source, name=row.name, strategy=request.strategy.name, offloads=request.strategy.offloads,
-        precision=request.precision, device=request.box.device.name, ranks=request.box.ranks, use=row.use,
-        use_memory=row.use_memory, refused=refused, peak_kind=row.peak_kind,
-        peak_gib=None if row.peak_bytes is None else row.peak_bytes / GIB,
-        predicted_peak_gib=predicted_peak(row) / GIB if has_peak else None,
-        state_gib=(state.params_device + state.optimizer_device) / GIB if has_peak else None,
-        step_s=row.step_s, predicted_step_s=predicted_step_s(row) if has_step else None,
-        fits=row.fits, predicted_fits=predicted_fit(row) if has_limit else None, url=row.url,
-    )  # fmt: skip
+    is_peak, is_step = (refused is None and figure is not None for figure in (row.peak_bytes, row.step_s))
+    is_judged = refused is None and row.fits is not None and bool(request.box.device.memory_gib)
+    state, peak_gib = predict_state(request), None if row.peak_bytes is None else row.peak_bytes / GIB
+    predicted_gib, step_s = predicted_peak(row) / GIB if is_peak else None, predicted_step_s(row) if is_step else None
+    return {
+        "source": row.source, "name": row.name, "strategy": request.strategy.name,
+        "offloads": request.strategy.offloads, "precision": request.precision, "device": request.box.device.name,
+        "ranks": request.box.ranks, "use": row.use, "use_memory": row.use_memory, "refused": refused,
+        "peak_kind": row.peak_kind, "peak_gib": peak_gib, "predicted_peak_gib": predicted_gib,
+        # The exact part of it: weights and optimizer.
+        "state_gib": (state.params_device + state.optimizer_device) / GIB if is_peak else None,
+        "step_s": row.step_s, "predicted_step_s": step_s, "fits": row.fits,
+        "predicted_fits": predicted_fit(row) if is_judged else None, "url": row.url,
+        "peak_error": predicted_gib / peak_gib - 1 if predicted_gib is not None and peak_gib else None,
+        "step_error": step_s / row.step_s - 1 if step_s is not None and row.step_s else None,
+    }  # fmt: skip
 
 
 FILE = Path(__file__).with_name("published.yaml")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,10 +187,7 @@ def all_rows() -> list[Measurement]:
 
 def scores_frame(rows: Sequence[Measurement]) -> pd.DataFrame:
     """Return a row per measurement with its prediction and its errors."""
-    scored = [score(row) for row in rows]
-    return pd.DataFrame(
-        [dataclasses.asdict(row) | {"peak_error": row.peak_error, "step_error": row.step_error} for row in scored]
-    ).astype({"fits": "boolean", "predicted_fits": "boolean"})
+    return pd.DataFrame([score(row) for row in rows]).astype({"fits": "boolean", "predicted_fits": "boolean"})
 
 
 def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
@@ -230,7 +226,7 @@ def summary(frame: pd.DataFrame) -> str:
         PageSection(text=lead, table=headline(frame)),
         PageSection(text=caveat, table=preregistered_table(FOLDER, frame)),
         PageSection("Fits, or runs out of memory", table=fits(frame)),
-        PageSection("Other estimators", "As of 2026-11-25, with accelerate 1.15.0, deepspeed 0.19.8.", table=estimators),
+        PageSection("Other estimators", "As of 2026-11-25: accelerate 1.15.0, deepspeed 0.19.8.", table=estimators),
         PageSection("State and traffic of own records", table=own_table()),
         PageSection("Host memory while a checkpoint is saved", table=saving_table()),
         *(PageSection(f"By {column}", table=errors_by(frame, column)) for column in ("source", "strategy", "device")),
