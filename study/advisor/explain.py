@@ -210,8 +210,8 @@ def bucket_bytes(case: ConfigCase) -> float:
     settings = case.request.settings
     if case.stage == 0 or not settings.contiguous_gradients:
         return 0.0
-    buckets = 2 if settings.overlaps and case.stage < 3 else 1
-    return float(buckets * settings.reduce_bucket * case.weight)
+    buckets = 2 if settings.overlap_comm and case.stage < 3 else 1
+    return float(buckets * settings.reduce_bucket_size * case.weight)
 
 
 def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:

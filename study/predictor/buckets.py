@@ -159,7 +159,7 @@ class _Bucket:
         self.width, self.settings = width, settings
         self.written = 0
         self.filled = self.waiting = self.count = 0
-        self.copies = 2 if settings.overlaps and settings.stage < 3 else 1
+        self.copies = 2 if settings.overlap_comm and settings.stage < 3 else 1
         self.lazily = request.box.is_cpu_only
         self.is_alone = request.box.ranks == 1
         # With an offloaded optimizer the norm of each gradient is computed when it is copied out of the bucket.
@@ -168,10 +168,10 @@ class _Bucket:
         self.norm = 0
 
     def is_full_with(self, param: Parameter) -> bool:
-        return self.filled + param.elements > self.settings.reduce_bucket and self.filled > 0
+        return self.filled + param.elements > self.settings.reduce_bucket_size and self.filled > 0
 
     def add(self, param: Parameter) -> None:
-        if self.filled + param.elements > self.settings.reduce_bucket:
+        if self.filled + param.elements > self.settings.reduce_bucket_size:
             # Larger than the bucket: not copied into it.
             self.waiting += param.elements
         self.filled, self.count = self.filled + param.elements, self.count + 1
@@ -185,14 +185,14 @@ class _Bucket:
     def bytes(self) -> float:
         if not self.settings.contiguous_gradients:
             return 0.0
-        elements = self.written if self.lazily else self.settings.reduce_bucket * self.copies
+        elements = self.written if self.lazily else self.settings.reduce_bucket_size * self.copies
         return float(elements * self.width)
 
     @property
     def reduced_bytes(self) -> float:
         """Temporary bytes while stages 1 and 2 reduce the bucket: an all-reduce flattens it into a copy, and reduces to
         the owners do not. Gradients for an offloaded optimizer are then cast to fp64, one by one."""
-        flattens = self.settings.reduces_to_all and not (self.is_alone and self.count == 1)
+        flattens = self.settings.use_multi_rank_bucket_allreduce and not (self.is_alone and self.count == 1)
         return float(max(self.filled * self.width if flattens else 0, self.norm))
 
 
@@ -236,7 +236,7 @@ def _stage1(request: Request) -> Iterator[Snapshot]:
             bucket.empty()
             moved, local_large = moved + local_large, 0
         bucket.add(param)
-        if param.elements <= settings.reduce_bucket:
+        if param.elements <= settings.reduce_bucket_size:
             moved += param.elements
         elif param in local_params:
             local_large += param.elements

@@ -111,12 +111,12 @@ def communication_time(request: Request, forward: float, backward: float) -> Com
         last = _calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
         return _overlap(_calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
     settings = request.settings
-    bucket = settings.reduce_bucket * request.weight_bytes
+    bucket = settings.reduce_bucket_size * request.weight_bytes
     if stage == 0:
         return CommunicationTime(0.0, _calls_s(request.box, "all_reduce", total, bucket))
     times = request.accumulation if stage == 2 else 1
     reduced = times * _calls_s(request.box, settings.gradients_by, total, bucket)
-    room = times * backward if settings.overlaps else 0.0
+    room = times * backward if settings.overlap_comm else 0.0
     # One call; DeepSpeed ignores allgather_bucket_size here.
     return _overlap(reduced, room, 0.0) + CommunicationTime(0.0, collective_s(request.box, "all_gather", total))
 
@@ -141,7 +141,7 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
         scattered += _calls_s(
             _across(request.box, outer, groups), "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks
         )
-    can_hide = settings is None or settings.overlaps
+    can_hide = settings is None or settings.overlap_comm
     one_call = _calls_s(outer, "all_gather", chunk, chunk)
     ahead = _overlap(times * first, times * forward * can_hide, one_call)
     # FSDP2 reduces only in the last micro-batch.

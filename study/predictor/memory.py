@@ -55,7 +55,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     if stage:
         settings = request.settings
         optimizer, parameters = settings.optimizer, settings.parameters
-        if stage == 3 and settings.gathers_to_save:
+        if stage == 3 and settings.stage3_gather_16bit_weights_on_model_save:
             # Without this setting Accelerate raises, and the engine saves shards, as this study's checkpoints do.
             saved = weight * float(shape.parameters)
         part = shard_elements(request, shape.trained_params)
@@ -249,7 +249,7 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
         return
     settings, params = request.settings, shape.params
     largest = max(shape.trained_params, key=lambda param: param.elements)
-    if largest.elements > settings.reduce_bucket:
+    if largest.elements > settings.reduce_bucket_size:
         yield f"gradient of {largest.name} ({largest.elements:,} elements) exceeds the bucket and stays unpartitioned"
     if has_tied_gradients(shape):
         yield f"{params[0].name} is tied: the gradients of both uses and their sum are allocated at once"

@@ -40,30 +40,33 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """DeepSpeed's settings of a strategy; sizes in elements."""
+    """Settings that affect memory and time: those of ZeRO have the names and defaults of DeepSpeed.
+
+    Sizes are in elements.
+    """
 
     stage: int
-    reduce_bucket: int
-    overlaps: bool
-    contiguous_gradients: bool
-    reduce_scatter: bool
+    overlap_comm: bool
+    reduce_bucket_size: int = 500_000_000
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
     # Stages 1 and 2 all-reduce a bucket, and each rank keeps its shard.
-    reduces_to_all: bool
-    sub_group: int
-    prefetch_bucket: int
-    persistence_threshold: int
-    model_persistence_threshold: int
-    max_live: int
-    max_reuse_distance: int
+    use_multi_rank_bucket_allreduce: bool = True
+    sub_group_size: int = 1_000_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_model_persistence_threshold: int = sys.maxsize
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    # Rank 0 gathers all weights in host memory when the model is saved.
+    stage3_gather_16bit_weights_on_model_save: bool = False
     # Gradients accumulate in fp32 although the weights are 16-bit.
-    accumulates_in_fp32: bool
+    accumulates_in_fp32: bool = False
     # DeepSpeed's pure bf16: no fp32 masters, and moments in 16 bits.
-    bf16_masters: bool
-    bf16_moments: bool
-    # Stage 3: rank 0 gathers all weights in host memory when the model is saved.
-    gathers_to_save: bool
-    optimizer: Offload | None
-    parameters: Offload | None
+    bf16_masters: bool = False
+    bf16_moments: bool = False
+    optimizer: Offload | None = None
+    parameters: Offload | None = None
 
     @property
     def master_bytes(self) -> int:
@@ -78,7 +81,7 @@ class EngineSettings:
             return "all_reduce"
         if self.stage == 3:
             return "reduce_scatter"
-        return "all_reduce" if self.reduces_to_all else "reduce"
+        return "all_reduce" if self.use_multi_rank_bucket_allreduce else "reduce"
 
 
 def auto_bucket_sizes(hidden: int) -> dict[str, int]:
@@ -94,57 +97,29 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
     """Read the engine's settings; any other `auto` is the engine's default."""
     assert strategy.deepspeed is not None
     zero = strategy.deepspeed["zero_optimization"]
-    auto = auto_bucket_sizes(hidden)
-
-    def number(name: str, default: float) -> int:
-        value = zero.get(name, default)
-        return int(auto.get(name, default)) if value == "auto" else int(value)
-
-    def switch(name: str, default: bool) -> bool:
-        value = zero.get(name, default)
-        return default if value in ("auto", None) else bool(value)
-
-    stage = int(zero["stage"])
-    bf16 = strategy.deepspeed.get("bf16")
-    bf16 = bf16 if isinstance(bf16, Mapping) else {}
-    types = strategy.deepspeed.get("data_types")
-    accumulation_type = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
-    return EngineSettings(
-        stage=stage,
-        reduce_bucket=number("reduce_bucket_size", 5e8),
-        overlaps=switch("overlap_comm", stage == 3),
-        contiguous_gradients=switch("contiguous_gradients", True),
-        reduce_scatter=switch("reduce_scatter", True),
-        reduces_to_all=switch("use_multi_rank_bucket_allreduce", True),
-        sub_group=number("sub_group_size", 1e9),
-        prefetch_bucket=number("stage3_prefetch_bucket_size", 5e7),
-        persistence_threshold=number("stage3_param_persistence_threshold", 1e5),
-        model_persistence_threshold=number("stage3_model_persistence_threshold", sys.maxsize),
-        max_live=number("stage3_max_live_parameters", 1e9),
-        max_reuse_distance=number("stage3_max_reuse_distance", 1e9),
-        accumulates_in_fp32=accumulation_type == "fp32",
-        bf16_masters=bool(bf16.get("bf16_master_weights_and_grads", False)),
-        bf16_moments=bool(bf16.get("bf16_optimizer_states", False)),
-        gathers_to_save=switch("stage3_gather_16bit_weights_on_model_save", False),
-        optimizer=_offload(strategy, "optimizer", 4),
-        parameters=_offload(strategy, "param", 5),
-    )
-
-
-def _offload(strategy: Strategy, what: str, buffers: int) -> Offload | None:
-    """Read the offload settings of `optimizer` or `param`; None if it is not offloaded."""
-    device = strategy.offload_device(what)
-    if device is None or strategy.deepspeed is None:
-        return None
-    section: Mapping[str, Any] = strategy.deepspeed["zero_optimization"][f"offload_{what}"]
-    return Offload(
-        device=device,
-        # deepspeed 0.19 pins by default.
-        pinned=bool(section.get("pin_memory", True)),
-        buffers=int(section.get("buffer_count", buffers)),
-        buffer_size=int(section.get("buffer_size", 1e8)),
-        ratio=float(section.get("ratio", 1.0)),
-    )
+    auto, stage, given = auto_bucket_sizes(hidden), int(zero["stage"]), dict[str, Any]()
+    for field in dataclasses.fields(EngineSettings):
+        value = zero.get(field.name)
+        if (value := auto.get(field.name) if value == "auto" else value) is not None:
+            given[field.name] = bool(value) if field.type == "bool" else int(value)
+    bf16, types = (strategy.deepspeed.get(key) for key in ("bf16", "data_types"))
+    if isinstance(bf16, Mapping):
+        given["bf16_masters"] = bool(bf16.get("bf16_master_weights_and_grads"))
+        given["bf16_moments"] = bool(bf16.get("bf16_optimizer_states"))
+    if isinstance(types, Mapping):
+        given["accumulates_in_fp32"] = types.get("grad_accum_dtype") == "fp32"
+    for name, what, buffers in (("optimizer", "optimizer", 4), ("parameters", "param", 5)):
+        if (device := strategy.offload_device(what)) is not None:
+            section = zero[f"offload_{what}"]
+            given[name] = Offload(
+                device=device,
+                # deepspeed 0.19 pins by default.
+                pinned=bool(section.get("pin_memory", True)),
+                buffers=int(section.get("buffer_count", buffers)),
+                buffer_size=int(section.get("buffer_size", 1e8)),
+                ratio=float(section.get("ratio", 1.0)),
+            )
+    return EngineSettings(**{"overlap_comm": stage == 3, **given})
 
 
 @dataclasses.dataclass(frozen=True)

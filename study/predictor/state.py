@@ -189,11 +189,11 @@ def last_bucket(request: Request) -> tuple[int, set[Parameter]]:
     parameters."""
     filled, last = 0, list[Parameter]()
     for param in reversed(request.shape.trained_params):
-        if filled + param.elements > request.settings.reduce_bucket:
+        if filled + param.elements > request.settings.reduce_bucket_size:
             filled, last = 0, []
         filled += param.elements
         last.append(param)
-    large = sum(param.elements for param in last if param.elements > request.settings.reduce_bucket)
+    large = sum(param.elements for param in last if param.elements > request.settings.reduce_bucket_size)
     return large, set(last)
 
 
@@ -215,8 +215,8 @@ def persistent_params(request: Request) -> list[Parameter]:
     mark_persistent_parameters)."""
     persistent, total, settings = list[Parameter](), 0, request.settings
     for param in request.shape.params:
-        fits = param.elements + total <= settings.model_persistence_threshold
-        if fits and param.elements <= settings.persistence_threshold:
+        fits = param.elements + total <= settings.stage3_model_persistence_threshold
+        if fits and param.elements <= settings.stage3_param_persistence_threshold:
             persistent.append(param)
             total += param.elements
     return persistent
@@ -224,7 +224,7 @@ def persistent_params(request: Request) -> list[Parameter]:
 
 def sub_groups(request: Request) -> list[int]:
     """Return the shard elements of each sub-group (stage3.py, _create_fp16_sub_groups)."""
-    groups, current, ranks, largest = list[int](), 0, request.box.ranks, request.settings.sub_group
+    groups, current, ranks, largest = list[int](), 0, request.box.ranks, request.settings.sub_group_size
     for param in request.shape.trained_params:
         current += math.ceil(param.elements / ranks)
         if current >= largest:

@@ -250,7 +250,11 @@ def simulate_gathers(request: Request) -> GatherTrace:
     if not unshards(request):
         return GatherTrace()
     settings, box = request.settings, request.box
-    limits = settings.prefetch_bucket, settings.max_live, settings.max_reuse_distance
+    limits = (
+        settings.stage3_prefetch_bucket_size,
+        settings.stage3_max_live_parameters,
+        settings.stage3_max_reuse_distance,
+    )
     return _gathers(
         request.shape, request.gradient_checkpointing, box.ranks, box.gloo_copies_gathers, limits,
         frozenset(param.index for param in persistent_params(request)),
