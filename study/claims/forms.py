@@ -19,7 +19,7 @@ from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.state import (
     KINDS,
-    BytesPerParameter,
+    State,
     bytes_per_parameter,
     paper_state_bytes,
     paper_traffic,
@@ -55,7 +55,7 @@ GB = 1e9
 MIXED = "bf16-engine"
 
 
-def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> BytesPerParameter:
+def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> State:
     """Return bytes per parameter; by default 2 + 2 + 12, as in mixed-precision Adam."""
     return bytes_per_parameter(read_strategy(strategy), precision, ranks)
 

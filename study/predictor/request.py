@@ -97,21 +97,21 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
     """Read the engine's settings; any other `auto` is the engine's default."""
     assert strategy.deepspeed is not None
     zero = strategy.deepspeed["zero_optimization"]
-    auto, stage, given = auto_bucket_sizes(hidden), int(zero["stage"]), dict[str, Any]()
+    auto, stage, values = auto_bucket_sizes(hidden), int(zero["stage"]), dict[str, Any]()
     for field in dataclasses.fields(EngineSettings):
         value = zero.get(field.name)
         if (value := auto.get(field.name) if value == "auto" else value) is not None:
-            given[field.name] = bool(value) if field.type == "bool" else int(value)
+            values[field.name] = bool(value) if field.type == "bool" else int(value)
     bf16, types = (strategy.deepspeed.get(key) for key in ("bf16", "data_types"))
     if isinstance(bf16, Mapping):
-        given["bf16_masters"] = bool(bf16.get("bf16_master_weights_and_grads"))
-        given["bf16_moments"] = bool(bf16.get("bf16_optimizer_states"))
+        values["bf16_masters"] = bool(bf16.get("bf16_master_weights_and_grads"))
+        values["bf16_moments"] = bool(bf16.get("bf16_optimizer_states"))
     if isinstance(types, Mapping):
-        given["accumulates_in_fp32"] = types.get("grad_accum_dtype") == "fp32"
+        values["accumulates_in_fp32"] = types.get("grad_accum_dtype") == "fp32"
     for name, what, buffers in (("optimizer", "optimizer", 4), ("parameters", "param", 5)):
         if (device := strategy.offload_device(what)) is not None:
             section = zero[f"offload_{what}"]
-            given[name] = Offload(
+            values[name] = Offload(
                 device=device,
                 # deepspeed 0.19 pins by default.
                 pinned=bool(section.get("pin_memory", True)),
@@ -119,7 +119,7 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
                 buffer_size=int(section.get("buffer_size", 1e8)),
                 ratio=float(section.get("ratio", 1.0)),
             )
-    return EngineSettings(**{"overlap_comm": stage == 3, **given})
+    return EngineSettings(**{"overlap_comm": stage == 3, **values})
 
 
 @dataclasses.dataclass(frozen=True)

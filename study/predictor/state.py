@@ -249,27 +249,9 @@ def aligned(size: float) -> int:
 _LARGE, _LARGE_LAYERS = 2**50, 2**10
 
 
-@dataclasses.dataclass(frozen=True)
-class BytesPerParameter:
-    """Bytes on one rank per parameter of the full model. The host's include gradients for an offloaded optimizer."""
-
-    params_device: float
-    grads_device: float
-    optimizer_device: float
-    host: float
-    nvme: float
-    # NVMe traffic in one optimizer step, and in every pass over the parameters.
-    nvme_per_step: float
-    nvme_per_pass: float
-
-    @property
-    def device(self) -> float:
-        """Bytes on the device, per parameter."""
-        return self.params_device + self.grads_device + self.optimizer_device
-
-
-def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> BytesPerParameter:
-    """Return state bytes per parameter of a strategy, including its overrides; of frozen weights if not `trained`."""
+def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> State:
+    """Return the state of one rank per parameter of the full model, with the strategy's overrides; of frozen weights if
+    not `trained`."""
     elements = _LARGE // _LARGE_LAYERS
     weights = (TensorShape("weights.weight", elements, _LARGE_LAYERS, in_layer=True, rows=elements, trained=trained),)
     shape = ModelShape(
@@ -280,13 +262,7 @@ def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained:
         shape, strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
     )
     state = predict_state(request, unreduced=False)
-    fraction = {name: value / shape.parameters for name, value in dataclasses.asdict(state).items()}
-    stays = fraction["optimizer_nvme"] + fraction["grads_nvme"]
-    return BytesPerParameter(
-        fraction["params_device"], fraction["grads_device"], fraction["optimizer_device"],
-        host=state.host / shape.parameters, nvme=state.nvme / shape.parameters,
-        nvme_per_step=2 * stays, nvme_per_pass=fraction["params_nvme"],
-    )  # fmt: skip
+    return State(**{name: size / shape.parameters for name, size in dataclasses.asdict(state).items()})
 
 
 # Formulas of the ZeRO paper (Rajbhandari et al., SC20, sections 3 and 7 and Table 1).

@@ -157,49 +157,46 @@ _ADAPTER_PASSES_OUT, _ADAPTER_PASSES_IN = 2 + 3 + 2, 3
 _CPU_ADAM_BYTES = 30
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A request with the rates that the parts of its step share."""
-
-    request: Request
-    constants: Constants
-    # Matrix products in FLOP/s, and memory bandwidth in bytes/s.
-    rate: float
-    bandwidth: float
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one micro-batch."""
-        return self.request.micro_batch * self.request.sequence_length
-
-    @property
-    def loose_bytes(self) -> int:
-        """Bytes per element of operations other than matrix products: autocast runs norms and softmax in fp32."""
-        autocast = self.request.precision in ("bf16", "fp16") and self.request.autocast
-        return 4 if autocast else self.request.computing_bytes
-
-
 def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:
     """Predict the time of an optimizer step; `memory` only adds a note if it does not fit."""
-    device, precision, times = request.box.device, _base_precision(request), request.accumulation
+    shape, strategy, box, times = request.shape, request.strategy, request.box, request.accumulation
+    device, trained, is_stage3 = box.device, request.shape.trained_parameters, request.strategy.zero_stage == 3
+    precision = request.precision.removesuffix("-engine")
     peak = device.peak_tflops.get(precision)
     # A precision without hardware units, such as bf16 on V100, runs at the fp32 rate at best.
     slowest = device.peak_tflops.get("fp32") or device.matmul_tflops.get("fp32", 0.0)
     best = device.matmul_tflops.get(precision) or _MEASURED_OVER_PEAK * (peak or slowest)
-    step = _Step(request, constants, constants.sustained * best * 1e12, device.memory_bandwidth_gb_per_s * 1e9)
-    forward, backward = _passes_s(step)
+    bandwidth = device.memory_bandwidth_gb_per_s * 1e9
+    forward, backward = _passes_s(request, constants, constants.sustained * best * 1e12, bandwidth)
+    # CPU time to launch a micro-batch's kernels: a backward pass takes as long as two forward passes.
+    passes = 3 + (1 / request.checkpoint_every if request.gradient_checkpointing else 0)
+    launch = (constants.launch_s + (constants.hooks_s if is_stage3 else 0.0)) * shape.layers * passes
+    # The optimizer steps on the device, or a fraction of it as DeepSpeed's Adam on the host.
+    on_host = request.settings.optimizer.ratio if strategy.deepspeed and request.settings.optimizer else 0.0
+    shards = box.ranks if strategy.is_fsdp or strategy.zero_stage else 1
+    if strategy.is_fsdp:
+        shards = request.ranks_per_replica or shards
+    step = (1 - on_host) * _OPTIMIZER_BYTES * trained / shards / bandwidth
+    host_rate = (box.host_memory_gb_per_s or constants.host_gb_per_s) * 1e9
+    # Offloads send gradients to the host, updated weights back, and offloaded weights for every pass. Gradients
+    # accumulate on the device: later micro-batches copy them back from the host.
+    offloaded = on_host * trained * 2
+    if strategy.offload_device("param"):
+        offloaded += 2 * shape.parameters + request.regathered_frozen_elements
+    link = (device.pcie_gb_per_s or device.memory_bandwidth_gb_per_s) * 1e9
     exchange = communication_time(request, forward, backward)
     parts = {
-        "compute": times * max(forward + backward, _kernel_launch_s(step)) + _optimizer_s(step),
+        "compute": times * max(forward + backward, launch) + step,
         "communication_exposed": exchange.exposed + constants.hidden_share * exchange.overlapped,
         "communication_overlapped": exchange.overlapped,
-        "offload": _offload_s(step), "cpu_adam": _cpu_adam_s(step), "nvme": _nvme_s(step),
+        "offload": times * offloaded * (request.weight_bytes / box.ranks) / link,
+        "cpu_adam": trained / box.nodes * on_host * _CPU_ADAM_BYTES / host_rate, "nvme": _nvme_s(request),
     }  # fmt: skip
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
     # Published times with offload are too few and too scattered for an interval; with LoRA, or with several GPUs but no
     # NVLink, there are none.
-    is_known = not (request.strategy.offloads or request.shape.lora_rank or request.box.uses_pcie_links)
-    tokens_per_s = step.tokens * times / total
+    is_known = not (strategy.offloads or shape.lora_rank or box.uses_pcie_links)
+    tokens_per_s = request.micro_batch * request.sequence_length * times / total
     return StepTime(
         parts=parts,
         step_s=estimate("step_s", total) if is_known else Estimate(total),
@@ -210,154 +207,94 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
     )
 
 
-def _base_precision(request: Request) -> str:
-    return request.precision.removesuffix("-engine")
+def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:
+    """Return seconds of the forward and the backward pass of a micro-batch, at FLOP/s of matrix products and bytes/s of
+    memory. Each forward product has two backward products, of a frozen matrix one; the backward pass includes
+    recomputation."""
+    shape, width, tokens = request.shape, request.computing_bytes, request.micro_batch * request.sequence_length
+    is_autocast = request.precision in ("bf16", "fp16")
 
+    def product_s(rows: float, inner: float, out: float) -> float:
+        """Return seconds of a matrix product: the larger of compute and memory traffic."""
+        return max(2 * rows * inner * out / rate, width * (rows * inner + inner * out + rows * out) / bandwidth)
 
-def _passes_s(step: _Step) -> tuple[float, float]:
-    """Return seconds of the forward and the backward pass of a micro-batch. Each forward product has two backward
-    products, of a frozen matrix one; the backward pass includes recomputation."""
-    request, shape, tokens = step.request, step.request.shape, step.tokens
     # Forward seconds in the layers and outside; backward seconds of input gradients and of weight gradients.
     in_layers = outside = input_gradients = weight_gradients = 0.0
+    adapters = activations.adapter_products(shape)
     base = [(product, bool(shape.lora_rank)) for product in activations.matmuls(shape)]
-    for product, is_frozen in [*base, *((product, False) for product in activations.adapter_products(shape))]:
-        seconds = product.count * _product_s(step, tokens, product.inner, product.out)
+    for product, is_frozen in [*base, *((product, False) for product in adapters)]:
+        seconds = product.count * product_s(tokens, product.inner, product.out)
         if not product.in_layer:
             outside += seconds
             continue
         in_layers += seconds
-        input_gradients += product.count * _product_s(step, tokens, product.out, product.inner)
+        input_gradients += product.count * product_s(tokens, product.out, product.inner)
         if not is_frozen:
-            weight_gradients += product.count * _product_s(step, product.out, tokens, product.inner)
-    attention, elementwise = _attention_s(step), _elementwise_s(step)
-    head = outside + activations.head_flops(shape) * request.micro_batch / step.rate
-    is_frozen_head = shape.lora_rank and shape.family == "causal-lm"
-    logits = casts = 0.0
-    if shape.family == "causal-lm":
-        logit_bytes = 3 * request.computing_bytes if request.fused_loss else _LOGIT_BYTES
-        logits = logit_bytes * tokens * shape.vocabulary / step.bandwidth
-    if request.precision in ("bf16", "fp16") and not request.strategy.is_fsdp:
-        # autocast caches its copies for one micro-batch.
-        moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
-        casts = moved / step.bandwidth
-    layers = in_layers + attention + elementwise / 3
-    recomputation = layers / request.checkpoint_every if request.gradient_checkpointing else 0.0
-    attention_backward = attention * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(request) else 2.0)
-    backward = (
-        input_gradients
-        + weight_gradients
-        + attention_backward
-        + elementwise * 2 / 3
-        + head * (1 if is_frozen_head else 2)
-    )
-    return layers + head + logits / 3 + casts / 2, backward + logits * 2 / 3 + casts / 2 + recomputation
-
-
-def _product_s(step: _Step, rows: float, inner: float, out: float) -> float:
-    """Return seconds of a matrix product: the larger of compute and memory traffic."""
-    moved = step.request.computing_bytes * (rows * inner + inner * out + rows * out)
-    return max(2 * rows * inner * out / step.rate, moved / step.bandwidth)
-
-
-def _attention_s(step: _Step) -> float:
-    """Return forward seconds of attention in all layers."""
-    request, shape = step.request, step.request.shape
-    flops = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
-    if not is_fused(request):
-        scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
-        moved = scores * step.loose_bytes * _SCORE_PASSES / 3
-        return flops / step.rate + moved / step.bandwidth
-    causal = 0.5 if shape.family == "causal-lm" else 1.0
-    device = request.box.device
-    peak = device.peak_tflops.get(_base_precision(request))
-    hopper = device.name.startswith(("H100", "H20", "H200", "H800", "GH200"))
-    peak_fraction = _FUSED_ATTENTION_SHARE_HOPPER if hopper else _FUSED_ATTENTION_SHARE
-    return causal * flops / (peak_fraction * peak * 1e12 if peak else step.rate)
-
-
-def _elementwise_s(step: _Step) -> float:
-    """Return forward and backward seconds of the layers' operations other than matrix products and attention."""
-    shape = step.request.shape
+            weight_gradients += product.count * product_s(product.out, tokens, product.inner)
+    # Operations of the layers other than matrix products and attention; autocast runs norms and softmax in fp32.
+    loose_bytes = 4 if is_autocast and request.autocast else width
     hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
     inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
     widths = shape.layers * (hidden * shape.hidden + inner * shape.inner)
-    traffic_factor = step.constants.compiled_traffic if step.request.compiled else step.constants.eager_traffic
-    matrices = activations.adapter_products(shape)
-    # A and B alternate: A has the layer's input, and B its output. Their passes are counted one by one; the rest is the
-    # traffic of a fused kernel times the fitted factor of eager kernels.
-    adapters = sum(matrix.count * matrix.inner for matrix in matrices[::2]) * _ADAPTER_PASSES_IN
-    adapters += sum(matrix.count * matrix.out for matrix in matrices[1::2]) * _ADAPTER_PASSES_OUT
-    return step.tokens * step.loose_bytes * (traffic_factor * widths + adapters) / step.bandwidth
+    # A and B of adapters alternate: A has the layer's input, and B its output. Their passes are counted one by one; the
+    # rest is the traffic of a fused kernel times the fitted factor of eager kernels.
+    adapted = sum(matrix.count * matrix.inner for matrix in adapters[::2]) * _ADAPTER_PASSES_IN
+    adapted += sum(matrix.count * matrix.out for matrix in adapters[1::2]) * _ADAPTER_PASSES_OUT
+    traffic = (constants.compiled_traffic if request.compiled else constants.eager_traffic) * widths + adapted
+    elementwise = tokens * loose_bytes * traffic / bandwidth
+    attention = _attention_s(request, rate, bandwidth, loose_bytes)
+    head = outside + activations.head_flops(shape) * request.micro_batch / rate
+    is_frozen_head = shape.lora_rank and shape.family == "causal-lm"
+    logits = casts = 0.0
+    if shape.family == "causal-lm":
+        logits = (3 * width if request.fused_loss else _LOGIT_BYTES) * tokens * shape.vocabulary / bandwidth
+    if is_autocast and not request.strategy.is_fsdp:
+        # autocast caches its copies for one micro-batch.
+        moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
+        casts = moved / bandwidth
+    layers = in_layers + attention + elementwise / 3
+    recomputation = layers / request.checkpoint_every if request.gradient_checkpointing else 0.0
+    attention_backward = attention * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(request) else 2.0)
+    backward = input_gradients + weight_gradients + attention_backward + elementwise * 2 / 3
+    backward += head * (1 if is_frozen_head else 2)
+    return layers + head + logits / 3 + casts / 2, backward + logits * 2 / 3 + casts / 2 + recomputation
 
 
-def _optimizer_s(step: _Step) -> float:
-    """Return seconds of the optimizer step on the device, without CPU Adam."""
-    request, strategy = step.request, step.request.strategy
-    shards = request.box.ranks if strategy.is_fsdp or strategy.zero_stage else 1
-    if strategy.is_fsdp:
-        shards = request.ranks_per_replica or shards
-    on_device = 1 - _share_on_host(request)
-    return on_device * _OPTIMIZER_BYTES * request.shape.trained_parameters / shards / step.bandwidth
+def _attention_s(request: Request, rate: float, bandwidth: float, loose_bytes: int) -> float:
+    """Return forward seconds of attention in all layers."""
+    shape, device = request.shape, request.box.device
+    flops = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
+    if not is_fused(request):
+        scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
+        return flops / rate + scores * loose_bytes * _SCORE_PASSES / 3 / bandwidth
+    causal = 0.5 if shape.family == "causal-lm" else 1.0
+    peak = device.peak_tflops.get(request.precision.removesuffix("-engine"))
+    hopper = device.name.startswith(("H100", "H20", "H200", "H800", "GH200"))
+    peak_fraction = _FUSED_ATTENTION_SHARE_HOPPER if hopper else _FUSED_ATTENTION_SHARE
+    return causal * flops / (peak_fraction * peak * 1e12 if peak else rate)
 
 
-def _share_on_host(request: Request) -> float:
-    """Return the fraction of the optimizer on the host."""
-    settings = request.settings if request.strategy.deepspeed else None
-    return settings.optimizer.ratio if settings and settings.optimizer else 0.0
-
-
-def _kernel_launch_s(step: _Step) -> float:
-    """Return CPU seconds to launch a micro-batch's kernels: a backward pass takes as long as two forward passes."""
-    request = step.request
-    layer_s = step.constants.launch_s + (step.constants.hooks_s if request.strategy.zero_stage == 3 else 0.0)
-    return (
-        layer_s * request.shape.layers * (3 + (1 / request.checkpoint_every if request.gradient_checkpointing else 0))
-    )
-
-
-def _offload_s(step: _Step) -> float:
-    """Return seconds of offload traffic over PCIe: gradients to the host, updated weights back, and offloaded weights
-    for every pass."""
-    request = step.request
-    link = (request.box.device.pcie_gb_per_s or request.box.device.memory_bandwidth_gb_per_s) * 1e9
-    shape, shard_bytes = request.shape, request.weight_bytes / request.box.ranks
-    # Gradients accumulate on the device: later micro-batches copy them back from the host.
-    moved = _share_on_host(request) * shape.trained_parameters * 2
-    if request.strategy.offload_device("param"):
-        moved += 2 * shape.parameters + request.regathered_frozen_elements
-    return request.accumulation * moved * shard_bytes / link
-
-
-def _cpu_adam_s(step: _Step) -> float:
-    """Return seconds of DeepSpeed's Adam on the host."""
-    request = step.request
-    on_node = request.shape.trained_parameters / request.box.nodes * _share_on_host(request)
-    rate = request.box.host_memory_gb_per_s or step.constants.host_gb_per_s
-    return on_node * _CPU_ADAM_BYTES / (rate * 1e9)
-
-
-def _nvme_s(step: _Step) -> float:
+def _nvme_s(request: Request) -> float:
     """Return seconds of NVMe traffic. A node's ranks share its NVMe; half of the optimizer's traffic is reads.
 
     Swapped weights are read in every pass, and written after the optimizer step (_partitioned_params_swap_out in
     DeepSpeed's stage3.py).
     """
-    request, box = step.request, step.request.box
+    shape, box = request.shape, request.box
     state = bytes_per_parameter(request.strategy, request.precision, box.ranks)
     if not state.nvme:
         return 0.0
-    per_gb = 0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s
-    gathered = request.accumulation * (2 * request.shape.parameters + request.regathered_frozen_elements)
-    optimizer_s = state.nvme_per_step * request.shape.trained_parameters * per_gb
-    passes_s = state.nvme_per_pass * gathered / box.nvme_read_gb_per_s
-    write_s = state.nvme_per_pass * request.shape.trained_parameters / box.nvme_write_gb_per_s
+    gathered = request.accumulation * (2 * shape.parameters + request.regathered_frozen_elements)
+    optimizer = 2 * (state.optimizer_nvme + state.grads_nvme) * shape.trained_parameters
+    optimizer_s = optimizer * (0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s)
+    passes_s = state.params_nvme * gathered / box.nvme_read_gb_per_s
+    write_s = state.params_nvme * shape.trained_parameters / box.nvme_write_gb_per_s
     return box.gpus_per_node * (optimizer_s + passes_s + write_s) / 1e9
 
 
 def _notes(request: Request, memory: MemoryUse | None) -> tuple[str, ...]:
     """Return notes about the assumptions of a predicted time."""
-    device, name = request.box.device, _base_precision(request)
+    device, name = request.box.device, request.precision.removesuffix("-engine")
     notes = [
         "MFU counts every product at the full sequence length, without savings by causal masking and without"
         " recomputation; HFU includes recomputation"
