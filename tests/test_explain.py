@@ -664,29 +664,6 @@ def test_a_folder_and_a_misspelt_name_are_refused(tmp_path: Path) -> None:
     assert "mine.json" in refusal.value.fix
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro_batch", "accumulation"),
-    [
-        ({"train_batch_size": 64}, 16, 1),
-        ({"train_batch_size": 64, ACCUMULATION: 2}, 8, 2),
-        ({"train_batch_size": 64, MICRO_BATCH: 4, ACCUMULATION: 4}, 4, 4),
-    ],
-)
-def test_a_global_batch_is_divided_as_the_engine_divides_it(
-    batch: dict[str, int], micro_batch: int, accumulation: int, tmp_path: Path
-) -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    case = make_case(tmp_path, {"bf16": {"enabled": True}, **batch})
-    assert (case.request.micro_batch, case.request.accumulation) == (micro_batch, accumulation)
-    engine = DeepSpeedConfig.__new__(DeepSpeedConfig)
-    engine.world_size = case.ranks
-    for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION):
-        setattr(engine, key, batch.get(key))
-    engine._configure_train_batch_size()
-    assert (engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps) == (micro_batch, accumulation)
-
-
 _BATCH_OF_THE_ENGINE = """
 import json, sys, torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -707,18 +684,19 @@ for settings in json.loads(sys.argv[1]):
 """
 
 
-def test_ranks_that_share_samples_do_not_divide_the_batch(tmp_path: Path) -> None:
+def test_a_global_batch_is_divided_by_the_ranks_that_do_not_share_samples(tmp_path: Path) -> None:
     documents: list[dict[str, Any]] = [
         {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 8},
         {"sequence_parallel_size": 4, "train_batch_size": 8, ACCUMULATION: 2},
         {"sequence_parallel_size": 4, "data_parallel_size": 4, "train_batch_size": 8},
         {"sequence_parallel_size": 3, "train_batch_size": 8},
         {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 9},
+        *({"train_batch_size": 64, **sizes} for sizes in ({}, {ACCUMULATION: 2}, {MICRO_BATCH: 4, ACCUMULATION: 2})),
     ]
     command = [sys.executable, "-c", _BATCH_OF_THE_ENGINE, json.dumps(documents)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     says = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SAYS")]
-    assert [len(words) for words in says] == [2, 2, 1, 2, 1], done.stderr[-2000:]
+    assert [len(words) for words in says] == [2, 2, 1, 2, 1, 2, 2, 2], done.stderr[-2000:]
     for document, engine in zip(documents, says, strict=True):
         case = make_case(tmp_path, {**document, ZERO: {"stage": 2}}, ranks=8)
         is_refused = any(finding.startswith("refused") for finding in name_findings(case))
@@ -798,7 +776,7 @@ def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(
     file = tmp_path / "accelerate.yaml"
     file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "num_processes": 2, **document}))
     assert main(["explain", str(file), "gpt2"]) == 0
-    assert "fp32 (neither the file nor --precision sets another one)" in capsys.readouterr().out
+    assert "fp32 (no other precision is set)" in capsys.readouterr().out
     assert main(["explain", str(file), "gpt2", "--strict"]) == status
 
 

@@ -433,13 +433,6 @@ def test_a_configuration_that_nothing_can_be_trained_from_is_refused(
             materialize_initial_weights(run_config(str(source), "bert-imdb", weights=weights), tmp_path / "cache")
 
 
-def test_a_model_folder_s_name_may_be_as_long_as_any(tmp_path: Path) -> None:
-    source = local_bert(tmp_path / ("n" * 250))
-    config = run_config(str(source), "bert-imdb", weights="pretrained")
-    assert materialize_initial_weights(config, tmp_path).path.is_dir()
-    assert len(config.run_id("single", 1)) < 200
-
-
 def test_a_tokenizer_has_a_vocabulary_that_fits_and_a_pad_token(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -302,7 +302,6 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_lower_the_peak():
         (["--model_name_or_path", "someone/some-model"], "--hub"),
         (["--model_name_or_path", "/nowhere/model"], "there is no folder /nowhere/model"),
         (["--model_name_or_path", "./nowhere"], "there is no folder ./nowhere"),
-        (["--model_name_or_path", "/proc/self/fd"], "there is no config.json in /proc/self/fd"),
         (["--hardware", "8xH10"], "H100"),
         (["--strategy", "zero4"], "zero3"),
         (["--engine_override", "zero_optimization.stage=7"], "zero_optimization.stage is 7"),
@@ -316,8 +315,6 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_lower_the_peak():
         (["--peft", "lora", "--lora_rank", "0"], "--lora_rank 0"),
         (["--strategy", "ddp", "--precision", "bf16-engine"], "use --precision bf16"),
         (["--model_name_or_path", "~nobody9/x"], "write the full path"),
-        (["--model_name_or_path", "x" * 5000], "File name too long"),
-        (["--hardware", "1000000000000xH100"], "a count is out of range"),
         (["--strategy", "zero0", "--engine_override", 'data_types.grad_accum_dtype="fp32"'], "NotImplementedError"),
     ],
 )
@@ -376,14 +373,6 @@ def test_the_activations_that_a_config_may_name_are_those_of_transformers():
     assert set(_ACTIVATIONS) == set(ACT2CLS)
 
 
-def test_no_more_parameters_are_gathered_at_once_than_there_are():
-    request = Request(
-        model_shape("gpt2"), read_strategy("zero3"), to_box("8xH100"), 1024, 1, 1, "bf16-engine", False, "sdpa"
-    )
-    (note,) = (note for note in predict_memory(request).notes if "unsharded" in note)
-    assert note == "at most 124,439,808 of 124,439,808 parameters are unsharded at once"
-
-
 def test_the_command_prints_parts_that_add_up(capsys):
     arguments = ["predict", "--model_name_or_path", "gpt-7.5b", "--hardware", "8xH100", "--strategy", "zero3"]
     assert main([*arguments, "--json"]) == 0
@@ -407,15 +396,6 @@ def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsy
     assert sent[0] / sent[1] == pytest.approx(2, rel=0.001)
     activations = [document["memory"]["device_parts"]["activations"] for document in (autocast, usual)]
     assert activations[0] - activations[1] > 0.9 * 2 * usual["parameters"]
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_has_a_prediction(name):
-    request = Request(
-        model_shape(name), read_strategy("zero3"), to_box("8xH100"), 64, 1, 1, "bf16-engine", True, "sdpa"
-    )
-    memory = predict_memory(request)
-    assert memory.peak_allocated.value > memory.steady_allocated.value > 0
 
 
 def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp_path: Path) -> None:
