@@ -776,7 +776,7 @@ def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(
     file = tmp_path / "accelerate.yaml"
     file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "num_processes": 2, **document}))
     assert main(["explain", str(file), "gpt2"]) == 0
-    assert "fp32 (no other precision is set)" in capsys.readouterr().out
+    assert "fp32 by default" in capsys.readouterr().out
     assert main(["explain", str(file), "gpt2", "--strict"]) == status
 
 

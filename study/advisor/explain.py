@@ -133,7 +133,7 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool) -> Iterator[str | 
     request = case.request
     engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else request.strategy.name
     yield f"{_verdict(case, memory)}\n"
-    unset = " (no other precision is set)" if request.precision == "fp32" else ""
+    unset = " by default" if request.precision == "fp32" else ""
     yield f"{case.file.name}: {engine}, {request.precision}{unset}, one of {case.ranks} ranks"
     yield (
         f"{case.shape.name}: {case.shape.parameters:,} parameters, micro-batch {request.micro_batch} x accumulation"
