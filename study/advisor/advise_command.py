@@ -13,27 +13,8 @@ from typing import Any
 
 import yaml
 
-from study.advisor.advise import (
-    SPEED_TOLERANCE,
-    Advice,
-    AdviceRequest,
-    Option,
-    advise,
-    explain_best,
-    explain_slowdown,
-    faster_riskier_option,
-    needs_large_host,
-    sensitivity_lines,
-    unchecked_needs,
-)
-from study.advisor.predict_command import (
-    add_model_arguments,
-    check_attention,
-    check_precision,
-    known_optimizer,
-    usual_precision,
-    workload_text,
-)
+from study.advisor import advise, predict_command
+from study.advisor.advise import Advice, Option
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.config.strategies import STRATEGY_DIRECTORY, read_yaml
@@ -81,7 +62,7 @@ class AdvisedFiles:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_model_arguments(parser)
+    predict_command.add_model_arguments(parser)
     add("--precision", choices=("bf16", "fp16", "fp32"), help="by default bf16, else fp16; fp32 on a CPU")
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: the faster of the two")
     batch = "samples per optimizer step; by default 64, or one per rank"
@@ -89,21 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="folder on NVMe, written to the files")
-    add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
+    add("--optimizer", type=predict_command.known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
     add("--details", action="store_true", help="also print the legend, measurements and excluded strategies")
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
 
 
 def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]] | None = None) -> int:
     """Print the advice and return the exit status; `nearest` yields lines about the nearest measurements."""
-    advice = advise(build_advice_request(options))
+    advice = advise.advise(build_advice_request(options))
     best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     # Only a request that prints them reads the records, which takes a third of the time.
     is_printed = options.json or options.details
     measured = list(nearest(best.request)) if nearest and best and is_printed else []
-    riskier, what_ifs = faster_riskier_option(advice), list(sensitivity_lines(advice))
+    riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
     if options.json:
         print(json.dumps(_document(advice, riskier, what_ifs, measured, files), indent=2))
     else:
@@ -114,25 +95,25 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
     return 0 if best else 1
 
 
-def build_advice_request(options: argparse.Namespace) -> AdviceRequest:
+def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
     """Return the request that the flags make; raise UserError if it is impossible."""
     box = box_from_args(options)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
-    precision = options.precision or usual_precision(box)
-    check_precision(box, precision)
+    precision = options.precision or predict_command.usual_precision(box)
+    predict_command.check_precision(box, precision)
     batch = options.global_batch_size or next(count * box.ranks for count in _SHARES if count * box.ranks >= _BATCH)
     if batch % box.ranks:
         more = -(-batch // box.ranks) * box.ranks
         raise UserError(f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks", f"use {more}")
     shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
-    question = AdviceRequest(
+    question = advise.AdviceRequest(
         shape=shape, box=box, sequence_length=resolve_length(shape, options.seq_length), precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
         price_per_gpu_hour=options.price_per_gpu_hour,
     )  # fmt: skip
-    check_attention(question)
+    predict_command.check_attention(question)
     return question
 
 
@@ -146,9 +127,9 @@ def _document(
         "hardware": question.box.name, "ranks": question.box.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
         "chunked_loss": question.chunked_loss,
-        "recommended": best and best.name, "runner_up": runner_up and runner_up.name, "how_sure": explain_best(advice),
-        "faster_if_it_fits": riskier and _entry(riskier), "changes": what_ifs, "nearest": measured,
-        "strategies": [_entry(option) for option in advice.options],
+        "recommended": best and best.name, "runner_up": runner_up and runner_up.name,
+        "how_sure": advise.explain_best(advice), "faster_if_it_fits": riskier and _entry(riskier),
+        "changes": what_ifs, "nearest": measured, "strategies": [_entry(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
     }  # fmt: skip
 
@@ -208,7 +189,7 @@ def _page(
 def _verdict(advice: Advice) -> str:
     best = advice.best
     if best is None:
-        reason = explain_best(advice)
+        reason = advise.explain_best(advice)
         return reason[0].upper() + reason[1:]
     request, memory = best.request, best.memory
     peak, bound = (f"{device_bytes(memory, at_upper=upper) / GIB:.0f}" for upper in (False, True))
@@ -228,15 +209,15 @@ def _verdict(advice: Advice) -> str:
 
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
     box, shape, runner_up = advice.question.box, advice.question.shape, advice.runner_up
-    yield f"why {best.name}: {explain_best(advice)}"
+    yield f"why {best.name}: {advise.explain_best(advice)}"
     if runner_up is not None and best.is_safe == runner_up.is_safe:
         gap = runner_up.tokens_per_s / best.tokens_per_s - 1
-        if -gap > SPEED_TOLERANCE:
-            yield f"next {_named(runner_up)}, {-gap:.0%} slower{explain_slowdown(runner_up, best)}"
+        if -gap > advise.SPEED_TOLERANCE:
+            yield f"next {_named(runner_up)}, {-gap:.0%} slower{advise.explain_slowdown(runner_up, best)}"
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1
         yield "; ".join([f"{faster:.0%} faster, but its 90 % bound does not fit: {_named(riskier)}",
-                         *unchecked_needs(riskier)])  # fmt: skip
+                         *advise.unchecked_needs(riskier)])  # fmt: skip
     loading = best.memory.host_parts["load"]
     if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
         only = "; fsdp_cpu_ram_efficient_loading: true limits that to one" if best.request.strategy.is_fsdp else ""
@@ -276,19 +257,19 @@ def _remark(option: Option, best: Option | None) -> str:
         return ""
     if option.request.strategy.offloads and not best.request.strategy.offloads:
         return f"{gap:.0%} faster by prediction; offload steps took up to {max_offload_slowdown():.1f} x that"
-    if needs_large_host(option) and not needs_large_host(best):
+    if advise.needs_large_host(option) and not advise.needs_large_host(best):
         return f"{gap:.0%} faster; needs a large host"
     return f"{gap:.0%} faster, but less simple"
 
 
 def _named(option: Option) -> str:
-    return f"{option.name} ({workload_text(option.request)})"
+    return f"{option.name} ({predict_command.workload_text(option.request)})"
 
 
 def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
     yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
     # Settings that the prediction assumes and that no file contains.
-    yield f"  {files.command}    ({workload_text(request)}{', chunked loss' * request.chunked_loss})"
+    yield f"  {files.command}    ({predict_command.workload_text(request)}{', chunked loss' * request.chunked_loss})"
     if files.of_study is not None:
         yield f"  {files.of_study}"
     elif request.fsdp_gathers_16_bits:

@@ -19,20 +19,10 @@ from typing import Any
 
 from study.advisor.doctor import INSTALL, PINS, Check, needed, shown
 from study.config.errors import Unsupported, UserError, first_line
+from study.host import operators
 from study.host.environment import check_torch_supports_gpus
 from study.host.folders import cache_directory
 from study.host.memory import GIB, MIB
-from study.host.operators import (
-    build_folder,
-    builders,
-    configure_build_environment,
-    is_built,
-    is_libaio_installed,
-    lacks_toolkit,
-    load_operator,
-    toolkit_fix,
-    toolkit_version,
-)
 
 CHUNK_MIB, CHUNKS = 32, 8
 # Time limit per direction, for slow disks.
@@ -50,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     unusable = None
     try:
-        configure_build_environment(cache_directory())
+        operators.configure_build_environment(cache_directory())
     except UserError as refusal:
         unusable = refusal
     # DeepSpeed prints to stdout from Python and from C++; from here on that goes to stderr.
@@ -106,11 +96,11 @@ def _nvcc() -> Check:
 
     if not torch.cuda.is_available():
         return Check("nvcc", "none", "not needed without a GPU")
-    version = toolkit_version()
+    version = operators.toolkit_version()
     same = version is not None and str(version[0]) == str(torch.version.cuda).partition(".")[0]
     text = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}" if CUDA_HOME and version else "no CUDA toolkit"
     problem = f"operators of NVMe strategies are built with it, for torch's CUDA {torch.version.cuda}"
-    return needed("nvcc", same, text, problem, toolkit_fix())
+    return needed("nvcc", same, text, problem, operators.toolkit_fix())
 
 
 def _matmul() -> Check:
@@ -123,7 +113,7 @@ def _matmul() -> Check:
 
 
 def _libaio() -> Check:
-    links = is_libaio_installed()
+    links = operators.is_libaio_installed()
     problem, fix = "libaio or a C compiler is missing", "apt-get install gcc libaio-dev"
     return needed("libaio", links, f"a program that calls it {'links' if links else 'does not link'}", problem, fix)
 
@@ -132,7 +122,7 @@ def _operators() -> Check:
     from study.config.strategies import STRATEGY_NAMES, read_strategy
 
     strategies = [strategy for name in STRATEGY_NAMES if (strategy := read_strategy(name)).deepspeed]
-    needed = {builder.name: builder for strategy in strategies for builder in builders(strategy)}
+    needed = {builder.name: builder for strategy in strategies for builder in operators.builders(strategy)}
     names: dict[str, list[str]] = {}
     for name, builder in needed.items():
         names.setdefault(_operator_state(builder), []).append(name)
@@ -144,12 +134,13 @@ def _operators() -> Check:
 def _operator_state(builder: Any) -> str:
     import torch
 
-    if (build_folder(builder.name) / "lock").exists():
+    if (operators.build_folder(builder.name) / "lock").exists():
         return "being built, or left half-built"
-    if is_built(builder):
+    if operators.is_built(builder):
         return "built"
-    is_buildable = builder.is_compatible(verbose=False) and not lacks_toolkit(builder, torch.cuda.is_available())
-    return "to be built on first use" if is_buildable else "not buildable here"
+    if not builder.is_compatible(verbose=False) or operators.lacks_toolkit(builder, torch.cuda.is_available()):
+        return "not buildable here"
+    return "to be built on first use"
 
 
 def _nvme_bandwidth(folder: Path | None, reason: str) -> Check:
@@ -162,8 +153,8 @@ def _nvme_bandwidth(folder: Path | None, reason: str) -> Check:
     if folder is None:
         return Check(name, "none", reason, ANOTHER_DRIVE)
     # Loading would compile it, which takes a minute, and would hang after a build that was killed.
-    asynchronous_io = builders(strategy)[-1]
-    if any(_operator_state(builder) != "built" for builder in builders(strategy)):
+    asynchronous_io = operators.builders(strategy)[-1]
+    if any(_operator_state(builder) != "built" for builder in operators.builders(strategy)):
         return Check(name, "none", "not measured: its operators are not built yet", f"{BUILD} && study doctor")
     try:
         # A file without a name leaves nothing in that folder, even if this process is killed.
@@ -173,7 +164,7 @@ def _nvme_bandwidth(folder: Path | None, reason: str) -> Check:
         return Check(name, "none", text, ANOTHER_DRIVE)
     settings = (strategy.deepspeed or {})["aio"]
     order = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
-    handle = load_operator(asynchronous_io).aio_handle(*(settings[key] for key in order))
+    handle = operators.load_operator(asynchronous_io).aio_handle(*(settings[key] for key in order))
     example = torch.empty(0, dtype=torch.uint8)
     source, target = (handle.new_cpu_locked_tensor(CHUNK_MIB * MIB, example) for _ in range(2))
     # Random data, because some disks compress.

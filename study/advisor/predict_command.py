@@ -98,10 +98,10 @@ def run(options: argparse.Namespace) -> int:
     request = _request(options)
     prediction, traced = predict(request), None
     if options.traced:
-        from study.predictor.activation_trace import trace_activations as trace_of
-
         with require_extra("train"):
-            traced = trace_of(request).saved_bytes
+            from study.predictor.activation_trace import trace_activations
+
+            traced = trace_activations(request).saved_bytes
     if options.json:
         print(json.dumps(_document(prediction, traced), indent=2))
     else:

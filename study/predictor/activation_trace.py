@@ -1,6 +1,6 @@
 """Activation memory traced on transformers' code, by one forward and backward pass over fake tensors without data.
 
-The only module of predictions that imports torch, and only on request. It counts every storage that the dispatcher
+The only module of predictions that imports torch, imported on request. It counts every storage that the dispatcher
 allocates, from its creation to its release, without the weights. Dropout is off, and fused attention is torch's without
 a mask, as on a GPU. For hardware with GPUs the operations that CUDA's autocast computes in fp32 are in fp32.
 """
@@ -10,16 +10,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
 
 from study.config.flags import RunConfig, Task
 from study.predictor.activations import is_fused
 from study.predictor.request import Request
 from study.predictor.shape import ModelShape
 from study.workloads.architecture import add_adapters
-
-if TYPE_CHECKING:
-    import torch
 
 _FUSED = "fused_without_mask"
 
@@ -37,16 +44,13 @@ class TracedActivations:
 
 def trace_activations(request: Request) -> TracedActivations:
     """Trace the activation memory of a request's model."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_meta_model(request)
         tokens = torch.zeros(request.micro_batch, request.sequence_length, dtype=torch.long)
         labels = tokens if request.shape.family == "causal-lm" else tokens[:, 0]
-        live = _live_bytes([*model.parameters(), *model.buffers(), tokens])
+        live = _LiveBytes([*model.parameters(), *model.buffers(), tokens])
         autocasts = request.precision in ("bf16", "fp16")
-        as_cuda = _as_cuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
+        as_cuda = _AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
         if request.gradient_checkpointing:
             # Recomputation enters the mode again, since a mode has no effect inside the backward pass.
             checkpointing = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
@@ -61,9 +65,6 @@ def trace_activations(request: Request) -> TracedActivations:
 
 def build_meta_model(request: Request) -> Any:
     """Create transformers' model of a request, with its adapters and without dropout."""
-    import torch
-    import transformers
-
     shape = request.shape
     settings = transformers.AutoConfig.for_model(
         shape.model_type, attn_implementation=_attention(request), **_architecture(shape, request.sequence_length)
@@ -96,14 +97,11 @@ def _attention(request: Request) -> str:
     """Return the attention implementation, and register the fused one without a mask."""
     if not is_fused(request):
         return "eager"
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface
 
     def fused(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
-    AttentionInterface.register(_FUSED, fused)
+    transformers.AttentionInterface.register(_FUSED, fused)
     AttentionMaskInterface.register(_FUSED, lambda *_, **__: None)
     return _FUSED
 
@@ -126,66 +124,55 @@ def _architecture(shape: ModelShape, length: int) -> dict[str, Any]:
     return keys | {"tie_word_embeddings": shape.tied or shape.model_type == "bert"}
 
 
-def _as_cuda() -> Any:
-    """Return a mode that runs CUDA autocast's fp32 operations in fp32: those of AT_FORALL_FP32 in
-    aten/src/ATen/autocast_mode.h that these models call."""
-    import torch
-    from torch.nn import functional
-    from torch.overrides import TorchFunctionMode
-
-    in_fp32 = {
-        functional.layer_norm, functional.softmax, functional.log_softmax, functional.cross_entropy, torch.softmax,
-        torch.pow, torch.rsqrt, torch.sum, torch.Tensor.softmax, torch.Tensor.pow, torch.Tensor.__pow__,
-        torch.Tensor.rsqrt, torch.Tensor.sum,
-    }  # fmt: skip
-
-    def widened(value: Any) -> Any:
-        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
-
-    class AsCuda(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if func in in_fp32:
-                args, kwargs = tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
-            return func(*args, **kwargs)
-
-    return AsCuda()
+# Operations of AT_FORALL_FP32 in aten/src/ATen/autocast_mode.h that these models call.
+_IN_FP32 = {
+    functional.layer_norm, functional.softmax, functional.log_softmax, functional.cross_entropy, torch.softmax,
+    torch.pow, torch.rsqrt, torch.sum, torch.Tensor.softmax, torch.Tensor.pow, torch.Tensor.__pow__,
+    torch.Tensor.rsqrt, torch.Tensor.sum,
+}  # fmt: skip
 
 
-def _live_bytes(outside: list[torch.Tensor]) -> Any:
-    """Return a dispatch mode that counts the bytes of all live storages except those of `outside`."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+class _AsCuda(TorchFunctionMode):
+    """Runs the operations that CUDA's autocast computes in fp32 in fp32."""
 
-    class Live(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.now = self.peak = 0
-            self.known: dict[int, Any] = {}
-            for tensor in outside:
-                self.see(tensor)
-            self.now = self.peak = 0
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def widened(value: Any) -> Any:
+            return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    self.see(leaf)
-            return result
+        kwargs = kwargs or {}
+        if func in _IN_FP32:
+            args, kwargs = tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
-        def see(self, tensor: torch.Tensor) -> None:
-            storage = tensor.untyped_storage()
-            key, size = id(storage), storage.nbytes()
-            if key in self.known:
-                return
 
-            def release(_: Any) -> None:
-                self.now -= size
-                self.known.pop(key, None)
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all live storages except those of `outside`."""
 
-            self.known[key] = weakref.ref(storage, release)
-            self.now += size
-            self.peak = max(self.peak, self.now)
+    def __init__(self, outside: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: dict[int, Any] = {}
+        for tensor in outside:
+            self.see(tensor)
+        self.now = self.peak = 0
 
-    return Live()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        return result
+
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self.known:
+            return
+
+        def release(_: Any) -> None:
+            self.now -= size
+            self.known.pop(key, None)
+
+        self.known[key] = weakref.ref(storage, release)
+        self.now += size
+        self.peak = max(self.peak, self.now)
