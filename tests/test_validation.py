@@ -42,7 +42,7 @@ def test_there_are_enough_rows_of_many_sources() -> None:
     assert len(measured) >= 60
     assert len({row.url.split("/")[3] for row in measured}) >= 8
     assert sum(row.step_s is not None for row in COUNTED) >= 25
-    assert {row.source for row in ROWS} == {source.id for source in sources()}
+    assert {row.source for row in ROWS} == {source["id"] for source in sources()}
     assert all(row.url.startswith("https://") for row in ROWS)
     assert all(entry["why"] and entry["url"].startswith("https://") for entry in refused_sources())
 

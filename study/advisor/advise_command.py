@@ -161,8 +161,9 @@ def _page(
     shape, box = question.shape, question.box
     yield f"{_verdict(advice)}\n"
     batch = "" if question.global_batch is None else f"global batch {question.global_batch}, "
+    count = f"{shape.parameters / 1e9:.3g} B" if shape.parameters >= 1e8 else f"{shape.parameters / 1e6:.3g} M"
     yield (
-        f"{shape.name} ({_count_text(shape.parameters)} parameters{adapters.lora_text(shape)}) on {box.name}:"
+        f"{shape.name} ({count} parameters{adapters.lora_text(shape)}) on {box.name}:"
         f" {box.ranks} x {box.device.name}, {batch}{question.sequence_length} tokens per sample, {question.precision}"
         f"{', chunked loss' * question.chunked_loss}\n"
     )
@@ -274,10 +275,6 @@ def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
         yield f"  {files.of_study}"
     elif request.fsdp_gathers_16_bits:
         yield "  study/train.py does not train this: under FSDP it gathers fp32 weights (study predict --autocast)"
-
-
-def _count_text(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
 # The recommended strategy's Accelerate file and DeepSpeed JSON, for use with `accelerate launch`.

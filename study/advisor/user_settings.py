@@ -209,7 +209,12 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     inner = plugin.get("deepspeed_config_file")
     has_json = inner not in (None, "none")
     if has_json:
-        settings, only_deepspeeds = _read_inner(name, inner)
+        if not isinstance(inner, str) or not resolve_path(inner).exists():
+            fix = "name a file that exists"
+            if isinstance(inner, str) and not Path(inner).is_absolute():
+                fix = "run this in the folder at which that path starts: for this study, the root of the repository"
+            raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
+        settings, only_deepspeeds = _read(inner)
         findings += [dataclasses.replace(finding, kind="refused") for finding in only_deepspeeds]
         for key in sorted((SAID_TWICE & plugin.keys()) | ({"mixed_precision"} if precision is not None else set())):
             message = f"Accelerate ends with an error if {inner} is given, too: set it there"
@@ -235,15 +240,6 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     )
     check_deepspeed(file)
     return file
-
-
-def _read_inner(name: str, inner: Any) -> tuple[dict[str, Any], list[Finding]]:
-    if not isinstance(inner, str) or not resolve_path(inner).exists():
-        fix = "name a file that exists"
-        if isinstance(inner, str) and not Path(inner).is_absolute():
-            fix = "run this in the folder at which that path starts: for this study's files, the root of the repository"
-        raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
-    return _read(inner)
 
 
 def _plugin_settings(plugin: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,13 +333,10 @@ def _check_section(name: str, place: str, section: dict[str, Any]) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if isinstance(default, bool):
             expected, is_valid = "true or false", isinstance(value, bool)
-        elif key == "reduce_bucket_size":
-            expected, is_valid = "a whole number above 0", is_number and 0 < value < 2**63 and float(value).is_integer()
         elif isinstance(default, int):
-            expected, is_valid = (
-                "a whole number, 0 or more",
-                is_number and 0 <= value < 2**63 and float(value).is_integer(),
-            )
+            least = int(key == "reduce_bucket_size")
+            expected = f"a whole number, {least} or more"
+            is_valid = is_number and least <= value < 2**63 and float(value).is_integer()
         elif isinstance(default, float):
             expected, is_valid = "a number from 0 to 1", isinstance(value, int | float) and 0 <= value <= 1
         else:

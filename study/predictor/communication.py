@@ -37,33 +37,27 @@ def collective_s(box: Hardware, collective: Collective, payload_bytes: float) ->
 
 def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes: float) -> float:
     """Bus bandwidth of a collective at a payload: the slower of the links within a node and between nodes."""
-    node_rate = _within_a_node(box, collective, payload_bytes)
-    return node_rate if box.nodes == 1 else min(node_rate, _between_nodes(box, payload_bytes))
-
-
-def _within_a_node(box: Hardware, collective: Collective, payload_bytes: float) -> float:
-    """Bus bandwidth within a node in GB/s, from the table of the most similar NVLink or the PCIe link."""
     tables = _tables()
     if (links := box.device.nvlink_gb_per_s or box.device.pcie_gb_per_s) is None:
         raise ValueError(f"{box.device.name} has no links in hardware.yaml")
     if box.uses_pcie_links:
         table, cards = tables["one_node"]["A100"], max(box.gpus_per_node, min(tables["pcie"]))
-        return links * _interpolated(tables["pcie"], cards) * _interpolated(table, payload_bytes) / max(table.values())
-    name = "H200" if (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"] else "A100"
-    measured = _interpolated(tables["one_node"][name], payload_bytes)
-    if collective != "all_reduce" or box.gpus_per_node <= _SWITCHES_ADD_ABOVE:
-        measured = min(measured, tables["ring_limit"].get(name, math.inf))
-    return measured * min(1.0, links / _LINKS_OF_TABLE[name])
-
-
-def _between_nodes(box: Hardware, payload_bytes: float) -> float:
-    """Bus bandwidth between nodes in GB/s, measured on nodes of eight GPUs with a network card each; with fewer GPUs a
-    card carries more."""
-    tables = _tables()
-    size, cards = tables["by_nodes_payload"], min(1.0, box.gpus_per_node / 8)
-    grown = _interpolated(tables["four_nodes"], payload_bytes / cards) / _interpolated(tables["four_nodes"], size)
+        full = links * _interpolated(tables["pcie"], cards)
+        node_rate = full * _interpolated(table, payload_bytes) / max(table.values())
+    else:
+        # The table of the most similar NVLink.
+        name = "H200" if (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"] else "A100"
+        measured = _interpolated(tables["one_node"][name], payload_bytes)
+        if collective != "all_reduce" or box.gpus_per_node <= _SWITCHES_ADD_ABOVE:
+            measured = min(measured, tables["ring_limit"].get(name, math.inf))
+        node_rate = measured * min(1.0, links / _LINKS_OF_TABLE[name])
+    if box.nodes == 1:
+        return node_rate
+    # Measured on nodes of eight GPUs with a network card each; with fewer GPUs a card carries more.
+    size, filled = tables["by_nodes_payload"], min(1.0, box.gpus_per_node / 8)
+    grown = _interpolated(tables["four_nodes"], payload_bytes / filled) / _interpolated(tables["four_nodes"], size)
     network = box.network_gb_per_s / tables["by_nodes_network_gb_per_s"]
-    return _interpolated(tables["by_nodes"], box.nodes) * grown * network * cards
+    return min(node_rate, _interpolated(tables["by_nodes"], box.nodes) * grown * network * filled)
 
 
 def _interpolated(table: Mapping[float, float], payload: float) -> float:

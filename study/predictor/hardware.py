@@ -193,17 +193,11 @@ def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags for NVMe, network and host bandwidth, which a hardware name does not set."""
-    parser.add_argument(
-        "--nvme_gb_per_s",
-        type=_two_speeds,
-        default=(Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s),
-        metavar="READ,WRITE",
-        help=f"bandwidth of a node's NVMe; by default {Hardware.nvme_read_gb_per_s:g},{Hardware.nvme_write_gb_per_s:g}",
-    )
-    parser.add_argument("--network_gb_per_s", type=_SPEED, metavar="X", help="network bandwidth per GPU, one direction")
-    parser.add_argument(
-        "--host_gb_per_s", type=_SPEED, metavar="X", help="memory bandwidth of Adam on the host, all ranks of a node"
-    )
+    add, usual = parser.add_argument, (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s)
+    nvme = f"bandwidth of a node's NVMe; by default {usual[0]:g},{usual[1]:g}"
+    add("--nvme_gb_per_s", type=_two_speeds, default=usual, metavar="READ,WRITE", help=nvme)
+    add("--network_gb_per_s", type=_SPEED, metavar="X", help="network bandwidth per GPU, one direction")
+    add("--host_gb_per_s", type=_SPEED, metavar="X", help="memory bandwidth of Adam on the host, all ranks of a node")
 
 
 def box_from_args(options: argparse.Namespace) -> Hardware:

@@ -162,12 +162,8 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of LoRA."""
     parser.add_argument("--peft", choices=("none", "lora"), default="none", help="lora: train only adapters")
-    parser.add_argument(
-        "--lora_rank",
-        type=int,
-        metavar="R",
-        help=f"rank of the LoRA adapters; by default {RunConfig.lora_rank}",
-    )
+    rank = f"rank of the LoRA adapters; by default {RunConfig.lora_rank}"
+    parser.add_argument("--lora_rank", type=int, metavar="R", help=rank)
 
 
 def lora_text(shape: ModelShape) -> str:
@@ -222,7 +218,10 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         raise UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
     if path.is_absolute() or name.startswith("."):
         raise UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
-    if _is_of_another_family(name):
+    # An architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b).
+    plain = name.rpartition("/")[2].lower()
+    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain) is not None
+    if has_experts or re.sub("[^a-z0-9]", "", plain).startswith(OTHER_FAMILIES):
         raise UserError(f"{name!r} is of a family that is not modelled", f"name a model of {', '.join(FAMILIES)}")
     hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else ""
     suggestion = did_you_mean(name, PRESETS, cutoff=0.4)
@@ -231,13 +230,6 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         f"{suggestion}{hint}give a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes as"
         " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008 (without inner: a GPT-2)",
     )
-
-
-def _is_of_another_family(name: str) -> bool:
-    """Whether a name is of an unsupported architecture or a mixture of experts (8x7b, 30b-a3b)."""
-    plain = name.rpartition("/")[2].lower()
-    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain) is not None
-    return has_experts or re.sub("[^a-z0-9]", "", plain).startswith(OTHER_FAMILIES)
 
 
 # Default sequence length in tokens.

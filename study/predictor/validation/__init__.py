@@ -155,19 +155,10 @@ _KEYS = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A page of published measurements."""
-
-    id: str
-    title: str
-    url: str
-    note: str = ""
-
-
-def sources() -> list[Source]:
-    """Return the pages whose measurements are used."""
-    return [Source(group["id"], group["title"], group["url"], group.get("note", "")) for group in _document()["groups"]]
+def sources() -> list[dict[str, str]]:
+    """Return the pages whose measurements are used: id, title, url and note."""
+    return [{"note": "", **{key: group[key] for key in ("id", "title", "url", "note") if key in group}}
+            for group in _document()["groups"]]  # fmt: skip
 
 
 def refused_sources() -> list[dict[str, str]]:

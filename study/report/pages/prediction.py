@@ -209,8 +209,8 @@ def summary(frame: pd.DataFrame) -> str:
         "fit or not, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
         "of those that ran out, called": rows["called"].astype(str) + " of " + rows["ran_out"].astype(str),
     })  # fmt: skip
-    used = "\n".join(f"- `{source.id}`: [{markdown_text(source.title)}]({source.url}){source.note and ': '}"
-                     f"{markdown_text(source.note)}" for source in sources())  # fmt: skip
+    used = "\n".join(f"- `{source['id']}`: [{markdown_text(source['title'])}]({source['url']}){source['note'] and ': '}"
+                     f"{markdown_text(source['note'])}" for source in sources())  # fmt: skip
     unused = "\n".join(f"- [{markdown_text(source['what'])}]({source['url']}): {markdown_text(source['why'])}"
                        for source in refused_sources())  # fmt: skip
     lead = (
