@@ -373,18 +373,6 @@ def test_the_activations_that_a_config_may_name_are_those_of_transformers():
     assert set(_ACTIVATIONS) == set(ACT2CLS)
 
 
-def test_the_command_prints_parts_that_add_up(capsys):
-    arguments = ["predict", "--model_name_or_path", "gpt-7.5b", "--hardware", "8xH100", "--strategy", "zero3"]
-    assert main([*arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["parameters"] == model_shape("gpt-7.5b").parameters
-    parts = document["memory"]["device_parts"]
-    inside = sum(size for name, size in parts.items() if name not in ("context", "fragmentation"))
-    assert inside == pytest.approx(document["memory"]["peak_allocated"]["value"])
-    assert main([*arguments, "--details"]) == 0
-    assert f"{inside / 2**30:.2f}" in capsys.readouterr().out
-
-
 def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsys):
     arguments = ["predict", "--model_name_or_path", "gpt-7.5b", "--hardware", "8xH100", "--strategy", "fsdp2", "--json"]
     documents = []
