@@ -122,7 +122,10 @@ def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramS
         if mixed_precision == "fp8":
             findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16: only products are in fp8"))
         kind = "MULTI_GPU" if read_sharding_strategy(file) == "NO_SHARD" else file.distributed_type
-        mesh = _fitting_mesh(file, ranks, findings)
+        if (mesh := file.mesh) is not None and mesh[0] * mesh[1] != ranks:
+            product = f"{mesh[0]} replicas of {mesh[1]} ranks are {mesh[0] * mesh[1]}, not {ranks}"
+            findings.append(Finding("refused", "parallelism_config", f"Accelerate ends with an error: {product}"))
+            mesh = None
         name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
         strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
         precision = "bf16" if mixed_precision in ("bf16", "fp8") else "fp16" if mixed_precision == "fp16" else "fp32"
@@ -152,17 +155,6 @@ def read_sharding_strategy(file: UserFile) -> str | None:
     # By default the launcher sets FULL_SHARD, so fsdp_reshard_after_forward has no effect.
     name = str(settings.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
     return SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
-
-
-def _fitting_mesh(file: UserFile, ranks: int, findings: list[Finding]) -> tuple[int, int] | None:
-    if file.mesh is None or file.mesh[0] * file.mesh[1] == ranks:
-        return file.mesh
-    replicas, shards = file.mesh
-    message = (
-        f"Accelerate ends with an error: {replicas} replicas of {shards} ranks are {replicas * shards}, not {ranks}"
-    )
-    findings.append(Finding("refused", "parallelism_config", message))
-    return None
 
 
 def ranks_of_a_batch(top: Mapping[str, Any], ranks: int) -> float:

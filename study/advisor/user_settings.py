@@ -221,7 +221,16 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
             findings.append(Finding("refused", key, message))
         explicit_keys = _dotted(settings)
     else:
-        settings = _plugin_settings(plugin)
+        # Settings that Accelerate creates if the file names no JSON.
+        offloads = {what: {"device": str(plugin.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
+        saves = bool(plugin.get("zero3_save_16bit_model", False))
+        settings = {
+            "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": plugin.get("gradient_accumulation_steps", "auto"),
+            "gradient_clipping": plugin.get("gradient_clipping", "auto"),
+            ZERO: {"stage": plugin.get("zero_stage", 2), **offloads,
+                   "stage3_gather_16bit_weights_on_model_save": saves},
+        }  # fmt: skip
         explicit_keys = tuple(mapped[key] for key in plugin if mapped.get(key))
     if "zero3_init_flag" in plugin:
         zero = settings.get(ZERO, {})
@@ -240,19 +249,6 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     )
     check_deepspeed(file)
     return file
-
-
-def _plugin_settings(plugin: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that Accelerate creates if the file names no JSON."""
-    zero: dict[str, Any] = {"stage": plugin.get("zero_stage", 2)}
-    for what in OFFLOADS:
-        zero[what] = {"device": str(plugin.get(f"{what}_device") or "none").lower()}
-    zero["stage3_gather_16bit_weights_on_model_save"] = bool(plugin.get("zero3_save_16bit_model", False))
-    return {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": plugin.get("gradient_accumulation_steps", "auto"),
-        "gradient_clipping": plugin.get("gradient_clipping", "auto"), ZERO: zero,
-    }  # fmt: skip
 
 
 def _check_unknown_keys(name: str, place: str, section: Iterable[str], supported: Iterable[str], owner: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from study.predictor.request import Request
+from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import INFIX, ModelShape
 
 # Matrix-multiply FLOPs by formula, in the convention of study/metrics/flops.py: all products of the model, forward and
@@ -121,16 +121,12 @@ def has_fused(shape: ModelShape) -> bool:
     return shape.table.fused is not None
 
 
-def _mode(request: Request) -> str:
-    if request.computing_bytes == 4:
-        return "fp32"
-    return "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
-
-
 def predict_activations(request: Request) -> Activations:
     """Return the activation memory of one micro-batch of the request."""
-    shape, family, mode, fused = request.shape, request.shape.table, _mode(request), is_fused(request)
+    shape, family, fused = request.shape, request.shape.table, is_fused(request)
     tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
+    mode = "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
+    mode = "fp32" if width == FP32_BYTES else mode
     saved = family.fused if fused and family.fused else family.eager
     if in_kernels := bool(request.compiled and fused and family.in_kernels):
         assert family.in_kernels is not None
@@ -179,13 +175,17 @@ def predict_activations(request: Request) -> Activations:
     if not fused and not is_classifier and request.gradient_checkpointing:
         masks = float(request.micro_batch * request.sequence_length**2 * stream * family.masks)
     casts = 2 if mode == "autocast" else 0
+    products = 0.0
+    if request.saves_matmul_outputs:
+        # torchtitan's apply_ac saves products 1, 3 and so on of a layer, and its fused attention.
+        outputs = [query, key, key, shape.hidden, *([shape.inner] * (2 if shape.gated else 1)), shape.hidden]
+        products = tokens * width * (sum(outputs[::2]) + query) + 4.0 * rows
     # The fused gate kernel writes both gradients over the tensors that it saved.
     passing = 1.0 if in_kernels else family.inner_gradients
     return Activations(
         layer=tokens * per_token + scores,
         scores=scores,
-        checkpoint=tokens * shape.hidden * stream
-        + (_kept_products(request, tokens, width) if request.saves_matmul_outputs else 0),
+        checkpoint=tokens * shape.hidden * stream + products,
         outside=tokens * shape.hidden * outside + masks + tokens * adapted_outside,
         layer_forward=max(
             tokens * (width * (2 * shape.inner + shape.hidden) + widened), family.scores_forward * largest_scores
@@ -243,12 +243,3 @@ def _loss(request: Request, logits: float, width: int) -> tuple[float, float, fl
     capped = width if request.shape.table.caps_logits else 0
     # The logits, in fp32 for the loss; then the gradient of the loss and that of its input.
     return logits * (4 + capped), logits * (width + (4 if width == 2 else 0) + capped), logits * 8
-
-
-def _kept_products(request: Request, tokens: int, width: int) -> float:
-    """Bytes that torchtitan's apply_ac saves per layer: products 1, 3 and so on, and the fused attention."""
-    shape = request.shape
-    query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
-    outputs = [query, key, key, shape.hidden, *([shape.inner] * (2 if shape.gated else 1)), shape.hidden]
-    pairs = request.micro_batch * shape.heads * request.sequence_length
-    return tokens * width * (sum(outputs[::2]) + query) + 4.0 * pairs

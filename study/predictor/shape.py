@@ -20,7 +20,7 @@ from study.config.errors import UserError, clip, did_you_mean, first_line
 from study.config.flags import RunConfig
 from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES, ModelFamily
-from study.workloads.presets import PRESETS, Family, Preset, check_depth, find_preset
+from study.workloads.presets import PRESETS, Family, Preset, check_depth, find_preset, load_from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,9 +211,12 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     if file.is_file():
         return _shape_of_document(_read(file), name)
     if ask_hub and name.count("/") == 1:
-        from study.workloads.presets import load_from
+        from huggingface_hub import hf_hub_download
 
-        return _shape_of_document(load_from(name, _hub_config, "config"), name)
+        def download(repo_id: str, *, trust_remote_code: bool, **options: Any) -> dict[str, Any]:
+            return _read(Path(hf_hub_download(repo_id, "config.json", **options)))
+
+        return _shape_of_document(load_from(name, download, "config"), name)
     if path.is_dir():
         raise UserError(f"there is no config.json in {name}", "name the folder with the model's config.json")
     if path.is_absolute() or name.startswith("."):
@@ -350,13 +353,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UserError(f"{file} is not a transformers config", "give a config.json")
     return document
-
-
-def _hub_config(repo_id: str, **options: Any) -> dict[str, Any]:
-    from huggingface_hub import hf_hub_download
-
-    options.pop("trust_remote_code")
-    return _read(Path(hf_hub_download(repo_id, "config.json", **options)))
 
 
 def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
