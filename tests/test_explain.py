@@ -290,15 +290,6 @@ def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> N
             assert predict_memory(make_case(tmp_path, document).request) == plain
 
 
-def test_replicas_of_a_mesh_shard_the_state_over_their_own_ranks(tmp_path: Path) -> None:
-    def params(ranks: int, **sizes: int) -> float:
-        return make_case(tmp_path, mesh(**sizes), "gpt2-xl", ranks).state.params_device
-
-    four = params(8, dp_replicate=2, dp_shard=4)
-    assert params(8, dp_replicate=4, dp_shard=2) == pytest.approx(2 * four, rel=0.001)
-    assert params(4) == pytest.approx(four, rel=0.001)
-
-
 @pytest.mark.parametrize(
     ("name", "key"), [("ulysses_zero2", "parallelism_config.sp_size"), ("zero3_tp", "tensor_parallel")]
 )

@@ -82,10 +82,10 @@ def test_the_committed_constants_are_those_of_the_fit() -> None:
 @pytest.mark.long
 def test_a_fit_continues_while_it_improves() -> None:
     rows = [row for row in fit.fit_rows() if row.request.box.ranks < 8]
-    once, found = fit.minimize_error(rows, fit._START), fit.fit_constants(rows)
-    refit = fit.minimize_error(rows, found)
-    assert fit.mean_error(rows, found) <= fit.mean_error(rows, once)
-    assert fit.mean_error(rows, found) - fit.mean_error(rows, refit) <= fit._GAIN
+    once, fitted = fit.minimize_error(rows, fit._START), fit.fit_constants(rows)
+    refit = fit.minimize_error(rows, fitted)
+    assert fit.mean_error(rows, fitted) <= fit.mean_error(rows, once)
+    assert fit.mean_error(rows, fitted) - fit.mean_error(rows, refit) <= fit._GAIN
 
 
 def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says() -> None:
@@ -218,26 +218,18 @@ def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> Non
     assert "mpt-7b" not in text
 
 
-def test_a_row_is_nearest_to_itself_and_a_differing_one_further_away() -> None:
+def test_similar_rows_are_plausible_ones_that_fitted_nothing_the_nearest_first() -> None:
     row = next(row for row in ROWS if row.use == "score" and row.step_s and implausibility(row) is None)
-    assert distance(row.request, row.request) == 0
     assert distance(row.request, nearest(row.request, ROWS)[0].request) == 0
     twice = dataclasses.replace(row.request, micro_batch=2 * row.request.micro_batch)
     checkpointed = dataclasses.replace(twice, gradient_checkpointing=not twice.gradient_checkpointing)
     assert 0 < distance(row.request, twice) < distance(row.request, checkpointed)
-
-
-def test_no_row_that_a_constant_was_fitted_on_or_that_cannot_be_true_is_quoted() -> None:
-    quoted = nearest(ROWS[0].request, ROWS, count=len(ROWS))
-    assert {row.use for row in quoted} == {"score"}
-    assert not [row for row in quoted if implausibility(row)]
+    quoted = nearest(row.request, ROWS, count=len(ROWS))
     assert 10 < len(quoted) < len(ROWS)
-
-
-def test_a_line_has_the_measurement_the_prediction_and_its_page() -> None:
-    row = nearest(ROWS[-1].request, ROWS)[0]
+    assert not [row for row in quoted if row.use != "score" or implausibility(row)]
     line = next(describe_nearest(ROWS[-1].request))
-    assert row.name in line
-    assert row.url in line
-    if row.step_s is not None:
-        assert f"{predicted_step_s(row) / row.step_s - 1:+.0%}" in line
+    first = nearest(ROWS[-1].request, ROWS)[0]
+    assert first.name in line
+    assert first.url in line
+    if first.step_s is not None:
+        assert f"{predicted_step_s(first) / first.step_s - 1:+.0%}" in line
