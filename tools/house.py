@@ -26,7 +26,7 @@ BUDGETS = {
     "host": 1_500,
     "workloads": 1_950,
     "metrics": 1_643,
-    "predictor": 4_106,
+    "predictor": 4_100,
     "engine": 1_601,
     "sweep": 2_821,
     "run": 1_689,

@@ -114,39 +114,38 @@ def _stage3(request: Request, waiting: bool) -> State:
     moments = settings.master_bytes + request.moments_bytes
     grad_width = FP32_BYTES if settings.accumulates_in_fp32 else weight
     large = last_bucket(request)[0] if waiting else 0
-    state = State(
-        float(full_shard * weight + unsharded), float(shard * grad_width), shard * moments + STEP_BYTES * len(groups)
-    )
+    state: dict[str, float] = {
+        "params_device": full_shard * weight + unsharded,
+        "grads_device": shard * grad_width,
+        "optimizer_device": shard * moments + STEP_BYTES * len(groups),
+    }
     if settings.optimizer is not None:
         # `ratio` leaves the first groups on a GPU (_create_fp32_partitions).
         on_device = groups[: 0 if request.box.is_cpu_only else int((1 - settings.optimizer.ratio) * len(groups))]
         stays = sum(on_device)
-        grads_host, grads_nvme, optimizer_host, optimizer_nvme = float(shard * grad_width), 0.0, 0.0, 0.0
+        state |= {"grads_device": stays * FP32_BYTES, "optimizer_device": stays * moments}
+        state |= {"grads_host": shard * grad_width, "optimizer_host": (shard - stays) * moments}
         if settings.optimizer.device == "cpu":
-            grads_host, optimizer_host = grads_host + (shard - stays) * FP32_BYTES, (shard - stays) * moments
+            state["grads_host"] += (shard - stays) * FP32_BYTES
         else:
             swapped = [group for group in groups if group * FP32_BYTES >= MIN_SWAPPED_BYTES]
-            optimizer_nvme = sum((aligned(group * FP32_BYTES) * (moments // FP32_BYTES) for group in swapped), 0.0)
-            optimizer_host = (sum(groups) - sum(swapped)) * moments
-            grads_nvme = _swapped_bytes(request, shape.trained_params, FP32_BYTES)
-        state = dataclasses.replace(
-            state, grads_device=float(stays * FP32_BYTES), optimizer_device=stays * moments,
-            grads_host=grads_host, grads_nvme=grads_nvme, optimizer_nvme=optimizer_nvme,
-            # backup_optimizer is torch's AdamW, whose step counters are on the host.
-            optimizer_host=optimizer_host + STEP_BYTES * len(on_device),
-        )  # fmt: skip
+            blocks = sum(math.ceil(group * FP32_BYTES / SWAP_ALIGNMENT_BYTES) for group in swapped)
+            state["optimizer_nvme"] = blocks * SWAP_ALIGNMENT_BYTES * (moments // FP32_BYTES)
+            state["optimizer_host"] = (sum(groups) - sum(swapped)) * moments
+            state["grads_nvme"] = _swapped_bytes(request, shape.trained_params, FP32_BYTES)
+        # backup_optimizer is torch's AdamW, whose step counters are on the host.
+        state["optimizer_host"] += STEP_BYTES * len(on_device)
     if group := request.ranks_per_replica:
         # zero_hpz_partition_size: a secondary shard within a machine. The optimizer step frees it for persistent
         # parameters that it updates.
         resharded = set(shape.params) - {param for param in persistent if param.trained}
-        second = sum(shard_elements(request, [param]) * ranks // group for param in resharded) * weight
-        state = dataclasses.replace(state, params_device=state.params_device + second)
+        state["params_device"] += sum(shard_elements(request, [param]) * ranks // group for param in resharded) * weight
     if settings.parameters is not None:
         swaps = settings.parameters.device == "nvme"
         nvme = _swapped_bytes(request, shape.params, weight) if swaps else 0.0
-        host = float(full_shard * weight) - nvme
-        state = dataclasses.replace(state, params_device=float(unsharded), params_host=host, params_nvme=nvme)
-    return dataclasses.replace(state, grads_device=state.grads_device + large * weight)
+        state |= {"params_device": unsharded, "params_host": full_shard * weight - nvme, "params_nvme": nvme}
+    state["grads_device"] += large * weight
+    return State(**{place: float(size) for place, size in state.items()})
 
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
@@ -237,11 +236,6 @@ def unshards(request: Request) -> bool:
     """Whether stage 3 allocates unsharded parameters in addition to the shards. A single rank copies offloaded
     parameters to its GPU (NoGatherHandle in partition_parameters.py); otherwise its shard is the parameter."""
     return request.box.ranks > 1 or (request.settings.parameters is not None and not request.box.is_cpu_only)
-
-
-def aligned(size: float) -> int:
-    """Round bytes up to the alignment of swapped tensors."""
-    return math.ceil(size / SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
 
 
 # Model state per parameter of a model so large that padding is negligible, and with enough tensors that a fraction of
