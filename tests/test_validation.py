@@ -180,6 +180,12 @@ def test_the_committed_report_is_of_these_rows() -> None:
     frame = report.scores_frame(report.all_rows())
     columns = ["source", "name", "refused", "use", "peak_gib", "step_s", "url"]
     pd.testing.assert_frame_equal(committed[columns], frame[columns], check_exact=False)
+    # The committed league has other tools, which stay, next to `study predict`.
+    league = pd.read_parquet(report.FOLDER / report.LEAGUE)
+    others = league["tool"] != report.OURS
+    new = report.league_frame(report.all_rows(), frame)
+    pd.testing.assert_frame_equal(new[others], league[others])
+    assert new[~others]["peaks"].tolist() == league[~others]["peaks"].tolist()
 
 
 def test_intervals_cover_the_stated_fraction() -> None:

@@ -22,8 +22,8 @@ from study.report.document import PageSection, markdown_text, page_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
 SCORES = "scores.parquet"
-# Errors of other estimators and of `study predict` at commit 7e0ec02, which has the code that ran the estimators.
-LEAGUE = "league.parquet"
+# Errors of `study predict`, and of other estimators on the rows of commit 7e0ec02, which has the code that ran them.
+LEAGUE, OURS = "league.parquet", "study predict"
 # Predictions of earlier commits for suites that ran afterwards, and that corrected the rules since.
 FORETOLD = "foretold.csv"
 # Aimed errors of published rows, and of own records.
@@ -190,19 +190,42 @@ def scores_frame(rows: Sequence[Measurement]) -> pd.DataFrame:
     return pd.DataFrame([score(row) for row in rows]).astype({"fits": "boolean", "predicted_fits": "boolean"})
 
 
+def league_frame(rows: Sequence[Measurement], frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the scores of all estimators, with those of `study predict` on these rows; no other supports adapters."""
+    league = pd.read_parquet(FOLDER / LEAGUE)
+    scored = counted(frame[[row.request.shape.lora_rank is None for row in rows]])
+    for what, group in (
+        ("published", scored[scored["source"] != OWN]),
+        ("own records", scored[scored["source"] == OWN]),
+    ):
+        errors, judged = group["peak_error"].dropna().abs(), group.dropna(subset=["fits", "predicted_fits"])
+        ran_out, called = (~judged[name].astype(bool) for name in ("fits", "predicted_fits"))
+        figures = {
+            "peaks": len(errors), "median_error": errors.median(), "worst_error": errors.max(), "judged": len(judged),
+            "right": (ran_out == called).sum(), "ran_out": ran_out.sum(), "called": (ran_out & called).sum(),
+        }  # fmt: skip
+        league.loc[(league["tool"] == OURS) & (league["rows"] == what), list(figures)] = list(figures.values())
+    return league
+
+
 def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     """Write the report of predictions, and the intervals of the predictor."""
     rows = all_rows()
     frame = scores_frame(rows)
     folder.mkdir(parents=True, exist_ok=True)
     frame.to_parquet(folder / SCORES)
-    (folder / "summary.md").write_text(summary(frame), encoding="utf-8")
+    league_frame(rows, frame).to_parquet(folder / LEAGUE)
+    (folder / "summary.md").write_text(summary(frame, folder), encoding="utf-8")
     intervals_file.write_text(intervals_text(frame), encoding="utf-8")
 
 
-def summary(frame: pd.DataFrame) -> str:
+# The text above their table.
+_OTHERS = "Other tools than `study predict`: rows of 2026-11-25, accelerate 1.15.0, deepspeed 0.19.8."
+
+
+def summary(frame: pd.DataFrame, folder: Path) -> str:
     """Return summary.md."""
-    rows = pd.read_parquet(FOLDER / LEAGUE)
+    rows = pd.read_parquet(folder / LEAGUE)
     estimators = pd.DataFrame({
         "rows": rows["rows"], "tool": rows["tool"], "peaks it predicts": rows["peaks"],
         "median error": rows["median_error"].map(_percent), "worst": rows["worst_error"].map(_percent),
@@ -226,7 +249,7 @@ def summary(frame: pd.DataFrame) -> str:
         PageSection(text=lead, table=headline(frame)),
         PageSection(text=caveat, table=preregistered_table(FOLDER, frame)),
         PageSection("Fits, or runs out of memory", table=fits(frame)),
-        PageSection("Other estimators", "As of 2026-11-25: accelerate 1.15.0, deepspeed 0.19.8.", table=estimators),
+        PageSection("Other estimators", _OTHERS, table=estimators),
         PageSection("State and traffic of own records", table=own_table()),
         PageSection("Host memory while a checkpoint is saved", table=saving_table()),
         *(PageSection(f"By {column}", table=errors_by(frame, column)) for column in ("source", "strategy", "device")),
