@@ -745,20 +745,30 @@ def test_the_command_ends_with_a_status_and_prints_no_control_character(
 
 
 @pytest.mark.parametrize(
-    ("document", "status"),
+    ("document", "status", "says"),
     [
-        ({"deepspeed_config": {"zero_stage": 2}}, 0),
-        ({"deepspeed_config": {"zero_stage": 2, "offload_optimizer_devise": "cpu"}}, 1),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_foward": False}}, 1),
+        ({"deepspeed_config": {"zero_stage": 2}}, 0, "peak"),
+        (
+            {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_devise": "cpu"}},
+            1,
+            "mean offload_optimizer_device",
+        ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_foward": False}},
+            1,
+            "did you mean fsdp_reshard_after_forward",
+        ),
     ],
 )
 def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(
-    document: dict[str, Any], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    document: dict[str, Any], status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "accelerate.yaml"
     file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "num_processes": 2, **document}))
     assert main(["explain", str(file), "gpt2"]) == 0
-    assert "fp32 by default" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert "fp32 by default" in page
+    assert says in page
     assert main(["explain", str(file), "gpt2", "--strict"]) == status
 
 

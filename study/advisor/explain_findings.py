@@ -191,7 +191,8 @@ def _fsdp(case: ConfigCase) -> Iterator[Finding]:
         yield Finding("noted", "fsdp_auto_wrap_policy", f"NO_WRAP: all weights are gathered at once, {more}")
     for name, value in settings.items():
         if name not in effects:
-            yield Finding("ignored", name, "Accelerate drops it silently")
+            guess = did_you_mean(name, effects, cutoff=0.75)
+            yield Finding("ignored", name, f"Accelerate drops it silently; {guess}".rstrip("; "))
         elif (effect := effects[name]) is not None and str(value).lower() not in ("false", "none"):
             kind, _, message = effect.partition(": ")
             # Version 1 supports the settings that version 2 ignores or rejects.
