@@ -125,14 +125,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify the strategies; return exit status 0 if all that can run here agree, and 1 if one diverges.
 
-    It is 2 if no DeepSpeed engine can run here, or if something that the user named cannot run.
+    It is 2 if no DeepSpeed engine can run here, or if a strategy or an option that the user asked for cannot run.
     """
     os.environ.update({UNVERIFIED_VARIABLE: "1", ENGINES_ONLY_VARIABLE: "1"})
     verifiable, started = STUDIED_STRATEGIES[1:], time.monotonic()
     if unknown := next((name for name in options.only or () if name not in verifiable), None):
         raise UserError(f"--only: {unknown!r} is not verified", f"use {', '.join(verifiable)}")
-    named = options.only or (QUICK_STRATEGIES if options.quick else verifiable)
-    strategies = [name for name in verifiable if name in named]
+    selected = options.only or (QUICK_STRATEGIES if options.quick else verifiable)
+    strategies = [name for name in verifiable if name in selected]
     extras = tuple(cast(Option, option) for option in (options.optimizer, options.peft) if option)
     stack = {name: package_version(name) for name in PACKAGES}
     _check_packages(strategies, stack, extras)
@@ -156,8 +156,9 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"{' and '.join(strategies)} have no {' or '.join(precisions)}", "use fp32")
         which = f"{len(strategies)} strategies" if len(strategies) > 3 else ", ".join(strategies)
         tested = f"{which} on {matrix.where}, with accumulation {' and '.join(map(str, MICRO_STEPS))}"
-        minutes = f"; about {format_duration(_START_S + _CELL_S * len(cells))} on two cores" if not box.gpus else ""
-        print_page([f"Testing {_stack_text(stack)}: {tested}{minutes}"], sys.stderr)
+        if not box.gpus:
+            tested += f"; about {-(-(_START_S + _CELL_S * len(cells)) // 60)} min on two cores"
+        print_page([f"Testing {_stack_text(stack)}: {tested}"], sys.stderr)
         verification = Verification(strategies)
         for number, strategy in enumerate(strategies, start=1):
             rows = list(matrix.rows(strategy))
@@ -171,9 +172,9 @@ def run(options: argparse.Namespace) -> int:
         print_page([f"{verification.answer} ({duration})", *untested, "", _table(verification)])
     if verification.agrees is False:
         return 1
-    # What the user named and cannot run is not verified.
-    named = set(verification.strategies if options.only else ()) | {row.name for row in verification.rows if row.option}
-    return 2 if verification.agrees is None or named & set(verification.unverified) else 0
+    # A strategy or an option that the user asked for, and that cannot run here, is not verified.
+    unverified = [name for name in verification.unverified if options.only or name not in strategies]
+    return 2 if verification.agrees is None or unverified else 0
 
 
 def _check_packages(strategies: Sequence[str], stack: Mapping[str, str | None], extras: Sequence[Option]) -> None:
@@ -234,7 +235,7 @@ class Verification:
         """One-line answer: PASS, FAIL or NOT JUDGED."""
         notes = f"; not judged here: {', '.join(self.unverified)}" if self.unverified else ""
         if by_chance := self._by_chance_on_cpus:
-            notes = f"; {_names(by_chance)} equal, perhaps by chance ({_faults(by_chance)}){notes}"
+            notes = f"; {_names(by_chance)} {BY_LUCK} ({_faults(by_chance)}){notes}"
         if self.agrees is None:
             return f"NOT JUDGED: no engine of DeepSpeed could run here{notes}"
         if self.agrees:
@@ -408,7 +409,7 @@ def _document(stack: dict[str, str | None], matrix: VerifyMatrix, verification: 
         "stack": stack, "ranks": matrix.ranks, "on_gpu": matrix.box.gpus > 0, "answer": verification.answer,
         "agrees": verification.agrees,
         "not_trusted": verification.not_trusted, "not_verified": verification.unverified,
-        "tolerances": {" ".join(key).rstrip(): dataclasses.asdict(found.tolerance) for key, found in references},
+        "tolerances": {" ".join(key).rstrip(): dataclasses.asdict(item.tolerance) for key, item in references},
         "rows": [
             {"strategy": row.strategy, "option": row.option or None, "precision": row.precision,
              "micro_steps": row.micro_steps,
