@@ -164,6 +164,15 @@ def test_known_faults_of_strategies_that_were_not_tested_are_named() -> None:
     assert _untested(old, ("zero2_cpu",), on_gpu=True) == []
 
 
+def test_releases_that_do_not_import_together_are_refused_with_the_message_of_python(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("from torch.distributed import log_of_another_release\n")
+    result = verify("--quick", path=tmp_path)
+    assert result.returncode == 2
+    problem = "error: the packages under test cannot be imported together: ImportError: cannot import name"
+    assert result.stderr.splitlines()[-1].startswith(problem)
+
+
 def test_muon_adds_rows_which_are_compared_with_one_process_under_muon() -> None:
     """DeepSpeed's stages report the norm of Muon's updates, so norms are not compared."""
     result = verify("--quick", "--only", "zero1", "--optimizer", "muon", "--json")

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ from typing import Any, Literal, cast
 
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig, resolve_config
-from study.config.places import install_command
+from study.config.places import IMPORT_ROOT, install_command
 from study.config.printing import TextTable, print_page
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_duration
@@ -159,6 +160,8 @@ def run(options: argparse.Namespace) -> int:
         if not box.gpus:
             tested += f"; about {-(-(_START_S + _CELL_S * len(cells)) // 60)} min on two cores"
         print_page([f"Testing {_stack_text(stack)}: {tested}"], sys.stderr)
+        _check_imports(min(strategies, key=lambda name: read_strategy(name).deepspeed is None))
+        matrix.run(strategies if options.quick else strategies[:1])
         verification = Verification(strategies)
         for number, strategy in enumerate(strategies, start=1):
             rows = list(matrix.rows(strategy))
@@ -297,11 +300,18 @@ class VerifyMatrix:
         where = f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'CPU cores'}"
         return where if self.ranks > 1 else f"{where}, so faults between ranks are not detected"
 
+    def run(self, strategies: Sequence[str]) -> None:
+        """Run the cells of the strategies and their reference cells, in one sweep that imports the engines once."""
+        cells = [(strategy, *cell) for strategy in strategies for cell in self.cells(strategy)]
+        pairs = dict.fromkeys((precision, option) for _, precision, _, option in cells)
+        self._run(
+            [*(cell for pair in pairs for cell in self._reference_cells(*pair)), *(self._cell(*cell) for cell in cells)]
+        )
+
     def rows(self, strategy: str) -> Iterator[VerifyRow]:
         """Run the cells of a strategy and yield their verdicts."""
-        cells = self.cells(strategy)
-        self._run([self._cell(strategy, *cell) for cell in cells])
-        for precision, micro_steps, option in cells:
+        self.run([strategy])
+        for precision, micro_steps, option in self.cells(strategy):
             reference = self._reference(precision, option)
             verdict = reference.judge(self._trace(self._cell(strategy, precision, micro_steps, option)))
             if reference.single.state != "ok":
@@ -330,13 +340,14 @@ class VerifyMatrix:
 
     def _reference(self, precision: Precision, option: Option) -> Reference:
         if (precision, option) not in self.references:
-            plain = cast(Precision, reference_precision(precision))
-            single = self._cell("single", plain, 1, option)
-            ddp = [self._cell("ddp", plain, steps, option) for steps in MICRO_STEPS if plain == "fp32" or steps > 1]
-            self._run([single, *ddp])
-            traces = [self._trace(cell) for cell in (single, *ddp)]
-            self.references[precision, option] = Reference(precision, traces[0], tuple(traces[1:]))
+            single, *ddp = map(self._trace, self._reference_cells(precision, option))
+            self.references[precision, option] = Reference(precision, single, tuple(ddp))
         return self.references[precision, option]
+
+    def _reference_cells(self, precision: Precision, option: Option) -> list[Cell]:
+        plain = cast(Precision, reference_precision(precision))
+        ddp = [self._cell("ddp", plain, steps, option) for steps in MICRO_STEPS if plain == "fp32" or steps > 1]
+        return [self._cell("single", plain, 1, option), *ddp]
 
     def _cell(self, strategy: str, precision: Precision, micro_steps: int, option: Option) -> Cell:
         ranks = 1 if strategy == "single" else self.ranks
@@ -358,10 +369,20 @@ class VerifyMatrix:
 
     def _run(self, cells: Sequence[Cell]) -> None:
         """Run cells without a successful record, each once per process: the failures of an earlier call are retried."""
-        todo = [cell for cell in cells if cell.id not in self._asked]
+        todo = list({cell.id: cell for cell in cells if cell.id not in self._asked}.values())
         self._asked.update(cell.id for cell in todo)
         if todo and run_cells(todo, self.root, self.box, retry=True, is_kept=self.is_kept, allow_forks=True).stopped:
             raise KeyboardInterrupt
+
+
+def _check_imports(strategy: str) -> None:
+    """Raise UserError with Python's message if the engines of a strategy cannot be imported together."""
+    call = f"stacks.import_libraries(strategies.read_strategy({strategy!r}))"
+    code = f"from study.config import strategies; from study.host import stacks; {call}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=IMPORT_ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        problem = f"the packages under test cannot be imported together: {result.stderr.strip().splitlines()[-1]}"
+        raise UserError(problem, "install releases that support each other")
 
 
 def _supports(strategy: str, **flags: Any) -> bool:

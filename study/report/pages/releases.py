@@ -19,8 +19,7 @@ from study.config.places import REPOSITORY
 from study.host.stacks import THEN_SUFFIX, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
-from study.releases.causes import PACKAGES, Cause, Change
-from study.releases.command import GRID
+from study.releases.causes import GRID, PACKAGES, Cause, Change
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import Answer, PageSection, markdown_text, page_markdown
 from study.report.pages.readme import releases_document
