@@ -137,9 +137,13 @@ def test_a_failure_names_the_strategy_the_set_up_and_the_known_cause() -> None:
     verification = Verification(("zero2", "zero3"), rows)
     cause = "cause a: the gradient is divided by the accumulation steps twice; fixed in 0.19.6"
     assert verification.answer == f"FAIL: zero2 with accumulation ({cause}); zero3 (no known cause)"
-    rows = [*rows[:2], VerifyRow("zero2", "fp32", 4, wrong, causes, "lora"), VerifyRow("ddp", "fp32", 1, wrong)]
-    answer = Verification(("ddp", "zero2"), rows).answer
-    assert answer == f"FAIL: ddp without accumulation (no known cause); zero2, lora zero2 with accumulation ({cause})"
+    rows = [*rows[:2], VerifyRow("zero2", "fp32", 4, wrong, causes, "lora"),
+            VerifyRow("ddp", "fp32", 1, Verdict("crashes", reason="RuntimeError: x"))]  # fmt: skip
+    crash, both = (
+        "ddp without accumulation (crashes: RuntimeError: x)",
+        f"zero2, lora zero2 with accumulation ({cause})",
+    )
+    assert Verification(("ddp", "zero2"), rows).answer == f"FAIL: {crash}; {both}"
 
 
 def test_a_race_that_no_gpu_has_is_named_and_fails_only_where_it_strikes() -> None:

@@ -262,7 +262,8 @@ def _names(rows: Sequence[VerifyRow]) -> str:
 
 
 def _faults(rows: Sequence[VerifyRow]) -> str:
-    return "; ".join(dict.fromkeys(_fault(cause) for row in rows for cause in row.causes)) or "no known cause"
+    known = "; ".join(dict.fromkeys(_fault(cause) for row in rows for cause in row.causes))
+    return known or next((row.verdict.describe[:160] for row in rows if row.kind == "crashes"), "no known cause")
 
 
 def _fault(cause: Cause) -> str:
