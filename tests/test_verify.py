@@ -235,6 +235,7 @@ def test_every_strategy_of_the_pinned_releases_matches_one_process() -> None:
         (("--precision", "fp8"), "fp8"),
         (("--world_size", "0"), "not a number of ranks from 1 to 999"),
         (("--only", "fsdp2", "--precision", "bf16-engine"), "have no bf16-engine"),
+        (("--only", "fsdp2", "--optimizer", "muon"), "fsdp2 have no muon"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(flags: tuple[str, ...], problem: str) -> None:

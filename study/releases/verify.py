@@ -155,13 +155,16 @@ def run(options: argparse.Namespace) -> int:
         cells = [cell for strategy in strategies for cell in matrix.cells(strategy)]
         if not cells:
             raise UserError(f"{' and '.join(strategies)} have no {' or '.join(precisions)}", "use fp32")
+        if unsupported := set(extras) - {option for _, _, option in cells}:
+            raise UserError(f"{' and '.join(strategies)} have no {unsupported.pop()}", f"use {QUICK_STRATEGIES[0]}")
         which = f"{len(strategies)} strategies" if len(strategies) > 3 else ", ".join(strategies)
         tested = f"{which} on {matrix.where}, with accumulation {' and '.join(map(str, MICRO_STEPS))}"
         if not box.gpus:
             tested += f"; about {-(-(_START_S + _CELL_S * len(cells)) // 60)} min on two cores"
         print_page([f"Testing {_stack_text(stack)}: {tested}"], sys.stderr)
         _check_imports(min(strategies, key=lambda name: read_strategy(name).deepspeed is None))
-        matrix.run(strategies if options.quick else strategies[:1])
+        if options.quick:
+            matrix.run(strategies)
         verification = Verification(strategies)
         for number, strategy in enumerate(strategies, start=1):
             rows = list(matrix.rows(strategy))
@@ -169,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
             print_page([f"[{number}/{len(strategies)}] {_line(strategy, rows)}"], sys.stderr)
     untested = _untested(stack, strategies, box.gpus > 0)
     if options.json:
-        print(json.dumps(_document(stack, matrix, verification), indent=2))
+        print(json.dumps(_document(stack, matrix, verification) | {"not_tested": untested}, indent=2))
     else:
         duration = format_duration(time.monotonic() - started)
         print_page([f"{verification.answer} ({duration})", *untested, "", _table(verification)])
@@ -262,8 +265,8 @@ def _names(rows: Sequence[VerifyRow]) -> str:
 
 
 def _faults(rows: Sequence[VerifyRow]) -> str:
-    known = "; ".join(dict.fromkeys(_fault(cause) for row in rows for cause in row.causes))
-    return known or next((row.verdict.describe[:160] for row in rows if row.kind == "crashes"), "no known cause")
+    causes = "; ".join(dict.fromkeys(_fault(cause) for row in rows for cause in row.causes))
+    return causes or next((row.verdict.describe[:160] for row in rows if row.kind == "crashes"), "no known cause")
 
 
 def _fault(cause: Cause) -> str:
@@ -329,10 +332,11 @@ class VerifyMatrix:
 
         Most faults need accumulation.
         """
-        options: list[Option] = ["", *(option for option in self._extras if _supports(strategy, **_FLAGS[option]))]
+        options = [option for option in self._extras if _supports(strategy, **_FLAGS[option])]
         half = [name for name in self._precisions if name in _HALF and self._has(strategy, name)]
         return [
-            *(("fp32", steps, option) for option in options for steps in MICRO_STEPS if "fp32" in self._precisions),
+            *(("fp32", steps, "") for steps in MICRO_STEPS if "fp32" in self._precisions),
+            *(("fp32", steps, option) for option in options for steps in MICRO_STEPS),
             *((precision, MICRO_STEPS[-1], "") for precision in half),
         ]  # fmt: skip
 
