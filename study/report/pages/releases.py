@@ -180,8 +180,8 @@ FAIL: zero1, zero2 with accumulation (cause a: the gradient is divided by the ac
 The exit status is 0 for PASS, 1 for FAIL, and 2 if nothing could be tested. Without `--quick` it tests all studied
 strategies, and half precision with accumulation 4. By default it uses one rank per GPU, or two ranks without a GPU;
 `--world_size 8` sets another number, `--only zero2` selects strategies. A race does not show in every run: if a release
-has one, an equal run is `equal, by chance`, and the first line names the race. On CPU ranks `zero3` usually fails before
-0.19.8, by a race that GPUs do not have (cause e).
+has one, an equal run is `equal, by chance`, and the first line names the race. On CPU ranks `zero3` usually fails
+before 0.19.8, by a race that GPUs do not have (cause e).
 
 `--optimizer muon` and `--peft lora` add runs with DeepSpeed's Muon and with LoRA adapters, each compared with one
 process that trains alike. Before 0.19.7 DeepSpeed's Muon without ZeRO trains as SGD
