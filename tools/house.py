@@ -33,7 +33,7 @@ BUDGETS = {
     "virtual": 900,
     "releases": 1_516,
     "advisor": 3_149,
-    "report": 5_086,
+    "report": 5_087,
     "autopsy": 1_702,
     "claims": 2_155,
     "baselines": 710,
