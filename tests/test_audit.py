@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ import yaml
 from engines import ROOT
 from forked import fork_ranks
 from runs import FLAGS, RunFactory, trained
+from study.config.errors import Unsupported
+from study.config.strategies import read_strategy
+from study.engine.audit import audit
 
 GPT = ("--task", "gpt-wikitext")
 
@@ -55,6 +60,14 @@ def test_the_zero_settings_that_change_traffic_are_read_back(get_run: RunFactory
     buckets = get_run("zero1", *GPT).engine["buckets"]
     assert buckets["use_multi_rank_bucket_allreduce"] is True
     assert (buckets["zero_quantized_gradients"], buckets["zero_hpz_partition_size"]) == (False, 1)
+
+
+def test_an_accelerate_that_uses_no_deepspeed_here_is_unsupported() -> None:
+    """Early releases ignore DeepSpeed without a GPU; the run computes nothing wrong."""
+    launch = SimpleNamespace(strategy=read_strategy("zero1"))
+    run: Any = SimpleNamespace(config=None, plan=None, launch=launch)
+    with pytest.raises(Unsupported, match=r"zero1 needs DeepSpeed, but accelerate .* wrapped the model in Linear"):
+        audit(run, Any, torch.nn.Linear(1, 1), Any)
 
 
 def test_one_rank_communicates_nothing(get_run: RunFactory) -> None:

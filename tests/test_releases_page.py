@@ -11,8 +11,7 @@ import pytest
 from study.cli import main
 from study.host.stacks import release_key
 from study.records.frames import Records, read_parquet
-from study.releases.causes import PACKAGES, read_causes
-from study.releases.command import GRID
+from study.releases.causes import GRID, PACKAGES, read_causes
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.pages.readme import releases_document
 from study.report.pages.releases import BARE, DETAILS, PAGE, REPORT, details, page, read_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,11 +14,22 @@ import pytest
 
 from engines import ROOT
 from study.config.errors import UserError
+from study.host import stacks
 from study.host.machine import detect_machine
 from study.records.directory import read_json
+from study.releases import verify as verify_module
 from study.releases.causes import PACKAGES, find_causes, find_races, known_faults, read_causes
 from study.releases.verdict import ROUNDING, TrainingTrace, Verdict, find_tolerance, judge
-from study.releases.verify import BY_LUCK, Verification, VerifyRow, _check_same_stack
+from study.releases.verify import (
+    BY_LUCK,
+    QUICK_STRATEGIES,
+    Option,
+    Verification,
+    VerifyRow,
+    _check_packages,
+    _check_same_stack,
+    _untested,
+)
 from synthetic_records import write_run
 
 pytestmark = pytest.mark.engine
@@ -41,15 +53,25 @@ def differing(**changed: object) -> Verdict:
     return judge(dataclasses.replace(SINGLE, **changed), SINGLE, FP32)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_computes_other_gradients_fails_and_its_fault_is_named() -> None:
-    """The installed DeepSpeed with a fault planted in stage 3."""
-    result = verify("--only", "zero3", "--precision", "fp32", "--json", path=PLANTED)
+def test_quick_finds_the_known_faults_in_each_stage_and_imports_the_engines_alone() -> None:
+    """The installed DeepSpeed, with a fault of older releases planted in each stage."""
+    result = verify("--quick", "--json", path=PLANTED, PLANTED="known")
     assert result.returncode == 1, result.stderr[-3000:]
     document = json.loads(result.stdout)
-    assert document["not_trusted"] == ["zero3"]
-    assert {(row["micro_steps"], row["kind"], row["what"]) for row in document["rows"]} == {
-        (1, "equal", None), (4, "different", "scale")
+    assert document["answer"] == "FAIL: zero1, zero2, zero3 with accumulation (no known cause)"
+    assert result.stderr.startswith("Testing deepspeed ")
+    assert (
+        "zero1, zero2, zero3 on 2 ranks on CPU cores, with accumulation 1 and 4; about 2 min on two cores"
+        in result.stderr
+    )
+    verdicts = {(row["strategy"], row["micro_steps"]): (row["kind"], row["what"]) for row in document["rows"]}
+    equal = ("equal", None)
+    assert verdicts == {
+        ("zero1", 1): equal, ("zero1", 4): ("different", "gradient"),
+        ("zero2", 1): equal, ("zero2", 4): ("different", "gradient"),
+        ("zero3", 1): equal, ("zero3", 4): ("different", "scale"),
     }  # fmt: skip
+    assert {row["precision"] for row in document["rows"]} == {"fp32"}
 
 
 @pytest.mark.long
@@ -71,7 +93,7 @@ def test_a_fault_planted_at_each_stage_is_named_and_the_same_stack_continues(tmp
     # The same stack continues from its records; another stack is rejected.
     second = verify("--only", "ddp", *flags, path=PLANTED)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert "\nPASS: every strategy that runs here reproduces one process" in second.stdout
+    assert second.stdout.startswith("PASS: every strategy that runs here reproduces one process (")
     for file in (tmp_path / "runs").glob("*/environment.json"):
         file.write_text(file.read_text().replace('"deepspeed": "', '"deepspeed": "9.'))
     refused = verify("--only", "ddp", *flags)
@@ -113,8 +135,75 @@ def test_a_failure_names_the_strategy_the_set_up_and_the_known_cause() -> None:
     rows = [VerifyRow("zero2", "fp32", 1, Verdict("equal")), VerifyRow("zero2", "fp32", 4, wrong, causes),
             VerifyRow("zero3", "fp32", 1, wrong), VerifyRow("zero3", "fp32", 4, wrong)]  # fmt: skip
     verification = Verification(("zero2", "zero3"), rows)
-    cause_titles = ", ".join(f"cause {cause.id}: {cause.title}" for cause in causes)
-    assert verification.answer == f"FAIL: zero2 with accumulation ({cause_titles}); zero3 (no known cause)"
+    cause = "cause a: the gradient is divided by the accumulation steps twice; fixed in 0.19.6"
+    assert verification.answer == f"FAIL: zero2 with accumulation ({cause}); zero3 (no known cause)"
+    rows = [*rows[:2], VerifyRow("zero2", "fp32", 4, wrong, causes, "lora"),
+            VerifyRow("ddp", "fp32", 1, Verdict("crashes", reason="RuntimeError: x"))]  # fmt: skip
+    crash, both = (
+        "ddp without accumulation (crashes: RuntimeError: x)",
+        f"zero2, lora zero2 with accumulation ({cause})",
+    )
+    assert Verification(("ddp", "zero2"), rows).answer == f"FAIL: {crash}; {both}"
+
+
+def test_a_race_that_no_gpu_has_is_named_and_fails_only_where_it_strikes() -> None:
+    old = {"deepspeed": "0.19.7", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    races = find_races(old, "zero3", 4, "fp32", on_gpu=False)
+    cause = "cause e: weights are read before they have arrived; on CPUs only; fixed in 0.19.8"
+    row = VerifyRow("zero3", "fp32", 4, Verdict("equal"), races)
+    verification = Verification(("zero3",), [row])
+    passed = "PASS: every strategy that runs here reproduces one process"
+    assert verification.answer == f"{passed}; zero3 {BY_LUCK} ({cause})"
+    struck = VerifyRow("zero3", "fp32", 1, Verdict("different", what="weights"), races)
+    assert Verification(("zero3",), [struck, row]).answer == f"FAIL: zero3 ({cause})"
+    on_gpus = tuple(dataclasses.replace(race, gpu="shows") for race in races)
+    assert Verification(("zero3",), [dataclasses.replace(row, causes=on_gpus)]).not_trusted == ["zero3"]
+
+
+def test_known_faults_of_strategies_that_were_not_tested_are_named() -> None:
+    old = {"deepspeed": "0.15.4", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    (fault,) = known_faults(old, on_gpu=True)
+    cause = f"cause d: {fault.title}; fixed in 0.19.0"
+    assert _untested(old, QUICK_STRATEGIES, on_gpu=True) == [f"not tested: zero2_cpu ({cause})"]
+    assert _untested(old, ("zero2_cpu",), on_gpu=True) == []
+
+
+def test_releases_that_do_not_import_together_are_refused_with_the_message_of_python(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("from torch.distributed import log_of_another_release\n")
+    result = verify("--quick", path=tmp_path)
+    assert result.returncode == 2
+    problem = "error: the packages under test cannot be imported together: ImportError: cannot import name"
+    assert result.stderr.splitlines()[-1].startswith(problem)
+
+
+def test_muon_adds_rows_which_are_compared_with_one_process_under_muon() -> None:
+    """DeepSpeed's stages report the norm of Muon's updates, so norms are not compared."""
+    result = verify("--quick", "--only", "zero1", "--optimizer", "muon", "--json")
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = {(row["option"], row["micro_steps"], row["kind"]) for row in json.loads(result.stdout)["rows"]}
+    assert rows == {(option, steps, "equal") for option in (None, "muon") for steps in (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "deepspeed", "extras", "problem"),
+    [
+        ("peft", "0.19.8", ("lora",), "not installed here: peft"),
+        ("datasets", "0.19.8", (), None),
+        ("peft", "0.19.8", ("muon",), None),
+        ("", "0.19.6", ("muon",), "deepspeed 0.19.6 has no Muon outside ZeRO"),
+    ],
+)
+def test_an_option_needs_its_package_only_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, lacking: str, deepspeed: str, extras: tuple[Option, ...], problem: str | None
+) -> None:
+    versions = {"deepspeed": deepspeed, "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    for module in (stacks, verify_module):
+        monkeypatch.setattr(
+            module, "package_version", lambda name: None if name == lacking else versions.get(name, "1")
+        )
+    with pytest.raises(UserError, match=problem) if problem else contextlib.nullcontext():
+        _check_packages(["zero1"], versions, extras)
 
 
 def test_records_of_another_device_are_not_continued(tmp_path: Path) -> None:
@@ -127,7 +216,8 @@ def test_records_of_another_device_are_not_continued(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_every_strategy_of_the_pinned_releases_matches_one_process() -> None:
-    four = verify("--world_size", "4", "--only", "zero2", "--precision", "fp32", "--json")
+    options = ("--optimizer", "muon", "--peft", "lora")
+    four = verify("--world_size", "4", "--only", "zero2", "--precision", "fp32", *options, "--json")
     assert four.returncode == 0, four.stderr
     assert "4 ranks on CPU cores" in four.stderr
     result = verify("--json")
@@ -145,6 +235,7 @@ def test_every_strategy_of_the_pinned_releases_matches_one_process() -> None:
         (("--precision", "fp8"), "fp8"),
         (("--world_size", "0"), "not a number of ranks from 1 to 999"),
         (("--only", "fsdp2", "--precision", "bf16-engine"), "have no bf16-engine"),
+        (("--only", "fsdp2", "--optimizer", "muon"), "fsdp2 have no muon"),
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(flags: tuple[str, ...], problem: str) -> None:
@@ -271,7 +362,7 @@ def test_an_installation_without_engines_is_refused_at_once(tmp_path: Path) -> N
     process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert process.returncode == 2, process.stderr
     problem = "not installed here: deepspeed, accelerate, torch, transformers"
-    assert process.stderr.startswith(f"error: {problem}, datasets, evaluate, filelock. To fix it: ")
+    assert process.stderr.startswith(f"error: {problem}, filelock. To fix it: ")
     assert "pip install -e '.[train]'" in process.stderr
     # For a partial stack it names the missing packages, and nothing that would replace the others.
     (tmp_path / "deepspeed-0.18.0.dist-info").mkdir()

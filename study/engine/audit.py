@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from study.config.errors import RunFailed
+from study.config.errors import RunFailed, Unsupported
 from study.config.flags import BatchPlan, RunConfig
 from study.config.launch_context import Launch
 from study.config.strategies import PARTITION_ACTIVATIONS_KEY
@@ -48,7 +48,7 @@ class TrainingRun(Protocol):
 def audit(
     run: TrainingRun, accelerator: Accelerator, model: Any, optimizer: Any, plan: BatchPlan | None = None
 ) -> dict[str, Any]:
-    """Return engine.json from the live objects; raise RunFailed if they differ from the request.
+    """Return engine.json from the live objects; raise RunFailed if they differ, Unsupported without DeepSpeed's engine.
 
     `plan` is the engine's batch plan if it differs from the run's.
     """
@@ -59,7 +59,7 @@ def audit(
     config, launch, plan = run.config, run.launch, plan or run.plan
     is_deepspeed = launch.strategy.deepspeed is not None
     if is_deepspeed and not hasattr(model, "zero_optimization_stage"):
-        raise RunFailed(
+        raise Unsupported(
             f"{launch.strategy.name} needs DeepSpeed, but accelerate {package_version('accelerate')} wrapped the model"
             f" in {type(model).__name__}",
             "use a later accelerate: early releases run DeepSpeed only on GPUs",

@@ -36,8 +36,11 @@ from study.records.schema import RecordError
 VERIFIED = (("1.15.0", "0.19.8"),)
 # 1 allows other pairs; their records contain it.
 UNVERIFIED_VARIABLE = "ZERO_STUDY_UNVERIFIED_PAIR"
-# Packages that every run imports, whatever its strategy.
-TRAINING_PACKAGES = ("accelerate", "torch", "transformers", "datasets", "evaluate", "filelock")
+# 1 in the runs of `study verify`, which import the engines and base packages only, and so evaluate nothing.
+ENGINES_ONLY_VARIABLE = "ZERO_STUDY_ENGINES_ONLY"
+# Packages that every run imports, whatever its strategy, and those that an evaluation imports as well.
+ENGINE_PACKAGES = ("accelerate", "torch", "transformers", "filelock")
+TRAINING_PACKAGES = (*ENGINE_PACKAGES, "datasets", "evaluate")
 # DeepSpeed's build fails with a GPU and without a CUDA toolkit, unless this prevents the check.
 BUILDS_DEEPSPEED = "DS_IGNORE_CUDA_DETECTION=1"
 
@@ -50,9 +53,15 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def is_engines_only() -> bool:
+    """Whether runs import nothing besides the engines and base packages."""
+    return os.environ.get(ENGINES_ONLY_VARIABLE) == "1"
+
+
 def check_training_packages() -> None:
     """Raise UserError if a package that every run imports is not installed."""
-    if missing := [name for name in TRAINING_PACKAGES if package_version(name) is None]:
+    needed = ENGINE_PACKAGES if is_engines_only() else TRAINING_PACKAGES
+    if missing := [name for name in needed if package_version(name) is None]:
         raise UserError(f"not installed here: {', '.join(missing)}", f"run: {install_command('train')}")
 
 

@@ -17,6 +17,8 @@ from study.config.strategies import STRATEGY_NAMES
 from study.config.yaml_sections import Section, as_section, read_document
 
 FILE = Path(__file__).with_name("causes.yaml")
+# The tested releases, and the letter of each fault in them.
+GRID = FILE.with_name("grid.json")
 _MAX_VALUES = 5_000
 Blame = Literal["engine", "pairing"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]

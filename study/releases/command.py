@@ -10,16 +10,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.host.stacks import package_version
 from study.releases import bisect
-from study.releases.causes import PACKAGES, Cause, known_faults, read_causes
+from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_causes
 
-GRID = Path(__file__).with_name("grid.json")
 # Marks strategies without a verdict in the grid.
 NOT_RUN = "not run"
 # Releases in README.md, and without --details.

@@ -1,7 +1,7 @@
 """`study verify`: check that each strategy reproduces DDP with the installed packages.
 
 Each strategy trains a tiny model for a few steps in this study's loop, with accumulation 1 and 4, and is compared with
-one process without an engine.
+one process without an engine. The runs import the engines under test and base packages only.
 """
 
 from __future__ import annotations
@@ -11,33 +11,40 @@ import contextlib
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig, resolve_config
-from study.config.places import install_command
+from study.config.places import IMPORT_ROOT, install_command
 from study.config.printing import TextTable, print_page
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_duration
 from study.host.folders import cache_directory, folder_argument
 from study.host.machine import Machine, detect_machine
-from study.host.stacks import TRAINING_PACKAGES, UNVERIFIED_VARIABLE, package_version
+from study.host.stacks import ENGINE_PACKAGES, ENGINES_ONLY_VARIABLE, UNVERIFIED_VARIABLE, is_at_least, package_version
 from study.predictor.hardware import parse_int
 from study.records.directory import find_runs, read_json
 from study.records.schema import RecordError
-from study.releases.causes import PACKAGES, Cause, find_causes, find_races
-from study.releases.verdict import Reference, Verdict, reference_precision, trace_at
+from study.releases.causes import GRID, PACKAGES, Cause, find_causes, find_races, known_faults
+from study.releases.verdict import Reference, TrainingTrace, Verdict, reference_precision, trace_at
 from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
 from study.sweep.plan import RANKS_WITHOUT_A_GPU
 
 MICRO_STEPS = (1, 4)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "bf16-engine")
+QUICK_STRATEGIES = ("zero1", "zero2", "zero3")
+Option = Literal["", "muon", "lora"]
+# Flags of the runs with an option. DeepSpeed's stages would clip Muon's updates instead of gradients.
+_FLAGS: dict[Option, dict[str, Any]] = {
+    "": {}, "muon": {"optimizer": "muon", "max_grad_norm": 0.0}, "lora": {"peft": "lora"},
+}  # fmt: skip
 # Every strategy runs in fp32. Half precision uses other code paths of an engine, which a few strategies cover.
 _HALF: dict[Precision, tuple[str, ...]] = {
     "bf16": ("ddp", "zero0", "zero2", "zero3"), "bf16-engine": ("zero1", "zero2", "zero3"),
@@ -51,6 +58,10 @@ _RUN: dict[str, Any] = {
     "train_samples": 256, "eval_samples": 8, "max_grad_norm": 0.5, "logging_steps": 1, "weight_decay": 0.1,
     "learning_rate": 1e-3,
 }  # fmt: skip
+# Before it, the steps of DeepSpeed's Muon without ZeRO were those of SGD (issue 8441).
+_MUON_SINCE = "0.19.7"
+# Measured on two cores: imports, then a run of two ranks as a fork.
+_START_S, _CELL_S = 25, 6
 # The first run on a machine also compiles a DeepSpeed operator, and ranks may share cores.
 _TIME_LIMIT_S = 900.0
 # An equal run under a stack with a known race condition proves nothing, so this kind is not in _FINE. An engine that
@@ -68,6 +79,12 @@ class VerifyRow:
     micro_steps: int
     verdict: Verdict
     causes: tuple[Cause, ...] = ()
+    option: Option = ""
+
+    @property
+    def name(self) -> str:
+        """The strategy, after the option if there is one."""
+        return f"{self.option} {self.strategy}".lstrip()
 
     @property
     def is_fine(self) -> bool:
@@ -94,8 +111,11 @@ class VerifyRow:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--quick", action="store_true", help="zero1, zero2 and zero3 in fp32: 1 to 2 minutes on two cores")
     add("--only", nargs="+", metavar="STRATEGY", help="only these strategies, in every precision that they support")
-    add("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="only these precisions; default: all")
+    add("--precision", nargs="+", choices=PRECISIONS, help="only these precisions; default: all")
+    add("--optimizer", choices=("muon",), help="also with DeepSpeed's Muon, in fp32")
+    add("--peft", choices=("lora",), help="also with LoRA adapters, in fp32; needs peft")
     ranks = "number of ranks; default: one per GPU, or two without a GPU"
     add("--world_size", type=lambda text: parse_int(text, 999, "number of ranks"), metavar="N", help=ranks)
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
@@ -104,24 +124,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify the strategies; return exit status 0 if all that can run here agree.
+    """Verify the strategies; return exit status 0 if all that can run here agree, and 1 if one diverges.
 
-    It is 1 if one diverges, if no DeepSpeed engine can run here, or if a strategy that the user named cannot run.
+    It is 2 if no DeepSpeed engine can run here, or if a strategy or an option that the user asked for cannot run.
     """
-    os.environ[UNVERIFIED_VARIABLE] = "1"
+    os.environ.update({UNVERIFIED_VARIABLE: "1", ENGINES_ONLY_VARIABLE: "1"})
     verifiable, started = STUDIED_STRATEGIES[1:], time.monotonic()
     if unknown := next((name for name in options.only or () if name not in verifiable), None):
         raise UserError(f"--only: {unknown!r} is not verified", f"use {', '.join(verifiable)}")
-    strategies = [name for name in verifiable if not options.only or name in options.only]
-    out = sys.stderr if options.json else sys.stdout
+    selected = options.only or (QUICK_STRATEGIES if options.quick else verifiable)
+    strategies = [name for name in verifiable if name in selected]
+    extras = tuple(cast(Option, option) for option in (options.optimizer, options.peft) if option)
     stack = {name: package_version(name) for name in PACKAGES}
-    needed = PACKAGES if any(read_strategy(name).deepspeed for name in strategies) else PACKAGES[1:]
-    if lacking := [name for name in dict.fromkeys((*needed, *TRAINING_PACKAGES)) if package_version(name) is None]:
-        # `.[train]` would replace the releases under test.
-        fix = f"install {' and '.join(lacking)} next to the releases under test"
-        if not any(stack.values()):
-            fix = f"install the releases to test, or those of this study: {install_command('train')}"
-        raise UserError(f"not installed here: {', '.join(lacking)}", fix)
+    _check_packages(strategies, stack, extras)
     cache_directory()
     with contextlib.ExitStack() as scope:
         try:
@@ -134,26 +149,53 @@ def run(options: argparse.Namespace) -> int:
         ranks = options.world_size or box.gpus or RANKS_WITHOUT_A_GPU
         if box.gpus and ranks > box.gpus:
             raise UserError(f"--world_size {ranks} exceeds this machine, which has {box}", f"use {box.gpus} or less")
-        matrix = VerifyMatrix(root.absolute(), box, stack, options.precision, ranks, chosen=bool(options.only))
+        precisions = options.precision or (("fp32",) if options.quick else PRECISIONS)
+        matrix = VerifyMatrix(root.absolute(), box, stack, precisions, ranks, chosen=bool(options.only), extras=extras)
         matrix.is_kept = options.runs_dir is not None
-        if not any(map(matrix.cells, strategies)):
-            raise UserError(f"{' and '.join(strategies)} have no {' or '.join(options.precision)}", "use fp32")
-        tested = (
-            f"{len(strategies)} strategies on {matrix.where}, with accumulation {' and '.join(map(str, MICRO_STEPS))}"
-        )
-        print_page([f"Testing {_stack_text(stack)}: {tested}"], out)
+        cells = [cell for strategy in strategies for cell in matrix.cells(strategy)]
+        if not cells:
+            raise UserError(f"{' and '.join(strategies)} have no {' or '.join(precisions)}", "use fp32")
+        if unsupported := set(extras) - {option for _, _, option in cells}:
+            raise UserError(f"{' and '.join(strategies)} have no {unsupported.pop()}", f"use {QUICK_STRATEGIES[0]}")
+        which = f"{len(strategies)} strategies" if len(strategies) > 3 else ", ".join(strategies)
+        tested = f"{which} on {matrix.where}, with accumulation {' and '.join(map(str, MICRO_STEPS))}"
+        if not box.gpus:
+            tested += f"; about {-(-(_START_S + _CELL_S * len(cells)) // 60)} min on two cores"
+        print_page([f"Testing {_stack_text(stack)}: {tested}"], sys.stderr)
+        _check_imports(min(strategies, key=lambda name: read_strategy(name).deepspeed is None))
+        if options.quick:
+            matrix.run(strategies)
         verification = Verification(strategies)
         for number, strategy in enumerate(strategies, start=1):
             rows = list(matrix.rows(strategy))
             verification.rows += rows
-            print_page([f"[{number}/{len(strategies)}] {_line(strategy, rows)}"], out)
+            print_page([f"[{number}/{len(strategies)}] {_line(strategy, rows)}"], sys.stderr)
+    untested = _untested(stack, strategies, box.gpus > 0)
     if options.json:
-        print(json.dumps(_document(stack, matrix, verification), indent=2))
+        print(json.dumps(_document(stack, matrix, verification) | {"not_tested": untested}, indent=2))
     else:
         duration = format_duration(time.monotonic() - started)
-        print_page(["", _table(verification), f"\n{verification.answer} ({duration})"])
-    # A strategy that the user named and that cannot run here is a failure too.
-    return 0 if verification.agrees and not (options.only and verification.unverified) else 1
+        print_page([f"{verification.answer} ({duration})", *untested, "", _table(verification)])
+    if verification.agrees is False:
+        return 1
+    # A strategy or an option that the user asked for, and that cannot run here, is not verified.
+    unverified = [name for name in verification.unverified if options.only or name not in strategies]
+    return 2 if verification.agrees is None or unverified else 0
+
+
+def _check_packages(strategies: Sequence[str], stack: Mapping[str, str | None], extras: Sequence[Option]) -> None:
+    """Raise UserError if a package that the runs import is not installed."""
+    uses_deepspeed = "muon" in extras or any(read_strategy(name).deepspeed for name in strategies)
+    needed = [*(PACKAGES if uses_deepspeed else PACKAGES[1:]), *ENGINE_PACKAGES, *["peft"] * ("lora" in extras)]
+    if lacking := [name for name in dict.fromkeys(needed) if package_version(name) is None]:
+        # `.[train]` would replace the releases under test.
+        fix = f"install {' and '.join(lacking)} next to the releases under test"
+        if not any(stack.values()):
+            fix = f"install the releases to test, or those of this study: {install_command('train')}"
+        raise UserError(f"not installed here: {', '.join(lacking)}", fix)
+    if "muon" in extras and not is_at_least("deepspeed", _MUON_SINCE):
+        problem = f"deepspeed {stack['deepspeed']} has no Muon outside ZeRO, so no run of one process to compare with"
+        raise UserError(problem, f"leave out --optimizer muon, or use {_MUON_SINCE} or later")
 
 
 @dataclasses.dataclass
@@ -164,16 +206,28 @@ class Verification:
     rows: list[VerifyRow] = dataclasses.field(default_factory=list)
 
     @property
+    def names(self) -> list[str]:
+        """The strategies, then those with an option."""
+        return list(dict.fromkeys([*self.strategies, *(row.name for row in self.rows)]))
+
+    @property
     def not_trusted(self) -> list[str]:
-        """Strategies that diverge or crash in a cell, or may be equal only because of a race condition."""
-        bad = {row.strategy for row in self.rows if not row.is_fine}
-        return [name for name in self.strategies if name in bad]
+        """Strategies that diverge or crash in a cell, or may be equal only because of a race that GPUs have, too."""
+        bad = {row.name for row in self.rows if not row.is_fine} - {row.name for row in self._by_chance_on_cpus}
+        return [name for name in self.names if name in bad]
+
+    @property
+    def _by_chance_on_cpus(self) -> list[VerifyRow]:
+        """Rows of strategies whose only reason for distrust is a race that no GPU has."""
+        rows = [row for row in self.rows if not row.is_fine]
+        bad = {row.name for row in rows if row.kind != BY_LUCK or any(cause.gpu != "hidden" for cause in row.causes)}
+        return [row for row in rows if row.name not in bad]
 
     @property
     def unverified(self) -> list[str]:
         """Strategies without any judged cell."""
-        judged = {row.strategy for row in self.rows if row.kind not in ("refuses", "not judged")}
-        return [name for name in self.strategies if name not in judged]
+        judged = {row.name for row in self.rows if row.kind not in ("refuses", "not judged")}
+        return [name for name in self.names if name not in judged]
 
     @property
     def agrees(self) -> bool | None:
@@ -185,23 +239,49 @@ class Verification:
     @property
     def answer(self) -> str:
         """One-line answer: PASS, FAIL or NOT JUDGED."""
-        unverified = f"; not judged here: {', '.join(self.unverified)}" if self.unverified else ""
+        notes = f"; not judged here: {', '.join(self.unverified)}" if self.unverified else ""
+        if by_chance := self._by_chance_on_cpus:
+            notes = f"; {_names(by_chance)} {BY_LUCK} ({_faults(by_chance)}){notes}"
         if self.agrees is None:
-            return f"NOT JUDGED: no engine of DeepSpeed could run here{unverified}"
+            return f"NOT JUDGED: no engine of DeepSpeed could run here{notes}"
         if self.agrees:
-            return f"PASS: every strategy that runs here reproduces one process{unverified}"
-        return f"FAIL: {'; '.join(map(self._fault, self.not_trusted))}{unverified}"
+            return f"PASS: every strategy that runs here reproduces one process{notes}"
+        return f"FAIL: {'; '.join(self._diverging())}{notes}"
 
-    def _fault(self, strategy: str) -> str:
-        """Describe a strategy that diverges: with or without accumulation, and its known causes."""
-        wrong = [row for row in self.rows if row.strategy == strategy and not row.is_fine]
-        causes = list(dict.fromkeys(f"cause {cause.id}: {cause.title}" for row in wrong for cause in row.causes))
-        where = (
-            ""
-            if len({row.micro_steps for row in wrong}) > 1
-            else (" with accumulation" if wrong[0].micro_steps > 1 else " without accumulation")
-        )
-        return f"{strategy}{where} ({', '.join(causes) or 'no known cause'})"
+    def _diverging(self) -> Iterator[str]:
+        """Yield the strategies that diverge alike: with or without accumulation, and their known causes."""
+        groups: dict[tuple[str, str], list[VerifyRow]] = {}
+        for name in self.not_trusted:
+            wrong = [row for row in self.rows if row.name == name and not row.is_fine]
+            is_both = len({row.micro_steps for row in wrong}) > 1
+            where = "" if is_both else f" with{'out' * (wrong[0].micro_steps == 1)} accumulation"
+            groups.setdefault((where, _faults(wrong)), []).extend(wrong)
+        for (where, faults), rows in groups.items():
+            yield f"{_names(rows)}{where} ({faults})"
+
+
+def _names(rows: Sequence[VerifyRow]) -> str:
+    return ", ".join(dict.fromkeys(row.name for row in rows))
+
+
+def _faults(rows: Sequence[VerifyRow]) -> str:
+    causes = "; ".join(dict.fromkeys(_fault(cause) for row in rows for cause in row.causes))
+    return causes or next((row.verdict.describe[:160] for row in rows if row.kind == "crashes"), "no known cause")
+
+
+def _fault(cause: Cause) -> str:
+    """Describe a cause as in the grid of releases."""
+    letter = json.loads(GRID.read_text(encoding="utf-8"))["letters"].get(cause.id, cause.id)
+    limits = ["on CPUs only"] * (cause.gpu == "hidden") + [f"fixed in {cause.left.release}"] * bool(cause.left.release)
+    return "; ".join([f"cause {letter}: {cause.title}", *limits])
+
+
+def _untested(stack: Mapping[str, str | None], strategies: Sequence[str], on_gpu: bool) -> list[str]:
+    """Return a line for each known fault of this stack that only strategies which were not tested have."""
+    return [
+        f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
+        for cause in known_faults(stack, on_gpu) if not set(cause.strategies) & set(strategies)
+    ]  # fmt: skip
 
 
 class VerifyMatrix:
@@ -209,14 +289,14 @@ class VerifyMatrix:
 
     def __init__(
         self, root: Path, box: Machine, stack: Mapping[str, str | None], precisions: Sequence[Precision], ranks: int, *,
-        chosen: bool,
+        chosen: bool, extras: Sequence[Option] = (),
     ):  # fmt: skip
         """Plan the cells; `chosen` strategies, which the user named, run in every precision that they support."""
         self.root, self.box, self.ranks = root, box, ranks
-        self._stack, self._precisions, self._chosen = stack, precisions, chosen
+        self._stack, self._precisions, self._chosen, self._extras = stack, precisions, chosen, extras
         self.is_kept = True
         self._asked = set[str]()
-        self.references: dict[Precision, Reference] = {}
+        self.references: dict[tuple[Precision, Option], Reference] = {}
 
     @property
     def where(self) -> str:
@@ -224,54 +304,62 @@ class VerifyMatrix:
         where = f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'CPU cores'}"
         return where if self.ranks > 1 else f"{where}, so faults between ranks are not detected"
 
+    def run(self, strategies: Sequence[str]) -> None:
+        """Run the cells of the strategies and their reference cells, in one sweep that imports the engines once."""
+        cells = [(strategy, *cell) for strategy in strategies for cell in self.cells(strategy)]
+        pairs = dict.fromkeys((precision, option) for _, precision, _, option in cells)
+        self._run(
+            [*(cell for pair in pairs for cell in self._reference_cells(*pair)), *(self._cell(*cell) for cell in cells)]
+        )
+
     def rows(self, strategy: str) -> Iterator[VerifyRow]:
         """Run the cells of a strategy and yield their verdicts."""
-        cells = self.cells(strategy)
-        self._run([self._cell(strategy, *cell) for cell in cells])
-        for precision, micro_steps in cells:
-            reference = self._reference(precision)
-            verdict = reference.judge(trace_at(self.root / self._cell(strategy, precision, micro_steps).id))
+        self.run([strategy])
+        for precision, micro_steps, option in self.cells(strategy):
+            reference = self._reference(precision, option)
+            verdict = reference.judge(self._trace(self._cell(strategy, precision, micro_steps, option)))
             if reference.single.state != "ok":
                 verdict = Verdict("not judged", reason=f"the run of one process failed: {reference.single.reason}")
-            causes = find_causes(self._stack, strategy, micro_steps, precision, verdict.differs)
+            # The causes were found with AdamW. Muon's updates have other faults; wrong weights precede any update.
+            differs = verdict.differs if option != "muon" or verdict.what == "weights" else None
+            causes = find_causes(self._stack, strategy, micro_steps, precision, differs)
             if verdict.kind == "equal":
                 causes = find_races(self._stack, strategy, micro_steps, precision, self.box.gpus > 0)
-            yield VerifyRow(strategy, precision, micro_steps, verdict, causes)
+            yield VerifyRow(strategy, precision, micro_steps, verdict, causes, option)
 
-    def cells(self, strategy: str) -> list[tuple[Precision, int]]:
-        """Return precision and accumulation of each cell; half precision only with accumulation.
+    def cells(self, strategy: str) -> list[tuple[Precision, int, Option]]:
+        """Return precision, accumulation and option of each cell; half precision only with accumulation.
 
         Most faults need accumulation.
         """
-        fp32: list[tuple[Precision, int]] = [("fp32", steps) for steps in MICRO_STEPS if "fp32" in self._precisions]
+        options = [option for option in self._extras if _supports(strategy, **_FLAGS[option])]
         half = [name for name in self._precisions if name in _HALF and self._has(strategy, name)]
-        return fp32 + [(precision, MICRO_STEPS[-1]) for precision in half]
+        return [
+            *(("fp32", steps, "") for steps in MICRO_STEPS if "fp32" in self._precisions),
+            *(("fp32", steps, option) for option in options for steps in MICRO_STEPS),
+            *((precision, MICRO_STEPS[-1], "") for precision in half),
+        ]  # fmt: skip
 
     def _has(self, strategy: str, precision: Precision) -> bool:
-        if not self._chosen:
-            return strategy in _HALF[precision]
-        try:
-            read_strategy(strategy).check_engine_flags(RunConfig(precision=precision))
-        except UserError:
-            return False
-        return True
+        return _supports(strategy, precision=precision) if self._chosen else strategy in _HALF[precision]
 
-    def _reference(self, precision: Precision) -> Reference:
-        if precision not in self.references:
-            plain = cast(Precision, reference_precision(precision))
-            single = self._cell("single", plain, 1)
-            ddp = [self._cell("ddp", plain, steps) for steps in MICRO_STEPS if plain == "fp32" or steps > 1]
-            self._run([single, *ddp])
-            traces = [trace_at(self.root / cell.id) for cell in (single, *ddp)]
-            self.references[precision] = Reference(precision, traces[0], tuple(traces[1:]))
-        return self.references[precision]
+    def _reference(self, precision: Precision, option: Option) -> Reference:
+        if (precision, option) not in self.references:
+            single, *ddp = map(self._trace, self._reference_cells(precision, option))
+            self.references[precision, option] = Reference(precision, single, tuple(ddp))
+        return self.references[precision, option]
 
-    def _cell(self, strategy: str, precision: Precision, micro_steps: int) -> Cell:
+    def _reference_cells(self, precision: Precision, option: Option) -> list[Cell]:
+        plain = cast(Precision, reference_precision(precision))
+        ddp = [self._cell("ddp", plain, steps, option) for steps in MICRO_STEPS if plain == "fp32" or steps > 1]
+        return [self._cell("single", plain, 1, option), *ddp]
+
+    def _cell(self, strategy: str, precision: Precision, micro_steps: int, option: Option) -> Cell:
         ranks = 1 if strategy == "single" else self.ranks
         # Every cell trains on the same samples; with four accumulation steps a micro-batch has two of them.
         batch = 2 * self.ranks * MICRO_STEPS[-1]
         request = RunConfig(
-            **_RUN | {"train_samples": max(_RUN["train_samples"], batch)},
+            **_RUN | {"train_samples": max(_RUN["train_samples"], batch)} | _FLAGS[option],
             precision=precision,
             global_batch_size=batch,
             per_device_train_batch_size=batch // ranks // micro_steps,
@@ -279,12 +367,35 @@ class VerifyMatrix:
         config = resolve_config(request, accelerator_visible=self.box.gpus > 0)
         return Cell(strategy, ranks, config, request, repeat=1, time_limit_s=_TIME_LIMIT_S)
 
+    def _trace(self, cell: Cell) -> TrainingTrace:
+        trace = trace_at(self.root / cell.id)
+        # With Muon, DeepSpeed's stages report the norm of the updates instead of the gradients.
+        return dataclasses.replace(trace, norms=[None] * len(trace.norms)) if cell.config.optimizer == "muon" else trace
+
     def _run(self, cells: Sequence[Cell]) -> None:
         """Run cells without a successful record, each once per process: the failures of an earlier call are retried."""
-        todo = [cell for cell in cells if cell.id not in self._asked]
+        todo = list({cell.id: cell for cell in cells if cell.id not in self._asked}.values())
         self._asked.update(cell.id for cell in todo)
         if todo and run_cells(todo, self.root, self.box, retry=True, is_kept=self.is_kept, allow_forks=True).stopped:
             raise KeyboardInterrupt
+
+
+def _check_imports(strategy: str) -> None:
+    """Raise UserError with Python's message if the engines of a strategy cannot be imported together."""
+    call = f"stacks.import_libraries(strategies.read_strategy({strategy!r}))"
+    code = f"from study.config import strategies; from study.host import stacks; {call}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=IMPORT_ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        problem = f"the packages under test cannot be imported together: {result.stderr.strip().splitlines()[-1]}"
+        raise UserError(problem, "install releases that support each other")
+
+
+def _supports(strategy: str, **flags: Any) -> bool:
+    try:
+        read_strategy(strategy).check_engine_flags(RunConfig(**flags))
+    except UserError:
+        return False
+    return True
 
 
 def _check_same_stack(root: Path, stack: dict[str, str | None], box: Machine) -> None:
@@ -307,24 +418,27 @@ def _stack_text(stack: dict[str, str | None]) -> str:
 def _line(strategy: str, rows: Sequence[VerifyRow]) -> str:
     if all(row.kind == "equal" for row in rows):
         return f"{strategy}: reproduces one process"
-    return f"{strategy}: " + " | ".join(f"{row.place}: {row.says}" for row in rows if row.kind != "equal")
+    wrong = (row for row in rows if row.kind != "equal")
+    return f"{strategy}: " + " | ".join(f"{row.option} {row.place}: {row.says}".lstrip() for row in wrong)
 
 
 def _table(verification: Verification) -> TextTable:
     places = list(dict.fromkeys(row.place for row in verification.rows))
-    kinds = {(row.strategy, row.place): row.kind for row in verification.rows}
-    lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in verification.strategies]
+    kinds = {(row.name, row.place): row.kind for row in verification.rows}
+    lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in verification.names]
     return TextTable(["strategy", *places], lines)
 
 
 def _document(stack: dict[str, str | None], matrix: VerifyMatrix, verification: Verification) -> dict[str, Any]:
     references = matrix.references.items()
     return {
-        "stack": stack, "ranks": matrix.ranks, "on_gpu": matrix.box.gpus > 0, "agrees": verification.agrees,
+        "stack": stack, "ranks": matrix.ranks, "on_gpu": matrix.box.gpus > 0, "answer": verification.answer,
+        "agrees": verification.agrees,
         "not_trusted": verification.not_trusted, "not_verified": verification.unverified,
-        "tolerances": {precision: dataclasses.asdict(reference.tolerance) for precision, reference in references},
+        "tolerances": {" ".join(key).rstrip(): dataclasses.asdict(item.tolerance) for key, item in references},
         "rows": [
-            {"strategy": row.strategy, "precision": row.precision, "micro_steps": row.micro_steps,
+            {"strategy": row.strategy, "option": row.option or None, "precision": row.precision,
+             "micro_steps": row.micro_steps,
              **dataclasses.asdict(row.verdict), "kind": row.kind, "says": row.says,
              "causes": [cause.id for cause in row.causes]}
             for row in verification.rows

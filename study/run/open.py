@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from study.config.errors import RunFailed, UserError, first_line, redact_secrets
 from study.host.folders import check_process, resolve_path
 from study.host.machine import free_memory
-from study.host.stacks import check_training_packages
+from study.host.stacks import check_training_packages, is_engines_only
 from study.records.directory import RunWriter, end_interrupted_run
 from study.records.lock import LOCK_NAME, is_locked_by_current_launch, lock_run_directory, read_lock_owner
 from study.records.outcome import RETRY_HINT, Terminated, outcome_from_exception, raise_on_signals
@@ -247,7 +247,7 @@ class OpenRun:
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation follows this step."""
         is_due = step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
-        return is_due and not self.launch.virtual
+        return is_due and not self.launch.virtual and not is_engines_only()
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint follows this step."""

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from study.sweep.cell import Cell
 
 PRELOADED_MODULES = (
-    "accelerate.commands.launch", "datasets", "deepspeed.ops.op_builder.all_ops", "evaluate",
-    "torch.distributed.fsdp", "torch.utils.cpp_extension", "torch.utils.flop_counter", "transformers.integrations",
+    "accelerate.commands.launch", "deepspeed.ops.op_builder.all_ops", "torch.distributed.fsdp",
+    "torch.utils.cpp_extension", "torch.utils.flop_counter", "transformers.integrations",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "transformers.optimization",
-    "transformers.trainer",
 )  # fmt: skip
+# Not for the runs of `study verify`; transformers' trainer imports `datasets`.
+_FOR_TRAINING = ("datasets", "evaluate", "transformers.trainer")
 # torch's launcher grants the other ranks this time after one has failed.
 GRACE_S = 30
 
@@ -111,11 +112,11 @@ def ask(address: str, file: str) -> int:
 def serve(address: str) -> None:
     """Import the libraries, then fork a process for each request until standard input closes."""
     from study.config.strategies import read_strategy
-    from study.host.stacks import import_libraries, without_gc
+    from study.host.stacks import import_libraries, is_engines_only, without_gc
 
     import_libraries(read_strategy("zero3"))
     with without_gc():
-        for library in PRELOADED_MODULES:
+        for library in PRELOADED_MODULES + (() if is_engines_only() else _FOR_TRAINING):
             importlib.import_module(library)
     # The address appears when the socket listens: a connection between bind and listen fails.
     with socket.create_server(f"{address}.new", family=socket.AF_UNIX) as listener:

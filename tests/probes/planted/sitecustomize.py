@@ -1,6 +1,8 @@
 """On PYTHONPATH, lets the installed DeepSpeed train wrongly, in another way at each stage.
 
 Stage 1 drops the second micro-step of a step, stage 2 skips clipping, stage 3 divides by the accumulation steps twice.
+PLANTED=known plants faults c, b and a of the grid of releases instead. Packages that `study verify` must not import
+cannot be imported here.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -36,7 +39,10 @@ def _plant(engine_class: Any) -> None:
     def backward(self: Any, loss: Any, **options: Any) -> Any:
         stage, micro_steps = self.zero_optimization_stage(), self.gradient_accumulation_steps()
         self.backwards = getattr(self, "backwards", 0) + 1
-        if stage == 1 and micro_steps > 1 and self.backwards % micro_steps == 2:
+        is_known, is_last = os.environ.get("PLANTED") == "known", self.backwards % micro_steps == 0
+        if is_known and stage in (1, 2):
+            loss = loss if is_last else loss * micro_steps * (stage == 1)
+        elif stage == 1 and micro_steps > 1 and self.backwards % micro_steps == 2:
             loss = 0 * loss
         elif stage == 2:
             self.optimizer.clip_grad = 0.0
@@ -48,3 +54,5 @@ def _plant(engine_class: Any) -> None:
 
 
 sys.meta_path.insert(0, _AfterImport())
+for name in ("datasets", "evaluate", "pandas", "pyarrow", "matplotlib", "scipy", "papermill", "peft", "jupyter"):
+    sys.modules[name] = None  # type: ignore[assignment]
