@@ -62,7 +62,7 @@ def print_completion(options: argparse.Namespace) -> int:
         for action in command_parser._actions:
             action.choices = action.choices or names.get(action.dest)
             if action.choices is None and action.nargs != 0:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+                action.complete = shtab.FILE
     print(shtab.complete(parser, options.shell))
     return 0
 

@@ -17,7 +17,7 @@ from study.config.strategies import STRATEGY_NAMES
 
 pytest.importorskip("shtab", reason="make install has not brought shtab yet")
 GOOD = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-FILES = {
+FILES: dict[str, str | bytes] = {
     "good.json": json.dumps(GOOD),
     "good.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n",
     "wrong.json": """{

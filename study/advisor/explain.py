@@ -29,9 +29,9 @@ EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 0.19.8, including "auto". Nothing is
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
 
---strict checks files instead, for CI. It prints the lines of settings that are refused, missing or dropped (exit status
-1), and of those in conflict or without effect (warnings). It skips files that are neither, by their content. Without
-MODEL or --world_size it prints what holds for any.
+--strict checks files instead, for CI. It prints the lines of errors (settings that the engine refuses, requires or
+drops; exit status 1) and of warnings (conflicts and settings without effect). It skips files that are neither, by their
+content. Without MODEL or --world_size it prints what holds for any.
 """
 # Kinds of findings, the most important first, with the words that count them in the first line.
 _FINDINGS = {
@@ -87,7 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-    add("--strict", action="store_true", help="check files: fail on settings that are refused, missing or dropped")
+    add(
+        "--strict",
+        action="store_true",
+        help="check files, and fail on settings that the engine refuses, requires or drops",
+    )
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 
 

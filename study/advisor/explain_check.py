@@ -78,18 +78,15 @@ def is_config(name: str) -> bool:
         return any(re.search(rf'^\s*"{key}"\s*:', text, re.MULTILINE) for key in _DEEPSPEED_KEYS)
     if not isinstance(document, dict):
         return False
-    known = user_settings.known_settings()
-    is_deepspeed = "train_batch_size" in document and document.keys() <= {*known["top"], *known["others"]}
+    reference = user_settings.known_settings()
+    is_deepspeed = "train_batch_size" in document and document.keys() <= {*reference["top"], *reference["others"]}
     return is_deepspeed or any(
         difflib.get_close_matches(key, document, cutoff=0.85) for key in (*_DEEPSPEED_KEYS, "compute_environment")
     )
 
 
 def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Problem]:
-    """Yield the settings of a file that are refused, missing, in conflict or without effect.
-
-    Without a model or a number of ranks those that are so for any.
-    """
+    """Yield the problems of a file; without a model or a number of ranks, those that it has with any."""
     text = resolve_path(name).read_text(encoding="utf-8")
     try:
         file = user_settings.read_user_file(name)
@@ -98,22 +95,21 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
         counts = [None] if is_one_process else [ranks] if ranks else _fitting_ranks(file)
         cases = [resolve(file, shape, count, work) for shape, count in itertools.product(shapes, counts)]
     except UserError as refusal:
-        says = re.sub(r"^(:\d+)?:? ", "", refusal.problem.removeprefix(name))
-        yield Problem(name, _line_of_refusal(text, refusal.problem.removeprefix(name)), "refused", "",
-                      f"{says}; {refusal.fix}")  # fmt: skip
+        problem = refusal.problem.removeprefix(name)
+        says = f"{problem.lstrip(':0123456789 ')}; {refusal.fix}"
+        yield Problem(name, _line_of_refusal(text, problem), "refused", "", says)
         return
-    first, *others = [
-        {(finding.kind, finding.key): finding.says for finding in findings(case)} for case in cases
-    ]  # fmt: skip
+    by_case = [{(finding.kind, finding.key): finding.says for finding in findings(case)} for case in cases]
     in_file = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
-    for (kind, key), says in first.items():
-        if kind not in ("noted", "filled") and all((kind, key) in other for other in others):
-            shown = in_file.get(key, key) if file.launcher == "accelerate" else key
-            yield Problem(name, find_line(text, shown) or 1, kind, shown, says)
+    for (kind, key), says in by_case[0].items():
+        if kind not in ("noted", "filled") and all((kind, key) in case for case in by_case):
+            file_key = in_file.get(key, key) if file.launcher == "accelerate" else key
+            line = find_line(text, file_key) or find_line(text, "deepspeed_config_file") or 1
+            yield Problem(name, line, kind, file_key, says)
 
 
 def _fitting_ranks(file: user_settings.UserFile) -> list[int]:
-    """Return numbers of ranks, one of which fits the batch and the groups of the file if any number does."""
+    """Return numbers of ranks; if any number fits the batch and the groups of the file, one of these does."""
     if file.num_processes:
         return [file.num_processes]
     top, counts = file.deepspeed or {}, [*_RANKS]
