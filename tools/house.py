@@ -21,7 +21,7 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_695,
+    "config": 1_701,
     "records": 2_840,
     "host": 1_500,
     "workloads": 1_950,
@@ -32,15 +32,15 @@ BUDGETS = {
     "run": 1_689,
     "virtual": 900,
     "releases": 1_402,
-    "advisor": 3_149,
+    "advisor": 3_342,
     "report": 5_071,
     "autopsy": 1_702,
     "claims": 2_155,
     "baselines": 710,
     "train": 150,
-    "cli": 159,
+    "cli": 198,
     "__init__": 50,
-    "tests": 22_186,
+    "tests": 22_338,
 }
 
 
