@@ -17,8 +17,10 @@ install: .venv/installed
 	$(INSTALL) -c constraints.txt pip setuptools wheel ninja numpy
 	$(INSTALL) -c constraints.txt $(if $(TORCH_INDEX),--upgrade --extra-index-url $(TORCH_INDEX)) torch
 	@# DeepSpeed's build fails where there is a GPU and no CUDA toolkit, unless it is kept from looking.
-	DS_IGNORE_CUDA_DETECTION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
-	$(BIN)/python -m study.host.operators
+	DS_IGNORE_CUDA_DETECTION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e ".[train]"
+	@# Its operators compile beside the download of the rest, which they do not import.
+	@$(BIN)/python -m study.host.operators & operators=$$!; trap 'kill $$operators 2>/dev/null' EXIT INT TERM; \
+	$(INSTALL) -c constraints.txt --no-build-isolation -e ".[train,report,dev]" && wait $$operators
 	@# uv installs no bytecode. With PYTHONDONTWRITEBYTECODE every rank would compile torch and transformers again: half of
 	@# its start-up. Some files of torch need a newer Python, hence the colon.
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib study || :

@@ -264,9 +264,11 @@ def test_each_trainer_has_its_own_script_and_the_flags_of_a_cell_ask_for_exactly
 
 
 def test_a_cell_starts_the_launcher_without_the_other_commands_of_accelerate() -> None:
-    command, step = ["bin/accelerate", "launch", "--num_processes", "2", "study/train.py"], ["srun", "--nodes", "1"]
-    assert launch_directly(command) == ["bin/accelerate-launch", *command[2:]]
-    assert launch_directly(step) == step
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    arguments = ["--num_processes", "2", "study/train.py"]
+    assert launch_directly([accelerate, "launch", *arguments]) == [f"{accelerate}-launch", *arguments]
+    for command in (["nowhere/accelerate", "launch", *arguments], ["srun", "--nodes", "1"]):
+        assert launch_directly(command) == command
     (script,) = (entry for entry in metadata.entry_points(group="console_scripts") if entry.name == "accelerate-launch")
     assert script.value == "accelerate.commands.launch:main"
 

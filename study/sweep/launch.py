@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -191,8 +192,9 @@ def run_cell(
 
 
 def launch_directly(command: list[str]) -> list[str]:
-    """Return the command with accelerate-launch, the same without the import of Accelerate's other commands: a second."""
-    return [f"{command[0]}-launch", *command[2:]] if command[1] == "launch" else command
+    """Return the command with accelerate-launch, which starts a second faster: it imports no other command."""
+    script = f"{command[0]}-launch"
+    return [script, *command[2:]] if command[1] == "launch" and shutil.which(script) else command
 
 
 def with_supervisor(command: list[str]) -> list[str]:
