@@ -26,12 +26,13 @@ install: .venv/installed
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib study || :
 	touch $@
 
-# The first page comes when every strategy has run once on both tasks, the whole one after all seeds. A run that failed is
-# a row of the report; the exit status is that of the runs. It goes beside the runs: reports/ holds what is in git.
+# The first page comes when every strategy has run once on both tasks, then one after each further seed, and one of what
+# there is after Ctrl-C. A run that failed is a row of the report; the exit status is that of the runs. It goes beside the
+# runs: reports/ holds what is in git.
 study: install
-	@set -f; for only in "--only seed=42 --only *-r1" ""; do \
+	@set -f; trap stopped=130 INT; for only in "--only seed=42 --only *-r1" "--only seed=43" ""; do \
 	  $(BIN)/study run laptop $$only; status=$$?; [ $$status -lt 2 ] || exit $$status; \
-	  $(BIN)/study report laptop --output runs/laptop/report || exit $$?; done; exit $$status
+	  $(BIN)/study report laptop --output runs/laptop/report || exit $$?; [ -z "$$stopped" ] || exit $$stopped; done; exit $$status
 
 # Two files at a time, since half of what a test does is start-up on one core. Then what measures time
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.

@@ -153,6 +153,31 @@ def test_an_environment_without_pip_is_created_again(tmp_path: Path) -> None:
     assert "asked: -m venv --clear .venv" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("run", "status", "calls"),
+    [
+        ("exit 0", 0, ["run seed=42 *-r1", "report", "run seed=43", "report", "run", "report"]),
+        ("exit 1", 2, ["run seed=42 *-r1", "report", "run seed=43", "report", "run", "report"]),
+        ("exit 2", 2, ["run seed=42 *-r1"]),
+        # Ctrl-C: the shell of the recipe and the command both get it.
+        ("kill -INT $PPID; exit 1", 2, ["run seed=42 *-r1", "report"]),
+    ],
+)
+def test_a_page_is_built_after_each_seed_and_after_ctrl_c(
+    run: str, status: int, calls: list[str], tmp_path: Path
+) -> None:
+    command = tmp_path / "study"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = report ] || {{ {run}; }}\n')
+    command.chmod(0o755)
+    ended = subprocess.run(
+        ["make", "-o", "install", "study", f"BIN={tmp_path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    words = [
+        line.replace("--only ", "").split(" --output")[0] for line in (tmp_path / "calls").read_text().splitlines()
+    ]
+    assert (ended.returncode, [line.replace(" laptop", "") for line in words]) == (status, calls), ended.stderr
+
+
 def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     path = os.pathsep.join([str(FAKE_GPU), str(ROOT)])

@@ -1,4 +1,4 @@
-"""What others run from this repository: the hook, the action's check, the completion of shells, the workflows."""
+"""The pre-commit hook, the check of the action, completion in shells, and the pins of workflows."""
 
 from __future__ import annotations
 

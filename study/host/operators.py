@@ -95,7 +95,7 @@ def load_operator(builder: Any, say: Callable[[str], None] = _print) -> Any:
     with FileLock(folder.with_suffix(".build.lock")):
         _clear_dead_build(folder)
         if not is_built(builder):
-            minutes = "4 to 10" if builder.name == "async_io" else "1 to 3"
+            minutes = "1 to 5" if builder.name == "async_io" else "1 to 2"
             say(f"{COMPILES} {builder.name}: once per installation, usually {minutes} minutes on two cores")
             try:
                 with _short_torch_header(folder):
