@@ -17,19 +17,22 @@ install: .venv/installed
 	$(INSTALL) -c constraints.txt pip setuptools wheel ninja numpy
 	$(INSTALL) -c constraints.txt $(if $(TORCH_INDEX),--upgrade --extra-index-url $(TORCH_INDEX)) torch
 	@# DeepSpeed's build fails where there is a GPU and no CUDA toolkit, unless it is kept from looking.
-	DS_IGNORE_CUDA_DETECTION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
-	$(BIN)/python -m study.host.operators
+	DS_IGNORE_CUDA_DETECTION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e ".[train]"
+	@# Its operators compile beside the download of the rest, which they do not import.
+	@$(BIN)/python -m study.host.operators & operators=$$!; trap 'kill $$operators 2>/dev/null' EXIT INT TERM; \
+	$(INSTALL) -c constraints.txt --no-build-isolation -e ".[train,report,dev]" && wait $$operators
 	@# uv installs no bytecode. With PYTHONDONTWRITEBYTECODE every rank would compile torch and transformers again: half of
 	@# its start-up. Some files of torch need a newer Python, hence the colon.
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib study || :
 	touch $@
 
-# The first page comes when every strategy has run once on both tasks, the whole one after all seeds. A run that failed is
-# a row of the report; the exit status is that of the runs. It goes beside the runs: reports/ holds what is in git.
+# The first page comes when every strategy has run once on both tasks, then one after each further seed, and one of what
+# there is after Ctrl-C. A run that failed is a row of the report; the exit status is that of the runs. It goes beside the
+# runs: reports/ holds what is in git.
 study: install
-	@set -f; for only in "--only seed=42 --only *-r1" ""; do \
+	@set -f; trap stopped=130 INT; for only in "--only seed=42 --only *-r1" "--only seed=43" ""; do \
 	  $(BIN)/study run laptop $$only; status=$$?; [ $$status -lt 2 ] || exit $$status; \
-	  $(BIN)/study report laptop --output runs/laptop/report || exit $$?; done; exit $$status
+	  $(BIN)/study report laptop --output runs/laptop/report || exit $$?; [ -z "$$stopped" ] || exit $$stopped; done; exit $$status
 
 # Two files at a time, since half of what a test does is start-up on one core. Then what measures time
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.

@@ -1,9 +1,10 @@
-"""Build step of the wheel: adds the files of the checkout that the commands read, as study/data/ (config/places.py)."""
+"""Build steps: a wheel has the files of the checkout that commands read as study/data/ (config/places.py)."""
 
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 DATA = (
     "accelerate_configs/*.*", "accelerate_configs/deepspeed/*.json", "constraints.txt", "notebooks/*.ipynb",
@@ -11,11 +12,16 @@ DATA = (
 )  # fmt: skip
 
 
+def find_data():
+    """Return the files of DATA."""
+    return [file for pattern in DATA for file in sorted(Path().glob(pattern))]
+
+
 class BuildWithData(build_py):
-    """Treats DATA as data of the package, so that both the wheel and the source distribution contain it."""
+    """Treats DATA as data of the package."""
 
     def _get_data_files(self):
-        files = [file for pattern in DATA for file in sorted(Path().glob(pattern))]
+        files = find_data()
         folders = dict.fromkeys(file.parent for file in files)
         target = Path(self.build_lib) / "study" / "data"
         return [
@@ -25,4 +31,11 @@ class BuildWithData(build_py):
         ]  # fmt: skip
 
 
-setup(cmdclass={"build_py": BuildWithData})
+class SourceWithData(sdist):
+    """Adds DATA: pip and `python -m build` make the wheel from the source distribution."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, [*files, *map(str, find_data())])
+
+
+setup(cmdclass={"build_py": BuildWithData, "sdist": SourceWithData})

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from study.advisor import advise_command as advise
 from study.advisor import configs_command as configs
@@ -19,6 +19,7 @@ from study.autopsy import run as autopsy
 from study.claims import command as claims
 from study.config.errors import UserError, clip, first_line
 from study.config.flags import Parser
+from study.config.strategies import STRATEGY_NAMES
 from study.host.folders import check_process
 from study.predictor import validation
 from study.records.outcome import Terminated
@@ -27,7 +28,9 @@ from study.releases import verify
 from study.releases.prepare import prepare
 from study.report.site import command as report
 from study.sweep import command as sweep
+from study.sweep.suite_file import SUITE_DIRECTORY
 from study.virtual import command as virtual
+from study.workloads.presets import PRESETS
 
 _FIXES = {errno.ENAMETOOLONG: "use a shorter name", errno.ENOSPC: "make room there"}
 
@@ -39,6 +42,29 @@ class Command(NamedTuple):
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     epilog: str = ""
+
+
+def add_shell(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `study completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that completes")
+
+
+def print_completion(options: argparse.Namespace) -> int:
+    """Print a script with which a shell completes commands, flags and names; it starts no Python."""
+    import shtab
+
+    parser, subparsers = build_parser()
+    names = {
+        "suite": sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")), "strategy": STRATEGY_NAMES,
+        "names": STRATEGY_NAMES, "model_name_or_path": tuple(PRESETS),
+    }  # fmt: skip
+    for command_parser in subparsers.choices.values():
+        for action in command_parser._actions:
+            action.choices = action.choices or names.get(action.dest)
+            if action.choices is None and action.nargs != 0:
+                action.complete = shtab.FILE
+    print(shtab.complete(parser, options.shell))
+    return 0
 
 
 COMMANDS = {
@@ -102,11 +128,18 @@ COMMANDS = {
         releases.run,
         releases.EPILOG,
     ),
+    "completion": Command(
+        "print a script for completion in bash, zsh or fish",
+        add_shell,
+        print_completion,
+        "bash: study completion bash > ~/.local/share/bash-completion/completions/study; zsh: > _study in a folder of"
+        " $fpath; fish: > ~/.config/fish/completions/study.fish",
+    ),
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line's subcommand; return the exit status."""
+def build_parser() -> tuple[Parser, argparse._SubParsersAction[Any]]:
+    """Return the parser of the command line, and its subparsers."""
     parser = Parser(
         prog="study",
         description="DeepSpeed ZeRO on Accelerate: advice, predictions, studies, verdicts on published claims.",
@@ -115,6 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.add_arguments(subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False))
+    return parser, subparsers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line's subcommand; return the exit status."""
+    parser, subparsers = build_parser()
     try:
         check_process()
         options, unknown = parser.parse_known_args(arguments)

@@ -764,7 +764,7 @@ def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(
     document: dict[str, Any], status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "accelerate.yaml"
-    file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "num_processes": 2, **document}))
+    file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 2, **document}))
     assert main(["explain", str(file), "gpt2"]) == 0
     page = capsys.readouterr().out
     assert "fp32 by default" in page

@@ -47,7 +47,7 @@ def split_command(line: str) -> tuple[dict[str, str], list[str]]:
 @pytest.mark.parametrize("is_kept_from_looking", [False, True])
 def test_deepspeed_builds_on_a_gpu_machine_without_a_toolkit(is_kept_from_looking: bool, tmp_path: Path) -> None:
     """pip runs the first part of the build to find an archive's dependencies."""
-    variables, _ = recipe(".[train,report,dev]")
+    variables, _ = recipe(".[train]")
     flags = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(tmp_path)]
     on_a_gpu = os.environ | {"PYTHONPATH": str(FAKE_GPU), "CUDA_VISIBLE_DEVICES": "0"}
     result = subprocess.run(
@@ -62,7 +62,7 @@ def test_deepspeed_builds_on_a_gpu_machine_without_a_toolkit(is_kept_from_lookin
 
 
 def test_other_builds_of_deepspeed_set_the_variables_of_make_install() -> None:
-    variables, _ = recipe(".[train,report,dev]")
+    variables, _ = recipe(".[train]")
     text = (ROOT / "docs" / "gpus.md").read_text().replace("\\\n", "")
     (wheels,) = (line for line in text.splitlines() if " pip wheel " in line)
     assert [split_command(line)[0] for line in (pair_fix(), INSTALL_ALL, wheels)] == [variables] * 3
@@ -151,6 +151,31 @@ def test_an_environment_without_pip_is_created_again(tmp_path: Path) -> None:
     result = subprocess.run(["make", "install", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
     assert "asked: -m venv --clear .venv" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "calls"),
+    [
+        ("exit 0", 0, ["run seed=42 *-r1", "report", "run seed=43", "report", "run", "report"]),
+        ("exit 1", 2, ["run seed=42 *-r1", "report", "run seed=43", "report", "run", "report"]),
+        ("exit 2", 2, ["run seed=42 *-r1"]),
+        # Ctrl-C: the shell of the recipe and the command both get it.
+        ("kill -INT $PPID; exit 1", 2, ["run seed=42 *-r1", "report"]),
+    ],
+)
+def test_a_page_is_built_after_each_seed_and_after_ctrl_c(
+    run: str, status: int, calls: list[str], tmp_path: Path
+) -> None:
+    command = tmp_path / "study"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = report ] || {{ {run}; }}\n')
+    command.chmod(0o755)
+    ended = subprocess.run(
+        ["make", "-o", "install", "study", f"BIN={tmp_path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    words = [
+        line.replace("--only ", "").split(" --output")[0] for line in (tmp_path / "calls").read_text().splitlines()
+    ]
+    assert (ended.returncode, [line.replace(" laptop", "") for line in words]) == (status, calls), ended.stderr
 
 
 def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:

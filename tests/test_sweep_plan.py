@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from study.metrics.profiling import check_profiled_steps
 from study.sweep.cell import launch_command
 from study.sweep.command import duration
 from study.sweep.forecast import pending_items
+from study.sweep.launch import launch_directly
 from study.sweep.plan import missing_requirement, plan_cells, plan_suite
 from study.sweep.search import Search, list_runs
 from study.sweep.suite_file import find_suite, read_suite, shrink_suite
@@ -259,6 +261,16 @@ def test_each_trainer_has_its_own_script_and_the_flags_of_a_cell_ask_for_exactly
     config = parse_command_line(cell.flags(tmp_path / "out dir"))
     assert config.output_dir == str(tmp_path / "out dir")
     assert resolve_config(config, False).run_id("zero3", 2) == cell.config.run_id("zero3", 2)
+
+
+def test_a_cell_starts_the_launcher_without_the_other_commands_of_accelerate() -> None:
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    arguments = ["--num_processes", "2", "study/train.py"]
+    assert launch_directly([accelerate, "launch", *arguments]) == [f"{accelerate}-launch", *arguments]
+    for command in (["nowhere/accelerate", "launch", *arguments], ["srun", "--nodes", "1"]):
+        assert launch_directly(command) == command
+    (script,) = (entry for entry in metadata.entry_points(group="console_scripts") if entry.name == "accelerate-launch")
+    assert script.value == "accelerate.commands.launch:main"
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -30,7 +30,10 @@ def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the wheel of the files in git, built from a copy, because setuptools writes next to them."""
+    """Return the wheel of the source distribution of the files in git, as a release and pip build it.
+
+    Both are built from copies, because setuptools writes next to the files.
+    """
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, capture_output=True, check=True
@@ -39,9 +42,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (file := REPOSITORY / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, source / name)
-    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    built = call(sys.executable, "-c", build, target, cwd=source)
-    assert built.returncode == 0, built.stderr
+    for kind, folder in (("sdist", source), ("wheel", target / "source")):
+        build = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+        built = call(sys.executable, "-c", build, target, cwd=folder)
+        assert built.returncode == 0, built.stderr
+        if kind == "sdist":
+            (archive,) = target.glob("*.tar.gz")
+            shutil.unpack_archive(archive, target)
+            (target / archive.name.removesuffix(".tar.gz")).rename(target / "source")
     return next(target.glob("*.whl"))
 
 

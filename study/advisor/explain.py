@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
+from study.advisor.explain_check import check_files
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import ZERO, read_user_file
+from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
+from study.host.folders import resolve_path
 from study.predictor.hardware import parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse
@@ -25,6 +28,10 @@ from study.predictor.zero3_gathers import simulate_gathers
 EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 0.19.8, including "auto". Nothing is
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
+
+--strict checks files instead, for CI. It prints the lines of errors (settings that the engine refuses, requires or
+drops; exit status 1) and of warnings (conflicts and settings without effect). It skips files that are neither, by their
+content. Without MODEL or --world_size it prints what holds for any.
 """
 # Kinds of findings, the most important first, with the words that count them in the first line.
 _FINDINGS = {
@@ -67,8 +74,9 @@ class Explanation:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML")
-    add("model", metavar="MODEL", help="a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..")
+    add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML; with --strict also several")
+    model_help = "a preset, a folder with config.json, or its sizes: layers=..,hidden=..,.."
+    add("model", nargs="*", metavar="MODEL", help=model_help)
     add("--world_size", type=_COUNT, metavar="N", help="ranks of the whole job; by default as in the Accelerate file")
     add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision if the file does not set it")
     add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
@@ -78,31 +86,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
+    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     add(
         "--strict",
         action="store_true",
-        help="exit with 1 if a setting is ignored, without effect, missing or in conflict",
+        help="check files, and fail on settings that the engine refuses, requires or drops",
     )
-    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+    add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the explanation; return 1 if the engine refuses the file or, with --strict, drops a setting; else 0."""
+    """Print the explanation; return 1 if the engine refuses the file or, with --strict, any error is found, else 0."""
+    if options.strict:
+        return _check(options)
+    if options.output_format:
+        raise UserError("--output_format is for --strict", "add --strict, or leave --output_format out")
+    if len(options.model) != 1:
+        problem = "the model is missing" if not options.model else "only --strict accepts several files"
+        raise UserError(problem, "give one CONFIG and one MODEL: study explain ds.json gpt2")
     file = read_user_file(options.config)
-    shape = model_shape(options.model, ask_hub=options.hub)
+    shape = model_shape(options.model[0], ask_hub=options.hub)
     length = resolve_length(shape, options.seq_length)
-    work = ProgramSettings(
-        length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
-    )
-    case = resolve(file, shape, options.world_size, work)
+    case = resolve(file, shape, options.world_size, _program_settings(options, length))
     case = dataclasses.replace(case, findings=tuple(findings(case)))
     memory = predict_memory(case.request)
     if options.json:
         print(json.dumps(_document(case, memory), indent=2))
     else:
         print_page(_page(case, memory, options.details))
-    wrong = {"refused", *(("conflict", "missing", "ignored", "ineffective") if options.strict else ())}
-    return 1 if any(finding.kind in wrong for finding in case.findings) else 0
+    return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
+
+
+def _program_settings(options: argparse.Namespace, length: int) -> ProgramSettings:
+    return ProgramSettings(
+        length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    names, model = [options.config, *options.model], None
+    if len(names) > 1 and not resolve_path(names[-1]).is_file():
+        model = model_shape(names.pop(), ask_hub=options.hub)
+    for name in names:
+        if not resolve_path(name).is_file():
+            raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
+    length = resolve_length(model, options.seq_length) if model else options.seq_length or USUAL_LENGTH
+    checked, problems = check_files(names, model, options.world_size, _program_settings(options, length))
+    levels = Counter(problem.level for problem in problems)
+    if options.json:
+        document = {"checked": checked, "findings": [dataclasses.asdict(problem) for problem in problems]}
+        print(json.dumps(document, indent=2))
+    else:
+        for problem in problems:
+            print(problem.annotation if options.output_format == "github" else problem)
+        files = f"{len(checked)} configuration files checked, {len(names) - len(checked)} other files skipped"
+        print(f"errors: {levels['error']}, warnings: {levels['warning']}; {files}")
+    return int(levels["error"] > 0)
 
 
 def _document(case: ConfigCase, memory: MemoryUse) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from study.config.errors import UserError, clip, did_you_mean, first_line
 from study.config.yaml_sections import Section, load_package_yaml, read_document
 from study.host.folders import resolve_path
 
-_MAX_FILE_BYTES = 1_000_000
+MAX_FILE_BYTES = 1_000_000
 _MAX_VALUES = 10_000
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
@@ -93,7 +93,7 @@ def _read(name: str) -> tuple[dict[str, Any], list[Finding]]:
             files = path.parent.iterdir() if path.parent.is_dir() else ()
             names = [candidate.name for candidate in files if candidate.suffix in (".json", ".yaml", ".yml")]
             raise UserError(f"there is no file {name}", did_you_mean(path.name, names) or _EITHER)
-        if path.stat().st_size > _MAX_FILE_BYTES:
+        if path.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"{name} is larger than 1 MB", _EITHER)
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -264,7 +264,8 @@ def check_deepspeed(file: UserFile) -> None:
     settings, reference = file.deepspeed, known_settings()
     assert settings is not None
     for key in settings:
-        if key in reference["top"] or key in reference["others"]:
+        # DeepSpeed drops comments, too, as their authors expect.
+        if key in reference["top"] or key in reference["others"] or key.lstrip("_") in ("comment", "comments"):
             continue
         if guess := did_you_mean(key, [*reference["top"], *reference["others"]], cutoff=0.75):
             problem = f"{file.name}: {key} is not a setting of DeepSpeed, which drops it silently"

@@ -388,7 +388,13 @@ class Parser(argparse.ArgumentParser):
         for place, word in enumerate(words[:end]):
             flag, equals, value = word.partition("=")
             words[place] = flags.get(_with_underscores(flag), flag) + equals + value
-        return super().parse_known_args(words, namespace)
+        namespace, unknown = super().parse_known_args(words, namespace)
+        for action in self._get_positional_actions():
+            # Before Python 3.12.7 such a positional takes no words that follow a flag.
+            if action.nargs == "*" and unknown and not getattr(namespace, action.dest) and unknown[0][:1] != "-":
+                setattr(namespace, action.dest, unknown)
+                unknown = []
+        return namespace, unknown
 
     def raise_unknown(self, words: Sequence[str]) -> typing.NoReturn:
         """Raise UserError about words that no flag takes, with similar flags."""

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -159,7 +160,7 @@ def run_cell(
         # Output goes here first, because the run itself opens its directory.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
         environment = clean_environment(root, refusal_file) | stack
-        launched = forks.command(cell, command, environment, printed_file) if forks else command
+        launched = forks.command(cell, command, environment, printed_file) if forks else launch_directly(command)
         with printed_file.open("ab") as output, subprocess.Popen(
             with_supervisor(launched), cwd=WORKING_FOLDER, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
@@ -188,6 +189,12 @@ def run_cell(
             attempt_before=attempt_before,
             wall_s=wall_s,
         )
+
+
+def launch_directly(command: list[str]) -> list[str]:
+    """Return the command with accelerate-launch, which starts a second faster: it imports no other command."""
+    script = f"{command[0]}-launch"
+    return [script, *command[2:]] if command[1] == "launch" and shutil.which(script) else command
 
 
 def with_supervisor(command: list[str]) -> list[str]:

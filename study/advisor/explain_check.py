@@ -1,0 +1,147 @@
+"""`study explain --strict`: check a repository's config files, and print the lines of settings without their effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from study.advisor import user_settings
+from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ProgramSettings, resolve
+from study.advisor.explain_findings import findings
+from study.config.errors import UserError, replace_unprintable
+from study.host.folders import resolve_path
+from study.predictor.hardware import MAX_JOB_GPUS
+from study.predictor.shape import ModelShape, model_shape
+
+# A finding that holds for both models and for all numbers of ranks does not depend on them.
+_MODELS, _RANKS = ("gpt-tiny", "gpt-1t"), (1, 8)
+# These end the run with an error, or are dropped silently; others are warnings.
+_ERRORS = ("refused", "missing", "ignored")
+# Keys that other files do not have.
+_DEEPSPEED_KEYS = (user_settings.ZERO, MICRO_BATCH, "zero_allow_untested_optimizer")
+_ACCELERATE = re.compile(r"^(compute_environment\s*:|distributed_type\s*:\s*[\"']?[A-Z])", re.MULTILINE)
+# Their settings are not modelled.
+_OTHER_LAUNCHERS = re.compile(r"^\w+\s*:\s*[\"']?(AMAZON_SAGEMAKER|XLA|TPU|MEGATRON_LM)\b", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A finding of one file, with its line from 1."""
+
+    file: str
+    line: int
+    kind: str
+    key: str
+    says: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.level}: {self.kind}: {self._text}"
+
+    @property
+    def level(self) -> str:
+        return "error" if self.kind in _ERRORS else "warning"
+
+    @property
+    def _text(self) -> str:
+        return replace_unprintable(f"{self.key}: {self.says}" if self.key else self.says)
+
+    @property
+    def annotation(self) -> str:
+        """Workflow command of GitHub Actions that annotates the line; it escapes as actions/toolkit does."""
+        file = _escape(self.file).replace(":", "%3A").replace(",", "%2C")
+        return f"::{self.level} file={file},line={self.line},title={self.kind}::{_escape(self._text)}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def is_config(name: str) -> bool:
+    """Whether a file is, by its content, a DeepSpeed JSON or an Accelerate YAML that `study explain` supports."""
+    path = resolve_path(name)
+    try:
+        if path.stat().st_size > user_settings.MAX_FILE_BYTES:
+            return False
+        text = path.read_text(encoding="utf-8")
+    except ValueError:
+        return False
+    if not name.endswith(".json"):
+        return _ACCELERATE.search(text) is not None and _OTHER_LAUNCHERS.search(text) is None
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        # Hjson, or JSON with a mistake.
+        return any(re.search(rf'^\s*"{key}"\s*:', text, re.MULTILINE) for key in _DEEPSPEED_KEYS)
+    if not isinstance(document, dict):
+        return False
+    reference = user_settings.known_settings()
+    is_deepspeed = "train_batch_size" in document and document.keys() <= {*reference["top"], *reference["others"]}
+    return is_deepspeed or any(
+        difflib.get_close_matches(key, document, cutoff=0.85) for key in (*_DEEPSPEED_KEYS, "compute_environment")
+    )
+
+
+def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Problem]:
+    """Yield the problems of a file; without a model or a number of ranks, those that it has with any."""
+    text = resolve_path(name).read_text(encoding="utf-8")
+    try:
+        file = user_settings.read_user_file(name)
+        shapes = [model] if model else [model_shape(preset) for preset in _MODELS]
+        is_one_process = file.distributed_type == "NO"
+        counts = [None] if is_one_process else [ranks] if ranks else _fitting_ranks(file)
+        cases = [resolve(file, shape, count, work) for shape, count in itertools.product(shapes, counts)]
+    except UserError as refusal:
+        problem = refusal.problem.removeprefix(name)
+        says = f"{problem.lstrip(':0123456789 ')}; {refusal.fix}"
+        yield Problem(name, _line_of_refusal(text, problem), "refused", "", says)
+        return
+    by_case = [{(finding.kind, finding.key): finding.says for finding in findings(case)} for case in cases]
+    in_file = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
+    for (kind, key), says in by_case[0].items():
+        if kind not in ("noted", "filled") and all((kind, key) in case for case in by_case):
+            file_key = in_file.get(key, key) if file.launcher == "accelerate" else key
+            line = find_line(text, file_key) or find_line(text, "deepspeed_config_file") or 1
+            yield Problem(name, line, kind, file_key, says)
+
+
+def _fitting_ranks(file: user_settings.UserFile) -> list[int]:
+    """Return numbers of ranks; if any number fits the batch and the groups of the file, one of these does."""
+    if file.num_processes:
+        return [file.num_processes]
+    top, counts = file.deepspeed or {}, [*_RANKS]
+    batch, *parts = (top.get(key, 1) for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION))
+    groups = [top.get(f"{what}_parallel_size", 1) for what in ("data", "sequence")]
+    if all(type(size) is int and size > 0 for size in (batch, *parts, *groups)):
+        counts += [batch // (parts[0] * parts[1]) * groups[1], groups[0] * groups[1]]
+    if file.mesh:
+        counts.append(file.mesh[0] * file.mesh[1])
+    return [count for count in dict.fromkeys(counts) if 0 < count <= MAX_JOB_GPUS]
+
+
+def find_line(text: str, key: str) -> int | None:
+    """Return the line of a dotted key, or of the innermost of its sections that the text has."""
+    place, line = 0, None
+    for part in key.split("."):
+        match = re.compile(rf"^[^#\n]*?(?<![\w.-])[\"']?{re.escape(part)}[\"']?\s*:", re.MULTILINE).search(text, place)
+        if match:
+            place, line = match.end(), text.count("\n", 0, match.end()) + 1
+    return line
+
+
+def _line_of_refusal(text: str, problem: str) -> int:
+    if match := re.search(r"^:(\d+):|\bline (\d+)\b", problem):
+        return int(match[1] or match[2])
+    return next((line for word in re.findall(r"[\w.]+", problem) if (line := find_line(text, word))), 1)
+
+
+def check_files(
+    names: Sequence[str], model: ModelShape | None, ranks: int | None, work: ProgramSettings
+) -> tuple[list[str], list[Problem]]:
+    """Return the names of the config files among these files, and their problems by line."""
+    checked = [name for name in names if is_config(name)]
+    problems = [problem for name in checked for problem in check_file(name, model, ranks, work)]
+    return checked, sorted(problems, key=lambda problem: (checked.index(problem.file), problem.line))

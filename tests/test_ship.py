@@ -1,0 +1,144 @@
+"""The pre-commit hook, the check of the action, completion in shells, and the pins of workflows."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engines import ROOT
+from study.cli import main
+from study.config.strategies import STRATEGY_NAMES
+
+pytest.importorskip("shtab", reason="make install has not brought shtab yet")
+GOOD = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+FILES: dict[str, str | bytes] = {
+    "good.json": json.dumps(GOOD),
+    "good.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n",
+    "wrong.json": """{
+  "train_micro_batch_size_per_gpu": 1,
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu"},
+    "offload_param": {
+      "device": "nvme"
+    },
+    "round_robin_gradients": true
+  },
+  "monitor_config": {}
+}
+""",
+    "misspelt.json": '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2}\n}\n',
+    "comma.json": '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true}}}\n',
+    "wrong, too.yaml": (
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"
+        "  zero3_init_flag: true\n  stage3_max_live_parameters: 0\n"
+    ),
+    # Neither: other programs' files, and a launcher that is not modelled.
+    "package.json": '{"optimizer": 1}', "list.json": "[1]", "settings.json": '{"editor": 1, // comment\n}',
+    "trainer.yaml": "gradient_accumulation_steps: 4\ndeepspeed: ds.json\n", "chart.yaml": "{{- if .Values }}\n",
+    "tpu.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: XLA\n", "image.json": b"\xff\xfe",
+}  # fmt: skip
+
+
+def entry() -> list[str]:
+    """Return the words of the hook's entry after `study`."""
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    command, *words = hook["entry"].split()
+    assert command == "study"
+    return list(words)
+
+
+def check(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    status = main([*entry(), *arguments])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_the_hook_annotates_wrong_lines_and_skips_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    status, lines = check(*FILES, "--output_format", "github", capsys=capsys)
+    assert status == 1
+    assert lines[-1] == "errors: 5, warnings: 2; 6 configuration files checked, 7 other files skipped"
+    start = re.compile(r"::(error|warning) file=(.+),line=(\d+),title=(\w+)::([\w.]+)")
+    assert [match.groups() for line in lines[:-1] if (match := start.match(line))] == [
+        ("error", "wrong.json", "6", "missing", "zero_optimization.offload_param.nvme_path"),
+        ("warning", "wrong.json", "9", "ineffective", "zero_optimization.round_robin_gradients"),
+        ("error", "wrong.json", "11", "ignored", "monitor_config"),
+        ("error", "misspelt.json", "3", "refused", "zero_optimisation"),
+        ("error", "comma.json", "3", "refused", "is"),
+        ("warning", "wrong%2C too.yaml", "5", "ineffective", "zero3_init_flag"),
+        ("error", "wrong%2C too.yaml", "6", "ignored", "stage3_max_live_parameters"),
+    ]
+    assert check("good.json", "good.yaml", "tpu.yaml", capsys=capsys)[0] == 0
+    status, lines = check("wrong.json", "--json", capsys=capsys)
+    document = json.loads("\n".join(lines))
+    assert (status, document["checked"], len(document["findings"])) == (1, ["wrong.json"], 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "kinds"),
+    [
+        # A batch that some number of ranks divides.
+        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, [], []),
+        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+         ["--world_size", "4"], ["refused"]),
+        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}, [],
+         ["refused"]),
+        # Whether it limits anything depends on the size of the model.
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, [], []),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, ["gpt2"], ["conflict"]),
+        ({"_comment": "ours"}, [], []),
+    ],
+)  # fmt: skip
+def test_without_a_model_and_a_number_of_ranks_only_what_holds_for_any_is_found(
+    settings: dict[str, Any], arguments: list[str], kinds: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(GOOD | settings))
+    _, lines = check(str(file), *arguments, "--json", capsys=capsys)
+    assert [finding["kind"] for finding in json.loads("\n".join(lines))["findings"]] == kinds
+
+
+@pytest.mark.parametrize("words", [["--world_size", "8", "gpt2"], ["gpt2", "--world_size", "8"]])
+def test_the_model_may_follow_a_flag(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(GOOD))
+    assert main(["explain", str(tmp_path / "ds.json"), *words]) == 0
+    assert "one of 8 ranks" in capsys.readouterr().out
+
+
+def test_bash_completes_commands_flags_and_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "study.bash"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "mine.json").touch()
+
+    def complete(line: str) -> set[str]:
+        words = " ".join(f"'{word}'" for word in line.split(" "))
+        code = (
+            f"source {script}; COMP_WORDS=({words}); COMP_CWORD={line.count(' ')}; _shtab_study; echo ${{COMPREPLY[@]}}"
+        )
+        ended = subprocess.run(["bash", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        return set(ended.stdout.split())
+
+    assert complete("study expl") == {"explain"}
+    assert complete("study run lapt") == {"laptop"}
+    assert complete("study explain mi") == {"mine.json"}
+    assert "--world_size" in complete("study explain mine.json gpt2 --w")
+    assert complete("study predict --strategy ") == set(STRATEGY_NAMES)
+
+
+def test_actions_are_pinned_to_commits_with_their_release() -> None:
+    files = [ROOT / "action.yml", *(ROOT / ".github" / "workflows").glob("*.yml")]
+    uses = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if " uses: " in line]
+    assert len(uses) > 5
+    for line in uses:
+        assert re.search(r"uses: (\./|[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$", line), line
