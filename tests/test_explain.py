@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from engines import ROOT, printed_json
 from forked import fork_ranks, fork_script
