@@ -30,7 +30,7 @@ def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_ne
         assert line.endswith("no time without --hardware, fits")
     assert main([*arguments, "--hardware", "2xT4"]) == 0
     with_hardware = capsys.readouterr().out.splitlines()
-    assert all(" of 16, " in line and " s a step, " in line and line.endswith(", fits") for line in with_hardware)
+    assert all(" (of 16), " in line and " s a step, " in line and line.endswith(", fits") for line in with_hardware)
     assert [line.split("  # ")[0] for line in with_hardware] == [line.split("  # ")[0] for line in without_hardware]
     assert not any("need as many GPUs" in line for line in with_hardware)
     assert main([*arguments, "--hardware", "T4"]) == 0

@@ -106,6 +106,7 @@ def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]
         "Sharding sends 1.00 to 2.00 times the ring bytes (NCCL) of `ddp` per step, most with `zero3`."
     )
     assert row(traffic.table, "zero3")["x ddp"] == "2.00"
+    assert "gathered" not in notes(traffic)
     assert row(traffic.table, "single")["Ring bytes (NCCL), MiB"] == "0"
     assert time.sentence == "The step time of sharding strategies differs from `ddp`, but is not significant."
     assert float(row(time.table, "zero3")["x ddp"].removeprefix("~ ")) == pytest.approx(1.5, abs=0.1)
@@ -115,6 +116,12 @@ def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]
     assert "zero3_cpu" not in {*memory.table["Strategy"], *traffic.table["Strategy"], *time.table["Strategy"]}
     assert row(offload.table, "zero3_cpu")["Freed"] == "80 %"
     assert offload.sentence.startswith("Offload frees 80 % of the model state on the device")
+
+
+def test_the_traffic_of_zero3_is_explained_where_parameters_stay_gathered() -> None:
+    traffic = read_answers(read_parquet(REPOSITORY / "reports" / "laptop"))["traffic"]
+    assert list(row(traffic.table.droplevel(0, axis=1), "zero3")["x ddp"]) == ["0.99", "1.00"]
+    assert "`stage3_param_persistence_threshold`" in notes(traffic)
 
 
 # The loss ends at 1.7 + 4 exp(-8/12) plus a little noise: a shift of 0.1 is largest relative to the smallest loss.

@@ -83,7 +83,7 @@ def estimate(items: Sequence[tuple[Cell | Search, float]], has_searches: bool) -
     seconds = [item_s for _, item_s in items]
     text = f"{len(items) - searches} cells to run" + (f" and {searches} searches to finish" if has_searches else "")
     if not any(seconds):
-        return f"{text}; no estimate of the time yet"
+        return f"{text}; no estimate of the time until a cell has run here"
     assumed = f", with {PROBES_OF_A_SEARCH} probes per search" if searches else ""
     return f"{text}, about {format_duration(sum(seconds))} (an estimate{assumed})"
 
@@ -131,7 +131,7 @@ class Forecast:
             texts.append(f"no memory for {unsupported_reason(cell.strategy, cell.config)}")
         else:
             memory = predict_memory(request)
-            texts.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
+            texts.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" (of {device:g})" if device else ""))
             texts.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
             fits = self._fits(cell, memory)
         # Records and the suite's estimate come first: a predicted step excludes start-up, evaluation and saving.
