@@ -131,7 +131,9 @@ class Forecast:
             texts.append(f"no memory for {unsupported_reason(cell.strategy, cell.config)}")
         else:
             memory = predict_memory(request)
-            texts.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" (of {device:g})" if device else ""))
+            texts.append(
+                f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" (of {device:g})" if device else "")
+            )
             texts.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
             fits = self._fits(cell, memory)
         # Records and the suite's estimate come first: a predicted step excludes start-up, evaluation and saving.

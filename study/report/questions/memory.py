@@ -309,7 +309,9 @@ def _traffic_answer(records: Records) -> Answer | None:
             f"Sharding sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step, most with `{most}`."
         )
     columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
-    notes = ["Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."]
+    notes = [
+        "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."
+    ]
     if any(arm.name.partition(" ")[0] == "zero3" and ratio < 1.25 for ratio, arm in comparison.ratios):
         notes.append(
             "`zero3` keeps tensors below `stage3_param_persistence_threshold` gathered, in a small model nearly all. It"
