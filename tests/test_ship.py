@@ -35,6 +35,7 @@ FILES: dict[str, str | bytes] = {
 """,
     "misspelt.json": '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2}\n}\n',
     "comma.json": '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true}}}\n',
+    "one_line.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2,}}',
     "wrong, too.yaml": (
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"
         "  zero3_init_flag: true\n  stage3_max_live_parameters: 0\n"
@@ -67,7 +68,7 @@ def test_the_hook_annotates_wrong_lines_and_skips_other_files(
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     status, lines = check(*FILES, "--output_format", "github", capsys=capsys)
     assert status == 1
-    assert lines[-1] == "errors: 5, warnings: 2; 6 configuration files checked, 7 other files skipped"
+    assert lines[-1] == "errors: 5, warnings: 3; 7 configuration files checked, 7 other files skipped"
     start = re.compile(r"::(error|warning) file=(.+),line=(\d+),title=(\w+)::([\w.]+)")
     assert [match.groups() for line in lines[:-1] if (match := start.match(line))] == [
         ("error", "wrong.json", "6", "missing", "zero_optimization.offload_param.nvme_path"),
@@ -75,6 +76,7 @@ def test_the_hook_annotates_wrong_lines_and_skips_other_files(
         ("error", "wrong.json", "11", "ignored", "monitor_config"),
         ("error", "misspelt.json", "3", "refused", "zero_optimisation"),
         ("error", "comma.json", "3", "refused", "is"),
+        ("warning", "one_line.json", "1", "conflict", "one_line.json"),
         ("warning", "wrong%2C too.yaml", "5", "ineffective", "zero3_init_flag"),
         ("error", "wrong%2C too.yaml", "6", "ignored", "stage3_max_live_parameters"),
     ]
