@@ -84,7 +84,7 @@ def test_the_wheel_is_small(wheel: Path) -> None:
         ("status laptop", "0 of 44 cells done"),
         (
             "releases",
-            "deepspeed 0.19.8 with accelerate 1.15.0: not installed here, but the newest tested; no fault known",
+            "deepspeed 0.19.8 with accelerate 1.15.0: not installed here, but the newest tested; no fault found",
         ),
         ("doctor", "pip install 'zero-study[train]'"),
     ],
