@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, launch = run.config, run.launch
 
         # Missing data and initial weights are wrong requests too. All strategies share one set of weights, created
-        # before the Accelerator: under an active stage-3 configuration transformers would shard them.
-        data = load_data(config, run.cache, run.local_samples_per_step)
+        # before the Accelerator: under an active stage-3 configuration transformers would shard them. A virtual rank
+        # reads only its own samples.
+        data = load_data(config, run.cache, run.plan.samples_per_group if launch.virtual else None)
         initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
         run.begin(data, initial)
 
@@ -66,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         accelerator.init_trackers("zero-study", config=config.tracker_config())
         if run.checkpoint:
             with meters.memory.phase("load"):
-                load_checkpoint(accelerator, schedule, run, *run.checkpoint)
+                load_checkpoint(run.context, accelerator, schedule)
 
-        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator)
+        log, skips = StepLog(run.context, accelerator), SkippedSteps(accelerator)
         progress = run.console.progress(run.total_steps, run.first_step)
         evaluation: dict[str, float | None] = {}
         model.train()
@@ -90,12 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     accelerator.log({"loss": log.last_loss, "lr": learning_rate}, step=step)
             if run.evaluates_after(step):
                 with meters.untimed_phase("eval"):
-                    evaluation = evaluate(run, accelerator, model)
+                    evaluation = evaluate(run.context, accelerator, model)
                     run.write_evaluation(step, evaluation)
                     accelerator.log(evaluation, step=step)
             if run.saves_after(step):
                 with meters.paused(), meters.memory.phase("save"):
-                    save_checkpoint(run, accelerator, schedule, step)
+                    save_checkpoint(run.context, accelerator, schedule, step)
         meters.finish()
         progress.close()
 

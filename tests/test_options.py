@@ -237,9 +237,9 @@ def test_deepspeed_s_own_clock_waits_for_the_gpu_and_can_be_switched_off() -> No
     """It stays on as shipped: docs/traps.md describes how its cost is measured."""
     from deepspeed.utils.config import get_timers_config
 
-    strategy = read_strategy("zero2")
+    zero2 = read_strategy("zero2").deepspeed
     off = "timers.throughput.enabled=false"
-    check_engine_settings(RunConfig(engine_override=(off,)), strategy)
-    assert strategy.deepspeed is not None
-    shipped, changed = (get_timers_config(apply_overrides(strategy.deepspeed, settings)) for settings in ((), (off,)))
+    assert zero2 is not None
+    check_engine_settings(RunConfig(engine_override=(off,)), zero2, apply_overrides(zero2, (off,)))
+    shipped, changed = (get_timers_config(apply_overrides(zero2, settings)) for settings in ((), (off,)))
     assert (shipped.enabled, shipped.synchronized, changed.enabled) == (True, True, False)

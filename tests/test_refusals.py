@@ -430,7 +430,7 @@ def test_nvme_needs_no_room_for_an_optimizer_of_frozen_weights(tmp_path: Path, p
         pytest.skip("this disk is large enough")
     config = RunConfig(task="gpt-wikitext", model_name_or_path="gpt-1t-9layers", nvme_path=str(tmp_path), peft=peft)
     with pytest.raises(Unsupported, match=f" needs {takes_gib} GiB"):
-        check_room_to_swap(resolve_config(config, accelerator_visible=False), make_launch("zero3_nvme", 2))
+        check_room_to_swap(resolve_config(config, False), make_launch("zero3_nvme", 2), read_strategy("zero3_nvme"))
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("zero3", 2, 1), ("ddp", 9, 8), ("fsdp2", 2, 1)])
@@ -454,10 +454,10 @@ def test_more_ranks_than_gpus_are_refused_with_the_command_that_fits(strategy: s
 )  # fmt: skip
 def test_two_replicas_need_four_ranks(strategy: str, ranks: int, gpus: int, fix: str | None) -> None:
     if fix is None:
-        check_replicas(RunConfig(), make_launch(strategy, ranks), gpus)
+        check_replicas(make_launch(strategy, ranks), read_strategy(strategy), gpus)
         return
     with pytest.raises(Unsupported, match=f"{strategy} needs an even number of ranks from 4 up") as refusal:
-        check_replicas(RunConfig(), make_launch(strategy, ranks), gpus)
+        check_replicas(make_launch(strategy, ranks), read_strategy(strategy), gpus)
     assert fix in refusal.value.fix
 
 
@@ -467,15 +467,14 @@ def test_a_custom_mesh_must_have_as_many_places_as_ranks(mesh: tuple[int, int]) 
     strategy = dataclasses.replace(
         read_strategy("hsdp"), name="hsdp-custom-12345678", custom_settings=settings, mesh=mesh
     )
-    launch = Launch(strategy, 4, 0, 0, 4)
     with pytest.raises(UserError, match=f"needs {mesh[0]} replicas of {mesh[1]} ranks, but the world size is 4"):
-        check_replicas(RunConfig(), launch, 0)
+        check_replicas(Launch(strategy, 4, 0, 0, 4), strategy, 0)
 
 
 def test_a_second_copy_over_ranks_that_do_not_divide_is_refused() -> None:
     config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=3",))
     with pytest.raises(UserError, match="zero3 needs 3 ranks, but the world size is 4"):
-        check_replicas(config, make_launch("zero3", 4), 0)
+        check_replicas(make_launch("zero3", 4), read_strategy("zero3").with_overrides(config), 0)
 
 
 def test_idle_gpus_get_a_notice_with_the_command_that_uses_them() -> None:
@@ -536,6 +535,11 @@ def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) ->
     assert main(["run", "laptop", "--dry_run", "--time_budget", "9" * 400 + "m"]) == 0
 
 
+def check_overridden(config: RunConfig, strategy: str) -> None:
+    launched = read_strategy(strategy)
+    check_engine_settings(config, launched.deepspeed or {}, launched.with_overrides(config).deepspeed or {})
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
@@ -550,11 +554,12 @@ def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) ->
         ("nonsense=1", "no setting nonsense"),
         ("train_batch_size=7", "the run's batch flags set it"),
         ("gradient_accumulation_steps=2", "the run's batch flags set it"),
+        ("compile.deepcompile=true", "has no effect on a model that is not compiled"),
     ],
 )
 def test_an_engine_setting_that_deepspeed_does_not_have_is_refused(setting: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        check_engine_settings(RunConfig(engine_override=(setting,)), read_strategy("zero2"))
+        check_overridden(RunConfig(engine_override=(setting,)), "zero2")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
@@ -569,13 +574,8 @@ def test_an_engine_setting_that_deepspeed_does_not_have_is_refused(setting: str,
 def test_a_setting_for_gpus_alone_is_unsupported_without_one(key: str) -> None:
     on, off = (RunConfig(engine_override=(f"{key}={value}",), torch_compile=True) for value in ("true", "false"))
     with pytest.raises(Unsupported, match=f"{key} runs only on GPUs"):
-        check_engine_settings(on, read_strategy("zero3_cpu"))
-    check_engine_settings(off, read_strategy("zero3_cpu"))
-
-
-def test_deepcompile_without_compiling_is_refused() -> None:
-    with pytest.raises(UserError, match="has no effect on a model that is not compiled"):
-        check_engine_settings(RunConfig(engine_override=("compile.deepcompile=true",)), read_strategy("zero3"))
+        check_overridden(on, "zero3_cpu")
+    check_overridden(off, "zero3_cpu")
 
 
 def test_the_engine_settings_of_the_suites_are_accepted() -> None:
@@ -584,7 +584,7 @@ def test_the_engine_settings_of_the_suites_are_accepted() -> None:
         'zero_optimization.reduce_bucket_size="auto"', "aio.block_size=16777216", "communication_data_type=\"fp32\"",
         "gradient_clipping=0.25", "zero_optimization.stage3_param_persistence_threshold=0",
     ):  # fmt: skip
-        check_engine_settings(RunConfig(engine_override=(setting,)), read_strategy("zero3"))
+        check_overridden(RunConfig(engine_override=(setting,)), "zero3")
 
 
 def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:

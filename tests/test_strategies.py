@@ -283,14 +283,14 @@ def test_an_offload_that_swaps_nothing_is_refused_before_the_run() -> None:
     config = resolve_config(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
     for name, what in (("zero3_cpu_nvme", "parameters"), ("zero3_nvme_optimizer", "optimizer")):
         strategy = read_strategy(name)
-        check_nvme_swap(config, Launch(strategy, 2, 0, 0, 2))
+        check_nvme_swap(config, strategy, 2)
         ranks = 8 if what == "parameters" else 64
         with pytest.raises(Unsupported, match=f"{name} would swap no {what} of gpt-tiny on {ranks} ranks"):
-            check_nvme_swap(config, Launch(strategy, ranks, 0, 0, ranks))
+            check_nvme_swap(config, strategy, ranks)
     # 16-bit weights are half as large.
     half = dataclasses.replace(config, precision="bf16-engine")
     with pytest.raises(Unsupported, match="no parameters of gpt-tiny on 4 ranks: DeepSpeed keeps shards under 1 MiB"):
-        check_nvme_swap(half, Launch(read_strategy("zero3_nvme"), 4, 0, 0, 4))
+        check_nvme_swap(half, read_strategy("zero3_nvme"), 4)
 
 
 def test_two_versions_of_one_file_have_two_names(tmp_path: Path) -> None:
@@ -480,15 +480,15 @@ def test_the_corrected_command_is_this_run_with_another_number_of_ranks(monkeypa
 )
 def test_a_copy_stays_on_its_machine(name: str, world_size: int, per_machine: int, per_replica: int) -> None:
     launch = Launch(read_strategy(name), world_size, 0, 0, per_machine)
-    assert launch.ranks_per_replica(RunConfig()) == per_replica
+    assert launch.ranks_per_replica(launch.strategy) == per_replica
 
 
 def test_explicit_groups_are_not_fitted_to_the_machines(tmp_path: Path) -> None:
     config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=2",))
-    assert Launch(read_strategy("zero3_hpz"), 16, 0, 0, 8).ranks_per_replica(config) == 2
+    hpz, zero3 = read_strategy("zero3_hpz").with_overrides(config), read_strategy("zero3")
     custom = launched_with(write_variant(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))
-    assert Launch(custom, 16, 0, 0, 8).ranks_per_replica(RunConfig()) == 4
-    assert Launch(read_strategy("zero3"), 16, 0, 0, 8).ranks_per_replica(RunConfig()) is None
+    for strategy, ranks in ((hpz, 2), (custom, 4), (zero3, None)):
+        assert Launch(strategy, 16, 0, 0, 8).ranks_per_replica(strategy) == ranks, strategy.name
 
 
 ADDED = """\

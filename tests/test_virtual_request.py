@@ -155,7 +155,7 @@ def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
     config = make_config("gpt-20b", 2)
     shape = model_size(config)
     offloaded, on_device, on_nvme = (
-        needed_host_bytes(config, make_launch(name, 2), shape, on_gpu=True)
+        needed_host_bytes(config, make_launch(name, 2), read_strategy(name), shape, on_gpu=True)
         for name in ("zero3_cpu", "zero3", "zero3_nvme")
     )
     # Half of the model in bf16, its gradients, and fp32 weights with two moments: 16 bytes per parameter.
@@ -165,8 +165,8 @@ def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
 
 def test_memory_that_does_not_depend_on_depth_leaves_no_layers() -> None:
     config, launch = make_config("gpt-1t", 64), make_launch("zero3", 64)
-    assert max_layers_that_fit(2**30, config, launch, on_gpu=True) == 0
-    assert max_layers_that_fit(2**40, config, launch, on_gpu=False) > 0
+    assert max_layers_that_fit(2**30, config, launch, launch.strategy, on_gpu=True) == 0
+    assert max_layers_that_fit(2**40, config, launch, launch.strategy, on_gpu=False) > 0
 
 
 def test_an_interrupted_single_rank_does_not_report_another_rank() -> None:

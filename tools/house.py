@@ -21,15 +21,15 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_701,
+    "config": 1_700,
     "records": 2_840,
     "host": 1_522,
     "workloads": 1_950,
     "metrics": 1_643,
     "predictor": 4_100,
-    "engine": 1_601,
+    "engine": 1_599,
     "sweep": 2_831,
-    "run": 1_689,
+    "run": 1_687,
     "virtual": 900,
     "releases": 1_530,
     "advisor": 3_297,

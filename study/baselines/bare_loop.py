@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
         autocast = torch.autocast(device.type, dtype=half, enabled=half is not None)
 
-        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, scaler)
+        log, skips = StepLog(run.context, accelerator), SkippedSteps(accelerator, scaler)
         progress = run.console.progress(run.total_steps, 0)
         evaluation: dict[str, float | None] = {}
         rows: list[tuple[int, Any, float, Any, list[Any], bool]] = []
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.show(step, log.last_loss, None, meters.peak_gib())
                 if run.evaluates_after(step):
                     with autocast, meters.memory.phase("eval"):
-                        evaluation = evaluate(run, accelerator, model)
+                        evaluation = evaluate(run.context, accelerator, model)
                     run.write_evaluation(step, evaluation)
                     # As in the study's clock, which excludes the step after an evaluation.
                     if step - uncounted >= STEPS_BETWEEN_EVALUATIONS:

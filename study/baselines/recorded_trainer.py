@@ -77,17 +77,17 @@ class RecordedTrainer(Trainer):
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=run.data.train,
+            train_dataset=run.context.data.train,
             optimizer_cls_and_kwargs=(torch.optim.AdamW, adamw | {"fused": True}),
             callbacks=[StepRecorder(self)],
         )
         self.remove_callback(PrinterCallback)
-        self.log_rows = StepLog(run, self.accelerator)
+        self.log_rows = StepLog(run.context, self.accelerator)
         self.evaluation: dict[str, float | None] = {}
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's micro-batches of all steps as one epoch."""
-        train = self.run.data.train
+        train = self.run.context.data.train
         micro_batches = [part for step in self.run.step_numbers for part in self.run.indices(step)]
         pinned = self.args.dataloader_pin_memory and torch.cuda.is_available()
         return DataLoader(train, batch_sampler=micro_batches, collate_fn=lambda batch: batch, pin_memory=pinned)
@@ -162,7 +162,7 @@ class StepRecorder(TrainerCallback):
                 self.progress.show(step, log.last_loss, log.tokens_per_s, trainer.meters.peak_gib())
         if run.evaluates_after(step):
             with trainer.meters.untimed_phase("eval"):
-                trainer.evaluation = evaluate(run, trainer.accelerator, trainer.model_wrapped)
+                trainer.evaluation = evaluate(run.context, trainer.accelerator, trainer.model_wrapped)
             run.write_evaluation(step, trainer.evaluation)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from study.config.errors import UserError
-from study.config.flags import RunConfig
 from study.config.strategies import (
     DEFAULT_RANKS_PER_NODE,
     Strategy,
@@ -54,9 +53,9 @@ class Launch:
     # Whether one process runs one of `world_size` ranks alone.
     virtual: bool = False
 
-    def ranks_per_replica(self, config: RunConfig) -> int | None:
-        """Ranks over which hsdp or zero3_hpz shards a replica, with the run's overrides; None for other strategies."""
-        return self.strategy.with_overrides(config).ranks_per_replica(self.world_size, self.ranks_per_machine)
+    def ranks_per_replica(self, strategy: Strategy) -> int | None:
+        """Ranks over which hsdp or zero3_hpz shards a replica, given the overridden strategy; None for other ones."""
+        return strategy.ranks_per_replica(self.world_size, self.ranks_per_machine)
 
     @property
     def ranks_per_machine(self) -> int:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from study.config.errors import RunFailed, Unsupported
 from study.config.flags import BatchPlan, RunConfig
 from study.config.launch_context import Launch
-from study.config.strategies import PARTITION_ACTIVATIONS_KEY
-from study.config.strategy_names import apply_overrides, parse_overrides
+from study.config.strategies import PARTITION_ACTIVATIONS_KEY, Strategy
+from study.config.strategy_names import parse_overrides
 from study.engine.introspection import dtype_name, read_engine, uses_tf32
 from study.engine.optimizer import LOSS_SCALER, expected_settings, live_settings, read_loss_scaler
 from study.engine.tensor_parallel import count_elements, has_partitioned_activations
@@ -36,6 +36,7 @@ class TrainingRun(Protocol):
 
     config: RunConfig
     launch: Launch
+    strategy: Strategy
     plan: BatchPlan
     output_dir: Path
     swap_folder: Path | None
@@ -176,7 +177,7 @@ def _expected_settings(run: TrainingRun, accelerator: Accelerator, plan: BatchPl
         requested["bf16_states"] = True
     if strategy.deepspeed is None:
         requested["fully_sharded"] = strategy.is_fsdp
-    if (per_replica := run.launch.ranks_per_replica(config)) is not None:
+    if (per_replica := run.launch.ranks_per_replica(run.strategy)) is not None:
         requested["copies"] = {"copies": run.launch.world_size // per_replica, "ranks_of_a_copy": per_replica}
     if strategy.group is not None:
         divides, ranks = strategy.group.divides, run.launch.world_size
@@ -185,10 +186,9 @@ def _expected_settings(run: TrainingRun, accelerator: Accelerator, plan: BatchPl
         requested["model_parallel_group"] = {
             "divides": divides, "ranks": strategy.group_size, "state_over": sharded_over if shards else 1,
         }  # fmt: skip
-        if strategy.deepspeed is not None:
-            settings = apply_overrides(strategy.deepspeed, config.engine_override)
+        if run.strategy.deepspeed is not None:
             section, key = PARTITION_ACTIVATIONS_KEY.split(".")
-            requested["partitioned_activations"] = bool(settings.get(section, {}).get(key))
+            requested["partitioned_activations"] = bool(run.strategy.deepspeed.get(section, {}).get(key))
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in requested:
             requested[key.split(".")[1]] = value

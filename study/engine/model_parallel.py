@@ -9,6 +9,7 @@ from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig
 from study.config.launch_context import Launch
 from study.config.strategies import MIN_RANKS_WITH_REPLICAS as LEAST_RANKS
+from study.config.strategies import Strategy
 from study.engine.sequence_parallel import check_sequence, uses_context_parallelism, uses_ulysses
 from study.engine.tensor_parallel import autotp_size, check_autotp, check_tensors, is_divided
 from study.workloads.presets import FAMILY_OF_TASK
@@ -83,10 +84,10 @@ def read_group(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
     return {"divides": "tensors", "ranks": _only(sizes), "state_over": 1} if sizes else None
 
 
-def check_replicas(config: RunConfig, launch: Launch, gpus: int) -> None:
+def check_replicas(launch: Launch, strategy: Strategy, gpus: int) -> None:
     """Raise UserError if the world size is not the number of replicas times the ranks of each."""
-    strategy, ranks = launch.strategy.with_overrides(config), launch.world_size
-    if (per_replica := launch.ranks_per_replica(config)) is None:
+    ranks = launch.world_size
+    if (per_replica := launch.ranks_per_replica(strategy)) is None:
         return
     if strategy.custom_settings:
         replicas = strategy.mesh[0] if strategy.mesh else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig
 from study.config.launch_context import Launch
-from study.config.strategies import PARTITION_ACTIVATIONS_KEY, Strategy, settings_of_options
+from study.config.strategies import PARTITION_ACTIVATIONS_KEY, settings_of_options
 from study.config.strategy_names import BATCH_KEYS, apply_overrides, parse_overrides
 from study.engine import sequence_parallel, tensor_parallel
 from study.engine.audit import TrainingRun, check_compute_dtype
@@ -38,7 +38,7 @@ def deepspeed_settings(run: TrainingRun) -> dict[str, Any]:
     config, plan, strategy = run.config, run.plan, run.launch.strategy
     assert strategy.deepspeed is not None
     settings = copy.deepcopy(dict(strategy.deepspeed))
-    if (per_replica := run.launch.ranks_per_replica(config)) is not None:
+    if (per_replica := run.launch.ranks_per_replica(run.strategy)) is not None:
         settings["zero_optimization"]["zero_hpz_partition_size"] = per_replica
     if strategy.group:
         # It follows from the next two settings. While DeepSpeed starts it changes whether it counts the ranks of a
@@ -137,7 +137,7 @@ def make_accelerator(run: TrainingRun) -> Accelerator:
 def _parallelism_sizes(run: TrainingRun) -> dict[str, Any]:
     strategy, group = run.launch.strategy, run.launch.strategy.group
     if strategy.mesh is not None:
-        per_replica = run.launch.ranks_per_replica(run.config)
+        per_replica = run.launch.ranks_per_replica(run.strategy)
         assert per_replica is not None
         return {"dp_replicate_size": run.launch.world_size // per_replica, "dp_shard_size": per_replica}
     if is_sharded_on_load(strategy):
@@ -296,7 +296,7 @@ _NEED_A_GPU = (
 )
 
 
-def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
+def check_engine_settings(config: RunConfig, launched: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise UserError if DeepSpeed's types reject a setting, or if a top-level key is unknown, which it ignores."""
     import torch
     from deepspeed.runtime import config as constants
@@ -308,9 +308,8 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
             f"--precision {config.precision} is autocast, which DeepSpeed {package_version('deepspeed')} does not have",
             f"use --precision {config.precision}-engine, or a later release",
         )
-    assert strategy.deepspeed is not None
     section_names = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
-    section_names |= {"aio", "compile", "timers", "zero_optimization", "activation_checkpointing", *strategy.deepspeed}
+    section_names |= {"aio", "compile", "timers", "zero_optimization", "activation_checkpointing", *launched}
     for key in parse_overrides(config.engine_override):
         section = key.split(".")[0]
         if section not in section_names:
@@ -320,7 +319,6 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
                 f"--engine_override {key}: the run's batch flags set it",
                 "use --global_batch_size and --per_device_train_batch_size",
             )
-    settings = apply_overrides(strategy.deepspeed, config.engine_override)
     if _nested(settings, _DEEPCOMPILE) and not config.torch_compile:
         raise UserError(f"{_DEEPCOMPILE} has no effect on a model that is not compiled", "add --torch_compile")
     need_a_gpu = [key for key in _NEED_A_GPU if _nested(settings, key)]

@@ -29,16 +29,16 @@ from study.workloads.presets import MAX_LAYERS, find_preset
 USABLE_HOST_FRACTION = 0.85
 
 
-def check_host_memory(config: RunConfig, launch: Launch) -> None:
+def check_host_memory(config: RunConfig, launch: Launch, strategy: Strategy) -> None:
     """Raise CannotBeHeld, with the largest depth that fits, if the model does not fit this machine's host memory."""
     import torch
 
     on_gpu = torch.cuda.is_available()
-    needed = needed_host_bytes(config, launch, model_size(config), on_gpu)
+    needed = needed_host_bytes(config, launch, strategy, model_size(config), on_gpu)
     available = USABLE_HOST_FRACTION * host_memory().available_bytes
     if needed <= available:
         return
-    layers = max_layers_that_fit(available, config, launch, on_gpu)
+    layers = max_layers_that_fit(available, config, launch, strategy, on_gpu)
     raise ModelTooLarge(
         f"one rank of {launch.strategy.name} on {launch.world_size} needs about {needed / GIB:.1f} GiB of host memory"
         f" for {config.model_name_or_path}, and {available / GIB:.1f} GiB are usable on this machine",
@@ -48,41 +48,40 @@ def check_host_memory(config: RunConfig, launch: Launch) -> None:
     )
 
 
-def max_layers_that_fit(available: float, config: RunConfig, launch: Launch, on_gpu: bool) -> int:
+def max_layers_that_fit(available: float, config: RunConfig, launch: Launch, strategy: Strategy, on_gpu: bool) -> int:
     """Return the largest depth that fits; 0 if no layer fits or the model is not a preset."""
     preset = find_preset(config.model_name_or_path)
     if preset is None:
         return 0
     names = [preset.with_layers(depth).name for depth in (1, 2)]
     shallow = [model_size(dataclasses.replace(config, model_name_or_path=name)) for name in names]
-    first, second = (needed_host_bytes(config, launch, shape, on_gpu) for shape in shallow)
+    first, second = (needed_host_bytes(config, launch, strategy, shape, on_gpu) for shape in shallow)
     # If all layers are on the GPU, host memory does not depend on the depth.
     return min(MAX_LAYERS, max(0, 1 + int((available - first) // (second - first)))) if second > first else 0
 
 
-def needed_host_bytes(config: RunConfig, launch: Launch, shape: ModelSize, on_gpu: bool) -> float:
+def needed_host_bytes(config: RunConfig, launch: Launch, strategy: Strategy, shape: ModelSize, on_gpu: bool) -> float:
     """Estimate the host memory of one rank, in bytes, before it allocates: a full host kills other processes.
 
     The estimate is rough and conservative. Running the rank measures its memory.
     """
-    strategy, model = launch.strategy, shape.architecture
+    launched, model = launch.strategy, shape.architecture
     per_weight = 2 if config.precision.endswith("-engine") else 4
     # Except under ZeRO-3 without tensor parallelism, the whole model is first built in fp32 on the host.
-    by_layer = strategy.zero_stage == 3 and _ranks_of_a_layer(strategy) == 1
+    by_layer = launched.zero_stage == 3 and _ranks_of_a_layer(launched) == 1
     built = 3 * 4 * shape.largest_parameter if by_layer else 4 * shape.parameters
-    fixed = LIBRARIES_BYTES + required_pinned_bytes(strategy)
+    fixed = LIBRARIES_BYTES + required_pinned_bytes(launched)
     if on_gpu:
-        return fixed + built + _offloaded_bytes(config, launch, shape, per_weight)
-    tokens = config.seq_length * config.batch_plan(launch.world_size, strategy.group_size).per_device_train_batch_size
+        return fixed + built + _offloaded_bytes(config, strategy, shape.parameters / launch.world_size, per_weight)
+    tokens = config.seq_length * config.batch_plan(launch.world_size, launched.group_size).per_device_train_batch_size
     # Activations of a transformer layer in fp32, from "Reducing Activation Recomputation" (34 and 5 bytes).
     per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
     per_token = model.num_hidden_layers * per_layer + 3 * 4 * model.vocab_size
-    return fixed + _state_and_working_bytes(config, launch, shape, per_weight, built) + tokens * per_token
+    return fixed + _state_and_working_bytes(config, launch, strategy, shape, per_weight, built) + tokens * per_token
 
 
-def _offloaded_bytes(config: RunConfig, launch: Launch, shape: ModelSize, per_weight: int) -> float:
+def _offloaded_bytes(config: RunConfig, strategy: Strategy, elements: float, per_weight: int) -> float:
     """Estimate the offloaded state of a rank with a GPU, in bytes of host memory."""
-    strategy, elements = launch.strategy.with_overrides(config), shape.parameters / launch.world_size
     per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
     # Frozen weights have no gradients and no optimizer states, and adapters are small.
     optimizer = strategy.offload_device("optimizer") if config.peft == "none" else None
@@ -100,12 +99,12 @@ def _offloaded_bytes(config: RunConfig, launch: Launch, shape: ModelSize, per_we
 
 
 def _state_and_working_bytes(
-    config: RunConfig, launch: Launch, shape: ModelSize, per_weight: int, built_bytes: float
+    config: RunConfig, launch: Launch, strategy: Strategy, shape: ModelSize, per_weight: int, built_bytes: float
 ) -> float:
-    strategy, trains_all = launch.strategy.with_overrides(config), config.peft == "none"
+    trains_all = config.peft == "none"
     divided = _ranks_of_a_layer(strategy)
     elements, ranks = shape.parameters / divided, launch.world_size / divided
-    per_replica = launch.ranks_per_replica(config)
+    per_replica = launch.ranks_per_replica(strategy)
     if not trains_all and strategy.zero_stage != 3:
         return built_bytes + per_weight * elements
     if divided > 1 and strategy.deepspeed is None:

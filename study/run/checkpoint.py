@@ -23,7 +23,7 @@ from study.records.schema import RecordError
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from study.run.open import OpenRun
+    from study.run.context import RunContext
 
 MANIFEST = "checkpoint.json"
 _MANIFEST_KEYS = {
@@ -39,7 +39,7 @@ _FILE_OF_A_CHECKPOINT = re.compile(
 )
 
 
-def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step: int) -> None:
+def save_checkpoint(run: RunContext, accelerator: Accelerator, schedule: Any, step: int) -> None:
     """Save model, optimizer, RNG and schedule after `step`; the manifest is written last and completes it."""
     from accelerate.utils import gather_object
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from study.config.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
-from study.config.flags import BatchPlan, RunConfig, check_virtual_run_flags, parse_command_line, resolve_config
-from study.config.launch_context import Launch, read_launch, read_launcher_environment, virtual_launch
-from study.config.strategy_names import apply_overrides
+from study.config.flags import BatchPlan, RunConfig, check_virtual_run_flags, resolve_config
+from study.config.launch_context import Launch
+from study.config.strategies import Strategy
 from study.engine.model_parallel import check_group, check_replicas
 from study.engine.setup import check_engine_settings
 from study.host.folders import cache_directory, check_nvme_space, check_writable, free_bytes, resolve_path
@@ -26,37 +25,13 @@ from study.records.directory import is_finished, write_json
 from study.records.lock import check_is_run_directory, check_not_active
 from study.records.schema import RecordError
 from study.run import rendezvous
+from study.run.context import RunRequest
 
 FIRST_RANK_GRACE_S = 10
 # Enough for the rows and the log of a long run.
 MIN_FREE_BYTES = 16 * 2**20
 # Raises UserError for a request that one trainer does not support.
 Refuse = Callable[[RunConfig, Launch], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class RunRequest:
-    """A request that passed every check that needs no data."""
-
-    config: RunConfig
-    launch: Launch
-    plan: BatchPlan
-    output_dir: Path
-    # The folder to resume from, and its manifest.
-    checkpoint: tuple[Path, dict[str, Any]] | None
-    cache: Path
-    notice: str | None
-
-
-def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConfig, Launch]:
-    """Return the flags and the launch, without importing torch."""
-    config = parse_command_line(arguments)
-    launch = read_launch(shell=read_launcher_environment())
-    if config.virtual_world_size:
-        if trainer != "study":
-            raise UserError(f"{trainer} does not run virtual ranks", "use study/train.py")
-        launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
-    return config, dataclasses.replace(launch, strategy=launch.strategy.with_group_size(config.group_size))
 
 
 def resolve_run_request(
@@ -83,7 +58,8 @@ def resolve_run_request(
     config = resolve_config(config, accelerator_visible=gpus > 0)
     if launch.virtual:
         check_virtual_run_flags(config)
-    check_replicas(config, launch, gpus)
+    strategy = launch.strategy.with_overrides(config)
+    check_replicas(launch, strategy, gpus)
     notice = check_devices(launch, gpus)
     plan = config.batch_plan(launch.world_size, launch.strategy.group_size)
     suffix = "" if trainer == "study" else f"-{trainer}"
@@ -94,43 +70,42 @@ def resolve_run_request(
         # The other ranks may already see their main process's lock there.
         check_not_active(output_dir, f"--output_dir {output_dir}")
     if launch.strategy.offload_device("param") == "nvme":
-        launch = enlarge_swap_buffers(config, launch)
+        launch, strategy = enlarge_swap_buffers(config, launch)
     if launch.strategy.uses_nvme:
         # Before the check of locked memory: a model that is too large for the NVMe has too large buffers as well.
-        check_nvme_swap(config, launch)
-        check_room_to_swap(config, launch)
+        check_nvme_swap(config, strategy, launch.world_size)
+        check_room_to_swap(config, launch, strategy)
     check_request(config, launch)
     check_launch_flags(config, plan)
     checkpoint = find_checkpoint(config, launch, output_dir)
     import_libraries(launch.strategy)
-    if launch.strategy.deepspeed is not None:
-        check_engine_settings(config, launch.strategy)
+    if launch.strategy.deepspeed is not None and strategy.deepspeed is not None:
+        check_engine_settings(config, launch.strategy.deepspeed, strategy.deepspeed)
     check_group(config, launch, model_config(config), checkpoint[1]["world_size"] if checkpoint else None)
     if launch.is_main:
         check_room_for_record(config, output_dir)
     cache = cache_directory()
     build_operators(launch.strategy, cache, print_line)
     if launch.virtual:
-        check_host_memory(config, launch)
-    return RunRequest(config, launch, plan, output_dir, checkpoint, cache, notice)
+        check_host_memory(config, launch, strategy)
+    return RunRequest(config, launch, strategy, plan, output_dir, checkpoint, cache, notice)
 
 
-def check_nvme_swap(config: RunConfig, launch: Launch) -> None:
+def check_nvme_swap(config: RunConfig, strategy: Strategy, ranks: int) -> None:
     """Raise UserError if the model is too small to swap. Cases without a prediction are left to the audit."""
-    strategy = launch.strategy.with_overrides(config)
     if strategy.zero_stage != 3 or strategy.group or unsupported_reason("single", config):
         return
-    request = request_for("single", config, box_of_ranks("any", ANY_DEVICE, launch.world_size), 1, 1)
+    request = request_for("single", config, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1)
     if (section := unswapped_kind(dataclasses.replace(request, strategy=strategy))) is not None:
         raise Unsupported(
-            f"{strategy.name} would swap no {section} of {config.model_name} on {launch.world_size} ranks: DeepSpeed"
+            f"{strategy.name} would swap no {section} of {config.model_name} on {ranks} ranks: DeepSpeed"
             " keeps shards under 1 MiB in host memory",
             "use a larger model or fewer ranks",
         )
 
 
-def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
-    """Return the launch with swap buffers as large as the model needs.
+def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> tuple[Launch, Strategy]:
+    """Return the launch with swap buffers as large as the model needs, and its strategy with the run's overrides.
 
     Raise UserError if --engine_override makes them too small.
     """
@@ -143,7 +118,7 @@ def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
             f"--engine_override sets buffer_size below the {part:,} elements of the largest parameter on a rank",
             "leave it out, or set it larger",
         )
-    return dataclasses.replace(launch, strategy=strategy)
+    return dataclasses.replace(launch, strategy=strategy), overridden
 
 
 def report_refusal(refusal: UserError, print_line: Callable[[str], None]) -> int:
@@ -217,8 +192,6 @@ def check_request(config: RunConfig, launch: Launch) -> None:
             raise Unsupported(
                 f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB", "use a smaller cap"
             )
-    if strategy.deepspeed is not None:
-        apply_overrides(strategy.deepspeed, config.engine_override)
     if config.report_to != "none":
         from accelerate.tracking import get_available_trackers
 
@@ -294,12 +267,12 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
         )
 
 
-def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
+def check_room_to_swap(config: RunConfig, launch: Launch, strategy: Strategy) -> None:
     """Raise UserError if the NVMe folder is too small for all ranks of this machine, without LoRA's small adapters."""
     from study.workloads.architecture import model_size
 
-    parameters, strategy = model_size(config).parameters, launch.strategy.with_overrides(config)
+    parameters = model_size(config).parameters
     state = bytes_per_parameter(strategy, config.precision, launch.world_size, trained=config.peft == "none")
     processes = 1 if launch.virtual else launch.local_world_size
-    what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
+    what = f"{strategy.name} with {parameters / 1e9:.2g} billion parameters"
     check_nvme_space(resolve_path(config.nvme_path), processes * parameters * state.nvme, what)

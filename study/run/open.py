@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed, UserError, first_line, redact_secrets
+from study.config.flags import parse_command_line
+from study.config.launch_context import read_launch, read_launcher_environment, virtual_launch
 from study.host.folders import check_process, resolve_path
 from study.host.machine import free_memory
 from study.host.stacks import check_training_packages, is_engines_only
@@ -32,8 +34,9 @@ from study.records.directory import RunWriter, end_interrupted_run
 from study.records.lock import LOCK_NAME, is_locked_by_current_launch, lock_run_directory, read_lock_owner
 from study.records.outcome import RETRY_HINT, Terminated, outcome_from_exception, raise_on_signals
 from study.run import rendezvous
-from study.run.checks import Refuse, RunRequest, check_output_dir, read_request, report_refusal, resolve_run_request
+from study.run.checks import Refuse, check_output_dir, report_refusal, resolve_run_request
 from study.run.console import Console
+from study.run.context import RunContext, RunRequest
 
 # torch and libraries that use it are imported in functions, so that a wrong flag is reported without their import time.
 if TYPE_CHECKING:
@@ -57,7 +60,12 @@ def open_run(
     opened = time.perf_counter()
     try:
         check_process()
-        config, launch = read_request(trainer, arguments)
+        config, launch = parse_command_line(arguments), read_launch(shell=read_launcher_environment())
+        if config.virtual_world_size:
+            if trainer != "study":
+                raise UserError(f"{trainer} does not run virtual ranks", "use study/train.py")
+            launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
+        launch = dataclasses.replace(launch, strategy=launch.strategy.with_group_size(config.group_size))
         check_training_packages()
     except UserError as refusal:
         raise SystemExit(report_refusal(refusal, lambda line: print(line, file=sys.stderr))) from None
@@ -88,11 +96,8 @@ def open_run(
 class OpenRun:
     """A checked request with the methods that a training loop calls."""
 
-    data: TaskData
-    # None for a virtual rank.
-    initial: InitialWeights | None
-    # Only on the main process.
-    record: RunWriter | None = None
+    # Set by `begin`.
+    context: RunContext
     # A folder under --nvme_path for this process only.
     swap_folder: Path | None = None
     has_begun = False
@@ -103,9 +108,9 @@ class OpenRun:
     def __init__(self, trainer: str, request: RunRequest, console: Console, stack: ExitStack, opened: float):
         self.trainer, self.console, self._stack = trainer, console, stack
         self._opened = self._loop_started = opened
-        self.config, self.launch, self.plan = request.config, request.launch, request.plan
-        self.output_dir, self.checkpoint, self.cache = request.output_dir, request.checkpoint, request.cache
-        self._notice = request.notice
+        self._request, self.config, self.launch = request, request.config, request.launch
+        self.strategy, self.plan, self.checkpoint = request.strategy, request.plan, request.checkpoint
+        self.output_dir, self.cache = request.output_dir, request.cache
 
     def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
         """Check the parts of the request that depend on the data, lock the folder, and open the record."""
@@ -116,10 +121,9 @@ class OpenRun:
         from study.run.resume import check_continues
 
         config, launch, console = self.config, self.launch, self.console
-        self.data, self.initial = data, initial
+        self.context = RunContext(**vars(self._request), data=data, initial=initial)
         if self.checkpoint and launch.is_main:
-            assert initial is not None, "a virtual rank has no checkpoint"
-            check_continues(config, launch, self.checkpoint, data, initial)
+            check_continues(self.context)
         check_profiled_steps(config, self.total_steps - self.first_step)
         environment = describe_environment() if launch.is_main or rendezvous.machine_count() > 1 else {}
         if rendezvous.machine_count() > 1:
@@ -128,8 +132,8 @@ class OpenRun:
         elif launch.is_main:
             self._take_folder()
         self.has_begun = True
-        if self._notice:
-            console.print_from_main(f"notice: {self._notice}")
+        if self._request.notice:
+            console.print_from_main(f"notice: {self._request.notice}")
         if initial is not None and initial.remark:
             console.print_from_any_rank(f"notice: {initial.remark}")
         ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
@@ -145,9 +149,10 @@ class OpenRun:
             )
         self._stack.enter_context(raise_on_signals(Terminated(), signal.SIGTERM))
         if launch.is_main:
-            self.record = RunWriter(self.output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
-            self.record.write("config.json", config.to_dict())
-            self.record.write("environment.json", environment)
+            record = RunWriter(self.output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
+            self.context = dataclasses.replace(self.context, record=record)
+            record.write("config.json", config.to_dict())
+            record.write("environment.json", environment)
             remove_incomplete_checkpoints(self.output_dir)
             interval, done = config.checkpointing_steps, self.first_step
             if interval and self.total_steps // interval == done // interval:
@@ -169,7 +174,14 @@ class OpenRun:
 
     def _sync_machines(self, environment: dict[str, Any]) -> dict[str, Any]:
         """Wait until every rank can begin; return environment.json's entry for the other machines."""
-        agreed = rendezvous.shared_request_fields(self, environment)
+        flags, initial = self.config.to_dict(), self.context.initial
+        agreed = {
+            **{f"--{key}": value for key, value in flags.items() if key not in rendezvous.FLAGS_OF_A_MACHINE},
+            "the strategy": dataclasses.asdict(self.launch.strategy), "the trainer": self.trainer,
+            "the initial weights' digest": initial.sha256 if initial else None,
+            "the samples' digest": self.context.data.source["tokens_sha256"], "the checkpoint's step": self.first_step,
+            **{key: environment[key] for key in ("packages", "code_sha256")},
+        }  # fmt: skip
         if self.launch.is_main:
             return {"other_machines": rendezvous.sync_as_main(agreed, self._take_folder, self.console.print_from_main)}
 
@@ -190,7 +202,7 @@ class OpenRun:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run, including those before a resumed checkpoint."""
-        return self.config.total_steps(len(self.data.train))
+        return self.config.total_steps(len(self.context.data.train))
 
     @property
     def first_step(self) -> int:
@@ -225,20 +237,15 @@ class OpenRun:
 
         self.start_clock()
         for step in self.step_numbers:
-            yield step, [pin_batch(self.data.train.__getitems__(indices)) for indices in self.indices(step)]
+            yield step, [pin_batch(self.context.data.train.__getitems__(indices)) for indices in self.indices(step)]
 
     def indices(self, step: int) -> list[list[int]]:
         """Return the indices of this rank's samples in a step, a list for each micro-batch."""
         from study.workloads.tasks import step_samples
 
         return self.plan.micro_batches(
-            step_samples(self.config, len(self.data.train), step - 1), self.launch.group_index
+            step_samples(self.config, len(self.context.data.train), step - 1), self.launch.group_index
         )
-
-    @property
-    def local_samples_per_step(self) -> int | None:
-        """Samples per step that a virtual rank reads, as no other rank reads the rest; None for real ranks."""
-        return self.plan.samples_per_group if self.launch.virtual else None
 
     def start_clock(self) -> None:
         """Mark the end of start-up. steps() calls it."""
@@ -269,17 +276,18 @@ class OpenRun:
 
     def write_engine(self, audited: dict[str, Any]) -> None:
         """Write engine.json: the audit's result, the provenance of weights and data, and the trainer."""
-        if self.record is not None:
-            floor = dataclasses.asdict(self.data.floor) if self.data.floor else None
-            sha256 = self.initial.sha256 if self.initial else None
-            provenance = {"initial_weights_sha256": sha256, "data": self.data.source, "floor": floor}
-            self.record.write("engine.json", audited | provenance | {"trainer": self.trainer})
+        data, initial = self.context.data, self.context.initial
+        if (record := self.context.record) is not None:
+            floor = dataclasses.asdict(data.floor) if data.floor else None
+            sha256 = initial.sha256 if initial else None
+            provenance = {"initial_weights_sha256": sha256, "data": data.source, "floor": floor}
+            record.write("engine.json", audited | provenance | {"trainer": self.trainer})
 
     def write_evaluation(self, step: int, evaluation: dict[str, float | None]) -> None:
         """Append one evaluation to evals.jsonl."""
-        if self.record is not None:
-            self.record.append("evals.jsonl", {"step": step, **evaluation})
-            self.record.flush()
+        if (record := self.context.record) is not None:
+            record.append("evals.jsonl", {"step": step, **evaluation})
+            record.flush()
 
     def finish(
         self, accelerator: Accelerator, meters: Meters, log: StepLog, evaluation: dict[str, float | None]
@@ -287,8 +295,8 @@ class OpenRun:
         """Write the documents of a successful run. Called on every rank, as it gathers their measurements."""
         from study.run.summary import gather_ranks, summarize
 
-        ranks, record, world_size = gather_ranks(self, accelerator, meters), self.record, self.launch.world_size
-        if record is None:
+        ranks, world_size = gather_ranks(self.launch.virtual, accelerator, meters), self.launch.world_size
+        if (record := self.context.record) is None:
             return
         ended = time.perf_counter()
         timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
@@ -314,8 +322,8 @@ class OpenRun:
         """Write the ending of a failed run to the record, the log and the terminal."""
         from study.run.checkpoint import last_checkpoint, resume_hint
 
-        launch, console = self.launch, self.console
-        output_dir = self.record.path if self.record else self.output_dir
+        launch, console, record = self.launch, self.console, self.context.record
+        output_dir = record.path if record else self.output_dir
         local_ending = outcome_from_exception(
             error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank)
         )

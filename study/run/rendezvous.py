@@ -7,7 +7,6 @@ its timeout, up to half an hour. Therefore all ranks first synchronize through t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -22,8 +21,6 @@ from study.records.outcome import Outcome
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from study.run.open import OpenRun
-
 Say = Callable[[str], None]
 _POLL_S = 0.1
 _CONNECT_S = 20
@@ -31,7 +28,7 @@ _CONNECT_S = 20
 _SILENCE_S = 30.0
 REFUSAL_ACK_TIMEOUT_S = 8
 # Flags that may differ between the machines of one run; environment.json's entries for each machine.
-_OF_EACH_MACHINE = {"output_dir", "overwrite_output_dir", "nvme_path", "resume_from_checkpoint"}
+FLAGS_OF_A_MACHINE = {"output_dir", "overwrite_output_dir", "nvme_path", "resume_from_checkpoint"}
 MACHINE_FIELDS = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devices", "driver")
 
 
@@ -81,17 +78,6 @@ def wait_for_acknowledgements() -> None:
     with contextlib.suppress(RuntimeError):
         while _store().add("heard", 0) < machine_count() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-
-
-def shared_request_fields(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of this rank's request and environment that must equal the main process's."""
-    return {
-        **{f"--{key}": value for key, value in run.config.to_dict().items() if key not in _OF_EACH_MACHINE},
-        "the strategy": dataclasses.asdict(run.launch.strategy), "the trainer": run.trainer,
-        "the initial weights' digest": run.initial.sha256 if run.initial else None,
-        "the samples' digest": run.data.source["tokens_sha256"], "the checkpoint's step": run.first_step,
-        **{key: environment[key] for key in ("packages", "code_sha256")},
-    }  # fmt: skip
 
 
 def sync_as_main(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str, Any]], print_line: Say) -> list[Any]:

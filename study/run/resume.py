@@ -32,9 +32,7 @@ from study.run.checkpoint import check_files, latest_checkpoint, read_manifest
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from study.run.open import OpenRun
-    from study.workloads.initial import InitialWeights
-    from study.workloads.tasks import TaskData
+    from study.run.context import RunContext
 
 # Flags that a resumed run may change: they affect its files and output, not its results.
 _FREE_KEYS = {
@@ -108,18 +106,18 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
     return folder, manifest
 
 
-def check_continues(
-    config: RunConfig, launch: Launch, checkpoint: tuple[Path, dict[str, Any]], data: TaskData, initial: InitialWeights
-) -> None:
+def check_continues(run: RunContext) -> None:
     """Raise UserError if no step is left, or if data, initial weights, hardware or packages have changed."""
-    folder, manifest = checkpoint
-    total = config.total_steps(len(data.train))
+    assert run.checkpoint is not None
+    assert run.initial is not None, "a virtual rank has no checkpoint"
+    folder, manifest = run.checkpoint
+    total = run.config.total_steps(len(run.data.train))
     if manifest["step"] >= total:
         raise UserError(
             f"the checkpoint {folder} is at step {manifest['step']} of {total}: no step is left",
             "resume from an earlier one, or start a longer run from scratch",
         )
-    saved, now = manifest["tokens_sha256"], data.source["tokens_sha256"]
+    saved, now = manifest["tokens_sha256"], run.data.source["tokens_sha256"]
     if saved != now:
         changed = " and ".join(split for split in now if saved.get(split) != now[split])
         raise UserError(
@@ -127,15 +125,13 @@ def check_continues(
             " tokenizer has changed",
             "restore them, or start from scratch",
         )
-    if manifest["initial_weights_sha256"] != initial.sha256:
+    if manifest["initial_weights_sha256"] != run.initial.sha256:
         raise UserError(
             f"the checkpoint {folder} began from other initial weights, which have changed or were drawn again",
             "start from scratch",
         )
-    same_ranks = manifest["world_size"] == launch.world_size
-    before, current = (
-        _hardware(document, same_ranks) for document in (manifest["environment"], describe_environment())
-    )
+    same_ranks = manifest["world_size"] == run.launch.world_size
+    before, current = (_hardware(entry, same_ranks) for entry in (manifest["environment"], describe_environment()))
     if differ := [name for name in sorted({*before, *current}) if before.get(name) != current.get(name)]:
         name = differ[0]
         raise UserError(
@@ -156,12 +152,12 @@ def _hardware(environment: Mapping[str, Any], same_ranks: bool) -> dict[str, Any
     return hardware
 
 
-def load_checkpoint(
-    accelerator: Accelerator, schedule: Any, run: OpenRun, folder: Path, manifest: dict[str, Any]
-) -> None:
-    """Load model, optimizer, RNG and schedule from the checkpoint; raise RunFailed if it is damaged."""
+def load_checkpoint(run: RunContext, accelerator: Accelerator, schedule: Any) -> None:
+    """Load model, optimizer, RNG and schedule from the run's checkpoint; raise RunFailed if it is damaged."""
     import torch
 
+    assert run.checkpoint is not None
+    folder, manifest = run.checkpoint
     # It applies to every later load of this process, none of which needs code.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     check_indexes(folder)
@@ -174,7 +170,7 @@ def load_checkpoint(
         if same_ranks or not run.launch.strategy.zero_stage:
             accelerator.load_state(str(folder))
         else:
-            _load_universal(run, accelerator, folder)
+            _load_universal(run.output_dir, accelerator, folder)
     # Accelerate counts micro-batches over all steps, and another world size may change their number per step.
     accelerator.step = 0
     _restore_random_states(folder, accelerator, manifest["world_size"], same_ranks)
@@ -242,14 +238,14 @@ def check_indexes(folder: Path) -> None:
             raise RunFailed(f"{file} is not an index of a checkpoint ({error})", "start from scratch") from None
 
 
-def _load_universal(run: OpenRun, accelerator: Accelerator, folder: Path) -> None:
+def _load_universal(output_dir: Path, accelerator: Accelerator, folder: Path) -> None:
     """Load a universal checkpoint, which the main process writes to a temporary folder next to the record."""
     from accelerate.utils import broadcast_object_list
 
     from study.metrics.state import base_optimizer
 
     engine: Any = accelerator.deepspeed_engine_wrapped.engine
-    with swap_folder(run.output_dir) if accelerator.is_main_process else nullcontext() as temporary_folder:
+    with swap_folder(output_dir) if accelerator.is_main_process else nullcontext() as temporary_folder:
         if temporary_folder is not None:
             from deepspeed.checkpoint import ds_to_universal
 
@@ -262,7 +258,7 @@ def _load_universal(run: OpenRun, accelerator: Accelerator, folder: Path) -> Non
             )  # fmt: skip
         names = [temporary_folder.name if temporary_folder is not None else None]
         broadcast_object_list(names)
-        universal = run.output_dir.resolve() / str(names[0])
+        universal = output_dir.resolve() / str(names[0])
         if not universal.is_dir():
             raise RunFailed(
                 f"rank {accelerator.process_index} does not see the folder {universal}, in which the main process"

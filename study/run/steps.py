@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-    from study.run.open import OpenRun
-
+    from study.run.context import RunContext
 
 DIVERGED_FIX = "lower --learning_rate, or use another --precision"
 
@@ -27,7 +26,7 @@ DIVERGED_FIX = "lower --learning_rate, or use another --precision"
 class StepLog:
     """Collector of each step's figures, which it writes as rows of steps.jsonl."""
 
-    def __init__(self, run: OpenRun, accelerator: Accelerator):
+    def __init__(self, run: RunContext, accelerator: Accelerator):
         self._accelerator, self._record = accelerator, run.record
         self._is_group_leader = run.launch.is_group_leader
         self._tokens_per_step = run.config.global_batch_size * run.config.seq_length
@@ -107,7 +106,7 @@ class StepLog:
             raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
 
 
-def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
+def evaluate(run: RunContext, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
     """Return loss, and accuracy or perplexity, over the whole split on the main process; empty on other ranks.
 
     The result does not depend on the number of ranks. Every rank makes the same number of equal forward passes, as a
@@ -116,6 +115,7 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
     import torch
 
     task, split, batch_size = run.config.task, run.data.eval, run.plan.per_device_train_batch_size
+    cross_entropy = torch.nn.CrossEntropyLoss(reduction="none")
     was_training = model.training
     model.eval()
     launch, groups = run.launch, run.plan.groups
@@ -133,10 +133,13 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
             first = (turn * groups + launch.group_index) * batch_size
             indices = [index % len(split) for index in range(first, first + batch_size)]
             batch = {name: tensor.to(accelerator.device) for name, tensor in split.__getitems__(indices).items()}
-            logits = model(**batch).logits
-            losses.append(gathered(_sample_losses(task, logits, batch["labels"])))
+            logits, labels = model(**batch).logits, batch["labels"]
             if task == "bert-imdb":
+                losses.append(gathered(cross_entropy(logits.float(), labels)))
                 predictions.append(gathered(logits.argmax(-1)))
+            else:
+                # All samples score the same number of tokens, so the mean of their means is the token mean.
+                losses.append(gathered(cross_entropy(logits[:, :-1].float().transpose(1, 2), labels[:, 1:]).mean(1)))
     model.train(was_training)
     sample_losses = torch.cat(losses)[: len(split)].double().cpu()
     if not sample_losses.isfinite().all():
@@ -151,13 +154,3 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
     )
     # JSON has no infinite perplexity.
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
-
-
-def _sample_losses(task: str, logits: Any, labels: Any) -> Any:
-    """Return each sample's mean loss; all samples score the same number of tokens, so their mean is the token mean."""
-    from torch.nn.functional import cross_entropy
-
-    if task == "bert-imdb":
-        return cross_entropy(logits.float(), labels, reduction="none")
-    token_losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), labels[:, 1:], reduction="none")
-    return token_losses.mean(dim=1)

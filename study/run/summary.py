@@ -13,16 +13,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from study.metrics import Meters
-    from study.run.open import OpenRun
     from study.run.steps import StepLog
 
 
-def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:
+def gather_ranks(virtual: bool, accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:
     """Return each rank's entry of memory.json: memory in GiB, state in bytes. Called on every rank."""
     from accelerate.utils import gather_object
 
     times = meters.summary()
-    if run.launch.virtual and accelerator.device.type == "cpu":
+    if virtual and accelerator.device.type == "cpu":
         # Copies in memory replace the network, and would dominate these times.
         times = {key: None if key.startswith("step_time_s_") else value for key, value in times.items()}
     memory = meters.memory.report()
@@ -35,7 +34,7 @@ def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list
         "state": meters.state,
         "time": times,
     }
-    return [entry] if run.launch.virtual else list(gather_object([entry]))
+    return [entry] if virtual else list(gather_object([entry]))
 
 
 def summarize(
