@@ -38,7 +38,7 @@ FILES: dict[str, str | bytes] = {
     "one_line.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2,}}',
     "wrong, too.yaml": (
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"
-        "  zero3_init_flag: true\n  stage3_max_live_parameters: 0\n"
+        "  zero3_init_flag: true\n  stage3_max_live_parameters: 0\n  offload_param_device: cpu\n"
     ),
     # Neither: other programs' files, and a launcher that is not modelled.
     "package.json": '{"optimizer": 1}', "list.json": "[1]", "settings.json": '{"editor": 1, // comment\n}',
@@ -68,7 +68,7 @@ def test_the_hook_annotates_wrong_lines_and_skips_other_files(
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     status, lines = check(*FILES, "--output_format", "github", capsys=capsys)
     assert status == 1
-    assert lines[-1] == "errors: 5, warnings: 3; 7 configuration files checked, 7 other files skipped"
+    assert lines[-1] == "errors: 5, warnings: 4; 7 configuration files checked, 7 other files skipped"
     start = re.compile(r"::(error|warning) file=(.+),line=(\d+),title=(\w+)::([\w.]+)")
     assert [match.groups() for line in lines[:-1] if (match := start.match(line))] == [
         ("error", "wrong.json", "6", "missing", "zero_optimization.offload_param.nvme_path"),
@@ -79,6 +79,7 @@ def test_the_hook_annotates_wrong_lines_and_skips_other_files(
         ("warning", "one_line.json", "1", "conflict", "one_line.json"),
         ("warning", "wrong%2C too.yaml", "5", "ineffective", "zero3_init_flag"),
         ("error", "wrong%2C too.yaml", "6", "ignored", "stage3_max_live_parameters"),
+        ("warning", "wrong%2C too.yaml", "7", "ineffective", "offload_param_device"),
     ]
     assert check("good.json", "good.yaml", "tpu.yaml", capsys=capsys)[0] == 0
     status, lines = check("wrong.json", "--json", capsys=capsys)

@@ -207,7 +207,7 @@ def _resolved_zero(file: UserFile, shape: ModelShape, findings: list[Finding]) -
                 )
             )
         else:
-            findings.append(Finding("ignored", f"{ZERO}.{key}", f"is deprecated, and read as {now}"))
+            findings.append(Finding("noted", f"{ZERO}.{key}", f"is deprecated, and read as {now}"))
             # Deprecated switches of offloading.
             zero[now] = ({"device": "cpu"} if value else None) if now in OFFLOADS else value
     nested = [(f"{ZERO}.{what}", zero[what]) for what in OFFLOADS if isinstance(zero.get(what), dict)]

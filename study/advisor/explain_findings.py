@@ -59,7 +59,7 @@ def _ineffective(case: ConfigCase) -> Iterator[Finding]:
             yield Finding("refused", key, f"the engine ends with an error: {entry['refused']}")
         elif "ineffective" in entry:
             yield Finding("ineffective", key, entry["ineffective"])
-        elif case.stage not in stages:
+        elif case.stage not in stages and (section == ZERO or section not in case.file.explicit_keys):
             message = f"stage {case.stage} does not use it; stage {' and '.join(map(str, stages))} would"
             yield Finding("ineffective", key, message)
         elif (needs := entry.get("needs")) and not _has(case, needs):
