@@ -22,6 +22,7 @@ from study.releases.causes import read_causes
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+    from study.claims.scoreboard import Scoreboard
     from study.metrics import Meters
 
 __all__ = ["get_run"]
@@ -71,6 +72,14 @@ def write_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
     yield write
     read_causes.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def full_board() -> Scoreboard:
+    """Return the claims judged by the committed records."""
+    from study.claims.scoreboard import build_scoreboard
+
+    return build_scoreboard()
 
 
 @pytest.fixture

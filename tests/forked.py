@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,14 @@ def fork_script(
         _server(tuple(sorted(read_at_import.items()))), timeout, command=[str(script), *args], launch=None, ranks=1,
         folder=str(folder), environment={**environment, **read_at_import},
     )  # fmt: skip
+
+
+def run_module(command: Sequence[str], check: bool) -> subprocess.CompletedProcess[str]:
+    """Run `python -m MODULE ...`, as subprocess.run does."""
+    script = ROOT / f"{command[2].replace('.', '/')}.py"
+    result = fork_script(script, *command[3:], folder=ROOT, environment=os.environ, read_at_import={})
+    print(result.stdout, result.stderr)
+    return result
 
 
 def _ask(address: str, timeout: float, **request: Any) -> subprocess.CompletedProcess[str]:

@@ -42,11 +42,6 @@ STRENGTH: dict[Verdict, int] = {
 PARTS = tuple(itertools.starmap(CheckOutcome, itertools.product(ANSWERS, (False, True), (False, True))))
 
 
-@pytest.fixture(scope="module")
-def full_board() -> Scoreboard:
-    return build_scoreboard()
-
-
 def find_claim(full_board: Scoreboard, claim: str) -> JudgedClaim:
     (match,) = [judged for judged in full_board.judged if judged.claim.id == claim]
     return match
@@ -248,8 +243,10 @@ def test_a_check_of_two_claims_does_not_decide_which_is_wrong(full_board: Scoreb
 
 
 def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
-    capsys: pytest.CaptureFixture[str],
+    full_board: Scoreboard, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # `--json` above judges; these only print.
+    monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
     claims = len(read_ledger().claims)
     assert main(["claims"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -33,11 +33,6 @@ EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'
 
 
 @pytest.fixture(scope="module")
-def full_board() -> Scoreboard:
-    return build_scoreboard()
-
-
-@pytest.fixture(scope="module")
 def file() -> Iterator[Path]:
     """Write the page with the command, in the repository so that its links resolve."""
     (REPOSITORY / "runs").mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -488,12 +489,11 @@ class SmallHub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def small_hub() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SmallHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def small_hub() -> Iterator[http.server.ThreadingHTTPServer]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), SmallHub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 ASK_HUB = """
@@ -505,53 +505,70 @@ from study.workloads.initial import materialize_initial_weights
 loaders = {"config": model_config, "tokenizer": load_tokenizer,
            "weights": lambda config: materialize_initial_weights(config, pathlib.Path(sys.argv[1]))}
 model_config(resolve_config(RunConfig(scale="laptop"), False))
-for what, task, model, weights in json.loads(sys.argv[2]):
+for line in sys.stdin:
+    what, task, model, weights = json.loads(line)
     config = resolve_config(RunConfig(task=task, scale="laptop", model_name_or_path=model, weights=weights), False)
     started = time.monotonic()
     try:
         loaders[what](config)
     except UserError as refused:
-        print(json.dumps([str(refused), time.monotonic() - started]))
+        print(json.dumps([str(refused), time.monotonic() - started]), flush=True)
     else:
-        print(json.dumps(["was served", 0]))
+        print(json.dumps(["was served", 0]), flush=True)
 """
+Ask = Callable[..., tuple[str, float]]
 
 
-def ask_hub(cache: Path, questions: list[list[str]], **environment: str) -> list[tuple[str, float]]:
-    variables = {"HF_HOME": str(cache / "hf"), **environment}
-    process = subprocess.run(
-        [sys.executable, "-c", ASK_HUB, str(cache), json.dumps(questions)],
-        env=os.environ | variables, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    return [tuple(json.loads(line)) for line in process.stdout.splitlines() if line.startswith('["')]
+@contextlib.contextmanager
+def asking_process(cache: Path, **environment: str) -> Iterator[Ask]:
+    """Yield a function that asks a hub in one process, which reads these variables at its imports."""
+    command, variables = [sys.executable, "-c", ASK_HUB, str(cache)], {"HF_HOME": str(cache / "hf"), **environment}
+    with subprocess.Popen(
+        command, env=os.environ | variables, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(*question: str) -> tuple[str, float]:
+            print(json.dumps(question), file=process.stdin, flush=True)
+            # Libraries print, too.
+            answer, seconds = json.loads(next(line for line in process.stdout or () if line.startswith('["')))
+            return answer, seconds
+
+        yield ask
+        process.stdin.close()
+        assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"HF_ENDPOINT": "http://127.0.0.1:9"}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.long)],
-)
-def test_an_unreachable_hub_is_an_answer_within_seconds(environment: dict[str, str], tmp_path: Path) -> None:
-    questions = {
+def assert_unreachable(ask: Ask, cache: Path) -> None:
+    for question, fix in {
         ("config", "gpt-wikitext", "owner/name", "random"): "--weights random",
         ("tokenizer", "bert-imdb", "bert-base-uncased", "random"): "--tokenizer_name",
         ("weights", "gpt-wikitext", "gpt2", "pretrained"): "--weights random",
-    }
-    answers = ask_hub(tmp_path, list(map(list, questions)), **environment)
-    for (answer, seconds), fix in zip(answers, questions.values(), strict=True):
+    }.items():
+        answer, seconds = ask(*question)
         assert "the hub cannot be reached" in answer
         assert fix in answer
         assert seconds < 15, answer
-    assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
+    assert not [path for path in (cache / "initial_weights").iterdir() if path.is_dir()]
 
 
-def test_refusals_of_the_hub_are_reported(small_hub: str, tmp_path: Path) -> None:
-    questions = [
-        ["config", "gpt-wikitext", "owner/missing", "random"],
-        ["config", "gpt-wikitext", "owner/gated", "random"],
-        ["weights", "gpt-wikitext", "gpt-j-6b", "pretrained"],
-    ]
-    missing, gated, pickled = (answer for answer, _ in ask_hub(tmp_path, questions, HF_ENDPOINT=small_hub))
+@pytest.mark.long
+def test_without_a_network_each_request_ends_within_seconds(tmp_path: Path) -> None:
+    with asking_process(tmp_path, HF_HUB_OFFLINE="1") as ask:
+        assert_unreachable(ask, tmp_path)
+
+
+def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_seconds(
+    small_hub: http.server.ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    with asking_process(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{small_hub.server_port}") as ask:
+        missing, _ = ask("config", "gpt-wikitext", "owner/missing", "random")
+        gated, _ = ask("config", "gpt-wikitext", "owner/gated", "random")
+        pickled, _ = ask("weights", "gpt-wikitext", "gpt-j-6b", "pretrained")
+        small_hub.shutdown()
+        small_hub.server_close()
+        assert_unreachable(ask, tmp_path)
     assert "the hub has no model owner/missing" in missing
     assert "gated" in gated
     assert "hf auth login" in gated

@@ -15,7 +15,7 @@ import yaml
 
 from study.advisor.predict_command import precision_under
 from study.claims.command import scoreboard_text
-from study.claims.scoreboard import build_scoreboard
+from study.claims.scoreboard import Scoreboard
 from study.cli import COMMANDS, main
 from study.config.flags import Parser, parse_command_line, resolve_config
 from study.config.places import REPOSITORY
@@ -206,8 +206,8 @@ def test_the_finding_on_model_state_matches_the_records() -> None:
         assert sentence.format(*re.findall(pattern, answer.sentence)) in unwrapped("README.md")
 
 
-def test_the_finding_on_claims_is_the_first_line_of_study_claims() -> None:
-    assert f'Of {scoreboard_text(build_scoreboard().document(), details=False)[0]}; "partly":' in unwrapped("README.md")
+def test_the_finding_on_claims_is_the_first_line_of_study_claims(full_board: Scoreboard) -> None:
+    assert f'Of {scoreboard_text(full_board.document(), details=False)[0]}; "partly":' in unwrapped("README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

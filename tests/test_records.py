@@ -165,7 +165,7 @@ def test_a_figure_that_is_not_finite_is_none_and_never_written(tmp_path: Path) -
 
 
 def start_python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd=ROOT)
 
@@ -210,24 +210,25 @@ def test_a_writer_killed_in_the_middle_leaves_a_whole_document(tmp_path: Path) -
 
 
 KEEP_TRAINING = """
-import sys
+import json, sys
 from pathlib import Path
-import test_records
 from study.records.directory import RunWriter
 writer = RunWriter(Path(sys.argv[1]))
-writer.write("config.json", test_records.CONFIG)
-writer.write("engine.json", test_records.ENGINE)
+config, engine, row = map(json.loads, sys.argv[2:])
+writer.write("config.json", config)
+writer.write("engine.json", engine)
 print("ready", flush=True)
 for step in range(1, 10**9):
-    writer.append("steps.jsonl", test_records.ROWS[0] | {"step": step})
+    writer.append("steps.jsonl", row | {"step": step})
     writer.flush()
 """
 
 
 def test_a_killed_attempt_reads_as_interrupted_with_the_rows_it_wrote(tmp_path: Path) -> None:
     path = tmp_path / "run"
+    documents = [json.dumps(document) for document in (CONFIG, ENGINE, ROWS[0])]
     for attempt in range(1, 4):
-        kill_after_its_first_line(start_python(KEEP_TRAINING, str(path)), 0.02 * attempt)
+        kill_after_its_first_line(start_python(KEEP_TRAINING, str(path), *documents), 0.02 * attempt)
         run = read_run(path)
         assert run.state == "interrupted"
         assert (run.status["attempt"], run.status["ended_at"]) == (attempt, None)

@@ -34,9 +34,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "weights not recorded": ({"engine": {"initial_weights_sha256": None}}, "initial weights: not recorded"),
     "samples": ({"samples": "another order"}, "samples: others from step 1 on"),
     "global batch": ({"config": {"global_batch_size": 32}}, "global batch: 32, baseline 16"),
-    "batch as taken": (
-        {"engine": {"gradient_accumulation_steps": 4}}, "global batch: 64 samples a step, 16 asked",
-    ),
+    "batch as taken": ({"engine": {"gradient_accumulation_steps": 4}}, "global batch: 64 samples a step, 16 asked"),
     "batch as groups took it": (
         {"engine": {"model_parallel_group": {"divides": "tensors", "ranks": 2, "state_over": 1}}},
         "global batch: 8 samples a step, 16 asked",
@@ -67,9 +65,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dropout": ({"config": {"dropout": 0.1}}, "dropout: 0.1, baseline 0"),
     "evaluation set": ({"config": {"eval_samples": 64}}, "evaluation set: 64 samples, baseline 200 samples"),
-    "evaluation tokens": (
-        {"engine": {"data": {"tokens_sha256": {"train": "a", "eval": "c"}}}}, "evaluation set",
-    ),
+    "evaluation tokens": ({"engine": {"data": {"tokens_sha256": {"train": "a", "eval": "c"}}}}, "evaluation set"),
     "threads": ({"environment": {"threads_per_rank": 4}}, "threads per rank: 4, baseline 1"),
     "device": (
         {"environment": {"devices": [{"name": "Other GPU"}]}},

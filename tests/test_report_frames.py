@@ -327,12 +327,11 @@ def test_the_committed_records_are_readable() -> None:
     assert (records.runs["confounded"] == "").all()
 
 
-@pytest.mark.alone
 def test_a_hundred_records_of_a_thousand_steps_read_and_compare_within_a_tenth_of_the_budget(tmp_path: Path) -> None:
     """A report of a thousand records may take 90 s and 2 GiB; `test_a_thousand` below is the long test."""
     # Other load on a shared machine only adds time.
     write_study(tmp_path, 100, steps=1000)
-    assert min(_cost(tmp_path, 100) for _ in range(3)) < 9
+    assert any(_cost(tmp_path, 100) < 9 for _ in range(3))
 
 
 @pytest.mark.long

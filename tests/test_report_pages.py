@@ -128,8 +128,9 @@ def test_executed_notebooks_are_valid_and_run_again_next_to_their_records(report
         nbformat.validate(notebook)
         injected = [cell.source for cell in notebook.cells if cell.id == "injected-parameters"]
         assert 'records_dir = "."' in injected[0]
-        assert not [output for cell in notebook.cells for output in cell.get("outputs", [])
-                    if output.output_type in ("error", "stream")]  # fmt: skip
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        assert not [output for output in outputs if output.output_type in ("error", "stream")]
+        assert all(any(kind in output.get("data", {}) for output in outputs) for kind in ("image/png", "text/html"))
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -186,9 +186,3 @@ def test_the_figure_of_traffic_has_ring_bytes_and_lines_at_multiples_of_the_para
     assert "multiples of the parameters" in texts(drawing.figure)
     sharded = dataclasses.replace(changed(), runs=changed().runs[changed().runs["strategy"] == "zero3"])
     assert "multiples of the parameters" not in texts(only(traffic(sharded)).figure)
-
-
-def test_the_same_records_give_the_same_file():
-    first, second = (as_svg(only(step_time(changed())).figure) for _ in range(2))
-    assert first == second
-    assert b"<dc:date>" not in first

@@ -12,10 +12,12 @@ import sys
 from collections import Counter, defaultdict
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+import forked
 from study import cli
 from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolve_config
@@ -106,7 +108,8 @@ def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, text, line
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("- a\n", r"suite\.yaml"), ("", r"suite\.yaml"), ("a: !!python/object:os.system {}\n", r"suite\.yaml"),
+        ("- a\n", r"suite\.yaml"), ("a: !!python/object:os.system {}\n", r"suite\.yaml"),
+        ("", r"suite\.yaml: expected a mapping, got nothing -> .*grids, name"),
         ("\x00", r"suite\.yaml"), ("loss: 0.7\n" * 110_000, "larger than any suite"),
         (
             f"{HEAD}grids:\n  - &a0 [x, x]\n"
@@ -115,7 +118,7 @@ def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, text, line
         ),
         (f"{HEAD}grids: &itself [*itself]\n", "recursive"),
     ],
-    ids=["list", "empty", "object", "null", "log", "a billion values", "recursive"],
+    ids=["list", "object", "empty", "null", "log", "a billion values", "recursive"],
 )  # fmt: skip
 def test_a_file_that_is_not_a_suite_is_refused(tmp_path, text, says):
     file = tmp_path / "suite.yaml"
@@ -405,6 +408,7 @@ def test_a_time_budget_is_read_as_people_write_it(text, seconds):
 def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_come_by(tmp_path, monkeypatch, capfd):
     cache = tmp_path / "cache"
     monkeypatch.setenv("ZERO_STUDY_CACHE", str(cache))
+    monkeypatch.setattr("study.sweep.command.subprocess", SimpleNamespace(run=forked.run_module))
     file = write_suite(tmp_path, {"strategy": ["single", "zero3"], "precision": ["fp32", "bf16"]})
     document = yaml.safe_load(file.read_text())
     document["grids"].append(

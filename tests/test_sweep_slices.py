@@ -6,11 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+import forked
 from study import cli
 from study.config.errors import UserError
 from study.host.machine import Machine
@@ -210,6 +212,7 @@ def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_pa
 
 def test_weights_are_drawn_for_cells_that_fit_the_time_and_are_not_done(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("study.sweep.command.subprocess", SimpleNamespace(run=forked.run_module))
     fixed = {**TINY, "strategy": "single", "expected_s": 60}
     file = write_series(tmp_path, SEED_FIRST, fixed=fixed)
     arguments = ["weights", str(file), "--runs_dir", str(tmp_path / "runs")]

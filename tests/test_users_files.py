@@ -18,8 +18,8 @@ import psutil
 import pytest
 from test_refusals import assert_is_one_line
 
-from engines import ROOT, launch
-from forked import fork_ranks
+from engines import ONE_THREAD, ROOT, launch
+from forked import fork_ranks, fork_script
 from study.records.directory import read_run, read_status
 from study.records.lock import LOCK_NAME, check_is_run_directory
 from sweeps import TINY, contents, run, wait_until, write_suite
@@ -40,8 +40,8 @@ def write_photo(folder: Path) -> Path:
 
 def train_alone(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run `single` without a launcher, so that the exit status is the script's."""
-    command = [sys.executable, "study/train.py", *FLAGS, *flags]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
+    script, environment = ROOT / "study/train.py", os.environ | ONE_THREAD
+    return fork_script(script, *FLAGS, *flags, folder=ROOT, environment=environment, read_at_import={})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from study.claims.scoreboard import build_scoreboard
+from study.claims.scoreboard import Scoreboard
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
 
@@ -112,12 +112,12 @@ def test_advice_that_prints_no_measurement_imports_no_pandas() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_claims_without_pandas_are_the_recorded_verdicts(study: Command) -> None:
+def test_claims_without_pandas_are_the_recorded_verdicts(study: Command, full_board: Scoreboard) -> None:
     result = study("claims", "--json")
     assert result.returncode == 0
     assert result.stderr.count("pip install 'zero-study[report]'") == 1
     claims = json.loads(result.stdout)["claims"]
-    anew = build_scoreboard().judged
+    anew = full_board.judged
     assert [(claim["id"], claim["verdict"], claim["sentence"]) for claim in claims] == [
         (judged.claim.id, judged.verdict, judged.sentence) for judged in anew
     ]
