@@ -31,7 +31,7 @@ BUDGETS = {
     "sweep": 2_831,
     "run": 1_687,
     "virtual": 900,
-    "releases": 1_530,
+    "releases": 1_532,
     "advisor": 3_297,
     "report": 5_109,
     "autopsy": 1_702,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 150,
     "cli": 198,
     "__init__": 50,
-    "tests": 22_293,
+    "tests": 22_287,
 }
 
 

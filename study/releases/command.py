@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
 def releases_text(document: Mapping[str, Any], release: str | None, details: bool) -> list[str | TextTable]:
     """Return the verdict on a release, by default the installed one, then the grid and the causes in it."""
     rows = document["releases"][: None if details else LATEST_RELEASES]
-    asked = [row for row in document["releases"] if row["DeepSpeed"] == release and row not in rows]
-    rows = [*asked, *rows]
+    requested = [row for row in document["releases"] if row["DeepSpeed"] == release and row not in rows]
+    rows = [*requested, *rows]
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
     more = [] if details else ["--details prints all tested releases"]
     notes = [
@@ -78,17 +78,19 @@ def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dic
     installed = {name: package_version(name) for name in PACKAGES}
     deepspeed = release or installed["deepspeed"] or tested[0]
     versions = {name: installed[name] or document["versions"].get(name) for name in PACKAGES} | {"deepspeed": deepspeed}
-    known = known_faults(versions, on_gpu=True)
-    faults = {document["letters"][cause.id]: cause for cause in known if cause.id in document["letters"]}
+    all_faults = known_faults(versions, on_gpu=True)
+    faults = {document["letters"][cause.id]: cause for cause in all_faults if cause.id in document["letters"]}
     # A cause that no tested cell shows has no letter.
-    others = {
-        f"{', '.join(cause.strategies)}{_precisions(cause)}": cause for cause in known if cause not in faults.values()
+    unlettered = {
+        f"{', '.join(cause.strategies)}{_precisions(cause)}": cause
+        for cause in all_faults
+        if cause not in faults.values()
     }
     # A release can mend one fault and bring another: only those after the last faulty one are a remedy.
     clean = list(itertools.takewhile(lambda row: set(list(row.values())[1:]) == {"no fault"}, document["releases"]))
     when = " with accumulation" * all(cause.accumulation == "several" for cause in faults.values())
     wrong = f"wrong gradients{when}: fault{'s' * (len(faults) > 1)} {', '.join(sorted(faults))}"
-    wrong = "; ".join([wrong, *others]) if faults else f"wrong gradients: {'; '.join(others)}"
+    wrong = "; ".join([wrong, *unlettered]) if faults else f"wrong gradients: {'; '.join(unlettered)}"
     wrong += f"; use {clean[-1]['DeepSpeed']} to {clean[0]['DeepSpeed']}" if clean else ""
     row = dict(zip(tested, document["releases"], strict=True)).get(deepspeed.partition("+")[0])
     notes = ["not tested"] if row is None else []
@@ -97,8 +99,8 @@ def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dic
     if not release and not installed["deepspeed"]:
         notes.append("not installed here, but the newest tested")
     right = ["no fault found"] * (row is not None and NOT_RUN not in row.values()) or ["run: study verify --quick"]
-    what = "; ".join([*notes, *([wrong] if known else right)])
-    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}", faults | others
+    what = "; ".join([*notes, *([wrong] if all_faults else right)])
+    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}", faults | unlettered
 
 
 def _describe(cause: Cause) -> str:
