@@ -408,8 +408,16 @@ def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, har
     assert "reports/" in print_page(model, hardware, "--details")
 
 
-@pytest.mark.parametrize(("strategy", "hardware"), [("zero3", "8xH100"), ("zero3_nvme", "8xH100"), ("ddp", "T4")])
-def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "hardware", "precision"),
+    [
+        ("zero3", "8xH100", "bf16-engine (weights and gradients bf16)"),
+        ("zero3_nvme", "8xH100", "bf16-engine (weights and gradients bf16)"),
+        ("fsdp2", "8xH100", "bf16 (weights fp32)"),
+        ("ddp", "T4", "fp16 (weights and gradients fp32)"),
+    ],
+)
+def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str, precision: str) -> None:
     words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
     _, page = run_command(*words)
     document = read_json(*words)
@@ -426,8 +434,7 @@ def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: 
     inside = sum(size for name, size in parts.items() if name not in ("context", "fragmentation"))
     assert inside == pytest.approx(document["memory"]["peak_allocated"]["value"])
     assert max(bars, key=bars.__getitem__) == max(parts, key=parts.__getitem__)
-    assert f"-engine (weights and gradients {'fp16' if hardware == 'T4' else 'bf16'})" in page or strategy == "ddp"
-    assert strategy != "ddp" or "fp16 (weights and gradients fp32)" in page
+    assert f"), {precision},\n" in page
     assert "peak reserved" not in page
     assert "peak reserved" in run_command(*words, "--details")[1]
 

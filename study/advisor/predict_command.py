@@ -246,12 +246,15 @@ def _rank(request: Request) -> str:
 def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterator[str | TextTable]:
     request, memory, time = prediction.request, prediction.memory, prediction.time
     shape, base = request.shape, request.precision.removesuffix("-engine")
-    state = f" (weights and gradients {base if request.weight_bytes == 2 else 'fp32'})" if base != "fp32" else ""
+    # FSDP2 sums the gradients of micro-batches in the precision of computation.
+    kinds = "weights" if request.strategy.is_fsdp else "weights and gradients"
+    state = f" ({kinds} {base if request.weight_bytes == 2 else 'fp32'})" if base != "fp32" else ""
     yield f"{_verdict(prediction)}\n"
     yield (
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
-        f" {request.box.name} ({request.box.ranks} ranks), {request.precision}{state}, {workload_text(request)},"
-        f" {request.sequence_length} tokens per sample{', chunked loss' if request.chunked_loss else ''}"
+        f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}), {request.precision}{state},\n"
+        f"{workload_text(request)}, {request.sequence_length} tokens per sample"
+        f"{', chunked loss' if request.chunked_loss else ''}"
     )
     yield from _parts(prediction, traced)
     if details:
