@@ -219,6 +219,8 @@ SHARDING = "noted fsdp_sharding_strategy"
         (NVME_PARAMETERS, "gpt-j-6b", 4, [], ""),
         (zero(3, zero_hpz_partition_size=3), "gpt2", 4, ["refused zero_hpz_partition_size"], "3 does not divide 4"),
         (zero(3, zero_hpz_partition_size=2), "gpt2", 4, [], ""),
+        (zero(2, cpu_offload=True), "gpt2", 4, ["noted cpu_offload", "noted zero_force_ds_cpu_optimizer"],
+         "is deprecated, and read as offload_optimizer"),
         (zero(3, zero_hpz_partition_size=8), "gpt2", 4, [], ""),
         (optimizer("AdamW"), "gpt2", 4, [], ""),
         (optimizer("Lion"), "gpt2", 4, ["noted optimizer.type"], ""),

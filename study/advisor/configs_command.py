@@ -20,7 +20,7 @@ accelerate launch --config_file DIR/zero3.yaml YOUR_PROGRAM.py, or -m study.trai
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=folder_argument, metavar="DIR", help="the folder to write; created if missing")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="strategies; default: all")
+    parser.add_argument("names", nargs="*", default=(), metavar="NAME", help="strategies; default: all")
 
 
 def run(options: argparse.Namespace) -> int:

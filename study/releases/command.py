@@ -53,7 +53,7 @@ def releases_text(document: Mapping[str, Any], release: str | None, details: boo
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
     more = [] if details else ["--details prints all tested releases"]
     notes = [
-        "tested with AdamW and one backward call per micro-batch; Muon is right under ZeRO only in 0.19.8",
+        "tested with AdamW and one backward call per micro-batch; Muon is right in 0.19.8, wrong in 0.19.7",
         "faults that only CPUs have are left out; \N{DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
     ]
     verdict, faults = _verdict(document, release)
