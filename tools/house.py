@@ -36,7 +36,7 @@ BUDGETS = {
     "report": 5_109,
     "autopsy": 1_702,
     "claims": 2_155,
-    "baselines": 710,
+    "baselines": 437,
     "train": 150,
     "cli": 198,
     "__init__": 50,
