@@ -63,11 +63,25 @@ def _by_source(cell: ReleaseCell) -> str:
     return "\N{DAGGER}" * (cell.verdict.kind == "crashes")
 
 
+def muon_faults(cells: list[ReleaseCell], letters: dict[Cause, str]) -> dict[str, str]:
+    """Return the faults of Muon by release, the newest first."""
+    muon = [cell for cell in cells if cell.optimizer == "muon"]
+    result = {}
+    for release in sorted({cell.release for cell in muon}, key=release_key, reverse=True):
+        struck: dict[str, dict[str, None]] = {}
+        for cell in muon:
+            if cell.release == release and cell.verdict.kind != "equal":
+                sign = "".join(letters[cause] for cause in cell.causes) or "?"
+                struck.setdefault(sign, {})[f"`{cell.strategy}`"] = None
+        result[release] = "; ".join(f"{sign}: {', '.join(names)}" for sign, names in struck.items()) or "no fault"
+    return result
+
+
 def releases_document(folder: Path) -> dict[str, Any]:
     """Return what `study releases` prints: tested releases with the faults expected on a GPU, the newest first."""
     records = read_parquet(folder)
     cells = release_cells(records)
-    tested, letters = latest_release_cells(cells, 0), lettered(clipped(cells))
+    tested, letters = latest_release_cells(cells, 0), lettered()
     lines = []
     for release in sorted({cell.release for cell in tested}, key=release_key, reverse=True):
         line = {"DeepSpeed": release}
@@ -92,6 +106,7 @@ def releases_document(folder: Path) -> dict[str, Any]:
         "tested": f"Tested {' to '.join(dict.fromkeys((started.min(), started.max())))} on two CPU ranks in fp32 with "
         f"gradient clipping; {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}",
         "versions": versions, "letters": {cause.id: letter for cause, letter in letters.items()}, "releases": lines,
+        "muon": muon_faults(cells, letters),
     }  # fmt: skip
 
 

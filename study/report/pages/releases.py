@@ -16,13 +16,13 @@ from typing import Any
 import pandas as pd
 
 from study.config.places import REPOSITORY
-from study.host.stacks import THEN_SUFFIX, release_key
+from study.host.stacks import is_of_today, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import GRID, PACKAGES, Cause, Change
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import Answer, PageSection, markdown_text, page_markdown
-from study.report.pages.readme import releases_document
+from study.report.pages.readme import gpu_faults, releases_document
 from study.report.questions.releases import KINDS, QUESTION, clipped, lettered
 
 NOT_RUN = "\N{MIDDLE DOT}"
@@ -163,9 +163,19 @@ study releases bisect zero3    # finds the release in which a strategy began to 
 """
 _GRID = f"""\
 In fp32, on two CPU ranks, with the Accelerate, torch and transformers of this study. A letter is a [cause](#causes).
-"none": no fault was found. Whether a GPU shows a fault is read in the source; no release has run on a GPU yet.
+"none": no fault was found; \N{DAGGER}: from the source, since a fault of CPUs ends the run. Whether a GPU shows a fault
+is read in the source; no release has run on a GPU yet.
 Half precision, contemporary releases of Accelerate and torch, and each strategy's own column are in the
 [full grid](../reports/releases/{DETAILS.name}).
+"""
+_MUON = """\
+DeepSpeed's Muon, in fp32 without clipping; one micro-batch a step / four. The reference is one process under the newest
+release. `=` is equal up to rounding, `x` a crash. The source has two more faults, which these runs do not meet:
+
+- Before 0.19.3 stages 1 and 2 with `reduce_scatter`, the default, do not reduce all gradients of a matrix that spans
+  two ranks, and orthogonalize the rest too ([7807](https://github.com/deepspeedai/DeepSpeed/issues/7807)).
+- Before 0.19.8 a model built under `zero.Init`, with Muon named in DeepSpeed's configuration, trains with AdamW
+  ([8438](https://github.com/deepspeedai/DeepSpeed/pull/8438)).
 """
 _VERIFY = """\
 Install this checkout where your engines are: `pip install .` adds the packages that `study verify` needs and keeps your
@@ -216,8 +226,9 @@ installable, a dot not run. Left of the bar: one micro-step; right of it: four.
 
 def page(records: Records) -> str:
     """Return docs/releases.md: the faults of each release, one row per group of releases with the same ones."""
-    cells, answer = clipped(release_cells(records)), QUESTION.answer(records) or _NOTHING
-    letters = lettered(cells)
+    every_cell, answer = release_cells(records), QUESTION.answer(records) or _NOTHING
+    cells, muon = clipped(every_cell), [cell for cell in every_cell if cell.optimizer == "muon"]
+    letters = lettered()
     today = [cell for cell in cells if cell.precision == "fp32" and not cell.is_contemporary]
     causes = [
         {"": letter, "Fault": cause.title, "On a GPU": _GPU[cause.gpu], "Since": cause.entered.release or "-",
@@ -227,6 +238,7 @@ def page(records: Records) -> str:
     return page_markdown("Which DeepSpeed releases compute the gradients of DDP?", [
         PageSection(text=_MADE), PageSection(text=f"**{markdown_text(answer.sentence)}**"), PageSection(text=_COMMANDS),
         PageSection("What each release does", _GRID, table=_brief(today, letters)),
+        *([PageSection("Muon", _MUON, table=_grid(muon, letters))] if muon else []),
         PageSection("Causes", table=pd.DataFrame(causes)), PageSection("Test your own stack", _VERIFY),
     ])  # fmt: skip
 
@@ -238,11 +250,16 @@ def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Dat
         by_column: list[dict[str, list[str]]] = [{}, {}, {}]
         for cell in (cell for cell in cells if cell.release == release):
             kind, causes = cell.verdict.kind, cell.races if cell.is_equal_by_chance else cell.causes
+            name = f"`{cell.strategy}`"
+            if kind == "crashes" and causes:
+                # A CPU bug ends this run before the faults that a GPU shows.
+                for cause in gpu_faults(cell):
+                    by_column[int(cell.micro_steps > 1)].setdefault(letters[cause], []).append(f"{name}\N{DAGGER}")
             if kind in ("different", "crashes") or cell.is_equal_by_chance:
                 column = 2 if causes and all(cause.gpu == "hidden" for cause in causes) else int(cell.micro_steps > 1)
                 sign = "crashes " * (kind == "crashes") + "".join(letters[cause] for cause in causes)
                 names = by_column[column].setdefault(sign.strip() or "?", [])
-                names += [f"`{cell.strategy}`"] * (f"`{cell.strategy}`" not in names)
+                names += [name] * (name not in names)
         return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in entries.items()) or "none"
                      for entries in by_column)  # fmt: skip
 
@@ -260,7 +277,7 @@ def details(records: Records, bare: Sequence[dict[str, Any]]) -> str:
 
 def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
     cells, answer = release_cells(records), QUESTION.answer(records) or _NOTHING
-    letters = lettered(visible := clipped(cells))
+    letters, visible = lettered(), clipped(cells)
     yield PageSection(text=f"**{markdown_text(answer.sentence)}**", notes=answer.notes)
     yield PageSection("The grid", _LEGEND)
     for precision in sorted({cell.precision for cell in visible}, key=lambda name: (name != "fp32", name)):
@@ -270,6 +287,8 @@ def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
             ]
             if group:
                 yield PageSection(f"{precision}, {words}", table=_grid(group, letters), level=3)
+    if muon := [cell for cell in cells if cell.optimizer == "muon"]:
+        yield PageSection("fp32, Muon, with today's Accelerate and torch", table=_grid(muon, letters), level=3)
     yield PageSection("Causes")
     for cause, letter in letters.items():
         yield PageSection(text=_cause(cause, letter, [cell for cell in cells if cause in cell.causes]))
@@ -286,7 +305,7 @@ def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
     yield from control(bare)
     versions = {cell.stack: cell.versions for cell in cells}
     stacks = pd.DataFrame([
-        {"Stack": stack, "Kind": "contemporary" if stack.endswith(THEN_SUFFIX) else "today",
+        {"Stack": stack, "Kind": "today" if is_of_today(stack) else "contemporary",
          **{name: versions[stack][name] or "not known" for name in PACKAGES}}
         for stack in sorted(versions, key=_stack_order)
     ])  # fmt: skip
@@ -296,10 +315,10 @@ def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
 
 def _grid(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> pd.DataFrame:
     rows = []
-    for release in sorted({cell.release for cell in cells}, key=release_key):
+    for release in sorted({cell.row for cell in cells}, key=release_key):
         row = {"DeepSpeed": release}
         for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
-            matching = [cell for cell in cells if (cell.release, cell.strategy) == (release, strategy)]
+            matching = [cell for cell in cells if (cell.row, cell.strategy) == (release, strategy)]
             halves = [[cell for cell in matching if (cell.micro_steps > 1) == several] for several in (False, True)]
             row[f"`{strategy}`"] = " / ".join(_sign(half, letters) for half in halves)
         rows.append(row)
@@ -323,12 +342,15 @@ def _cause(cause: Cause, letter: str, cells: Sequence[ReleaseCell]) -> str:
         then = f"seen in {', '.join(releases)} {suffix} too"
     strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(cell.strategy for cell in cells))
     stacks += " (in some runs only)" * cause.sometimes
+    place = f"Seen here in {len(cells)} cells: DeepSpeed {stacks}; {strategies}"
+    place += "; only where steps are accumulated" * (cause.accumulation == "several")
+    if not cells:
+        then, place = "in no run of the grids", f"Strategies: {cause.where}"
     lines = [
         f"### {letter}: {markdown_text(cause.title)}\n",
         f"{markdown_text(cause.says)}\n",
         f"- Whose: {_WHOSE[cause.blame]}; {then}",
-        f"- Seen here in {len(cells)} cells: DeepSpeed {stacks}; {strategies}"
-        + ("; only where steps are accumulated" if cause.accumulation == "several" else ""),
+        f"- {place}",
         *(f"- Read in {line.package} {line.release}, `{line.file}`, lines {line.lines}: {markdown_text(line.says)}"
           for line in cause.lines),
         *(f"- {word} {' '.join(filter(None, [change.release, change.change]))}"
