@@ -142,17 +142,10 @@ def check_writable(folder: Path, what: str, fix: str) -> None:
 
 
 def check_process() -> None:
-    """Open missing standard streams; raise UserError for a missing working directory or a wrong OMP_NUM_THREADS."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            # Closed, as by `>&-`. The next opened file would get its descriptor, and the output.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
+    """Raise UserError for a missing working directory or a wrong OMP_NUM_THREADS."""
+    for stream in (sys.stdout, sys.stderr):
         # Characters outside the terminal's encoding are written as escapes.
-        stream = getattr(sys, name)
-        if descriptor and isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         Path.cwd()

@@ -105,7 +105,6 @@ LAYER_FILE = "layer.json"
 # Suffix of a stack in which other packages, too, are those of the time of DeepSpeed's release.
 THEN_SUFFIX = "-then"
 PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
-_MAX_VALUES = 1000
 _VERSION = re.compile(r"\d+(\.\d+)+")
 
 
@@ -173,7 +172,7 @@ def layer_folder(cache: Path, layer: str) -> Path:
 @functools.cache
 def stacks() -> dict[str, Stack]:
     """Return the stacks by name. `today` stacks differ from the installation in DeepSpeed, `then` stacks in more."""
-    top = as_section(read_document(STACK_FILE, Section, _MAX_VALUES), str(STACK_FILE), ("today", "then"), Section)
+    top = as_section(read_document(STACK_FILE, Section), str(STACK_FILE), ("today", "then"), Section)
     top.require_keys("today", "then")
     result = {}
     if not isinstance(top["today"], list):

@@ -56,17 +56,10 @@ def is_partial_write(name: str, document: str) -> bool:
     return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending|room)", name) is not None
 
 
-def _read_text(file: Path) -> str:
-    if file.exists() and not file.is_file():
-        # Opening a named pipe would block until another process writes to it.
-        raise OSError("not a regular file")
-    return file.read_text(encoding="utf-8")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, with old keys renamed; raises RecordError."""
     try:
-        document = parse_strict_json(_read_text(path))
+        document = parse_strict_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(path, "is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -272,11 +265,6 @@ def read_run(path: Path) -> Run:
     # The seal is checked last, because an invalid value is a better reason than a changed file.
     if complete or is_sealed(status):
         _check_seal(path, status)
-    if complete:
-        last = {"steps": len(steps), "train_loss_final": steps[-1]["loss"] if steps else None}
-        if differ := [key for key, value in last.items() if documents["summary"][key] != value]:
-            recorded = documents["summary"][differ[0]]
-            raise RecordError(path / "summary.json", f"{differ[0]} is {recorded}, by the last row {last[differ[0]]}")
     return run
 
 
@@ -292,7 +280,7 @@ def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
             raise RecordError(file, "is missing")
         return []
     try:
-        text = _read_text(file)
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(file, f"is not readable ({error})") from None
     lines = text.split("\n")

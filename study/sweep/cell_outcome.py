@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import signal
 from collections.abc import Mapping
@@ -154,12 +155,22 @@ def write_outcome(directory: Path, attempt_before: int, ending: Outcome) -> None
 
 def cell_state(directory: Path) -> CellState:
     """Return the state of the record in a directory."""
-    if not (directory / "status.json").exists():
-        return CellState("to do")
     try:
-        status = read_run(directory).status
-    except RecordError as error:
-        return CellState("damaged", str(error), "it is left as it is; --retry replaces it")
+        written = (directory / "status.json").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return CellState("to do")
+    status = _checked_status(directory, written.st_ino, written.st_mtime_ns)
+    if isinstance(status, RecordError):
+        return CellState("damaged", str(status), "it is left as it is; --retry replaces it")
     if status["ended_at"] is None and is_run_active(directory):
         return CellState("at work", f"since {status['started_at']}")
     return CellState(status["state"], replace_unprintable(status["reason"]), replace_unprintable(status["hint"]))
+
+
+@functools.cache
+def _checked_status(directory: Path, inode: int, mtime_ns: int) -> Mapping[str, Any] | RecordError:
+    """Return the status of a record that was read as a whole, once for each version of its status.json."""
+    try:
+        return read_run(directory).status
+    except RecordError as error:
+        return error
