@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -139,35 +138,24 @@ def kill_after_its_first_line(process: subprocess.Popen[bytes], delay_s: float) 
     process.communicate()
 
 
-# Large enough that a write takes many pages: a kill would leave an in-place write incomplete.
-KEEP_WRITING = """
-import sys
+KILLED_BEFORE_THE_RENAME = """
+import os, signal, sys
 from pathlib import Path
 from study.records.directory import write_json
 file = Path(sys.argv[1])
-for round in range(10**9):
-    write_json(file, {"first": round, "filling": "x" * 2_000_000, "last": round})
-    if round == 0:
-        print("ready", flush=True)
+write_json(file, {"state": "first"})
+Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_json(file, {"state": "second"})
 """
 
 
-def test_a_writer_killed_in_the_middle_leaves_a_whole_document(tmp_path: Path) -> None:
+def test_a_writer_killed_in_the_middle_leaves_a_whole_document_and_a_file_that_the_next_attempt_removes(tmp_path):
     file = tmp_path / "summary.json"
-    delays = random.Random(1)
-    interrupted_writes = kills = 0
-    # Until enough kills have interrupted a write; the machine decides how many that takes.
-    while kills < 25 or (interrupted_writes < 3 and kills < 500):
-        kills += 1
-        kill_after_its_first_line(start_python(KEEP_WRITING, str(file)), delays.uniform(0, 0.03))
-        document = read_json(file)
-        assert document["first"] == document["last"]
-        leftovers = [path for path in tmp_path.iterdir() if path != file]
-        interrupted_writes += len(leftovers)
-        for leftover in leftovers:
-            leftover.unlink()
-    # If no kill interrupted a write, the test has shown nothing.
-    assert interrupted_writes >= 3
+    assert start_python(KILLED_BEFORE_THE_RENAME, str(file)).wait() == -signal.SIGKILL
+    assert read_json(file) == {"state": "first"}
+    (leftover,) = (path for path in tmp_path.iterdir() if path != file)
+    RunWriter(tmp_path).close("failed")
+    assert not leftover.exists()
 
 
 KEEP_TRAINING = """

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,49 +52,37 @@ class LoadedRun:
 
 
 def deduplicate_runs(runs: list[LoadedRun]) -> tuple[list[LoadedRun], list[str]]:
-    """Return the runs to keep, with unique names and repeats, and the reasons why others are excluded."""
+    """Return the runs without copies, with unique names and repeats, and the reasons why copies are excluded."""
+    by_content: defaultdict[Hashable, list[LoadedRun]] = defaultdict(list)
+    for entry in runs:
+        # Runs that failed before their engine started may have the same files.
+        is_complete = {"config.json", "engine.json"} <= entry.digests.keys()
+        content = tuple(sorted(entry.digests.items())), entry.row["status_started_at"]
+        by_content[content if is_complete else entry.place].append(entry)
     refused: list[str] = []
     unique = []
-    for same in _grouped(runs, _content):
+    for same in by_content.values():
         # The original is the record whose folder has the name of its --output_dir.
         original = min(same, key=lambda entry: (Path(entry.output_dir or "").name != entry.place.name, entry.place))
         refused += [f"{entry.place}: is a copy of {original.place}" for entry in same if entry is not original]
         unique.append(original)
-    for same in _grouped(unique, lambda entry: entry.row["run"]):
-        for entry in same if len(same) > 1 else ():
-            entry.row["run"] = entry.place.as_posix()
+    names = Counter(entry.row["run"] for entry in unique)
     unique.sort(key=lambda entry: entry.place)
-    _number_repeats(unique)
-    return unique, refused
-
-
-_CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
-
-
-def _grouped(runs: list[LoadedRun], key: Callable[[LoadedRun], Hashable]) -> list[list[LoadedRun]]:
-    groups: defaultdict[Hashable, list[LoadedRun]] = defaultdict(list)
-    for entry in runs:
-        groups[key(entry)].append(entry)
-    return list(groups.values())
-
-
-def _content(entry: LoadedRun) -> Hashable:
-    is_complete = {"config.json", "engine.json"} <= entry.digests.keys()
-    return (tuple(sorted(entry.digests.items())), entry.row["status_started_at"]) if is_complete else entry.place
-
-
-def _number_repeats(runs: list[LoadedRun]) -> None:
-    """Number the repeats of one config across folders, because runs are paired by seed and repeat."""
+    # Repeats of one config are numbered across folders, because runs are paired by seed and repeat.
     repeats_by_cell: defaultdict[Hashable, set[int]] = defaultdict(set)
-    for entry in runs:
+    for entry in unique:
+        if names[entry.row["run"]] > 1:
+            entry.row["run"] = entry.place.as_posix()
         # Two searches may run the same probe; neither is a repeat of the other.
         if not entry.row["probe"]:
             used = repeats_by_cell[tuple(entry.row[key] for key in _CELL)]
             while entry.row["repeat"] in used:
                 entry.row["repeat"] += 1
             used.add(entry.row["repeat"])
+    return unique, refused
 
 
+_CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
 RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
 _REFUSED, _REMAINING, _DIGEST = b"study.refused", b"study.remaining", b"study.digest"
 
@@ -127,7 +115,10 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[SlicePr
     runs: list[LoadedRun] = []
     refused: list[str] = []
     root = root.absolute()
-    for path in sorted({path for folder in folders or [root] for path in _candidates(folder.absolute())}):
+    # Also run directories without a status.json, so that they are reported and not skipped silently.
+    names = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
+    files = (file for folder in folders or [root] for name in names for file in folder.absolute().glob(f"**/{name}"))
+    for path in sorted({file.parent for file in files}):
         try:
             run = read_run(path)
             if run.status["ended_at"] is None and is_run_active(path):
@@ -141,12 +132,6 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[SlicePr
             runs.append(LoadedRun(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
     unique, duplicates = deduplicate_runs(runs)
     return Records(*_tables(unique), tuple(sorted([*refused, *duplicates])), remaining)
-
-
-def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield run directories, also those without a status.json, so that they are reported and not skipped silently."""
-    documents = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
-    yield from {file.parent for name in documents for file in folder.glob(f"**/{name}")}
 
 
 def _tables(runs: list[LoadedRun]) -> tuple[pd.DataFrame, pd.DataFrame]:
