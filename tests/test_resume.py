@@ -306,4 +306,3 @@ def test_a_moved_run_saves_no_checkpoint_in_the_folder_that_replaced_its_own(tmp
     assert "was moved or replaced during this run" in moved.status["reason"]
     assert read_status(replacement)["hint"] == "another run's"
     assert [file.read_text() for file in replacement.rglob("*.bin")] == ["another run's"]
-    assert moved.status["hint"] == f"the record up to step 4 is in {tmp_path / 'moved'}"

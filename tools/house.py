@@ -22,14 +22,14 @@ PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
     "config": 1_700,
-    "records": 2_720,
-    "host": 1_514,
+    "records": 2_715,
+    "host": 1_488,
     "workloads": 1_950,
     "metrics": 1_643,
     "predictor": 4_100,
     "engine": 1_599,
     "sweep": 2_825,
-    "run": 1_677,
+    "run": 1_673,
     "virtual": 900,
     "releases": 1_532,
     "advisor": 3_300,

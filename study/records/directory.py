@@ -86,7 +86,8 @@ class RunWriter:
         self._streams: dict[str, IO[str]] = {}
         path.mkdir(parents=True, exist_ok=True)
         self._asked, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        path = self._folder = Path(f"/proc/self/fd/{self._descriptor}")
+        # Also the record's folder after a move.
+        path = self.folder = Path(f"/proc/self/fd/{self._descriptor}")
         try:
             attempt = read_status(path)["attempt"] + 1
         except RecordError:
@@ -108,36 +109,31 @@ class RunWriter:
         for name, file_rows in zip(ROW_FILES, rows, strict=True):
             _replace(path / name, "".join(json.dumps(row) + "\n" for row in file_rows))
 
-    @property
-    def path(self) -> Path:
-        """Current path of the directory, also after it was moved."""
-        return self._asked if self.is_in_place() else self._folder.resolve()
-
     def is_in_place(self) -> bool:
         """Whether the directory is still at its original path."""
         with contextlib.suppress(OSError):
-            return self._asked.samefile(self._folder)
+            return self._asked.samefile(self.folder)
         return False
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
         """Write one document of the record."""
-        write_json(self._folder / name, document)
+        write_json(self.folder / name, document)
 
     def set_crash_hint(self, hint: str) -> None:
         """Set the hint for the case that the run is killed, unless another rank has already recorded an outcome."""
         self.status["hint"] = hint
-        if read_status(self._folder)["ended_at"] is None:
+        if read_status(self.folder)["ended_at"] is None:
             self.write("status.json", self.status)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Append a row to a file of rows; `flush` writes it to disk."""
         if name not in self._streams:
-            self._streams[name] = (self._folder / name).open("a", encoding="utf-8")
+            self._streams[name] = (self.folder / name).open("a", encoding="utf-8")
         self._streams[name].write(json.dumps(row, allow_nan=False) + "\n")
 
     def steps_so_far(self) -> list[dict[str, Any]]:
         """Return the flushed rows of steps."""
-        return read_rows(self._folder)[0]
+        return read_rows(self.folder)[0]
 
     def flush(self) -> None:
         """Flush the files of rows."""
@@ -151,9 +147,8 @@ class RunWriter:
             os.fsync(stream.fileno())
             stream.close()
         self._streams.clear()
-        (self._folder / _ROOM).unlink(missing_ok=True)
-        self.write("status.json", seal(self._folder, _ended(self.status, state, reason, hint)))
-        self._folder = self._folder.resolve()
+        (self.folder / _ROOM).unlink(missing_ok=True)
+        self.write("status.json", seal(self.folder, _ended(self.status, state, reason, hint)))
         os.close(self._descriptor)
 
 

@@ -42,10 +42,7 @@ def save_checkpoint(run: RunContext, accelerator: Accelerator, schedule: Any, st
     folder, launch = run.output_dir / CHECKPOINTS / f"step_{step:07d}", run.launch
     if run.record is not None:
         if not run.record.is_in_place():
-            raise RunFailed(
-                f"{run.output_dir} was moved or replaced during this run, so it saves no checkpoint",
-                f"the record up to step {step} is in {run.record.path}",
-            )
+            raise RunFailed(f"{run.output_dir} was moved or replaced during this run, so it saves no checkpoint")
         clear_checkpoint(folder)
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
