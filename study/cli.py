@@ -98,7 +98,9 @@ COMMANDS = {
     "doctor": Command("check the requirements of this machine and print fixes", doctor.add_arguments, doctor.run),
     "run": Command("run every cell of a suite that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
     "status": Command(
-        "count the cells of a suite that are done, and print why others are not", sweep.add_arguments, sweep.status
+        "count the cells of a suite that are done, and print why others are not",
+        sweep.add_status_arguments,
+        sweep.status,
     ),
     "report": Command(
         "build the report of a suite from its records",

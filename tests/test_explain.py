@@ -312,8 +312,7 @@ def test_explain_matches_the_measured_settings(probe: dict[str, Any], tmp_path: 
         "the guide's settings and AdamW": "noted zero_force_ds_cpu_optimizer",
     }
     if probe["error"] and probe["name"] not in program_errors and not probe["name"].startswith("pipeline"):
-        with pytest.raises(UserError):
-            make_case(tmp_path, probe["given"])
+        assert any(key.startswith("refused") for key in name_findings(make_case(tmp_path, probe["given"])))
         return
     case = make_case(tmp_path, probe["given"])
     assert not [finding for finding in name_findings(case) if finding.startswith("refused")]
@@ -418,7 +417,7 @@ def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> N
 
     auto: dict[str, Any] = {ACCUMULATION: "auto"}
     says = name_findings(case(**auto))[f"filled {ACCUMULATION}"]
-    assert says.endswith("a rank reserves 59.66 GiB instead of 44.11")
+    assert says.endswith("a rank reserves 59.7 GiB instead of 44.1")
     peaks = [predict_memory(item.request).peak_reserved.value / 2**30 for item in (case(**auto), case(8, **auto))]
     assert [f"{peak:.2f}" for peak in peaks] == ["44.11", "59.66"]
     assert name_findings(case(8, **auto)) == name_findings(case()) == name_findings(case(8, **{ACCUMULATION: 8})) == {}
@@ -569,25 +568,12 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.json", '{"zero_optimization": {"stage": 2, "stage": 3}}', "sets stage twice"),
         ("a.yaml", "distributed_type: NO\ndistributed_type: FSDP\n", "a.yaml:2: distributed_type appears twice"),
-        ("a.json", '{"zero_optimization": {"stge": 2}}', "stge is not a setting"),
-        ("a.json", '{"zero_optimisation": {"stage": 2}}', "zero_optimisation is not a setting"),
-        ("a.json", '{"zero_optimization": {"stage": 4}}', "stage is 4"),
-        ("a.json", '{"zero_optimization": {"contiguous_gradients": 7}}', "contiguous_gradients is 7"),
         ("a.json", "{", "not readable as JSON"),
-        ("a.yaml", "distributed_type: DEEPSPEED\n", "has no deepspeed_config"),
-        ("a.json", '{"zero_optimization": {"reduce_bucket_size": -1}}', "reduce_bucket_size is -1"),
-        ("a.json", '{"zero_optimization": {"offload_optimizer": "cpu"}}', "offload_optimizer is 'cpu'"),
-        ("a.json", '{"zero_optimization": {"offload_param": {"device": "disk"}}}', "device is 'disk'"),
         ("a.yaml", "- a\n- b\n", "not a mapping"),
         ("a.yaml", "a: [", "a.yaml:1: not YAML"),
         ("a.yaml", f"a0: &a0 {{k: 1}}\n{NESTED}", "has more than 20000 values"),
-        ("a.yaml", "distributed_type: NCCL\n", "NCCL"),
-        ("a.yaml", "distributed_type: NO\nnum_proceses: 2\n", "num_proceses is not a setting"),
         ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json}\n", "no file"),
-        ("a.yaml", json.dumps(mesh(dp_replicate=2, dp_shard=0)), "dp_shard_size: 0"),
-        ("a.json", '{"bf16": true}', "bf16 is True"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str, says: str, tmp_path: Path) -> None:
@@ -596,6 +582,37 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
         resolve(read_user_file(str(tmp_path / name)), model_shape("gpt2"), 2, ProgramSettings())
     assert says in refusal.value.problem
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "expected", "says"),
+    [
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', "refused stage", "is set twice"),
+        ('{"zero_optimization": {"stge": 2}}', "refused stge", "did you mean stage?"),
+        ('{"zero_optimisation": {"stage": 2}}', "ignored zero_optimisation", "did you mean zero_optimization?"),
+        ('{"zero_optimization": {"stage": 4}}', "refused stage", "is 4; set 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"contiguous_gradients": 7}}', "refused contiguous_gradients", "is 7"),
+        ('{"zero_optimization": {"reduce_bucket_size": -1}}', "refused reduce_bucket_size", "is -1"),
+        ('{"zero_optimization": {"offload_optimizer": "cpu"}}', "refused offload_optimizer", "is 'cpu'"),
+        ('{"zero_optimization": {"offload_param": {"device": "disk"}}}', "refused offload_param.device", "is 'disk'"),
+        ('{"bf16": true, "zero_optimization": {}}', "refused bf16", "is True"),
+        ("distributed_type: DEEPSPEED\n", "refused deepspeed_config", "is missing"),
+        ("distributed_type: NCCL\n", "refused distributed_type", "is 'NCCL'"),
+        ("distributed_type: NO\nnum_proceses: 2\n", "refused num_proceses", "did you mean num_processes"),
+        ("distributed_type: NO\nmixed_precision: bf61\n", "refused mixed_precision", "did you mean bf16 or"),
+        (json.dumps(mesh(dp_replicate=2, dp_shard=0)), "refused parallelism_config.dp_shard_size", "is 0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_is_refused_and_the_rest_of_the_file_is_read(
+    document: str, expected: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / ("a.json" if document.startswith('{"zero') or "bf16" in document[:8] else "a.yaml")
+    file.write_text(document)
+    user_file = read_user_file(str(file))
+    ranks = 1 if user_file.distributed_type == "NO" else 2
+    case = resolve(user_file, model_shape("gpt2"), ranks, ProgramSettings())
+    assert says in name_findings(case)[expected]
+    assert predict_memory(case.request).peak_reserved.value > 0
 
 
 def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -785,13 +802,74 @@ def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(
     assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
     assert main([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    verdict, memory = page.splitlines()[0].split("; ")
+    verdict, *_ = page.splitlines()
+    counted = next(line for line in page.splitlines() if re.match(r"\d+ settings? |every setting", line))
     kinds = [finding["kind"] for finding in document["findings"]]
-    counts = [int(count) for count in re.findall(r"\d+(?= settings?)", verdict)]
+    counts = [int(count) for count in re.findall(r"\d+(?= settings?)", counted)]
     assert sorted(counts) == sorted(kinds.count(kind) for kind in set(kinds))
     peak = document["memory"]["peak_reserved"]["value"] + document["memory"]["device_parts"]["context"]
-    assert memory.startswith(f"peak {peak / 2**30:.2f} GiB a GPU, host ")
+    assert re.match(r"Peak ([\d.]+) GiB a GPU in fp32 \(in bf16 [\d.]+ GiB\); host", verdict)
+    assert float(verdict.split()[1]) == pytest.approx(peak / 2**30, rel=0.05)
     assert main([*command, "--details"]) == 0
     detailed = capsys.readouterr().out
     assert all(line in detailed for answer in document["answers"] for line in answer["because"])
     assert not any(line in page for answer in document["answers"] for line in answer["because"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hardware", "flags", "says"),
+    [
+        ("zero3", "8xA100", ("--precision", "bf16"), r"Fits in bf16: 37 of 79 GiB \(90 % bound 4\d\); host"),
+        ("zero2", "8xA100", (), r"May not fit in fp32: 74 of 79 GiB \(90 % bound 81\); in bf16 it fits: \d+ GiB; host"),
+        ("fsdp2", "8xA100-40", (), r"Does not fit in fp32: .* of 39.6; .*; in bf16 it fits: \d+ GiB; predicted$"),
+        (
+            "ddp",
+            "8xA100-40",
+            ("--precision", "bf16"),
+            r"Does not fit in bf16: optimizer state alone needs 60 of 40 GiB",
+        ),
+        ("zero3", "8xT4", (), r"Does not fit in fp32: activations alone needs \d+ of 15 GiB, all together \d+ GiB"),
+    ],
+)
+def test_with_hardware_the_first_line_says_whether_it_fits_and_in_which_precision(
+    strategy: str, hardware: str, flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(ROOT / "accelerate_configs" / f"{strategy}.yaml")
+    command = ["explain", file, LLAMA_8B, "--world_size", "8", "--hardware", hardware, *flags]
+    main(command)
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert re.match(says, verdict), verdict
+    main([*command, "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is not verdict.startswith("Does not")
+    assert main([*command[:3], "--hardware", "4xA100"]) == 0
+    assert "num_processes: 2 of the 4 GPUs are used" in capsys.readouterr().out
+    assert main([*command, "--world_size", "16"]) == 2
+    assert "16 ranks, and" in capsys.readouterr().err
+
+
+def test_a_strict_check_reports_all_findings_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        """{"train_batch_size": 30, "train_micro_batch_size_per_gpu": 7, "gradient_accumulation_steps": 2,
+ "bf16": true, "gradient_cliping": 1.0,
+ "zero_optimization": {"stage": 3, "stge": 2, "reduce_bucket_size": -1,
+   "offload_optimizer": {"device": "disk", "pin": true}}}"""
+    )
+    assert main(["explain", "--strict", str(file)]) == 1
+    *lines, _ = capsys.readouterr().out.splitlines()
+    rows = [tuple(line.removeprefix(f"{file}:").split(": ")[:4]) for line in lines]
+    assert [(line, key) for line, _, _, key in rows] == [
+        ("1", "train_batch_size"), ("2", "gradient_cliping"), ("2", "bf16"), ("3", f"{ZERO}.stge"),
+        ("3", f"{ZERO}.reduce_bucket_size"), ("4", f"{ZERO}.offload_optimizer.pin"),
+        ("4", f"{ZERO}.offload_optimizer.device"),
+    ]  # fmt: skip
+    assert "on any number of ranks: 30 is not a multiple of 7 x 2" in lines[0]
+    # A file that cannot be resolved has its findings, too.
+    outer = tmp_path / "a.yaml"
+    outer.write_text(
+        "distributed_type: DEEPSPEED\nnum_proceses: 2\n"
+        "deepspeed_config: {zero_stge: 2, deepspeed_config_file: no.json}\n"
+    )
+    assert main(["explain", "--strict", str(outer)]) == 1
+    assert [line.split(": ")[3] for line in capsys.readouterr().out.splitlines()[:2]] == ["num_proceses", "zero_stge"]

@@ -494,6 +494,36 @@ def test_a_command_that_cannot_be_served_ends_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+GPT2 = ("--model_name_or_path", "gpt2", "--hardware", "A100")
+
+
+@pytest.mark.parametrize(
+    ("command", "problem", "fix"),
+    [
+        (["advize"], "argument COMMAND: there is no 'advize'", "did you mean advise?"),
+        (["advise", "--model", "gpt2"], "--model", "did you mean --model_name_or_path?"),
+        (["advise", *GPT2, "--mixed_precision", "bf61"], "--mixed_precision bf61", "did you mean --precision?"),
+        (["advise", *GPT2, "--precision", "bf61"], "--precision: there is no 'bf61'", "did you mean bf16?"),
+        (["advise", *GPT2[:2], "--hardware", "8xA10O"], "hardware '8xA10O'", "did you mean 8xA100"),
+        (["advise", *GPT2[:2], "--hardware", "moon"], "hardware 'moon'", "`study predict --help` lists the devices"),
+        (["advise", "--model_name_or_path", "lama-3.1", *GPT2[2:]], "model 'lama-3.1'", "did you mean llama-3.1-8b"),
+        (["advise", "--model_name_or_path", "z" * 200, *GPT2[2:]], "model 'zzz", "`study predict --help` lists them"),
+        (["predict", *GPT2, "--strategy", "zro3"], "strategy 'zro3'", "did you mean zero3"),
+        (["predict", *GPT2, "--strategy", "z" * 300], "strategy 'zzz", "accelerate_configs/ has a file for each"),
+        (["status", "lapto"], "no suite is named 'lapto'", "did you mean laptop? study/suites/ has a file for each"),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_an_unknown_name_is_answered_with_the_nearest_ones_in_three_lines(
+    command: list[str], problem: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(command) == 2
+    printed = capsys.readouterr().err
+    assert_is_one_line(printed, (problem,), fix)
+    assert len(printed) <= 3 * 120
+
+
 def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "laptop", "--dry_run", "--time_budget", "9" * 400 + "m"]) == 0
 

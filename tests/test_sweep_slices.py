@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ import yaml
 import forked
 from study import cli
 from study.config.errors import UserError
+from study.config.printing import TextTable, print_page
 from study.host.machine import Machine
 from study.records.frames import read_parquet, read_runs, write_parquet
 from study.report.questions import TABLES
@@ -24,7 +27,7 @@ from study.sweep.command import _runnable, in_order
 from study.sweep.forecast import pending_items
 from study.sweep.plan import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
-from study.sweep.tables import slice_progress
+from study.sweep.tables import fit_screen, slice_progress
 from sweeps import TINY
 from synthetic_records import write_run
 
@@ -67,7 +70,28 @@ def test_the_status_of_a_suite_names_the_gpus_that_are_missing(
 ) -> None:
     monkeypatch.setattr("study.sweep.command.job_resources", lambda: CPU_BOX)
     assert cli.main(["status", "one_gpu", "--runs_dir", str(tmp_path)]) == 0
-    assert "needs 1 GPU, and this machine shows 0" in capsys.readouterr().out.splitlines()[0]
+    lines = capsys.readouterr().out.splitlines()
+    assert "needs 1 GPU, and this machine shows 0" in lines[0]
+    assert len([part for line in lines for part in textwrap.wrap(line, 120) or [""]]) <= 25
+    # It ends with the number of slices that only --details prints.
+    assert cli.main(["status", "one_gpu", "--runs_dir", str(tmp_path), "--details"]) == 0
+    all_lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"and {len(all_lines) - len(lines) + 1} more; --details prints all"
+
+
+def test_three_long_tables_fit_a_screen_and_a_long_reason_a_line() -> None:
+    table = TextTable(("state", "cell", "reason"), [("failed", f"cell-{row}", "word " * 50) for row in range(30)])
+    short = TextTable(("suite", "left"), [("one", "3")])
+    out = io.StringIO()
+    print_page(["verdict", "", *fit_screen([short, table, table], details=False)], out)
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 120
+    assert ("one", "3") in [tuple(line.split()) for line in lines]
+    assert sum(line.endswith("...") for line in lines) == 60 - sum(
+        int(line.split()[1]) for line in lines if "more" in line
+    )
+    assert list(fit_screen([short, table], details=True)) == [short, table]
 
 
 def test_a_misspelled_suite_is_refused_with_similar_names(tmp_path: Path) -> None:

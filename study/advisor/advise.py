@@ -162,6 +162,24 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
     return (*equal, *(option for option in options if option not in equal))
 
 
+def reason_against(option: Option, simpler: Option) -> str:
+    """Return what `simpler` has ahead of an option that is as fast: its host memory, or else the first difference that
+    decides the registry's order of simplicity.
+    """
+    ours, theirs = simpler.request.strategy, option.request.strategy
+    if needs_large_host(option) and not needs_large_host(simpler):
+        sizes = (f"{item.memory.host_peak.value / GIB:,.0f}" for item in (simpler, option))
+        return f"needs less host memory ({' and not '.join(sizes)} GiB a node)"
+    stages = [3 if strategy.is_fsdp else strategy.zero_stage or 0 for strategy in (ours, theirs)]
+    if stages[0] < stages[1]:
+        return "shards fewer parts of the model state"
+    if ours.name not in WITH_REPLICAS and theirs.name in WITH_REPLICAS:
+        return "has no replicas"
+    if ours.deepspeed is None and theirs.deepspeed is not None:
+        return "needs no DeepSpeed"
+    return "keeps more of the state in faster memory"
+
+
 def needs_large_host(option: Option) -> bool:
     """Whether it exceeds the host memory of a typical node; False if the request sets the host memory."""
     box = option.request.box
@@ -306,11 +324,20 @@ def explain_best(advice: Advice) -> str:
             f"no offload: one is predicted {ahead:.0%} faster, but offload steps took up to {slowest:.1f} x the"
             f" prediction; {memory}"
         )
+    offloads = best.request.strategy.offloads
+    rivals = [
+        option for option in advice.fitting
+        if option.request.strategy.offloads == offloads and (option.is_safe or not best.is_safe)
+    ]  # fmt: skip
+    fastest = max(rivals, key=lambda option: option.tokens_per_s)
+    if fastest is not best:
+        behind = 1 - best.tokens_per_s / fastest.tokens_per_s
+        return (
+            f"{behind:.1%} (at most {SPEED_TOLERANCE:.0%}) slower than {fastest.name}, but"
+            f" {reason_against(fastest, best)}; {memory}"
+        )
     if gap <= SPEED_TOLERANCE:
-        reason = " and simpler"
-        if needs_large_host(runner_up) and not needs_large_host(best):
-            reason = f" and the next needs {runner_up.memory.host_peak.value / GIB:,.0f} GiB of host memory"
-        return f"within {SPEED_TOLERANCE:.0%} of the fastest that fits,{reason}; {memory}"
+        return f"the fastest that fits, {gap:.1%} ahead of {runner_up.name}; {memory}"
     error = None if error_of_time(runner_up) is None else error_of_time(best)
     if error is None:
         return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"

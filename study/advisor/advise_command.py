@@ -18,6 +18,7 @@ from study.advisor.advise import Advice, Option
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.config.strategies import STRATEGY_DIRECTORY, read_yaml
+from study.config.text import rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor import shape as adapters
@@ -175,7 +176,7 @@ def _page(
         yield f"\n{_DETAILS}"
     else:
         left_out = [option for option in advice.options if option not in listed]
-        needs = [f"{option.name} ({device_bytes(option.memory) / GIB:.0f} GiB)" for option in left_out]
+        needs = [f"{option.name} ({rounded(device_bytes(option.memory) / GIB)} GiB)" for option in left_out]
         yield f"do not fit: {', '.join(needs)}\n" if needs else ""
     if best is not None:
         yield from _notes(advice, best, riskier)
@@ -193,17 +194,17 @@ def _verdict(advice: Advice) -> str:
         reason = advise.explain_best(advice)
         return reason[0].upper() + reason[1:]
     request, memory = best.request, best.memory
-    peak, bound = (f"{device_bytes(memory, at_upper=upper) / GIB:.0f}" for upper in (False, True))
+    peak, bound = (rounded(device_bytes(memory, at_upper=upper) / GIB) for upper in (False, True))
     use = (
         f"Use {best.name}, micro-batch {request.micro_batch}, accumulation {request.accumulation},"
         f" {'' if request.gradient_checkpointing else 'no '}checkpointing:"
     )
-    figures = [f"{peak} of {usable_bytes(request.box) / GIB:.0f} GiB (90 % bound {bound})"]
+    figures = [f"{peak} of {rounded(usable_bytes(request.box) / GIB)} GiB (90 % bound {bound})"]
     if not best.is_safe:
         figures.append("may not fit")
     if request.strategy.offloads:
         figures.append(f"{memory.host_peak.value / GIB:,.0f} GiB of host memory")
-    figures.append(f"about {float(f'{best.tokens_per_s:.2g}'):,.0f} tokens/s, predicted")
+    figures.append(f"about {rounded(best.tokens_per_s)} tokens/s, predicted")
     one_line = f"{use} {', '.join(figures)}"
     return one_line if len(one_line) <= _WIDTH else f"{use}\n  {', '.join(figures)}"
 
@@ -238,9 +239,11 @@ def _row(option: Option, best: Option | None) -> list[str]:
     request, memory, cost = option.request, option.memory, option.cost_per_million_tokens
     return [
         option.name, *((f"{request.micro_batch}", f"{request.accumulation}") if option.fits else "--"),
-        "yes" if request.gradient_checkpointing else "no", f"{device_bytes(memory) / GIB:.1f}",
-        f"{device_bytes(memory, at_upper=True) / GIB:.0f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
-        f"{memory.host_peak.value / GIB:.0f}", f"{memory.nvme / GIB:.0f}" if memory.nvme else "-",
+        "yes" if request.gradient_checkpointing else "no", rounded(device_bytes(memory) / GIB),
+        rounded(device_bytes(memory, at_upper=True) / GIB),
+        # The speeds of two strategies are compared, so their ratio is more certain than either.
+        rounded(option.tokens_per_s, 3) if option.fits else "-",
+        rounded(memory.host_peak.value / GIB), rounded(memory.nvme / GIB) if memory.nvme else "-",
         "-" if cost is None else f"{cost:.3f}", _remark(option, best),
     ]  # fmt: skip
 
@@ -258,9 +261,7 @@ def _remark(option: Option, best: Option | None) -> str:
         return ""
     if option.request.strategy.offloads and not best.request.strategy.offloads:
         return f"{gap:.0%} faster by prediction; offload steps took up to {max_offload_slowdown():.1f} x that"
-    if advise.needs_large_host(option) and not advise.needs_large_host(best):
-        return f"{gap:.0%} faster; needs a large host"
-    return f"{gap:.0%} faster, but less simple"
+    return f"{gap:.0%} faster, but {best.name} {advise.reason_against(option, best)}"
 
 
 def _named(option: Option) -> str:

@@ -13,16 +13,19 @@ from typing import Any
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_files
 from study.advisor.explain_findings import findings
+from study.advisor.predict_command import precision_under, usual_precision
 from study.advisor.user_settings import ZERO, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
+from study.config.text import format_number, rounded
 from study.host.folders import resolve_path
-from study.predictor.hardware import parse_int
+from study.host.memory import GIB
+from study.predictor.hardware import Hardware, parse_int, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
 from study.predictor.state import persistent_params, sub_groups
-from study.predictor.time import device_bytes
+from study.predictor.time import device_bytes, fits, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
 
 EPILOG = """\
@@ -43,6 +46,8 @@ _MAX_COST_ROWS = 5
 _MORE = "; --details has the reasons"
 _COUNT = functools.partial(parse_int, most=1_000_000, what="number")
 _MAX_RANKS = 1024
+_STATES = {"optimizer": "optimizer state", "parameters": "weights"}
+_MAX_ALONE = 3
 # A part that does not fall to this fraction on twice as many ranks is not sharded.
 _FALLS_TO = 2 / 3
 
@@ -78,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_help = "a preset, a folder with config.json, or its sizes: layers=..,hidden=..,.."
     add("model", nargs="*", metavar="MODEL", help=model_help)
     add("--world_size", type=_COUNT, metavar="N", help="ranks of the whole job; by default as in the Accelerate file")
+    add(
+        "--hardware", metavar="BOX", help="8xH100, 2x8xA100-40, this: whether the peak fits, by default on all its GPUs"
+    )
     add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision if the file does not set it")
     add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
@@ -97,6 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the explanation; return 1 if the engine refuses the file or, with --strict, any error is found, else 0."""
+    if options.strict and options.hardware:
+        raise UserError("--strict checks files, and --hardware is for an explanation", "leave one of them out")
     if options.strict:
         return _check(options)
     if options.output_format:
@@ -107,13 +117,14 @@ def run(options: argparse.Namespace) -> int:
     file = read_user_file(options.config)
     shape = model_shape(options.model[0], ask_hub=options.hub)
     length = resolve_length(shape, options.seq_length)
-    case = resolve(file, shape, options.world_size, _program_settings(options, length))
+    box = to_box(options.hardware) if options.hardware else None
+    case = resolve(file, shape, options.world_size, _program_settings(options, length), box)
     case = dataclasses.replace(case, findings=tuple(findings(case)))
     memory = predict_memory(case.request)
     if options.json:
-        print(json.dumps(_document(case, memory), indent=2))
+        print(json.dumps(_document(case, memory, box), indent=2))
     else:
-        print_page(_page(case, memory, options.details))
+        print_page(_page(case, memory, options.details, box))
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
@@ -137,17 +148,20 @@ def _check(options: argparse.Namespace) -> int:
         document = {"checked": checked, "findings": [dataclasses.asdict(problem) for problem in problems]}
         print(json.dumps(document, indent=2))
     else:
-        for problem in problems:
-            print(problem.annotation if options.output_format == "github" else problem)
+        if options.output_format == "github":
+            print("".join(f"{problem.annotation}\n" for problem in problems), end="")
+        else:
+            print_page(map(str, problems))
         files = f"{len(checked)} configuration files checked, {len(names) - len(checked)} other files skipped"
         print(f"errors: {levels['error']}, warnings: {levels['warning']}; {files}")
     return int(levels["error"] > 0)
 
 
-def _document(case: ConfigCase, memory: MemoryUse) -> dict[str, Any]:
+def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> dict[str, Any]:
     return {
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
         "model": case.shape.name, "parameters": case.shape.parameters, "world_size": case.ranks,
+        "hardware": hardware and hardware.name, "fits": fits(memory, case.request.box) if hardware else None,
         "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
         "accumulation": case.request.accumulation, "gradient_checkpointing": case.request.gradient_checkpointing,
@@ -157,30 +171,61 @@ def _document(case: ConfigCase, memory: MemoryUse) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _verdict(case: ConfigCase, memory: MemoryUse) -> str:
-    counts = Counter[str](finding.kind for finding in case.findings)
-    counted = [
-        f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
-        for kind, words in _FINDINGS.items() if counts[kind]
-    ]  # fmt: skip
-    host = memory.host_peak.value / 2**30
-    peak = f"peak {gib(device_bytes(memory))} a GPU, host {host:.0f} GiB a node, predicted"
-    return f"{', '.join(counted) or 'every setting takes effect'}; {peak}"
+def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> str:
+    """Return the peak of a rank, and whether it fits."""
+    request, peak = case.request, device_bytes(memory)
+    precision, in_half = request.precision.removesuffix("-engine"), ""
+    half = usual_precision(hardware) if hardware else "bf16"
+    if precision == "fp32" and half != "fp32":
+        smaller = predict_memory(dataclasses.replace(request, precision=precision_under(request.strategy, half)))
+        if hardware is None:
+            in_half = f" (in {half} {_about(device_bytes(smaller))})"
+        elif fits(smaller, request.box, at_upper=True):
+            in_half = f"; in {half} it fits: {_about(device_bytes(smaller))}"
+    host = f"host {_about(memory.host_peak.value)} a node, predicted"
+    if hardware is None:
+        return f"Peak {_about(peak)} a GPU in {precision}{in_half}; {host}"
+    if fits(memory, request.box):
+        bound, is_certain = device_bytes(memory, at_upper=True), fits(memory, request.box, at_upper=True)
+        usable = _about(usable_bytes(request.box))
+        return (
+            f"{'Fits' if is_certain else 'May not fit'} in {precision}: {rounded(peak / GIB)} of {usable}"
+            f" (90 % bound {rounded(bound / GIB)}){in_half * (not is_certain)}; {host}"
+        )
+    return f"Does not fit in {precision}: {_excess(memory, request.box)}{in_half}; predicted"
 
 
-def _page(case: ConfigCase, memory: MemoryUse, details: bool) -> Iterator[str | TextTable]:
+def _excess(memory: MemoryUse, box: Hardware) -> str:
+    """Return the few parts of the peak that exceed the device by themselves, or else why it does not fit."""
+    usable, parts = usable_bytes(box), sorted(memory.device_parts.items(), key=lambda part: -part[1])
+    for count in range(1, _MAX_ALONE + 1):
+        size = sum(size for _, size in parts[:count])
+        if size > usable and not box.is_cpu_only:
+            names = " and ".join(_STATES.get(name, name) for name, _ in parts[:count])
+            needed = f"alone need{'s' * (count == 1)} {rounded(size / GIB)} of {_about(usable)}"
+            return f"{names} {needed}, all together {_about(device_bytes(memory))}"
+    return why(memory, box)
+
+
+def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware | None) -> Iterator[str | TextTable]:
     request = case.request
     engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else request.strategy.name
-    yield f"{_verdict(case, memory)}\n"
+    yield _verdict(case, memory, hardware)
     unset = " by default" if request.precision == "fp32" else ""
-    yield f"{case.file.name}: {engine}, {request.precision}{unset}, one of {case.ranks} ranks"
+    ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
+    yield f"{case.file.name}: {engine}, {request.precision}{unset}, {ranks}"
     yield (
         f"{case.shape.name}: {case.shape.parameters:,} parameters, micro-batch {request.micro_batch} x accumulation"
         f" {request.accumulation}, {request.sequence_length} tokens per sample"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
+    counts = Counter[str](finding.kind for finding in case.findings)
+    counted = [
+        f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
+        for kind, words in _FINDINGS.items() if counts[kind]
+    ]  # fmt: skip
+    yield f"\n{', '.join(counted) or 'every setting takes effect'}"
     if case.findings:
-        yield "\nsettings to look at"
         order = list(_FINDINGS)
         rows = [
             (finding.kind, f"{finding.key}: {finding.says}")
@@ -219,7 +264,11 @@ def _cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tupl
 
 
 def gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{format_number(size / GIB)} GiB"
+
+
+def _about(size: float) -> str:
+    return f"{rounded(size / GIB)} GiB"
 
 
 def _size(size: float) -> str:

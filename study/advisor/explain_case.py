@@ -81,16 +81,24 @@ class ConfigCase:
     def at(self, ranks: int | None = None, **zero: Any) -> ConfigCase:
         """Return the same case with other settings or another number of ranks."""
         changed = {**self.zero, **zero}
-        strategy, box = self.request.strategy, self.request.box if ranks is None else _box(ranks)
+        strategy, box = self.request.strategy, self.request.box
+        if ranks is not None:
+            box = box_of_ranks(box.name, box.device, ranks)
         if strategy.deepspeed is not None:
             strategy = _strategy(self.file, self.top, changed)
         request = dataclasses.replace(self.request, strategy=strategy, box=box)
         return dataclasses.replace(self, zero=changed, request=request)
 
 
-def _box(ranks: int) -> Hardware:
-    """Return hardware with this number of ranks; bytes do not depend on the device."""
-    return box_of_ranks("any", ANY_DEVICE, ranks)
+def _box(file: UserFile, ranks: int, hardware: Hardware | None) -> Hardware:
+    """Return the part of the hardware with this number of ranks, or any device, on which bytes do not depend."""
+    if hardware is None or ranks == hardware.ranks:
+        return hardware or box_of_ranks("any", ANY_DEVICE, ranks)
+    nodes = max(ranks // hardware.gpus_per_node, 1)
+    if ranks > hardware.ranks or ranks % nodes:
+        problem = f"{file.name} runs {ranks} ranks, and {hardware.name} has {hardware.ranks} GPUs"
+        raise UserError(problem, "change --hardware, or the number of ranks with --world_size")
+    return dataclasses.replace(hardware, gpus_per_node=ranks // nodes, nodes=nodes)
 
 
 def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
@@ -98,7 +106,9 @@ def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -
     return Strategy(file.name, "DEEPSPEED", settings, custom_settings=settings)
 
 
-def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramSettings) -> ConfigCase:
+def resolve(
+    file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramSettings, hardware: Hardware | None = None
+) -> ConfigCase:
     """Return the config with defaults and values for "auto"; raise UserError if the number of ranks is open."""
     findings = list(file.findings)
     if file.distributed_type == "NO":
@@ -110,9 +120,12 @@ def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramS
             message = f"distributed_type: NO starts one process, not {file.num_processes}"
             findings.append(Finding("ignored", "num_processes", message))
         ranks = 1
-    ranks = ranks or file.num_processes
+    ranks = ranks or file.num_processes or (hardware.ranks if hardware else None)
     if ranks is None:
-        raise UserError(f"{file.name} does not set the number of ranks", "add --world_size N")
+        raise UserError(f"{file.name} does not set the number of ranks", "add --world_size N, or --hardware BOX")
+    if hardware is not None and file.num_processes == ranks < hardware.ranks:
+        message = f"{ranks} of the {hardware.ranks} GPUs are used: --world_size {hardware.ranks} explains all"
+        findings.append(Finding("noted", "num_processes", message))
     if ranks > MAX_JOB_GPUS:
         raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")
     zero: dict[str, Any] = {}
@@ -134,7 +147,7 @@ def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: ProgramS
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
     request = Request(
-        shape=shape, strategy=strategy, box=_box(ranks), sequence_length=work.sequence_length,
+        shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
     )  # fmt: skip

@@ -6,8 +6,10 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from study.advisor import user_settings
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ProgramSettings, resolve
@@ -88,24 +90,38 @@ def is_config(name: str) -> bool:
 def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Problem]:
     """Yield the problems of a file; without a model or a number of ranks, those that it has with any."""
     text = resolve_path(name).read_text(encoding="utf-8")
+    in_file = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
+    early = list[user_settings.Finding]()
     try:
-        file = user_settings.read_user_file(name)
+        file = user_settings.read_user_file(name, early)
         shapes = [model] if model else [model_shape(preset) for preset in _MODELS]
         is_one_process = file.distributed_type == "NO"
         counts = [None] if is_one_process else [ranks] if ranks else _fitting_ranks(file)
         cases = [resolve(file, shape, count, work) for shape, count in itertools.product(shapes, counts)]
     except UserError as refusal:
+        yield from (Problem(name, find_line(text, item.key) or 1, item.kind, item.key, item.says) for item in early)
         problem = refusal.problem.removeprefix(name)
         says = f"{problem.lstrip(':0123456789 ')}; {refusal.fix}"
         yield Problem(name, _line_of_refusal(text, problem), "refused", "", says)
         return
     by_case = [{(finding.kind, finding.key): finding.says for finding in findings(case)} for case in cases]
-    in_file = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
     for (kind, key), says in by_case[0].items():
         if kind not in ("noted", "filled") and all((kind, key) in case for case in by_case):
             file_key = in_file.get(key, key) if file.launcher == "accelerate" else key
+            if key == "train_batch_size" and len(counts) > 1:
+                says = _for_any_ranks(file.deepspeed or {}) or says
             line = find_line(text, file_key) or find_line(text, "deepspeed_config_file") or 1
             yield Problem(name, line, kind, file_key, says)
+
+
+def _for_any_ranks(top: Mapping[str, Any]) -> str:
+    """Return why the engine rejects a batch on any number of ranks; empty for other reasons."""
+    batch, sizes = top["train_batch_size"], [top.get(key) for key in (MICRO_BATCH, ACCUMULATION)]
+    sizes_set = [size for size in sizes if type(size) is int and size > 0]
+    if type(batch) is not int or batch < 1 or batch % math.prod(sizes_set) == 0:
+        return ""
+    product = " x ".join(map(str, sizes_set))
+    return f"the engine ends with an error on any number of ranks: {batch} is not a multiple of {product}"
 
 
 def _fitting_ranks(file: user_settings.UserFile) -> list[int]:

@@ -16,6 +16,7 @@ from study.advisor.explain_case import (
 )
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings
 from study.config.errors import clip, did_you_mean
+from study.config.text import format_number
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
 from study.predictor.state import accumulation_error
@@ -169,7 +170,8 @@ def _zero(case: ConfigCase) -> Iterator[Finding]:
 
 def _fsdp(case: ConfigCase) -> Iterator[Finding]:
     settings, effects, sharding = fsdp_settings(case.file), known_settings()["fsdp"], read_sharding_strategy(case.file)
-    more = f"up to {case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4) / GIB:.2f} GiB more a rank"
+    size = case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
+    more = f"up to {format_number(size / GIB)} GiB more a rank"
     unsharded = f"weights stay unsharded from the forward to the backward pass, {more}"
     key, version = "fsdp_sharding_strategy", settings.get("fsdp_version", 1)
     if str(version) not in ("1", "2"):
@@ -217,18 +219,18 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
         key for key, value in zip(keys, (global_batch, micro, steps), strict=True)
         if value not in (None, "auto") and (type(value) is not int or value < 1)
     ]  # fmt: skip
-    message, error = "", "the engine ends with an error"
+    message, error, count = "", "the engine ends with an error", f"{ranks:g} rank{'s'[: ranks != 1]}"
     if wrong:
         yield Finding("refused", wrong[0], "the engine requires a whole number from 1 up")
     elif type(global_batch) is int and type(micro) is int:
         if type(steps) is int and global_batch != micro * steps * ranks:
-            message = f"{error}: {micro} x {steps} x {ranks} ranks is {micro * steps * ranks}, not {global_batch}"
+            message = f"{error}: {micro} x {steps} x {count} is {micro * steps * ranks}, not {global_batch}"
         elif steps is None and global_batch // (micro * ranks) * micro * ranks != global_batch:
-            message = f"{error}: {global_batch} is not a multiple of {micro} x {ranks} ranks"
+            message = f"{error}: {global_batch} is not a multiple of {micro} x {count}"
     elif type(global_batch) is int and micro is None:
         steps = 1 if steps is None else case.request.accumulation
         if global_batch // (steps * ranks) * steps * ranks != global_batch:
-            message = f"{error}: {global_batch} is not a multiple of {steps} x {ranks} ranks"
+            message = f"{error}: {global_batch} is not a multiple of {steps} x {count}"
     if message:
         yield Finding("refused", "train_batch_size", message)
     if global_batch is None and micro is None and case.file.launcher == "deepspeed":
@@ -248,5 +250,5 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
         message = "auto: assumed to be 1; --accumulation sets another value"
         if reserved_by_two - reserved >= 2**20:
             message += "; with more, gradients stay in memory during the next micro-batch, and a rank reserves"
-            message += f" {reserved_by_two / GIB:.2f} GiB instead of {reserved / GIB:.2f}"
+            message += f" {format_number(reserved_by_two / GIB)} GiB instead of {format_number(reserved / GIB)}"
         yield Finding("filled", ACCUMULATION, message)

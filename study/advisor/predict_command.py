@@ -21,16 +21,18 @@ from study.config.strategies import (
     Strategy,
     read_strategy,
 )
+from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor import shape as adapters
 from study.predictor.activations import has_fused
 from study.predictor.communication import predict_payload, sent_bytes
-from study.predictor.hardware import Hardware, add_speed_arguments, box_from_args, parse_int
+from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.request import Attention, Estimate, OptimizerName, Prediction, Request
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
 from study.predictor.state import accumulation_error
 from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes
+from study.workloads.presets import PRESETS
 
 if TYPE_CHECKING:
     from study.advisor.advise import AdviceRequest
@@ -53,8 +55,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of model, hardware and output, which `study advise` has, too."""
     add = parser.add_argument
     length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
-    add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
-    add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
+    model = f"a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes"
+    add("--model_name_or_path", required=True, metavar="M", help=model)
+    box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}"
+    add("--hardware", required=True, metavar="BOX", help=box)
     add("--seq_length", type=parse_int, metavar="T", help=length)
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
@@ -231,11 +235,11 @@ def _verdict(prediction: Prediction) -> str:
         verdict = "Fits"
     step, interval = time.step_s, ""
     if step.low is not None and step.high is not None:
-        interval = f" ({step.low * 1e3:,.0f} to {step.high * 1e3:,.0f})"
+        interval = f" ({rounded(step.low * 1e3)} to {rounded(step.high * 1e3)})"
     return (
-        f"{verdict}: {device_bytes(memory) / GIB:.1f} of {usable_bytes(box) / GIB:.1f} GiB"
-        f" (90 % bound {bound / GIB:.0f}); {step.value * 1e3:,.0f} ms a step{interval},"
-        f" {time.tokens_per_s_per_gpu.value:,.0f} tokens/s per {_rank(request)}; predicted"
+        f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {rounded(usable_bytes(box) / GIB)} GiB"
+        f" (90 % bound {rounded(bound / GIB)}); about {rounded(step.value * 1e3)} ms a step{interval},"
+        f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {_rank(request)}; predicted"
     )
 
 
@@ -262,7 +266,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
             "\nfigures with their interval, which covers 80 % of published measurements",
             _intervals(prediction),
         )
-    utilization = [f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"] if time.mfu and time.hfu else []
+    utilization = [f"MFU {time.mfu:.2g}, HFU {time.hfu:.2g}"] if time.mfu and time.hfu else []
     yield ""
     yield from (*utilization, *memory.notes, *time.notes)
 
@@ -272,13 +276,14 @@ def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextT
     request, memory, time = prediction.request, prediction.memory, prediction.time
     yield f"\nmemory of one {_rank(request)} at its peak, GiB"
     largest = max(memory.device_parts.values())
+    digits = 1 if largest >= 10 * GIB else 2
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
     rows = [
-        (name, f"{size / GIB:.2f}", "█" * max(1, round(_BAR * size / largest)))
+        (name, f"{size / GIB:.{digits}f}", "█" * max(1, round(_BAR * size / largest)))
         for name, size in parts if size >= 0.005 * device_bytes(memory)
     ]  # fmt: skip
     if traced is not None:
-        rows.append(("activations on transformers' own code", f"{traced / GIB:.2f}", ""))
+        rows.append(("activations on transformers' own code", f"{traced / GIB:.{digits}f}", ""))
     yield TextTable(("", "", ""), rows, indent=2)
     host = {_HOST_PARTS[name]: memory.host_parts.get(name, 0.0) for name in ("load", "train")}
     host |= {"on NVMe": memory.nvme} if memory.nvme else {}
@@ -286,11 +291,11 @@ def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextT
     name, unit = _unit(sent)
     yield ""
     yield TextTable(("", ""), [
-        ("host memory of one node", ", ".join(f"{size / GIB:,.1f} GiB {when}" for when, size in host.items())),
+        ("host memory of one node", ", ".join(f"{rounded(size / GIB)} GiB {when}" for when, size in host.items())),
         ("communication of one rank per step", f"{sent / unit:.2f} {name} in ring bytes (NCCL); payload: "
          + (", ".join(f"{kind.replace('_', ' ')} {size / unit:.2f}" for kind, size in payload.items()) or "none")),
-        ("time of one step", ", ".join(
-            f"{part.replace('_', ' ')} {seconds * 1e3:,.0f} ms" for part, seconds in time.parts.items() if seconds)),
+        ("time of one step", ", ".join(f"{part.replace('_', ' ')} {rounded(seconds * 1e3)} ms"
+                                       for part, seconds in time.parts.items() if seconds)),
     ])  # fmt: skip
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -70,11 +70,15 @@ def known_settings() -> dict[str, Any]:
     return document
 
 
-def read_user_file(name: str) -> UserFile:
-    """Read a DeepSpeed JSON or an Accelerate YAML; raise UserError if it is neither or a key is wrong."""
-    document, findings = _read(name)
+def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile:
+    """Read a DeepSpeed JSON or an Accelerate YAML, without the keys and values that the engine refuses.
+
+    These are findings, which are added to a given list. Raise UserError if the file has no settings that can be read.
+    """
+    findings = [] if findings is None else findings
+    document = _read(name, findings)
     if "distributed_type" in document or "compute_environment" in document:
-        return _accelerate(name, document)
+        return _accelerate(name, document, findings)
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
     file = UserFile(name, "deepspeed", "DEEPSPEED", document, _dotted(document), findings=findings)
@@ -82,9 +86,13 @@ def read_user_file(name: str) -> UserFile:
     return file
 
 
-def _read(name: str) -> tuple[dict[str, Any], list[Finding]]:
-    """Read a JSON or YAML mapping; raise UserError if it is unreadable or has a duplicate key."""
-    path, findings = resolve_path(name), list[Finding]()
+def _refused(key: str, problem: str, fix: str) -> Finding:
+    return Finding("refused", key, f"{problem}; {fix}".rstrip())
+
+
+def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
+    """Read a JSON or YAML mapping; raise UserError if it is unreadable."""
+    path = resolve_path(name)
     try:
         if path.is_dir():
             raise UserError(f"{name} is a folder", "name the file in it")
@@ -98,40 +106,40 @@ def _read(name: str) -> tuple[dict[str, Any], list[Finding]]:
     except (OSError, ValueError) as error:
         raise UserError(f"{name} is not readable ({first_line(error)})", "name a text file") from None
     if path.suffix == ".json" or text.lstrip().startswith("{"):
-        document, findings = _read_json(name, text)
+        document = _read_json(name, text, findings)
     else:
         document = read_document(path, Section)
     if not isinstance(document, dict):
         raise UserError(f"{name} is not a mapping of settings", _EITHER)
-    return document, findings
+    return document
 
 
-def _read_json(name: str, text: str) -> tuple[Any, list[Finding]]:
+def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     """Read a JSON, or a Hjson, which may have comments and which only DeepSpeed reads by itself."""
-    hook = functools.partial(_without_duplicates, name)
+    twice = set[str]()
+
+    def to_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(key for key, _ in pairs)
+        twice.update(key for key, count in counts.items() if count > 1)
+        return dict(pairs)
+
+    fix = "make it JSON at that place"
     try:
-        return json.loads(text, object_pairs_hook=hook), []
+        document = json.loads(text, object_pairs_hook=to_mapping)
     except ValueError as error:
         problem = f"{name} is not readable as JSON ({' '.join(str(error).split())[:120]})"
-    fix = "make it JSON at that place"
-    with contextlib.suppress(ValueError):
         try:
             import hjson
 
+            document = hjson.loads(text, object_pairs_hook=to_mapping)
             message = "is Hjson and not JSON: DeepSpeed reads it, Accelerate and the Trainer end with an error"
-            return hjson.loads(text, object_pairs_hook=hook), [Finding("conflict", name, message)]
+            findings.append(Finding("conflict", name, message))
         except ModuleNotFoundError:
-            fix += "; or run: pip install hjson, with which DeepSpeed reads comments"
-    raise UserError(problem, fix)
-
-
-def _without_duplicates(name: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise UserError(f"{name} sets {key} twice", "keep one of the two: DeepSpeed refuses such a file")
-        mapping[key] = value
-    return mapping
+            raise UserError(problem, f"{fix}; or run: pip install hjson, with which DeepSpeed reads comments") from None
+        except ValueError:
+            raise UserError(problem, fix) from None
+    findings += [_refused(key, "is set twice", "keep one, DeepSpeed refuses such a file") for key in sorted(twice)]
+    return document
 
 
 def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
@@ -143,39 +151,44 @@ def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
     return tuple(names)
 
 
-def _accelerate(name: str, document: dict[str, Any]) -> UserFile:
-    _check_unknown_keys(name, "", document, known_settings()["accelerate"], "Accelerate")
+def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) -> UserFile:
+    findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
     kind = document.get("distributed_type")
+    if kind in _NOT_PREDICTED:
+        problem = f"{name} has distributed_type: {kind}, which is not modelled"
+        raise UserError(problem, f"modelled are {', '.join(_DISTRIBUTED)}")
     if not isinstance(kind, str) or kind not in _DISTRIBUTED:
-        problem = f"has distributed_type: {clip(kind)}" if kind is not None else "has no distributed_type"
-        if kind in _NOT_PREDICTED:
-            raise UserError(f"{name} {problem}, which is not modelled", f"modelled are {', '.join(_DISTRIBUTED)}")
-        guess = did_you_mean(str(kind).upper(), _DISTRIBUTED)
-        raise UserError(f"{name} {problem}", f"{guess}supported are {', '.join(_DISTRIBUTED)}")
+        guess = did_you_mean(str(kind).upper(), _DISTRIBUTED) or f"supported are {', '.join(_DISTRIBUTED)}"
+        findings.append(_refused("distributed_type", "is missing" if kind is None else f"is {clip(kind)}", guess))
+        kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
     processes, precision = document.get("num_processes"), document.get("mixed_precision")
     if processes is not None and (type(processes) is not int or processes < 1):
-        raise UserError(f"{name} sets num_processes: {clip(processes)}", "set a whole number of ranks")
-    if precision is not None and precision not in ("no", "fp16", "bf16", "fp8", False):
-        raise UserError(f"{name} sets mixed_precision: {clip(precision)}", "set no, bf16 or fp16")
+        findings.append(_refused("num_processes", f"is {clip(processes)}", "set a whole number of ranks"))
+        processes = None
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
     precision = "no" if precision is False else precision
-    findings = [Finding("noted", key, NOT_MODELLED) for key in ("megatron_lm_config",) if document.get(key)]
+    if precision not in (None, "no", "fp16", "bf16", "fp8"):
+        guess = did_you_mean(str(precision), ("bf16", "fp16", "fp8"), cutoff=0.5) or "set no, bf16 or fp16"
+        findings.append(_refused("mixed_precision", f"is {clip(precision)}", guess))
+        precision = None
+    findings += [Finding("noted", key, NOT_MODELLED) for key in ("megatron_lm_config",) if document.get(key)]
     mesh = None
     if document.get("parallelism_config"):
-        mesh = _mesh(name, _section(name, document, "parallelism_config"), kind, findings)
+        mesh = _mesh(_section(document, "parallelism_config", findings), kind, findings)
     if kind == "DEEPSPEED":
-        file = _accelerate_deepspeed(name, document, precision, processes)
-        file.findings += findings
-        return file
-    section = _section(name, document, "fsdp_config") if kind == "FSDP" else None
+        return _accelerate_deepspeed(name, document, precision, processes, findings)
+    section = _section(document, "fsdp_config", findings) if kind == "FSDP" else None
     return UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
 
 
-def _mesh(name: str, section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tuple[int, int] | None:
+def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tuple[int, int] | None:
     sizes = {key.removeprefix("parallelism_config_"): value for key, value in section.items()}
-    for key, size in sizes.items():
-        if key.endswith("_size") and (type(size) is not int or size < 1):
-            raise UserError(f"{name} sets parallelism_config.{key}: {clip(size)}", "set a whole number from 1 up")
+    wrong = [key for key, size in sizes.items() if key.endswith("_size") and (type(size) is not int or size < 1)]
+    for key in wrong:
+        problem = f"is {clip(sizes[key])}"
+        findings.append(_refused(f"parallelism_config.{key}", problem, "set a whole number from 1 up"))
+    if wrong:
+        return None
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = [key for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1]
     findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in groups]
@@ -188,17 +201,20 @@ def _mesh(name: str, section: Mapping[str, Any], kind: str, findings: list[Findi
     return replicas, shards
 
 
-def _section(name: str, document: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _section(document: Mapping[str, Any], key: str, findings: list[Finding]) -> dict[str, Any]:
     section = document.get(key)
-    if not isinstance(section, dict) or not all(isinstance(setting, str) for setting in section):
-        problem = f"has no {key}" if section is None else f"sets {key}: {clip(section)}, which is not a mapping"
-        raise UserError(f"{name} {problem}", f"write its settings under {key}:")
-    return section
+    if isinstance(section, dict) and all(isinstance(setting, str) for setting in section):
+        return section
+    problem = "is missing" if section is None else f"is {clip(section)}, which is not a mapping"
+    findings.append(_refused(key, problem, f"write its settings under {key}"))
+    return {}
 
 
-def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, processes: int | None) -> UserFile:
-    plugin, reference = _section(name, document, "deepspeed_config"), known_settings()
-    mapped, findings = reference["accelerate_deepspeed"], []
+def _accelerate_deepspeed(
+    name: str, document: dict[str, Any], precision: Any, processes: int | None, findings: list[Finding]
+) -> UserFile:
+    plugin, reference = _section(document, "deepspeed_config", findings), known_settings()
+    mapped = reference["accelerate_deepspeed"]
     for key in plugin:
         if key not in mapped:
             message = f"Accelerate drops it silently; {did_you_mean(key, mapped, cutoff=0.75)}".rstrip("; ")
@@ -213,7 +229,8 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
             if isinstance(inner, str) and not Path(inner).is_absolute():
                 fix = "run this in the folder at which that path starts: for this study, the root of the repository"
             raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
-        settings, only_deepspeeds = _read(inner)
+        only_deepspeeds = list[Finding]()
+        settings = _read(inner, only_deepspeeds)
         findings += [dataclasses.replace(finding, kind="refused") for finding in only_deepspeeds]
         for key in sorted((SAID_TWICE & plugin.keys()) | ({"mixed_precision"} if precision is not None else set())):
             message = f"Accelerate ends with an error if {inner} is given, too: set it there"
@@ -250,54 +267,56 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     return file
 
 
-def _check_unknown_keys(name: str, place: str, section: Iterable[str], supported: Iterable[str], owner: str) -> None:
+def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str], owner: str) -> list[Finding]:
+    """Take the keys that the owner of a section does not support out of it, and return a finding for each."""
     supported = list(supported)
-    for key in section:
-        if key not in supported:
-            fix = did_you_mean(key, supported) or "take it out"
-            raise UserError(f"{name}: {place}{key} is not a setting that {owner} supports", fix)
+    unknown = [key for key in section if key not in supported]
+    for key in unknown:
+        del section[key]
+    problem = f"is not a setting that {owner} supports, which ends with an error"
+    return [_refused(f"{place}{key}", problem, did_you_mean(str(key), supported) or "take it out") for key in unknown]
 
 
 def check_deepspeed(file: UserFile) -> None:
-    """Add the findings of a file's DeepSpeed settings; raise UserError if a key or value is wrong."""
-    settings, reference = file.deepspeed, known_settings()
+    """Add the findings of a file's DeepSpeed settings, and take out those with a wrong key or value."""
+    settings, reference, findings = file.deepspeed, known_settings(), file.findings
     assert settings is not None
     for key in settings:
         # DeepSpeed drops comments, too, as their authors expect.
         if key in reference["top"] or key in reference["others"] or key.lstrip("_") in ("comment", "comments"):
             continue
-        if guess := did_you_mean(key, [*reference["top"], *reference["others"]], cutoff=0.75):
-            problem = f"{file.name}: {key} is not a setting of DeepSpeed, which drops it silently"
-            raise UserError(problem, guess)
         place = next((section for section in _SECTIONS if key in reference[section]), None)
-        hint = f"; it belongs in {place}" if place else ""
-        file.findings.append(Finding("ignored", key, f"DeepSpeed does not support it, and drops it silently{hint}"))
-    zero = settings.get(ZERO, {})
-    if not isinstance(zero, dict):
-        fix = 'write it as {"zero_optimization": {"stage": 2}}'
-        raise UserError(f"{file.name}: {ZERO} is {clip(zero)}, not a mapping", fix)
+        hint = did_you_mean(key, [*reference["top"], *reference["others"]], cutoff=0.75).strip()
+        hint = hint or (f"it belongs in {place}" if place else "")
+        message = "DeepSpeed does not support it, and drops it silently"
+        findings.append(Finding("ignored", key, f"{message}; {hint}".removesuffix("; ")))
+    for key in (ZERO, "bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler", "aio"):
+        if key in settings and not isinstance(settings[key], dict):
+            problem = f"is {clip(settings.pop(key))}, not a mapping"
+            findings.append(_refused(key, problem, f'write "{key}": {{...}}'))
     if ZERO not in settings:
         message = "without it ZeRO is off" + ", and Accelerate ends with an error" * (file.launcher == "accelerate")
-        file.findings.append(Finding("missing", ZERO, message))
-    _check_section(file.name, ZERO, zero)
-    if type(zero.get("stage", 0)) is not int or zero.get("stage", 0) not in range(4):
-        raise UserError(f"{file.name}: {ZERO}.stage is {clip(zero['stage'])}", "set 0, 1, 2 or 3")
+        findings.append(Finding("missing", ZERO, message))
+    zero = settings.get(ZERO, {})
+    findings += _wrong_settings(ZERO, zero)
+    if (stage := zero.get("stage", 0)) not in range(4):
+        zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
+        fix = f"set 0, 1, 2 or 3 (figures here are those of stage {zero['stage']})"
+        findings.append(_refused(f"{ZERO}.stage", f"is {clip(stage)}", fix))
     for what in OFFLOADS:
         section = zero.get(what)
-        if section is None:
-            continue
-        if not isinstance(section, dict):
-            raise UserError(f"{file.name}: {ZERO}.{what} is {clip(section)}", 'write it as {"device": "cpu"}')
-        _check_section(file.name, f"{ZERO}.{what}", section)
-        if section.get("device", "none") not in ("none", "cpu", "nvme", "auto"):
-            raise UserError(f"{file.name}: {ZERO}.{what}.device is {clip(section['device'])}", "set none, cpu or nvme")
-    for key in ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler", "aio"):
-        if key in settings and not isinstance(settings[key], dict):
-            raise UserError(f"{file.name}: {key} is {clip(settings[key])}, not a mapping", f'write "{key}": {{...}}')
-    file.findings += _not_modelled("top", settings, zero)
-    file.findings += _not_modelled(ZERO, zero, zero)
+        if section is not None and not isinstance(section, dict):
+            problem = f"is {clip(zero.pop(what))}"
+            findings.append(_refused(f"{ZERO}.{what}", problem, 'write it as {"device": "cpu"}'))
+        elif section is not None:
+            findings += _wrong_settings(f"{ZERO}.{what}", section)
+            if section.get("device", "none") not in ("none", "cpu", "nvme", "auto"):
+                problem = f"is {clip(section.pop('device'))}"
+                findings.append(_refused(f"{ZERO}.{what}.device", problem, "set none, cpu or nvme"))
+    findings += _not_modelled("top", settings, zero)
+    findings += _not_modelled(ZERO, zero, zero)
     for what in OFFLOADS:
-        file.findings += _not_modelled(f"{ZERO}.{what}", zero.get(what) or {}, zero)
+        findings += _not_modelled(f"{ZERO}.{what}", zero.get(what) or {}, zero)
 
 
 def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
@@ -313,12 +332,13 @@ def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any
             yield Finding("noted", name, f"{entry['not_modelled']}; {NOT_MODELLED}")
 
 
-def _check_section(name: str, place: str, section: dict[str, Any]) -> None:
+def _wrong_settings(place: str, section: dict[str, Any]) -> Iterator[Finding]:
+    """Take the settings with a wrong key or value out of a section, and yield a finding for each."""
     reference = known_settings()[place]
     # DeepSpeed also accepts stage 3's settings without the prefix.
     short = {key.removeprefix("stage3_") for key in reference if key.startswith("stage3_")}
-    _check_unknown_keys(name, f"{place}.", section, [*reference, *short], "DeepSpeed")
-    for key, value in section.items():
+    yield from _unknown_keys(f"{place}.", section, [*reference, *short], "DeepSpeed")
+    for key, value in list(section.items()):
         default = reference.get(key, reference.get(f"stage3_{key}", {})).get("default")
         if value == "auto" or default is None:
             continue
@@ -337,5 +357,6 @@ def _check_section(name: str, place: str, section: dict[str, Any]) -> None:
             expected, is_valid = "a number from 0 to 1", isinstance(value, int | float) and 0 <= value <= 1
         else:
             expected, is_valid = "a string", isinstance(value, str)
-        if not is_valid:
-            raise UserError(f"{name}: {place}.{key} is {clip(value)}", f"set {expected}")
+        if not is_valid and key != "stage":
+            del section[key]
+            yield _refused(f"{place}.{key}", f"is {clip(value)}", f"set {expected}")

@@ -382,6 +382,7 @@ class Parser(argparse.ArgumentParser):
         flags = {_with_underscores(flag): flag for flag in self._option_string_actions}
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
+        self._words = words[:end]
         for place, word in enumerate(words[:end]):
             flag, equals, value = word.partition("=")
             words[place] = flags.get(_with_underscores(flag), flag) + equals + value
@@ -401,8 +402,23 @@ class Parser(argparse.ArgumentParser):
         similar = did_you_mean(first, inside or flags, cutoff=0.3 if inside else 0.6)
         raise UserError(f"unrecognized arguments: {' '.join(words)}", f"{similar}{self.prog} --help lists the options")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise UserError, with similar values, for a value that is not among the choices of an argument."""
+        if action.choices is None or value in action.choices:
+            return
+        name, choices = "/".join(action.option_strings) or action.metavar or action.dest, list(map(str, action.choices))
+        listed = f"use {' or '.join(choices)}" if len(choices) < 6 else f"{self.prog} --help lists all"
+        fix = f"{did_you_mean(str(value), choices) or did_you_mean(str(value).lower(), choices)}{listed}"
+        raise UserError(f"argument {name}: there is no {clip(value)}", fix)
+
     def error(self, message: str) -> typing.NoReturn:
-        """Raise UserError instead of printing the usage."""
+        """Raise UserError instead of printing the usage; a misspelt flag is named before the required one."""
+        flags = {_with_underscores(flag) for flag in self._option_string_actions}
+        unknown = [
+            word for word in self._words if word[:2] == "--" and _with_underscores(word.split("=")[0]) not in flags
+        ]
+        if unknown and "are required" in message:
+            self.raise_unknown(unknown)
         raise UserError(message, f"{self.prog} --help lists the options")
 
 

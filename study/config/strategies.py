@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -309,8 +310,8 @@ def resolve_repository_path(path: str) -> Path:
 def read_strategy(name: str) -> Strategy:
     """Return a strategy by name; raise if its files do not have the settings of that name."""
     if name not in STRATEGY_NAMES:
-        fix = f"{did_you_mean(name, STRATEGY_NAMES)}use one of {', '.join(STRATEGY_NAMES)}"
-        raise UserError(f"there is no strategy {name!r}", fix)
+        fix = f"{did_you_mean(name, STRATEGY_NAMES)}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy"
+        raise UserError(f"there is no strategy {clip(name)}", fix)
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     deepspeed = document.get("deepspeed_config")
     settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None

@@ -25,6 +25,12 @@ def format_number(value: float, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
 
 
+def rounded(value: float, digits: int = 2) -> str:
+    """Return a prediction with as many significant digits as it is certain, and an integer as a whole number."""
+    number = float(f"{value:.{digits}g}")
+    return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:#.{digits}g}"
+
+
 def power_of_ten(exponent: int) -> str:
     """Return 10 with a superscript exponent."""
     return "10" + str(exponent).translate(_SUPERSCRIPTS)

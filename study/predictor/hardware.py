@@ -235,8 +235,8 @@ def _unknown(name: str) -> UserError:
     device = _spelled(name.strip()[len(counts) :]).replace("O", "0")
     similar = [counts + box for box in BOX_NAMES if box[0] == device[:1]]
     suggestion = did_you_mean(counts + device, similar, cutoff=0.5)
-    advice = f"{suggestion}the form is" if suggestion else f"use one of {', '.join(BOX_NAMES)}, as in"
-    return UserError(f"unknown hardware {clip(name)}", f"{advice} 8xH100, or 4x8xH100 (4 nodes)")
+    fix = f"{suggestion}`study predict --help` lists the devices; the form is 8xH100, or 4x8xH100 (4 nodes)"
+    return UserError(f"unknown hardware {clip(name)}", fix)
 
 
 def _this() -> Hardware:

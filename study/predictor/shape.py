@@ -229,8 +229,8 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else ""
     suggestion = did_you_mean(name, PRESETS, cutoff=0.4)
     raise UserError(
-        f"unknown model {name!r}",
-        f"{suggestion}{hint}give a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes as"
+        f"unknown model {clip(name)}",
+        f"{suggestion}{hint}give a preset (`study predict --help` lists them), a folder with config.json, or sizes:"
         " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008 (without inner: a GPT-2)",
     )
 

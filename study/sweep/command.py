@@ -22,7 +22,7 @@ from study.sweep.execute import run_cells
 from study.sweep.forecast import Forecast, earlier_durations, estimate, forecast_for, oom_warnings, pending_items
 from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, pending_runs
-from study.sweep.tables import result_tables, series_tables, status_tables, status_verdict
+from study.sweep.tables import fit_screen, result_tables, series_tables, status_tables, status_verdict
 
 RESUME = """\
 Run it again to resume. Cells in state ok never run again. Cells in state oom, timeout or unsupported run again only
@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", metavar="GLOB", action="append", default=[], help=f"{only} all must match")
     rehearsal = "smoke test: the same cells with tiny models and few steps, on any machine, in a separate folder;"
     add("--rehearse", action="store_true", help=f"{rehearsal} its results are not comparable")
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `study status`."""
+    add_arguments(parser)
+    parser.add_argument("--details", action="store_true", help="print every row and every reason completely")
 
 
 def add_timed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if plan.is_series:
         passes = list(_passes(parts, options.retry))
         if not passes:
-            print_page([_verdict(plan, options), "", *series_tables(plan.slices)])
+            print_page([_verdict(plan, options), "", *fit_screen(list(series_tables(plan.slices)), options.details)])
     for part in {part.root: part for part in parts}.values():
         if notice := part.runs_of_others():
             print(f"notice: {notice}", file=sys.stderr)
@@ -214,7 +220,7 @@ def status(options: argparse.Namespace) -> int:
     if lacks[0] is not None and all(lacks) and "next: study run" in verdict:
         verdict += f" ({lacks[0].problem})"
     tables = series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0])
-    print_page([verdict, "", *tables])
+    print_page([verdict, "", *fit_screen(list(tables), options.details)])
     return 0
 
 

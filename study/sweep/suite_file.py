@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -174,11 +175,8 @@ def find_suite(name: str) -> Path:
     with contextlib.suppress(OSError):
         if Path(name).is_file():
             return Path(name)
-    names = ", ".join(sorted(shipped))
-    raise UserError(
-        f"no suite is named {clip(name)}, and no file has this path",
-        f"{did_you_mean(name, shipped)}use one of {names}, or a path",
-    )
+    fix = f"{did_you_mean(name, shipped)}{os.path.relpath(SUITE_DIRECTORY)}/ has a file for each suite, or give a path"
+    raise UserError(f"no suite is named {clip(name)}, and no file has this path", fix)
 
 
 def read_suite(file: Path) -> Suite:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ _RESULT_COLUMNS = (
 # Columns that only --details shows: the others fit into 120 columns, and _MAX_ROWS rows into a screen.
 _DETAILS = {"train loss", "host GiB", "state MiB/rank", "ring MiB/step"}
 _MAX_ROWS = 18
+# Lines of a further table besides its rows, and columns of a line.
+_LINES_OF_A_TABLE, _WIDTH = 3, 120
 # Cells in other states are listed with their reasons.
 _NEEDS_NO_REASON = ("ok", "to do")
 
@@ -52,7 +55,28 @@ def result_tables(cells: Sequence[Cell | Search], root: Path, details: bool) -> 
         if len(visible) < len(rows):
             yield f"and {len(rows) - len(visible)} more; --details prints all of them with memory and communication"
     if searches := [cell for cell in cells if isinstance(cell, Search)]:
-        yield _search_table(searches, root)
+        yield from fit_screen([_search_table(searches, root)], details)
+
+
+def fit_screen(tables: Sequence[TextTable], details: bool) -> Iterator[str | TextTable]:
+    """Yield the tables, with details completely, else the first rows of each, one line per row and 25 in all."""
+    unused_rows, row_counts = _MAX_ROWS - _LINES_OF_A_TABLE * (len(tables) - 1), [0] * len(tables)
+    for count, place in enumerate(sorted(range(len(tables)), key=lambda place: len(tables[place].rows))):
+        row_counts[place] = min(len(tables[place].rows), unused_rows // (len(tables) - count))
+        unused_rows -= row_counts[place]
+    for table, most in zip(tables, row_counts, strict=True):
+        rows = table.rows if details else [_cut(row, table) for row in table.rows[:most]]
+        yield dataclasses.replace(table, rows=rows)
+        if len(rows) < len(table.rows):
+            more = f"and {len(table.rows) - len(rows)} more; --details prints all"
+            yield more if table is tables[-1] else f"{more}\n"
+
+
+def _cut(row: Sequence[str], table: TextTable) -> list[str]:
+    """Return a row whose last text is cut to fit a line."""
+    widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
+    room = max(_WIDTH - sum(width + 2 for width in widths[:-1]), 20)
+    return [*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 3]}..."]
 
 
 def status_verdict(plan: Plan, run_flags: str, report_flags: str) -> str:
@@ -88,6 +112,8 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
              str(_count_not_ok(counts)), str(len(remaining)), format_duration(sum(seconds for _, seconds in remaining))]
         )  # fmt: skip
         reasons += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]
+    if len(rows) > _MAX_ROWS:
+        rows.sort(key=lambda row: row[5] == "0")
     yield TextTable(("suite", "part", "cells", "ok", "not ok", "left", "time left"), rows)
     if reasons:
         yield TextTable(("state", "suite", "cell", "reason"), sorted(reasons))

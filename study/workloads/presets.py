@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from study.config.errors import UserError, did_you_mean, first_line
+from study.config.errors import UserError, clip, did_you_mean, first_line
 
 # Words and special tokens of the corpora in study/workloads/builtin.py, the vocabulary of the tiny models.
 BUILTIN_VOCABULARY_SIZE = 256
@@ -270,9 +270,9 @@ def find_model(name: str) -> Preset | Path | str:
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return name
     raise UserError(
-        f"unknown model {name!r}",
-        f"{did_you_mean(name, PRESETS)}presets: {', '.join(PRESETS)}; or give a hub id as owner/name, or a folder with"
-        " config.json and safetensors",
+        f"unknown model {clip(name)}",
+        f"{did_you_mean(name, PRESETS)}`study predict --help` lists the presets; or give a hub id as owner/name, or a"
+        " folder with config.json and safetensors",
     )
 
 
