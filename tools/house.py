@@ -33,7 +33,7 @@ BUDGETS = {
     "virtual": 900,
     "releases": 1_532,
     "advisor": 3_300,
-    "report": 4_979,
+    "report": 4_929,
     "autopsy": 1_702,
     "claims": 2_155,
     "baselines": 437,
