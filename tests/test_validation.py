@@ -176,7 +176,7 @@ def test_a_missed_out_of_memory_is_counted_separately() -> None:
 
 def test_the_committed_report_is_of_these_rows() -> None:
     """Predictions may have changed since; measurements and the choice of rows may not."""
-    committed = tables.read(report.FOLDER)
+    committed = pd.read_parquet(report.FOLDER / report.SCORES)
     frame = report.scores_frame(report.all_rows())
     columns = ["source", "name", "refused", "use", "peak_gib", "step_s", "url"]
     pd.testing.assert_frame_equal(committed[columns], frame[columns], check_exact=False)
@@ -207,7 +207,7 @@ def test_a_page_with_many_rows_does_not_narrow_an_interval() -> None:
 
 
 def test_early_predictions_are_listed_next_to_current_ones() -> None:
-    table = tables.preregistered_table(report.FOLDER, tables.read(report.FOLDER)).set_index("suite")
+    table = tables.preregistered_table(report.FOLDER, pd.read_parquet(report.FOLDER / report.SCORES)).set_index("suite")
     assert table["rows"].to_dict() == {"virtual_models": 19, "virtual_tuning": 11}
     assert (table["worst"].str.rstrip("%").astype(float) > table["worst since"].str.rstrip("%").astype(float)).all()
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pandas as pd
 import yaml
 
-from study.config.errors import RunFailed, UserError, require_extra
 from study.config.places import REPOSITORY
 from study.predictor.run_predictions import ALL_STATE, SENT, saving_table, study_rows
 from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
 from study.predictor.validation import Measurement, published_rows, refused_sources, score, sources
-from study.report.document import PageSection, markdown_text, page_markdown
+from study.report.document import render_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
 SCORES = "scores.parquet"
@@ -31,14 +30,6 @@ AIMS = {"peak": 0.10, "step": 0.15, "own peak": 0.05}
 OWN = "own"
 # Own records by `peak_kind`.
 OWN_KINDS = {"resident": "own real ranks", "resident_returned": "own virtual ranks", "allocated": "own GPU runs"}
-
-
-def read(folder: Path) -> pd.DataFrame:
-    """Return the scored rows that a report wrote."""
-    file = folder / SCORES
-    if not file.is_file():
-        raise UserError(f"there is no {file}", "make it: python -m study.report.pages.prediction report")
-    return pd.read_parquet(file)
 
 
 def counted(scores: pd.DataFrame) -> pd.DataFrame:
@@ -55,15 +46,13 @@ def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
     """Return errors of predictions made before a suite ran, and of today's rules for the same ranks."""
     rows = pd.read_csv(folder / FORETOLD)
     now = scores[scores["source"] == OWN].set_index("name")["peak_error"].reindex(rows["suite"] + " " + rows["run"])
-    rows = rows.assign(then=rows["predicted_gib"] / rows["measured_gib"] - 1, now=now.to_numpy())
-    return pd.DataFrame([
-        {
-            "suite": suite, "predicted by": group["predicted_by"].iloc[0], "rows": len(group),
-            "median error": _percent(group["then"].abs().median()), "worst": _percent(group["then"].abs().max()),
-            "worst since": _percent(group["now"].abs().max()),
-        }
-        for suite, group in rows.groupby("suite", sort=False)
-    ])  # fmt: skip
+    rows = rows.assign(then=(rows["predicted_gib"] / rows["measured_gib"] - 1).abs(), now=now.abs().to_numpy())
+    suites = rows.groupby("suite", sort=False)
+    return pd.DataFrame({
+        "predicted by": suites["predicted_by"].first(), "rows": suites.size(),
+        "median error": suites["then"].median().map(_percent), "worst": suites["then"].max().map(_percent),
+        "worst since": suites["now"].max().map(_percent),
+    }).reset_index()  # fmt: skip
 
 
 def headline(scores: pd.DataFrame) -> pd.DataFrame:
@@ -141,12 +130,6 @@ def all_rows_table(scores: pd.DataFrame) -> pd.DataFrame:
     })  # fmt: skip
 
 
-def refused(scores: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows refused as impossible, with the reason."""
-    rows = scores[scores["refused"].notna()]
-    return pd.DataFrame({"source": rows["source"], "run": rows["name"], "why": rows["refused"]})
-
-
 def _line(what: str, errors: pd.Series, aim: str | None) -> dict[str, object]:
     sizes = errors.dropna().abs()
     line: dict[str, object] = {"figure": what, "rows": len(sizes), "median error": _percent(sizes.median())}
@@ -219,54 +202,39 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     intervals_file.write_text(intervals_text(frame), encoding="utf-8")
 
 
-# The text above their table.
-_OTHERS = "Other tools than `study predict`: rows of 2026-11-25, accelerate 1.15.0, deepspeed 0.19.8."
-
-
 def summary(frame: pd.DataFrame, folder: Path) -> str:
     """Return summary.md."""
-    rows = pd.read_parquet(folder / LEAGUE)
+    league = pd.read_parquet(folder / LEAGUE)
     estimators = pd.DataFrame({
-        "rows": rows["rows"], "tool": rows["tool"], "peaks it predicts": rows["peaks"],
-        "median error": rows["median_error"].map(_percent), "worst": rows["worst_error"].map(_percent),
-        "fit or not, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
-        "of those that ran out, called": rows["called"].astype(str) + " of " + rows["ran_out"].astype(str),
+        "rows": league["rows"], "tool": league["tool"], "peaks it predicts": league["peaks"],
+        "median error": league["median_error"].map(_percent), "worst": league["worst_error"].map(_percent),
+        "fit or not, right": out_of(league["right"], league["judged"]),
+        "of those that ran out, called": out_of(league["called"], league["ran_out"]),
     })  # fmt: skip
-    used = "\n".join(f"- `{source['id']}`: [{markdown_text(source['title'])}]({source['url']}){source['note'] and ': '}"
-                     f"{markdown_text(source['note'])}" for source in sources())  # fmt: skip
-    unused = "\n".join(f"- [{markdown_text(source['what'])}]({source['url']}): {markdown_text(source['why'])}"
-                       for source in refused_sources())  # fmt: skip
-    lead = (
-        "Made by `make prediction`; `notebooks/prediction.ipynb` has the same rows, to group and to plot. An error is"
-        " predicted over measured, less one. Rows that fitted a constant of time score no time, and rows by which a"
-        " rule of memory was chosen score no memory."
-    )
-    caveat = (
-        "Own peaks show how well the rules fit: each kind of own record corrected some. Two suites were predicted"
-        " before they ran, and before they corrected the rules:"
-    )
-    return page_markdown("Predictions compared with measurements", [
-        PageSection(text=lead, table=headline(frame)),
-        PageSection(text=caveat, table=preregistered_table(FOLDER, frame)),
-        PageSection("Fits, or runs out of memory", table=fits(frame)),
-        PageSection("Other estimators", _OTHERS, table=estimators),
-        PageSection("State and traffic of own records", table=own_table()),
-        PageSection("Host memory while a checkpoint is saved", table=saving_table()),
-        *(PageSection(f"By {column}", table=errors_by(frame, column)) for column in ("source", "strategy", "device")),
-        PageSection("Sources", used),
-        PageSection("Rows that do not count", table=refused(frame)),
-        PageSection(text=unused),
-        PageSection("Every row", table=all_rows_table(frame)),
-    ])  # fmt: skip
+    impossible = frame[frame["refused"].notna()][["source", "name", "refused"]]
+    return render_markdown(
+        "prediction.md.j2", headline=headline(frame), preregistered=preregistered_table(FOLDER, frame),
+        fits=fits(frame), estimators=estimators, state=own_table(), saving=saving_table(),
+        groups={column: errors_by(frame, column) for column in ("source", "strategy", "device")},
+        sources=sources(), refused_sources=refused_sources(), rows=all_rows_table(frame),
+        refused=impossible.rename(columns={"name": "run", "refused": "why"}),
+    )  # fmt: skip
 
 
-def _interval(ratios: pd.Series, pages: pd.Series) -> tuple[float, float]:
-    """Return the two quantiles of the ratios; each page has the same weight."""
-    order = ratios.sort_values()
-    weights = 1 / pages.groupby(pages).transform("count")
-    below = weights[order.index].cumsum() - weights[order.index] / 2
-    low, high = numpy.interp([(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], below / weights.sum(), order)
-    return float(low), float(high)
+def out_of(part: pd.Series, whole: pd.Series) -> pd.Series:
+    """Return counts as texts such as "7 of 10"."""
+    return part.astype(str) + " of " + whole.astype(str)
+
+
+def _interval(ratios: pd.Series, pages: pd.Series | None = None) -> dict[str, Any]:
+    """Return the two quantiles of the ratios, their rows and their pages; each page has the same weight."""
+    order = ratios.dropna().sort_values()
+    of_page = pd.Series(0, order.index) if pages is None else pages[order.index]
+    weights = 1 / of_page.groupby(of_page).transform("count")
+    below = (weights.cumsum() - weights / 2) / weights.sum()
+    low, high = numpy.interp([(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2], below, order)
+    counts = {"rows": len(order)} if pages is None else {"rows": len(order), "pages": of_page.nunique()}
+    return {"low": round(float(low), 3), "high": round(float(high), 3), **counts}
 
 
 def intervals_text(frame: pd.DataFrame) -> str:
@@ -274,56 +242,39 @@ def intervals_text(frame: pd.DataFrame) -> str:
     rows = counted(frame)
     study_rows, published = (rows[(rows["source"] == OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
-    timed = scored[~scored["offloads"]]
-    steps = timed["step_s"] / timed["predicted_step_s"]
+    steps = scored["step_s"] / scored["predicted_step_s"]
+    timed, offloaded = (steps[scored["offloads"] == is_so].dropna() for is_so in (False, True))
     # Memory of a GPU above weights and optimizer; below, memory of a process without a GPU.
     peaks = published[published["use_memory"] == "score"]
     above, predicted = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
     processes = study_rows[study_rows["peak_kind"] == "resident"]
     process = processes["peak_gib"] / processes["predicted_peak_gib"]
-    ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / predicted, "process": process}
+    web_pages = page(rows)
+    ratios = {"step_s": (timed, web_pages), "tokens": (1 / timed, web_pages),
+              "above_state": (above / predicted, web_pages), "process": (process, None)}  # fmt: skip
     comparisons = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):
         matches = [row for row in comparisons if row.figure == figure and row.measured > 1000]
-        ratios[what] = pd.Series([row.measured / row.predicted for row in matches], dtype="float64")
-    table = {}
-    for what, values in ratios.items():
-        if len(values := values.dropna()):
-            page_rows = rows.loc[values.index] if what in ("step_s", "tokens", "above_state") else None
-            pages = pd.Series(0, values.index) if page_rows is None else page(page_rows)
-            low, high = _interval(values, pages)
-            table[what] = {"low": round(low, 3), "high": round(high, 3), "rows": len(values)}
-            table[what] |= {} if page_rows is None else {"pages": pages.nunique()}
-    offloaded = scored[scored["offloads"]]
-    if len(values := (offloaded["step_s"] / offloaded["predicted_step_s"]).dropna()):
+        ratios[what] = pd.Series([row.measured / row.predicted for row in matches], dtype="float64"), None
+    table = {what: _interval(values, pages) for what, (values, pages) in ratios.items() if values.notna().any()}
+    if len(offloaded):
         # Too few rows for an interval: their minimum and maximum.
-        table["offload_step_s"] = {
-            "low": round(float(values.min()), 3), "high": round(float(values.max()), 3), "rows": len(values)
-        }  # fmt: skip
+        low, high = (round(float(end), 3) for end in (offloaded.min(), offloaded.max()))
+        table["offload_step_s"] = {"low": low, "high": high, "rows": len(offloaded)}
     return _INTERVALS_HEAD.format(within=INTERVAL_COVERAGE) + yaml.safe_dump(table, sort_keys=False)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m study.report.pages.prediction", allow_abbrev=False)
-    parser.add_argument(
-        "action", choices=("fit", "report"), metavar="fit|report",
-        help="fit the constants of study/predictor/time.py again; or write reports/prediction and the intervals",
-    )  # fmt: skip
-    options = parser.parse_args()
-    try:
-        with require_extra("report"):
-            if options.action == "fit":
-                from study.predictor.validation.fit import write as write_fit
+def main() -> None:
+    """Fit the constants of study/predictor/time.py, or write reports/prediction and the intervals."""
+    parser = argparse.ArgumentParser(prog="python -m study.report.pages.prediction", description=main.__doc__)
+    parser.add_argument("action", choices=("fit", "report"))
+    if parser.parse_args().action == "report":
+        write()
+        return
+    from study.predictor.validation.fit import write as write_fit
 
-                print(write_fit(), end="")
-            else:
-                write()
-                print(FOLDER / "summary.md")
-    except (UserError, RunFailed) as refusal:
-        print(refusal, file=sys.stderr)
-        return 2
-    return 0
+    print(write_fit(), end="")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

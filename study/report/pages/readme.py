@@ -23,7 +23,7 @@ from study.config.places import REPOSITORY
 from study.records.frames import read_parquet
 from study.releases.command import LATEST_RELEASES, shown_causes
 from study.report.document import render_markdown, table_markdown
-from study.report.pages.prediction import LEAGUE, headline, read
+from study.report.pages.prediction import LEAGUE, SCORES, headline, out_of
 from study.report.questions.virtual import state_by_stage
 from study.virtual.summaries import table1_rows
 
@@ -64,13 +64,12 @@ def errors_table(folder: Path) -> str:
     table = pd.DataFrame({
         "peak memory of GPU runs that others published": rows["tool"].map("`{}`".format), "runs": rows["peaks"],
         "median error": rows["median_error"].map("{:.0%}".format), "worst": rows["worst_error"].map("{:.0%}".format),
-        "OOMs foreseen": rows["called"].astype(str) + " of " + rows["ran_out"].astype(str),
-        "OOMs predicted of runs that fit": (
-            (rows["judged"] - rows["right"] - rows["ran_out"] + rows["called"]).astype(str)
-            + " of " + (rows["judged"] - rows["ran_out"]).astype(str)
+        "OOMs foreseen": out_of(rows["called"], rows["ran_out"]),
+        "OOMs predicted of runs that fit": out_of(
+            rows["judged"] - rows["right"] - rows["ran_out"] + rows["called"], rows["judged"] - rows["ran_out"]
         ),
     })  # fmt: skip
-    errors = headline(read(folder)).set_index("figure")
+    errors = headline(pd.read_parquet(folder / SCORES)).set_index("figure")
     peaks, steps, offload = (errors.loc[name] for name in _HELD_OUT)
     return render_markdown("readme_errors.md.j2", table=table, peaks=peaks, steps=steps, offload=offload).rstrip()
 
