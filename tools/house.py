@@ -21,15 +21,15 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_700,
-    "records": 2_715,
+    "config": 1_682,
+    "records": 2_713,
     "host": 1_488,
     "workloads": 1_950,
     "metrics": 1_643,
     "predictor": 4_100,
     "engine": 1_599,
-    "sweep": 2_825,
-    "run": 1_673,
+    "sweep": 2_812,
+    "run": 1_669,
     "virtual": 900,
     "releases": 1_532,
     "advisor": 3_300,
