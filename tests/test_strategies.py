@@ -454,8 +454,6 @@ HSDP = {
         (HSDP | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "dp_shard_size: -1"),
         (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size: 2"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm"),
-        ({"RANK": "x"}, "RANK is 'x'"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
     ],
 )
 def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], words: str) -> None:

@@ -21,15 +21,15 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_728,
-    "records": 2_730,
+    "config": 1_710,
+    "records": 2_728,
     "host": 1_502,
     "workloads": 1_948,
     "metrics": 1_643,
     "predictor": 4_100,
     "engine": 1_599,
-    "sweep": 2_855,
-    "run": 1_673,
+    "sweep": 2_842,
+    "run": 1_669,
     "virtual": 891,
     "releases": 1_552,
     "advisor": 3_433,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 144,
     "cli": 200,
     "__init__": 3,
-    "tests": 22_052,
+    "tests": 22_050,
 }
 
 

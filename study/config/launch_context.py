@@ -11,23 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from study.config import strategies, strategy_names
 from study.config.errors import UserError
-from study.config.strategies import (
-    DEFAULT_RANKS_PER_NODE,
-    Strategy,
-    parse_group,
-    read_deepspeed_json,
-    resolve_repository_path,
-)
-from study.config.strategy_names import (
-    SHIPPED,
-    name_strategy,
-    normalize_deepspeed_config,
-    normalize_fsdp_config,
-    normalize_plain_config,
-    read_mesh_sizes,
-    requested_mesh,
-)
+from study.config.strategies import Strategy
 
 # Variables that `accelerate launch` exports if the file sets them, and inherits from the shell if it does not.
 _SAID_BY_THE_FILE = re.compile(
@@ -38,7 +24,6 @@ _SAID_BY_THE_FILE = re.compile(
 _PLACE_ALONE = {"RANK": "0", "LOCAL_RANK": "-1"} | dict.fromkeys(
     ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), "1"
 )
-_UNSET_IT = "unset it: `accelerate launch` sets it itself"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +45,7 @@ class Launch:
     @property
     def ranks_per_machine(self) -> int:
         """Ranks per machine; a default for a virtual job."""
-        return DEFAULT_RANKS_PER_NODE if self.virtual else self.local_world_size
+        return strategies.DEFAULT_RANKS_PER_NODE if self.virtual else self.local_world_size
 
     @property
     def group_index(self) -> int:
@@ -117,21 +102,14 @@ def read_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str,
     """
     if shell is not None:
         _check_stale_launch_variables(environment, shell)
-    world_size = _number(environment, "WORLD_SIZE", default=1, least=1)
-    launch = Launch(
+    world_size = int(environment.get("WORLD_SIZE", 1))
+    return Launch(
         strategy=_launched_strategy(environment, world_size),
         world_size=world_size,
-        rank=_number(environment, "RANK", default=0),
-        local_rank=_number(environment, "LOCAL_RANK", default=0),
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", default=world_size, least=1),
+        rank=int(environment.get("RANK", 0)),
+        local_rank=int(environment.get("LOCAL_RANK", 0)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
     )
-    for name, place, ranks in (
-        ("RANK", launch.rank, world_size), ("LOCAL_RANK", launch.local_rank, launch.local_world_size),
-        ("LOCAL_WORLD_SIZE", launch.local_world_size - 1, world_size),
-    ):  # fmt: skip
-        if place >= ranks:
-            raise UserError(f"the environment variable {name} is {environment[name]} among {ranks} ranks", _UNSET_IT)
-    return launch
 
 
 def read_launcher_environment() -> dict[str, str]:
@@ -167,13 +145,6 @@ def _check_stale_launch_variables(environment: Mapping[str, str], shell: Mapping
         )
 
 
-def _number(environment: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
-    text = environment.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
-        raise UserError(f"the environment variable {name} is {text[:20]!r}", _UNSET_IT)
-    return int(text)
-
-
 def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strategy:
     has_mesh, has_megatron, has_deepspeed, has_fsdp = (
         environment.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
@@ -183,7 +154,7 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
         raise UserError(
             "the launched Accelerate file has a megatron_lm section, which no strategy supports", "leave it out"
         )
-    mesh = read_mesh_sizes(environment) if has_mesh else {}
+    mesh = strategy_names.read_mesh_sizes(environment) if has_mesh else {}
     if has_deepspeed:
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         if not file:
@@ -191,22 +162,26 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
                 "the launched Accelerate file has no deepspeed_config_file",
                 "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON",
             )
-        settings = read_deepspeed_json(resolve_repository_path(file))
+        settings = strategies.read_deepspeed_json(strategies.resolve_repository_path(file))
         zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
-        normalized = normalize_deepspeed_config(settings, zero3_init, mesh)
-        return _named(name_strategy(normalized, Path(file)), "DEEPSPEED", settings, normalized)
+        normalized = strategy_names.normalize_deepspeed_config(settings, zero3_init, mesh)
+        return _named(strategy_names.name_strategy(normalized, Path(file)), "DEEPSPEED", settings, normalized)
     if has_fsdp:
         if environment.get("FSDP_VERSION") != "2":
             raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
-        normalized = normalize_fsdp_config(environment, mesh)
-        if has_mesh and requested_mesh(normalized) is None and parse_group(normalized) is None:
+        normalized = strategy_names.normalize_fsdp_config(environment, mesh)
+        if (
+            has_mesh
+            and strategy_names.requested_mesh(normalized) is None
+            and strategies.parse_group(normalized) is None
+        ):
             raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-        return _named(name_strategy(normalized), "FSDP", None, normalized)
+        return _named(strategy_names.name_strategy(normalized), "FSDP", None, normalized)
     if has_mesh:
-        normalized = normalize_plain_config(mesh)
-        if parse_group(normalized) is None:
+        normalized = strategy_names.normalize_plain_config(mesh)
+        if strategies.parse_group(normalized) is None:
             raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-        return _named(name_strategy(normalized), "MULTI_GPU", None, normalized)
+        return _named(strategy_names.name_strategy(normalized), "MULTI_GPU", None, normalized)
     if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
         return Strategy("ddp", "MULTI_GPU")
     return Strategy("single", "NO")
@@ -218,5 +193,12 @@ def _named(
     settings: Mapping[str, Any] | None,
     normalized: Mapping[str, Any],
 ) -> Strategy:
-    own_settings = None if name in SHIPPED else normalized
-    return Strategy(name, distributed_type, settings, own_settings, requested_mesh(normalized), parse_group(normalized))
+    own_settings = None if name in strategy_names.SHIPPED else normalized
+    return Strategy(
+        name,
+        distributed_type,
+        settings,
+        own_settings,
+        strategy_names.requested_mesh(normalized),
+        strategies.parse_group(normalized),
+    )

@@ -14,13 +14,7 @@ from study.config.launch_context import Launch
 from study.config.strategies import Strategy
 from study.engine.model_parallel import check_group, check_replicas
 from study.engine.setup import check_engine_settings
-from study.host.folders import (
-    cache_directory,
-    check_disk_space,
-    check_writable,
-    remove_stale_swap_folders,
-    resolve_path,
-)
+from study.host import folders
 from study.host.memory import can_lock, required_pinned_bytes
 from study.host.operators import is_libaio_installed
 from study.host.stacks import check_verified_pair
@@ -70,7 +64,7 @@ def resolve_run_request(
     plan = config.batch_plan(launch.world_size, launch.strategy.group_size)
     suffix = "" if trainer == "study" else f"-{trainer}"
     default = Path("runs") / config.run_id(f"{launch.strategy.name}{suffix}", launch.world_size)
-    output_dir = resolve_path(str(config.output_dir or default))
+    output_dir = folders.resolve_path(str(config.output_dir or default))
     check_output_dir(config, output_dir)
     if launch.is_main:
         # The other ranks may already see their main process's lock there.
@@ -90,7 +84,7 @@ def resolve_run_request(
     check_group(config, launch, model_config(config), checkpoint[1]["world_size"] if checkpoint else None)
     if launch.is_main:
         check_room_for_record(config, output_dir)
-    cache = cache_directory()
+    cache = folders.cache_directory()
     build_operators(launch.strategy, cache, print_line)
     if launch.virtual:
         check_host_memory(config, launch, strategy)
@@ -143,7 +137,7 @@ def report_refusal(refusal: UserError, print_line: Callable[[str], None]) -> int
 
 def check_output_dir(config: RunConfig, output_dir: Path) -> None:
     """Raise UserError if the folder has a finished run, which would be overwritten, or is not a run directory."""
-    check_writable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
+    folders.check_writable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
     check_is_run_directory(output_dir, f"--output_dir {output_dir}", "name a new folder")
     if not (output_dir / "status.json").exists() or config.overwrite_output_dir:
         return
@@ -220,8 +214,8 @@ def check_request(config: RunConfig, launch: Launch) -> None:
                 " less",
                 "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
             )
-        folder = resolve_path(config.nvme_path)
-        check_writable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")
+        folder = folders.resolve_path(config.nvme_path)
+        folders.check_writable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")
 
 
 _OVERRULED_BY_DEEPSPEEDS_FILE = {
@@ -264,7 +258,9 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
         # Weights and Adam's two moments, in fp32; frozen weights have no moments.
         bytes_per_weight = 12 if config.peft == "none" else 4
         needed, what = needed + bytes_per_weight * model_size(config).parameters, "a record with a checkpoint"
-    check_disk_space(output_dir, needed, f"--output_dir: {what}", "make room, or name a folder on a larger disk")
+    folders.check_disk_space(
+        output_dir, needed, f"--output_dir: {what}", "make room, or name a folder on a larger disk"
+    )
 
 
 def check_room_to_swap(config: RunConfig, launch: Launch, strategy: Strategy) -> None:
@@ -275,8 +271,8 @@ def check_room_to_swap(config: RunConfig, launch: Launch, strategy: Strategy) ->
     state = bytes_per_parameter(strategy, config.precision, launch.world_size, trained=config.peft == "none")
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{strategy.name} with {parameters / 1e9:.2g} billion parameters"
-    folder = resolve_path(config.nvme_path)
-    remove_stale_swap_folders(folder)
+    folder = folders.resolve_path(config.nvme_path)
+    folders.remove_stale_swap_folders(folder)
     # DeepSpeed aborts the process when a write fails.
     swapped_bytes, fix = processes * parameters * state.nvme, "use a folder on a larger disk, or free some space"
-    check_disk_space(folder, swapped_bytes, f"--nvme_path: {what}", fix, Unsupported)
+    folders.check_disk_space(folder, swapped_bytes, f"--nvme_path: {what}", fix, Unsupported)

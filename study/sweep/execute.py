@@ -24,14 +24,8 @@ from study.host.folders import remove_stale_swap_folders, resolve_path
 from study.host.machine import Machine, gpu_processes, matmul_rates
 from study.host.slurm import check_shared_folder, current_job, is_array_task, is_in_job
 from study.host.stacks import check_training_packages, stacks
+from study.records import lock
 from study.records.directory import read_json, utc_now, write_json
-from study.records.lock import (
-    LockHeldError,
-    check_is_run_directory,
-    check_not_active,
-    digest_of_host,
-    lock_run_directory,
-)
 from study.records.outcome import Outcome, raise_on_signals
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
@@ -138,7 +132,7 @@ class Sweep:
                 except UserError as refusal:
                     self.progress.end(cell, Outcome("failed", refusal.problem, refusal.fix), 0)
                     # Another task of this array reports its own cell.
-                    self.refused += not (is_array_task() and isinstance(refusal, LockHeldError))
+                    self.refused += not (is_array_task() and isinstance(refusal, lock.LockHeldError))
                     # A search would request the same probe again.
                     break
                 except OSError as error:
@@ -160,8 +154,8 @@ class Sweep:
         Raise UserError if the cell's folder is not a run's, or if another run uses it.
         """
         directory = self.root / cell.id
-        check_is_run_directory(directory, str(directory), "move them away, or name another --runs_dir")
-        check_not_active(directory, str(directory))
+        lock.check_is_run_directory(directory, str(directory), "move them away, or name another --runs_dir")
+        lock.check_not_active(directory, str(directory))
         ending = None
         node_count = self.box.nodes_for(cell.world_size)
         if node_count is None:
@@ -171,14 +165,14 @@ class Sweep:
         elif cell.stack and (problem := stacks()[cell.stack].install_error()):
             ending = Outcome("unsupported", problem, "compare it where pip can install it")
         if ending is not None:
-            with lock_run_directory(directory, str(directory)):
+            with lock.lock_run_directory(directory, str(directory)):
                 write_outcome(directory, read_attempt(directory), ending)
             return ending
         # The MFU of a tiny model has no meaning, and would delay a rehearsal on a rented machine.
         rates = matmul_rates(self.box) if cell.config.scale == "paper" else {}
         # Digests of the job's nodes show whether two cells ran on the same nodes.
         job = current_job()
-        nodes = None if job is None else [digest_of_host(name) for name in job.nodes[:node_count]]
+        nodes = None if job is None else [lock.digest_of_host(name) for name in job.nodes[:node_count]]
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, steps = utc_now(), _Lines(directory / "steps.jsonl")
         may_fork = (cell.stack is not None or self.allow_forks) and not self.box.gpus and not is_in_job()
@@ -187,7 +181,7 @@ class Sweep:
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
-            with lock_run_directory(directory, str(directory)):
+            with lock.lock_run_directory(directory, str(directory)):
                 ended.write_end(directory)
                 attempt = {
                     "attempt": read_attempt(directory),
@@ -233,7 +227,7 @@ def _without_nodes(words: Sequence[str]) -> list[str]:
     replaced = []
     for word in words:
         for name in names:
-            word = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", digest_of_host(name), word)
+            word = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", lock.digest_of_host(name), word)
         replaced.append(_ADDRESS.sub(r"\1ADDRESS", word))
     return replaced
 

@@ -21,20 +21,11 @@ from study.config.flags import RunConfig, resolve_config
 from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS, read_strategy
 from study.host.machine import Machine
 from study.host.memory import HOST_MEMORY_VARIABLE
+from study.sweep import suite_file
 from study.sweep.cell import Cell, Trainer
 from study.sweep.forecast import Forecast
 from study.sweep.search import Search, list_runs, representative_cell
-from study.sweep.suite_file import (
-    ACCUMULATION,
-    CELL_KEYS,
-    Grid,
-    Ladder,
-    SliceSpec,
-    Suite,
-    find_suite,
-    read_suite,
-    shrink_suite,
-)
+from study.sweep.suite_file import Grid, Ladder, SliceSpec, Suite
 
 RANKS_WITHOUT_A_GPU = 2
 # A probe does everything that a run does, with the fewest steps and samples.
@@ -101,13 +92,13 @@ def plan_suite(name: str, box: Machine, runs_dir: Path, only: Sequence[str] = ()
 
     A rehearsal has all cells of every suite, each suite once.
     """
-    file = find_suite(name)
-    suite = read_suite(file)
+    file = suite_file.find_suite(name)
+    suite = suite_file.read_suite(file)
     is_series = bool(suite.slices)
     parts = _members(file, suite) if is_series else [(suite, SliceSpec("", name))]
     if rehearse:
-        suite = shrink_suite(suite)
-        small = {member.name: shrink_suite(member) for member, _ in parts}
+        suite = suite_file.shrink_suite(suite)
+        small = {member.name: suite_file.shrink_suite(member) for member, _ in parts}
         parts = [(member, SliceSpec("", member.name)) for member in small.values()]
     slices = []
     planned_ids: set[tuple[str, str]] = set()
@@ -140,7 +131,7 @@ def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceSpec]]:
         try:
             with contextlib.suppress(OSError):
                 has_sibling = sibling.is_file()
-            suite = read_suite(sibling if has_sibling else find_suite(part.suite))
+            suite = suite_file.read_suite(sibling if has_sibling else suite_file.find_suite(part.suite))
         except UserError as refusal:
             raise UserError(f"{part.place}: {refusal.problem}", refusal.fix) from None
         if suite.slices:
@@ -320,20 +311,22 @@ def _matches(values: Mapping[str, Any], rule: Mapping[str, list[Any]], place: st
 
 
 def _cell(values: Mapping[str, Any], repeat: int, box: Machine, place: str) -> Cell:
-    cell_settings = {key: values[key] for key in CELL_KEYS & values.keys()}
-    flags = {key: value for key, value in values.items() if key not in cell_settings and key != ACCUMULATION}
+    cell_settings = {key: values[key] for key in suite_file.CELL_KEYS & values.keys()}
+    flags = {key: value for key, value in values.items() if key not in cell_settings and key != suite_file.ACCUMULATION}
     try:
         requested = RunConfig.from_dict(flags, place)
-        if steps := values.get(ACCUMULATION):
+        if steps := values.get(suite_file.ACCUMULATION):
             batch, ranks = (
                 resolve_config(requested, accelerator_visible=box.gpus > 0).global_batch_size,
                 cell_settings["world_size"],
             )
             if requested.per_device_train_batch_size is not None:
-                raise UserError(f"{ACCUMULATION} and per_device_train_batch_size are both set", "keep one of the two")
+                raise UserError(
+                    f"{suite_file.ACCUMULATION} and per_device_train_batch_size are both set", "keep one of the two"
+                )
             if batch % (ranks * steps):
                 raise UserError(
-                    f"{ACCUMULATION} {steps} does not divide global_batch_size {batch}",
+                    f"{suite_file.ACCUMULATION} {steps} does not divide global_batch_size {batch}",
                     f"use a global_batch_size that is a multiple of {ranks * steps}",
                 )
             requested = dataclasses.replace(requested, per_device_train_batch_size=int(batch // (ranks * steps)))
