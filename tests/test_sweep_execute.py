@@ -29,7 +29,7 @@ from study.sweep.forecast import earlier_durations, expected_s
 from study.sweep.launch import clean_environment
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import read_suite
-from sweeps import ROOT, TINY, contents, run, write_suite
+from sweeps import ROOT, TINY, WITH_STUBS, contents, run, write_suite
 from synthetic_records import write_run
 
 # DeepSpeed's ranks on CPU cores need this operator.
@@ -315,7 +315,7 @@ def run_in_terminal(command: Sequence[str]) -> str:
 
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "max_steps": 100, "logging_steps": 1})
-    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-c", WITH_STUBS, "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
     text = run_in_terminal(command)
     assert all(words in text for words in ("0 done, 0 failed, 1 left", "starting"))
     assert re.search(r"step \d+/100.*0:\d\d:\d\d.*0:\d\d:\d\d", text), "the time so far, and what remains"
