@@ -117,14 +117,14 @@ def test_a_run_out_of_host_memory_is_oom_and_one_that_raises_is_failed_with_its_
 
 
 def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_processes(tmp_path):
-    with endless(tmp_path, time_limit_s=4) as (process, runs):
+    with endless(tmp_path, time_limit_s=10) as (process, runs):
         wait_until(lambda: len(list_ranks(runs)) == 2)
         list_ranks(runs)[1].suspend()
         family = {member.pid for member in list_processes(runs)}
         process.communicate(timeout=120)
     assert process.returncode == 1
     status = read_status(only_cell(runs))
-    assert (status["state"], status["reason"]) == ("timeout", "ended after its 4 s")
+    assert (status["state"], status["reason"]) == ("timeout", "ended after its 10 s")
     assert len(family) >= 3
     assert not [pid for pid in family if psutil.pid_exists(pid)]
 
@@ -158,7 +158,7 @@ def test_a_second_sweep_names_the_first_one_which_ctrl_c_ends_in_order(tmp_path)
 
 
 def test_the_next_sweep_ends_the_orphans_of_a_killed_sweep_and_supervisor(tmp_path):
-    with endless(tmp_path, "single", time_limit_s=4) as (process, runs):
+    with endless(tmp_path, "single", time_limit_s=10) as (process, runs):
         (supervisor,) = [child for child in list_processes(runs) if child.ppid() == process.pid]
         process.send_signal(signal.SIGSTOP)
         supervisor.kill()

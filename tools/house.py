@@ -28,7 +28,7 @@ BUDGETS = {
     "metrics": 1_643,
     "predictor": 4_100,
     "engine": 1_599,
-    "sweep": 2_812,
+    "sweep": 2_793,
     "run": 1_669,
     "virtual": 900,
     "releases": 1_532,
