@@ -157,6 +157,18 @@ def test_parquet_gives_the_same_tables_findings_and_refusals(runs: Path, tmp_pat
         pd.testing.assert_frame_equal(table(records), table(reread))
 
 
+def test_runs_of_an_earlier_report_join_later_ones_as_if_they_were_read_together(runs: Path, tmp_path: Path) -> None:
+    write_parquet(read_records(runs), tmp_path / "together")
+    expected = read_parquet(tmp_path / "together")
+    # One run is in both.
+    earlier, later = (
+        Records(table, expected.steps[expected.steps["run"].isin(table["run"])])
+        for table in (expected.runs.iloc[:2], expected.runs.iloc[1:])
+    )
+    write_parquet(frames.merge_earlier_runs(earlier, later), tmp_path / "joined")
+    assert_same_records(expected, read_parquet(tmp_path / "joined"))
+
+
 def test_no_path_of_a_machine_is_kept(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "zero3_nvme", config={"nvme_path": "/somewhere/nvme"})
     (tmp_path / "runs" / "broken").mkdir()

@@ -131,15 +131,13 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[SlicePr
         else:
             runs.append(LoadedRun(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
     unique, duplicates = deduplicate_runs(runs)
-    return Records(*_tables(unique), tuple(sorted([*refused, *duplicates])), remaining)
+    blocks = {entry.row["run"]: entry.steps for entry in unique if entry.steps is not None}
+    return Records(*_tables([entry.row for entry in unique], blocks), tuple(sorted([*refused, *duplicates])), remaining)
 
 
-def _tables(runs: list[LoadedRun]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    blocks = {entry.row["run"]: entry.steps for entry in runs if entry.steps is not None}
+def _tables(runs: Sequence[dict[str, Any]], blocks: dict[str, dict[str, Any]]) -> tuple[pd.DataFrame, pd.DataFrame]:
     # Probes are named separately: the sizes that a search tries would make the names of all workloads longer.
-    plain, probing = (
-        [entry.row for entry in runs if bool(entry.row["probe"]) is is_probe] for is_probe in (False, True)
-    )
+    plain, probing = ([row for row in runs if bool(row["probe"]) is is_probe] for is_probe in (False, True))
     labelled = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
     rows = sorted(
         labelled,
@@ -256,6 +254,23 @@ def runs_only_in(folder: Path, records: Records) -> list[str]:
     """Return the runs of an earlier report that these records lack, compared by name without folder."""
     names = {Path(run).name for run in records.runs["run"]}
     return sorted(run for run in _names_of_runs(folder) or [] if Path(run).name not in names)
+
+
+def merge_earlier_runs(earlier: Records, records: Records) -> Records:
+    """Return the records and, of an earlier report, the runs that they lack, compared by name without folder."""
+    names = {Path(run).name for run in records.runs["run"]}
+    earlier_runs = _chosen(earlier, ~earlier.runs["run"].map(lambda run: Path(run).name in names))
+    rows: list[dict[str, Any]] = []
+    blocks: dict[str, dict[str, Any]] = {}
+    for part in (earlier_runs, records):
+        rows += part.runs.astype(object).where(part.runs.notna(), None).to_dict("records")
+        blocks |= {
+            run: {key: steps[key].to_numpy() for key in STEP_COLUMNS} for run, steps in steps_by_run(part).items()
+        }
+    # Workload names and confounds depend on all runs.
+    return Records(
+        *_tables(rows, dict(sorted(blocks.items()))), (*earlier.refused, *records.refused), records.remaining
+    )
 
 
 def is_empty(folder: Path) -> bool:

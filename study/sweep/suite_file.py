@@ -15,7 +15,7 @@ from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.config.yaml_sections import Section, as_section, read_document
-from study.host.stacks import THEN_SUFFIX, stacks
+from study.host.stacks import is_of_today, stacks
 from study.records.schema import SearchAxis
 from study.sweep.cell import Trainer
 
@@ -253,7 +253,7 @@ def _choices(section: _Section) -> dict[str, list[Any]]:
         if key == "strategy" and value == "all":
             value = list(STUDIED_STRATEGIES)
         if key == "stack" and value in ("all", "today", "then"):
-            value = [name for name in stacks() if value == "all" or name.endswith(THEN_SUFFIX) == (value == "then")]
+            value = [name for name in stacks() if value == "all" or is_of_today(name) == (value == "today")]
         options = value if isinstance(value, list) and key != "engine_override" else [value]
         if not options:
             raise section.refusal(key, "is an empty list", "list at least one value")
