@@ -15,7 +15,7 @@ import yaml
 
 from study.host.machine import Machine
 from study.sweep.cell import Cell
-from study.sweep.plan import plan_cells
+from study.sweep.plan import _smallest_box_for, plan_cells
 from study.sweep.search import Search
 from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite
 
@@ -66,9 +66,7 @@ def gpu_suites_with_cells() -> list[str]:
 
 def box_for(name: str) -> Machine:
     """Return the smallest machine that meets the requirements of a shipped suite."""
-    requirements = shipped()[name].requires
-    nodes = requirements.gpus // (requirements.gpus_per_node or requirements.gpus)
-    return Machine((requirements.gpu_memory_gib,) * requirements.gpus, requirements.host_memory_gib, nodes)
+    return _smallest_box_for(shipped()[name], Machine((), 0.0))
 
 
 @functools.cache
@@ -81,8 +79,21 @@ def planned_cells(name: str) -> list[Cell]:
     return [cell for cell in planned(name) if isinstance(cell, Cell)]
 
 
-def start(suite: Path, runs: Path, *arguments: str, **popen: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs_dir", str(runs), *arguments]
+# A sweep that launches tests/probes/stub_run.py in place of training.
+WITH_STUBS = """
+import sys
+from study import cli
+from study.sweep import launch
+launch.launch_command = lambda cell, folder, *_: [
+    sys.executable, "tests/probes/stub_run.py", str(folder), str(cell.config.max_steps)
+]
+sys.exit(cli.main())
+"""
+
+
+def start(suite: Path, runs: Path, *arguments: str, stubs: bool = False, **popen: Any) -> subprocess.Popen[str]:
+    sweep = ["-c", WITH_STUBS] if stubs else ["-m", "study.cli"]
+    command = [sys.executable, *sweep, "run", str(suite), "--runs_dir", str(runs), *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **popen
     )
@@ -119,11 +130,11 @@ def list_processes(runs: Path) -> list[psutil.Process]:
 
 
 def list_ranks(runs: Path) -> list[psutil.Process]:
-    """Return the training processes, without the launcher, whose arguments have the script's name later."""
+    """Return the training processes or stubs, without the launcher, whose arguments have the script's name later."""
     ranks = []
     for process in list_processes(runs):
         try:
-            if any(part.endswith("study/train.py") for part in process.cmdline()[1:3]):
+            if any(part.endswith(("study/train.py", "stub_run.py")) for part in process.cmdline()[1:3]):
                 ranks.append(process)
         except psutil.Error:
             continue

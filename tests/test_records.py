@@ -294,10 +294,16 @@ def test_the_first_reason_of_a_failed_run_stays(tmp_path: Path) -> None:
     assert first["ended_at"] is not None
     end_interrupted_run(path, "interrupted", "ended by SIGTERM", "")
     assert read_status(path) == first
+    # A rank may fail before there is a record.
+    end_interrupted_run(tmp_path / "none", "failed", "reason", "")
+    assert not (tmp_path / "none").exists()
     # The next attempt writes its own reason.
     write_run(path, steps=1, end=False)
     end_interrupted_run(path, "failed", "another reason", "")
     assert (read_status(path)["reason"], read_status(path)["attempt"]) == ("another reason", 2)
+    # A run that has ended stays so.
+    end_interrupted_run(write_run(path), "failed", "teardown", "")
+    assert read_run(path).state == "ok"
 
 
 def test_ranks_that_fail_at_once_leave_one_complete_reason(tmp_path: Path) -> None:
@@ -324,16 +330,6 @@ def test_ranks_that_fail_at_once_leave_one_complete_reason(tmp_path: Path) -> No
         reasons = {word["reason"] for word in statuses if word["ended_at"] is not None}
         assert len(reasons) == 1
         assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []
-
-
-def test_a_finished_run_is_not_ended_again(run_directory: Path) -> None:
-    end_interrupted_run(run_directory, "failed", "teardown", "")
-    assert read_run(run_directory).state == "ok"
-
-
-def test_a_rank_that_fails_before_there_is_a_record_has_nothing_to_end(tmp_path: Path) -> None:
-    end_interrupted_run(tmp_path / "run", "failed", "reason", "")
-    assert list(tmp_path.iterdir()) == []
 
 
 # Invalid records. Each entry damages one file, and the error must name that file.
@@ -381,15 +377,6 @@ def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run
                 assert_refused(run_directory, file.name, key)
                 file.write_text(before)
     read_run(run_directory)
-
-
-def test_a_record_lists_skipped_steps(run_directory: Path) -> None:
-    rows = [row | {"skipped": True} if row["step"] in (2, 3) else row for row in ROWS]
-    (run_directory / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rewrite(run_directory / "summary.json", methodcaller("update", {"steps_skipped": 2, "warmup_steps": 3}))
-    reseal(run_directory)
-    run = read_run(run_directory)
-    assert (run.steps, run.summary["steps_skipped"]) == (rows, 2)
 
 
 @pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
@@ -499,28 +486,14 @@ def test_a_successful_run_without_a_seal_is_refused(run_directory: Path) -> None
     assert read_run(run_directory).steps == ROWS
 
 
-def test_a_baseline_that_watched_no_step_is_read(run_directory: Path) -> None:
+def test_a_run_without_losses_traffic_or_newer_keys_and_with_skipped_steps_is_read(run_directory: Path) -> None:
+    rows = [row | {"loss": None} | ({"skipped": True} if row["step"] in (2, 3) else {}) for row in ROWS]
+    (run_directory / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_json(run_directory / "traffic.json", {"step": None, "world_size": 2, "collectives": {}})
-    nothing = {"comm_bytes_per_step": None, "sent_bytes_per_step": None, "comm_calls_per_step": None}
-    rewrite(run_directory / "summary.json", lambda document: document.update(nothing))
+    unmeasured = ("train_loss_first", "train_loss_final", "comm_bytes_per_step", "comm_calls_per_step")
+    summary = {key: value for key, value in SUMMARY.items() if not key.endswith("sent_bytes_per_step")}
+    summary |= dict.fromkeys(unmeasured) | {"steps_skipped": 2, "warmup_steps": 3}
+    write_json(run_directory / "summary.json", summary)
+    write_json(run_directory / "engine.json", ENGINE | {"virtual": True})
     reseal(run_directory)
-    assert read_run(run_directory).summary["comm_bytes_per_step"] is None
-
-
-@pytest.mark.parametrize("key", ["sent_bytes_per_step", "gloo_sent_bytes_per_step"])
-def test_an_older_record_without_sent_bytes_in_its_summary_is_read(run_directory: Path, key: str) -> None:
-    rewrite(run_directory / "summary.json", lambda document: document.pop(key))
-    without = {"all_reduce": {"calls": 1, "payload_bytes": 24, "wire_bytes_per_rank": 24.0}}
-    rewrite(run_directory / "traffic.json", lambda document: document.update(collectives=without))
-    reseal(run_directory)
-    assert key not in read_run(run_directory).summary
-
-
-def test_a_virtual_run_needs_no_losses(run_directory: Path) -> None:
-    rewrite(run_directory / "engine.json", lambda document: document.update(virtual=True))
-    for number in range(STEPS):
-        rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(loss=None))
-    without = {"train_loss_first": None, "train_loss_final": None}
-    rewrite(run_directory / "summary.json", lambda document: document.update(without))
-    reseal(run_directory)
-    assert read_run(run_directory).steps[0]["loss"] is None
+    assert (read_run(run_directory).steps, read_run(run_directory).summary) == (rows, summary)

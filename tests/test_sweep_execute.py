@@ -22,14 +22,15 @@ from study.config.text import format_duration
 from study.host.folders import COMPILES
 from study.host.machine import Machine, matmul_rates
 from study.records.directory import RunWriter, read_json, read_run, read_status, write_json
+from study.records.outcome import Outcome
 from study.records.schema import State
-from study.sweep.cell_outcome import CellState, cell_state
+from study.sweep.cell_outcome import cell_state
 from study.sweep.execute import append_attempt, run_cells
 from study.sweep.forecast import earlier_durations, expected_s
 from study.sweep.launch import clean_environment
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import read_suite
-from sweeps import ROOT, TINY, contents, run, write_suite
+from sweeps import ROOT, TINY, WITH_STUBS, contents, run, write_suite
 from synthetic_records import write_run
 
 # DeepSpeed's ranks on CPU cores need this operator.
@@ -189,8 +190,7 @@ def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, c
         RunWriter(folder).close(state, f"why {state}", "do that")
     answered = [cell_state(folder).is_final(retry=False) for folder in folders]
     assert answered == [False, False, True, True, True, False]
-    assert not any(cell_state(folder).is_final(retry=True) for folder in folders)
-    assert CellState("ok").is_final(retry=True)
+    assert [cell.is_final(retry=True) for cell in (*map(cell_state, folders), Outcome("ok"))] == [False] * 6 + [True]
 
     assert cli.main(["status", str(suite), "--runs_dir", str(tmp_path / "runs")]) == 0
     printed = capsys.readouterr().out
@@ -315,7 +315,7 @@ def run_in_terminal(command: Sequence[str]) -> str:
 
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "max_steps": 100, "logging_steps": 1})
-    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-c", WITH_STUBS, "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
     text = run_in_terminal(command)
     assert all(words in text for words in ("0 done, 0 failed, 1 left", "starting"))
     assert re.search(r"step \d+/100.*0:\d\d:\d\d.*0:\d\d:\d\d", text), "the time so far, and what remains"

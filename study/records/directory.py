@@ -140,7 +140,7 @@ class RunWriter:
         for stream in self._streams.values():
             stream.flush()
 
-    def close(self, state: State, reason: str = "", hint: str = "") -> None:
+    def close(self, state: str, reason: str = "", hint: str = "") -> None:
         """Write the final status with the seal, and close all files."""
         for stream in self._streams.values():
             stream.flush()
@@ -152,7 +152,7 @@ class RunWriter:
         os.close(self._descriptor)
 
 
-def _ended(status: Mapping[str, Any], state: State, reason: str, hint: str) -> dict[str, Any]:
+def _ended(status: Mapping[str, Any], state: str, reason: str, hint: str) -> dict[str, Any]:
     return {**status, "state": state, "reason": reason, "hint": hint, "ended_at": utc_now()}
 
 
@@ -185,7 +185,7 @@ def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
         raise RecordError(path / [*changed, "status.json"][0], "was changed after the run had closed its record")
 
 
-def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> None:
+def end_interrupted_run(path: Path, state: str, reason: str, hint: str) -> None:
     """Record the outcome of an unfinished run, from any rank; only the first rank's reason is kept."""
     if not (path / "status.json").exists():
         return  # the main process has not opened the record yet
@@ -203,7 +203,7 @@ def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> Non
         ending.unlink()
 
 
-def rewrite_outcome(path: Path, state: State, reason: str, hint: str) -> None:
+def rewrite_outcome(path: Path, state: str, reason: str, hint: str) -> None:
     """Rewrite status.json with another outcome."""
     write_json(path / "status.json", _ended(read_status(path), state, reason, hint))
 

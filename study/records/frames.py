@@ -139,7 +139,13 @@ def _tables(runs: Sequence[dict[str, Any]], blocks: dict[str, dict[str, Any]]) -
     # Probes are named separately: the sizes that a search tries would make the names of all workloads longer.
     plain, probing = ([row for row in runs if bool(row["probe"]) is is_probe] for is_probe in (False, True))
     labelled = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
-    rows = sorted(labelled, key=_place)
+    rows = sorted(
+        labelled,
+        key=lambda row: (
+            row["workload"], strategy_order(row["strategy"]), row["world_size"] or 0, row["arm"], row["seed"] or 0,
+            row["repeat"], row["run"],
+        ),
+    )  # fmt: skip
     columns = {key: _column([row[key] for row in rows], kind) for key, kind in RUN_COLUMNS.items()}
     return pd.DataFrame(columns), _steps(blocks)
 
@@ -149,11 +155,6 @@ def _column(values: list[Any], kind: str) -> Any:
     if kind == "str":
         return pd.Series([math.nan if value is None else value for value in values], dtype=object)
     return pd.array(values, dtype=kind)
-
-
-def _place(row: dict[str, Any]) -> tuple[Any, ...]:
-    numbers = (row["seed"] or 0, row["repeat"])
-    return row["workload"], strategy_order(row["strategy"]), row["world_size"] or 0, row["arm"], *numbers, row["run"]
 
 
 def _steps(blocks: dict[str, dict[str, Any]]) -> pd.DataFrame:

@@ -46,10 +46,9 @@ class LockHeldError(UserError):
 def read_lock_owner(file: Path) -> dict[str, Any]:
     """Read the last owner of a lock from its file; empty if the file is missing or damaged."""
     try:
-        owner = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError):
         return {}
-    return owner if isinstance(owner, dict) else {}
 
 
 class FileLock(contextlib.AbstractContextManager["FileLock"]):
@@ -140,13 +139,10 @@ def check_is_run_directory(folder: Path, what: str, fix: str) -> None:
     except RecordError as error:
         if error.file.is_file():
             raise UserError(f"{what} is not a run directory: {error}", fix) from None
-        if any(not _is_leftover(file) for file in folder.iterdir()):
-            raise UserError(f"{what} contains files, but no run", fix) from None
-
-
-def _is_leftover(file: Path) -> bool:
-    """Whether the file is left over from a run that was killed before it wrote its first status."""
-    return file.name == LOCK_NAME or is_partial_write(file.name, "status.json") or file.name.startswith(SWAP_PREFIX)
+        for name in (file.name for file in folder.iterdir()):
+            # A run that was killed before it wrote its first status leaves these.
+            if not (name == LOCK_NAME or is_partial_write(name, "status.json") or name.startswith(SWAP_PREFIX)):
+                raise UserError(f"{what} contains files, but no run", fix) from None
 
 
 def check_not_active(folder: Path, what: str) -> None:

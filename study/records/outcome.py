@@ -78,18 +78,27 @@ class FreeMemory:
         return f"{device}{self.host_gib:.1f} GiB of the host were free"
 
 
+# Another run would end in the same state: these cells are answered, and run again only with --retry.
+FINAL_STATES: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run, as in status.json: state, reason and hint."""
+    """Outcome of a run, as in status.json: state, reason and hint. A cell without one is active, damaged or to do."""
 
-    state: State
-    reason: str
+    state: str
+    reason: str = ""
     hint: str = ""
 
     @property
     def why(self) -> str:
         """Reason with the hint in parentheses."""
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
+
+    def is_final(self, retry: bool) -> bool:
+        """Whether `study run` would not run the cell again."""
+        # A damaged record may be of a newer version, so only --retry replaces it.
+        return self.state == "ok" or (not retry and self.state in {*FINAL_STATES, "damaged"})
 
 
 def has_diverged(reason: str) -> bool:

@@ -181,13 +181,10 @@ def run_row(run: Run) -> dict[str, Any]:
         row["across_machines_bytes_per_step"] = run.traffic.get("across_machines_bytes_per_rank")
         row["profile"] = json.dumps(run.profile) if run.profile else None
         row["samples_sha256"] = hashlib.sha256("".join(step["samples_hash"] for step in run.steps).encode()).hexdigest()
-    return {key: _cell_value(key, row.get(key)) for key in RUN_COLUMNS}
-
-
-def _cell_value(key: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return replace_unprintable(_FOLDERS.sub("", value) if key in _MAY_NAME_FOLDERS else value)
-    return value
+    texts = {key: value for key, value in row.items() if isinstance(value, str)}
+    texts |= {key: _FOLDERS.sub("", texts[key]) for key in _MAY_NAME_FOLDERS & texts.keys()}
+    row |= {key: replace_unprintable(text) for key, text in texts.items()}
+    return {key: row.get(key) for key in RUN_COLUMNS}
 
 
 def _config(run: Run) -> RunConfig:
@@ -251,19 +248,16 @@ def _environment(environment: dict[str, Any]) -> dict[str, Any]:
         return {}
     copied = ("cpu_cores", "threads_per_rank", "host_memory_gib", "driver", "git_commit", "git_dirty", "code_sha256")
     packages, boxes = environment.get("packages", {}), [environment, *environment.get("other_machines", [])]
+    devices = dict.fromkeys(tuple(device["name"] for device in box.get("devices", [])) for box in boxes)
     return {
         **{key: environment.get(key) for key in copied},
         # Machines of the same kind are listed once.
         "cpu": " + ".join(dict.fromkeys(box["cpu"] for box in boxes if box.get("cpu"))) or None,
-        "devices": json.dumps([name for names in dict.fromkeys(map(_devices, boxes)) for name in names]),
+        "devices": json.dumps([name for names in devices for name in names]),
         "machines": len(boxes),
         **{f"{name}_version": packages.get(name) for name in ("accelerate", "transformers")},
         "study_version": packages.get("zero-study"),
     }
-
-
-def _devices(box: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(device["name"] for device in box.get("devices", []))
 
 
 def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from study.records.outcome import HOST_OOM_HINT, Outcome, outcome_from_exception
 from study.records.schema import RecordError
 from study.sweep import supervise
 
-# Another run would end in the same state: these cells are answered, and run again only with --retry.
-FINAL_STATES: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
 StoppedBy = Literal["time limit", "user"]
 _LAST_LINES = 15
 
@@ -32,25 +30,6 @@ _CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE
 _BY_SRUN = re.compile(r"_step_signal: Terminating StepId|^srun: error: .*: task", re.MULTILINE)
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
 _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
-
-
-@dataclasses.dataclass(frozen=True)
-class CellState:
-    """State of a cell's record; `to do` without one, `at work` before its end, `damaged` if it is not readable."""
-
-    state: str
-    reason: str = ""
-    hint: str = ""
-
-    @property
-    def why(self) -> str:
-        """The reason, with the hint in parentheses."""
-        return f"{self.reason} ({self.hint})" if self.hint else self.reason
-
-    def is_final(self, retry: bool) -> bool:
-        """Whether `study run` would not run the cell again."""
-        # A damaged record may be of a newer version, so only --retry replaces it.
-        return self.state == "ok" or (not retry and self.state in {*FINAL_STATES, "damaged"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,14 +146,14 @@ def _read_version(directory: Path, inode: int, mtime_ns: int) -> Run:
     return dataclasses.replace(read_run(directory), steps=[], evals=[])
 
 
-def cell_state(directory: Path) -> CellState:
+def cell_state(directory: Path) -> Outcome:
     """Return the state of the record in a directory."""
     try:
         status = read_record(directory).status
     except RecordError as error:
         if not (directory / "status.json").exists():
-            return CellState("to do")
-        return CellState("damaged", str(error), "it is left as it is; --retry replaces it")
+            return Outcome("to do")
+        return Outcome("damaged", str(error), "it is left as it is; --retry replaces it")
     if status["ended_at"] is None and is_run_active(directory):
-        return CellState("at work", f"since {status['started_at']}")
-    return CellState(status["state"], replace_unprintable(status["reason"]), replace_unprintable(status["hint"]))
+        return Outcome("at work", f"since {status['started_at']}")
+    return Outcome(status["state"], replace_unprintable(status["reason"]), replace_unprintable(status["hint"]))

@@ -11,9 +11,10 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from study.records.outcome import Outcome
 from study.records.schema import SearchAxis
 from study.sweep.cell import Cell
-from study.sweep.cell_outcome import CellState, cell_state
+from study.sweep.cell_outcome import cell_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class SearchAnswer:
     last: int
     # The size at a position of the ladder.
     size_at: Callable[[int], object]
-    states: Mapping[int, CellState]
+    states: Mapping[int, Outcome]
 
     @property
     def state(self) -> str:
@@ -139,21 +140,21 @@ class Search:
         return len(self.rungs) - 1
 
     def states(
-        self, root: Path, counts: Callable[[int, CellState], bool] = lambda place, probe: True
-    ) -> dict[int, CellState]:
+        self, root: Path, counts: Callable[[int, Outcome], bool] = lambda place, probe: True
+    ) -> dict[int, Outcome]:
         """Return the states of the probes that have a record, by position, except those that do not count."""
         # All rungs: another machine starts at another rung, and may have probed above a size that did not fit.
         states = ((place, cell_state(root / self.probe_at(place).id)) for place in range(len(self.rungs)))
         return {place: probe for place, probe in states if probe.state != "to do" and counts(place, probe)}
 
-    def _examine(self, states: Mapping[int, CellState]) -> Bracket:
+    def _examine(self, states: Mapping[int, Outcome]) -> Bracket:
         return next_bracket({place: probe.state for place, probe in states.items()}, self.last, self.start)
 
     def probes(self, root: Path, retry: bool) -> Iterator[Cell]:
         """Yield the probes that remain; each is chosen from the records of the earlier ones."""
         tried: set[int] = set()
 
-        def counts(place: int, probe: CellState) -> bool:
+        def counts(place: int, probe: Outcome) -> bool:
             return place in tried or probe.state == "oom" or probe.is_final(retry)
 
         while True:
@@ -211,9 +212,9 @@ def new_and_tried(
     return new, tried
 
 
-def cell_states(cells: Iterable[Cell | Search], root: Path) -> list[tuple[Cell, CellState]]:
+def cell_states(cells: Iterable[Cell | Search], root: Path) -> list[tuple[Cell, Outcome]]:
     """Return each cell once with its state, and each probe that has a record."""
-    states: dict[str, tuple[Cell, CellState]] = {}
+    states: dict[str, tuple[Cell, Outcome]] = {}
     for item in cells:
         if isinstance(item, Search):
             several = [(item.probe_at(place), probe) for place, probe in item.states(root).items()]

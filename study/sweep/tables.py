@@ -13,9 +13,10 @@ from study.config.printing import TextTable
 from study.config.text import format_duration
 from study.host.memory import MIB
 from study.records.directory import Run
+from study.records.outcome import Outcome
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
-from study.sweep.cell_outcome import CellState, read_record
+from study.sweep.cell_outcome import read_record
 from study.sweep.forecast import pending_items
 from study.sweep.plan import Plan, Slice
 from study.sweep.search import Search, cell_states, representative_cell
@@ -159,7 +160,7 @@ def _count_not_ok(counts: Counter[str]) -> int:
     return counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))
 
 
-def _with_reasons(states: Sequence[tuple[Cell, CellState]]) -> list[tuple[str, ...]]:
+def _with_reasons(states: Sequence[tuple[Cell, Outcome]]) -> list[tuple[str, ...]]:
     return [(record.state, cell.id, record.why) for cell, record in states if record.state not in _NEEDS_NO_REASON]
 
 

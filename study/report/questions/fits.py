@@ -12,11 +12,11 @@ from typing import Any
 import pandas as pd
 
 from study.records.frames import Records, probe_runs
+from study.records.outcome import Outcome
 from study.records.strategy_runs import NAN
 from study.records.workloads import format_setting, strategy_order
 from study.report import canvas
 from study.report.document import Answer, Question
-from study.sweep.cell_outcome import CellState
 from study.sweep.search import Bracket, SearchAnswer, next_bracket
 
 _MICRO_BATCH = "largest_micro_batch"
@@ -75,7 +75,7 @@ class Fit:
 
     @property
     def what_fits(self) -> SearchAnswer:
-        states = {at: CellState(row["status_state"], row["status_reason"] or "") for at, row in self.rungs.items()}
+        states = {at: Outcome(row["status_state"], row["status_reason"] or "") for at, row in self.rungs.items()}
         return SearchAnswer(self.bracket, self.last, self.value, states)
 
     @property
