@@ -194,10 +194,8 @@ has one, an equal run is `equal, by chance`, and the first line names the race. 
 before 0.19.8, by a race that GPUs do not have (cause e).
 
 `--optimizer muon` and `--peft lora` add runs with DeepSpeed's Muon and with LoRA adapters, each compared with one
-process that trains alike. Before 0.19.7 DeepSpeed's Muon without ZeRO trains as SGD
-([8441](https://github.com/deepspeedai/DeepSpeed/issues/8441)), so there is nothing to compare with. On two CPU ranks
-0.19.8 passes. In 0.19.7 one process computes the losses of 0.19.8, `zero1` and `zero2` differ from the third step on,
-and `zero3` crashes.
+process that trains alike. Before 0.19.7 DeepSpeed's Muon without ZeRO trains as SGD ([above](#muon)): there is nothing
+to compare with.
 
 The bisection runs only the releases that its search needs, and reuses finished records.
 [Each cause](../reports/releases/causes.md#causes) cites its source lines and names a release that avoids it.
