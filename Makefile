@@ -93,7 +93,7 @@ prediction: install
 	$(BIN)/python -m study.report.pages.prediction report
 
 bench: install
-	$(BIN)/python -m study.baselines.bench
+	$(BIN)/python tools/bench.py
 
 clean:
 	rm -rf runs nvme_offload

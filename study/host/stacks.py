@@ -103,7 +103,6 @@ STACK_VARIABLE = "ZERO_STUDY_STACK"
 # Marks a complete layer: the packages that pip installed there, and their archives.
 LAYER_FILE = "layer.json"
 PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
-_MAX_VALUES = 1000
 _VERSION = re.compile(r"\d+(\.\d+)+")
 
 
@@ -172,7 +171,7 @@ def layer_folder(cache: Path, layer: str) -> Path:
 def stacks() -> dict[str, Stack]:
     """Return the stacks by name. `today` stacks differ from the installation in DeepSpeed, the others in more."""
     keys = ("today", "then", "newer_torch")
-    top = as_section(read_document(STACK_FILE, Section, _MAX_VALUES), str(STACK_FILE), keys, Section)
+    top = as_section(read_document(STACK_FILE, Section), str(STACK_FILE), keys, Section)
     top.require_keys("today", "then")
     result = {}
     if not isinstance(top["today"], list):

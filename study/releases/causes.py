@@ -19,7 +19,6 @@ from study.config.yaml_sections import Section, as_section, read_document
 FILE = Path(__file__).with_name("causes.yaml")
 # The tested releases, and the letter of each fault in them.
 GRID = FILE.with_name("grid.json")
-_MAX_VALUES = 5_000
 Blame = Literal["engine", "pairing"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]
 # Outcomes without any training step.
@@ -147,7 +146,7 @@ def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause
 def read_causes(file: Path | None = None) -> tuple[Cause, ...]:
     """Read and check causes.yaml; raises UserError with the line of an invalid entry."""
     file = file or FILE
-    top = as_section(read_document(file, Section, _MAX_VALUES), str(file), {"causes"}, Section)
+    top = as_section(read_document(file, Section), str(file), {"causes"}, Section)
     return tuple(_cause(entry, top.key_place("causes")) for entry in top["causes"])
 
 
