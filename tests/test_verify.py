@@ -348,11 +348,11 @@ def test_a_file_of_causes_is_read_strictly(tmp_path: Path, wrong: str, problem: 
 
 def test_a_fault_of_muon_explains_no_run_with_adamw() -> None:
     old = {"deepspeed": "0.19.7", "accelerate": "1.14.0", "torch": "2.13.0", "transformers": "5.22.0"}
-    found = {
+    ids = {
         optimizer: [cause.id for cause in find_causes(old, "zero1", 1, "fp32", "scale", optimizer)]
         for optimizer in ("adamw", "muon")
     }
-    assert found == {"adamw": [], "muon": ["muon-forgets-momentum"]}
+    assert ids == {"adamw": [], "muon": ["muon-forgets-momentum"]}
     # Weights that are wrong before any update are wrong with every optimizer.
     assert [cause.id for cause in find_causes(old, "zero3", 1, "fp32", "weights", "muon")] == ["gather-race"]
     assert [cause.id for cause in find_causes(old, "zero3", 1, "fp32", "crash", "muon")] == ["muon-mixed-shapes"]
