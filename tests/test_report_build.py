@@ -16,7 +16,7 @@ from study import cli
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
-from study.records.frames import Records, read_parquet, write_parquet
+from study.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.report.questions import answers
 from study.report.site import command
 from study.report.site.build import NOTEBOOKS, NotebookFailed, build, execute
@@ -250,10 +250,10 @@ def test_a_report_of_an_incomplete_suite_lists_missing_runs(tmp_path):
     for cell in plan_cells(read_suite(file), detect_machine()):
         assert isinstance(cell, Cell)
         write_run(tmp_path / "runs" / "tiny", cell.strategy, name=cell.id)
-        facts.append(command._facts_of_suite(str(file), tmp_path / "runs"))
+        facts.append(command._facts_of_suite(str(file), tmp_path / "runs", read_runs(tmp_path / "runs")))
     assert facts == [["1 of 2 runs have no record yet"], []]
     write_run(tmp_path / "runs" / "tiny", name="of-another-suite")
-    (others_fact,) = command._facts_of_suite(str(file), tmp_path / "runs")
+    (others_fact,) = command._facts_of_suite(str(file), tmp_path / "runs", read_runs(tmp_path / "runs"))
     assert "runs in the folder tiny that are not cells of this suite: 1, such as of-another-suite" in others_fact
 
 

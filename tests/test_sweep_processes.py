@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import random
+import re
 import resource
 import shutil
 import signal
@@ -211,9 +213,14 @@ def test_a_full_disk_stops_the_sweep_and_nothing_finished_is_lost(tmp_path):
 KILLS, CELLS, STEPS = 6, 8, 40
 
 
-def finished(runs: Path) -> dict[str, dict[str, Any]]:
-    statuses = {file.parent.name: read_status(file.parent) for file in (runs / "tiny").glob("*/status.json")}
-    return {name: status for name, status in statuses.items() if status["state"] == "unsupported"}
+def records(runs: Path, suite: str = "tiny") -> dict[str, Run]:
+    return {file.parent.name: read_run(file.parent) for file in sorted((runs / suite).glob("*/status.json"))}
+
+
+def finished(runs: Path, suite: str = "tiny", state: str = "unsupported") -> dict[str, dict[str, Any]]:
+    """Return the statuses of finished runs: of stubs, which all end as unsupported, or of real ones, which are ok."""
+    statuses = {file.parent.name: read_status(file.parent) for file in (runs / suite).glob("*/status.json")}
+    return {name: status for name, status in statuses.items() if status["state"] == state}
 
 
 def test_kills_at_random_moments_change_no_finished_record(tmp_path):
@@ -243,3 +250,75 @@ def test_kills_at_random_moments_change_no_finished_record(tmp_path):
         states = [attempt["state"] for attempt in read_json(notes)["attempts"]] if notes.exists() else []
         assert states.count("unsupported") <= 1
     assert list_processes(tmp_path) == []
+
+
+# `study` in the recipe of `make study`, with a suite of a few short cells in place of laptop.
+STUDY = """#!{python}
+import os, sys
+sys.path.insert(0, "{root}")
+from study.cli import main
+sys.exit(main(["{suite}" if word == "laptop" else word for word in sys.argv[1:]]))
+"""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGKILL)
+
+
+def make_study(folder: Path) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    command = ["make", "-f", str(ROOT / "Makefile"), "-o", "install", "study", f"BIN={folder.parent / 'bin'}"]
+    log = (folder / "log.txt").open("a")
+    return subprocess.Popen(command, cwd=folder, text=True, stdout=log, stderr=log, start_new_session=True)
+
+
+def missing_from_page(folder: Path) -> int | None:
+    """Return how many runs the page lacks by its own words; None without a page. A page with a damaged file fails."""
+    page = folder / "runs" / "laptop" / "report"
+    if not (page / "index.html").exists():
+        return None
+    for name, digest in read_json(page / "files.json")["files"].items():
+        assert hashlib.sha256((page / name).read_bytes()).hexdigest() == digest, name
+    text = (page / "summary.md").read_text(encoding="utf-8")
+    lacking = re.search(r"(\d+) of 12 runs have no record yet", text)
+    return int(lacking[1]) if lacking else 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_make_study_stopped_at_five_random_moments_loses_nothing_and_leaves_whole_pages(tmp_path):
+    axes = {"strategy": ["single", "ddp", "zero2", "zero3"], "seed": [42, 43, 44]}
+    suite = write_suite(tmp_path, axes, {**TINY, "max_steps": 6, "logging_steps": 1})
+    suite = suite.rename(tmp_path / "laptop.yaml")
+    suite.write_text(suite.read_text().replace("name: tiny", "name: laptop"))
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "study"
+    command.write_text(STUDY.format(python=sys.executable, root=ROOT, suite=suite))
+    command.chmod(0o755)
+    started = time.monotonic()
+    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
+    assert make_study(undisturbed).wait(timeout=1500) == 0, (undisturbed / "log.txt").read_text()
+    whole_s = time.monotonic() - started
+    seed = random.randrange(10**6)
+    chance, pages = random.Random(seed), []
+    done: dict[str, dict[str, Any]] = {}
+    for number in STOPS:
+        study = make_study(stopped)
+        time.sleep(whole_s * chance.uniform(0.02, 0.22))
+        assert study.poll() is None, f"seed {seed}: the study was done before it had been stopped often enough"
+        # Ctrl-C and the end of a session reach all processes of the group; SIGTERM is sent to one.
+        study.terminate() if number == signal.SIGTERM else os.killpg(study.pid, number)
+        study.wait(timeout=300)
+        wait_until(lambda: list_processes(stopped) == [], 120)
+        assert done.items() <= finished(stopped / "runs", "laptop", "ok").items(), f"seed {seed}: a finished run was lost"
+        done = finished(stopped / "runs", "laptop", "ok")
+        pages.append((signal.Signals(number).name, len(done), missing_from_page(stopped)))
+    assert make_study(stopped).wait(timeout=1500) == 0, f"seed {seed}: {(stopped / 'log.txt').read_text()}"
+    print(f"seed {seed}, {whole_s:.0f} s undisturbed; signal, finished runs, runs that the page lacks: {pages}")
+    assert done.items() <= finished(stopped / "runs", "laptop", "ok").items(), f"seed {seed}: a finished run was run again"
+    results, expected = records(stopped / "runs", "laptop"), records(undisturbed / "runs", "laptop")
+    assert list(results) == list(expected)
+    assert len(results) == 12
+    for name, record in expected.items():
+        assert results[name].state == record.state == "ok"
+        for key in ("loss", "grad_norm", "lr", "samples_hash"):
+            assert [row[key] for row in results[name].steps] == [row[key] for row in record.steps], (seed, name)
+        assert results[name].evals == record.evals
+    assert missing_from_page(stopped) == 0

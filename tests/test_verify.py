@@ -346,6 +346,19 @@ def test_a_file_of_causes_is_read_strictly(tmp_path: Path, wrong: str, problem: 
         read_causes(file)
 
 
+def test_a_fault_of_muon_explains_no_run_with_adamw() -> None:
+    old = {"deepspeed": "0.19.7", "accelerate": "1.14.0", "torch": "2.13.0", "transformers": "5.22.0"}
+    ids = {
+        optimizer: [cause.id for cause in find_causes(old, "zero1", 1, "fp32", "scale", optimizer)]
+        for optimizer in ("adamw", "muon")
+    }
+    assert ids == {"adamw": [], "muon": ["muon-forgets-momentum"]}
+    # Weights that are wrong before any update are wrong with every optimizer.
+    assert [cause.id for cause in find_causes(old, "zero3", 1, "fp32", "weights", "muon")] == ["gather-race"]
+    assert [cause.id for cause in find_causes(old, "zero3", 1, "fp32", "crash", "muon")] == ["muon-mixed-shapes"]
+    assert {cause.optimizer for cause in known_faults(old, on_gpu=False)} == {"adamw"}
+
+
 def test_a_race_that_gpus_do_not_show_is_no_known_fault_on_a_gpu() -> None:
     old = {"deepspeed": "0.19.7", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
     assert [cause.id for cause in known_faults(old, on_gpu=False)] == ["gather-race"]

@@ -156,7 +156,9 @@ def releases_between(ends: Sequence[str] | None) -> list[str]:
 
 def describe_changes(result: BisectResult, strategy: str, micro_steps: int) -> list[str]:
     """Describe the known causes that were introduced or fixed at the boundaries of a bad span."""
-    causes = [cause for cause in read_causes() if cause.shows_in(strategy, micro_steps, "fp32")]
+    causes = [
+        cause for cause in read_causes() if cause.optimizer == "adamw" and cause.shows_in(strategy, micro_steps, "fp32")
+    ]
 
     def lines(word: str, name: str, before: str | None, after: str | None) -> Iterator[str]:
         if before is None or after is None:

@@ -96,7 +96,9 @@ def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dic
     if not release and not installed["deepspeed"]:
         notes.append("not installed here, but the newest tested")
     right = ["no fault found"] * (row is not None and NOT_RUN not in row.values()) or ["run: study verify --quick"]
-    what = "; ".join([*notes, *([wrong] if faults else right)])
+    muon = document["muon"].get(deepspeed, "no fault").replace("`", "")
+    with_muon = [f"with Muon {muon}"] * (muon != "no fault")
+    what = "; ".join([*notes, *([wrong] if faults else right), *with_muon])
     return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}", faults
 
 

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
             f"run: study run {name}, or name their folder with --runs_dir",
         )
-    facts = _facts_of_suite(options.suite, runs_dir) if has_runs and not plan else []
+    facts = _facts_of_suite(options.suite, runs_dir, records) if has_runs and not plan else []
     for fact in facts:
         print_line(f"notice: {fact}")
     # SIGTERM, which `timeout` sends, leaves no partial report.
@@ -113,15 +113,16 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
     return read.name, plan_suite(suite, detect_machine(), runs_dir) if read.slices else None
 
 
-def _facts_of_suite(suite: str, runs_dir: Path) -> list[str]:
+def _facts_of_suite(suite: str, runs_dir: Path, records: Records) -> list[str]:
     """Return how many runs of a suite have not begun, if only some have, and the runs that no cell of it planned."""
     try:
         parts = plan_suite(suite, detect_machine(), runs_dir).slices
     except UserError:
         return []
-    states = [record.state for part in parts for _, record in cell_states(part.cells, part.root)]
-    unstarted = states.count("to do")
-    facts = [f"{unstarted} of {len(states)} runs have no record yet"] if 0 < unstarted < len(states) else []
+    names = {Path(run).name for run in records.runs["run"]}
+    cells = [entry for part in parts for entry in cell_states(part.cells, part.root)]
+    unstarted = sum(record.state == "to do" and cell.id not in names for cell, record in cells)
+    facts = [f"{unstarted} of {len(cells)} runs have no record yet"] if 0 < unstarted < len(cells) else []
     return facts + [notice for part in parts if (notice := part.runs_of_others())]
 
 
