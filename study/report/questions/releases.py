@@ -30,10 +30,13 @@ def answer(records: Records) -> Answer | None:
     good = sorted(ran - wrong, key=release_key)
     # A release counts as hidden only if a GPU hides the causes of all its cases.
     hidden = wrong - {cell.release for cell in bad if not cell.hides_on_gpu}
+    on_a_gpu = sorted(ran - wrong | hidden, key=release_key)
     sentence = (
-        f"With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
+        f"On a GPU, by the source of each fault, these releases compute the gradients of one process under all"
+        f" strategies: {', '.join(on_a_gpu) or 'none'}."
+        f" With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
         f" one process under some strategy, {len(hidden)} of them by a fault that a GPU does not show."
-        f" Equal to it under all strategies: {', '.join(good) or 'none'}."
+        f" Equal to it there under all strategies: {', '.join(good) or 'none'}."
     )
     # A race condition may be absent from any run.
     steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
@@ -96,7 +99,7 @@ def _avoided(cells: Sequence[ReleaseCell]) -> str:
 def verdict_table(records: Records) -> pd.DataFrame:
     """Return a row per case with its verdict."""
     cells = release_cells(records)
-    letters = lettered(clipped(cells))
+    letters = lettered()
 
     def size_text(verdict: Verdict) -> str:
         if verdict.size is not None:
@@ -107,7 +110,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
         {
             "Release": cell.release,
             "Accelerate and torch": "contemporary" if cell.is_contemporary else "today's",
-            "Strategy": cell.strategy,
+            "Strategy": f"{cell.strategy}{', Muon' * (cell.optimizer == 'muon')}",
             "Precision": cell.precision,
             "Micro-steps": cell.micro_steps,
             "Clips at": cell.max_norm or "-",
@@ -117,7 +120,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
             "Difference of the loss": size_text(cell.verdict),
             "Norm, x the right one": "-" if cell.verdict.norm_ratio is None else f"{cell.verdict.norm_ratio:.3g}",
             "Runs": len(cell.runs),
-            "Cause": ", ".join(letters[cause] for cause in cell.causes if cause in letters) or "-",
+            "Cause": ", ".join(letters[cause] for cause in cell.causes) or "-",
             "With contemporary ones": "-" if cell.is_contemporary else cell.contemporary or "not run",
         }
         for cell in cells
@@ -128,31 +131,30 @@ def cause_table(records: Records) -> pd.DataFrame:
     """Return a row per cause with its releases and strategies."""
     cells = release_cells(records)
     rows = []
-    for cause, letter in lettered(clipped(cells)).items():
+    for cause, letter in lettered().items():
         matching = [cell for cell in cells if cause in cell.causes]
         rows.append({
             "": letter, "Cause": cause.title, "Whose": cause.blame,
-            "Releases seen": ", ".join(dict.fromkeys(cell.stack for cell in matching)),
-            "Strategies": ", ".join(dict.fromkeys(cell.strategy for cell in matching)),
+            "Releases seen": ", ".join(dict.fromkeys(cell.stack for cell in matching)) or "none",
+            "Strategies": ", ".join(dict.fromkeys(cell.strategy for cell in matching)) or cause.where,
             "On a GPU": f"{cause.gpu}: {cause.gpu_why}", "Instead": cause.instead or "-",
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-_ROW_IN, _LETTERS = 0.21, string.ascii_lowercase + string.ascii_uppercase
+_LETTERS = string.ascii_lowercase + string.ascii_uppercase
 KINDS = {False: "with today's Accelerate and torch", True: "with contemporary Accelerate and torch"}
 
 
 def clipped(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
-    """Return the cells with gradient clipping, or all if none clips: a figure shows one setting, the table both."""
-    all_cells = list(cells)
+    """Return AdamW's cells with gradient clipping, or all if none clips: a figure shows one setting, the table both."""
+    all_cells = [cell for cell in cells if cell.optimizer == "adamw"]
     return [cell for cell in all_cells if cell.max_norm] or all_cells
 
 
-def lettered(cells: Iterable[ReleaseCell]) -> dict[Cause, str]:
-    """Return the causes that occur, each with its letter in all grids."""
-    cause_ids = {cause.id for cell in cells for cause in cell.causes}
-    return dict(zip((cause for cause in read_causes() if cause.id in cause_ids), _LETTERS, strict=False))
+def lettered() -> dict[Cause, str]:
+    """Return the known causes, each with its letter in all grids."""
+    return dict(zip(read_causes(), _LETTERS, strict=False))
 
 
 QUESTION = Question(
