@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
+
+import nbformat
 
 from study.config.places import REPOSITORY
-from study.records.frames import Records, read_parquet
+from study.records.frames import Records, read_parquet, write_parquet
+from study.report.canvas import Drawing
 
 
 @functools.cache
@@ -33,3 +38,25 @@ def committed(folder: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def drawn(notebook: str, records: Records, **parameters: Any) -> list[Drawing]:
+    """Run the cells of a notebook on these records in this process, and return the figures that they display."""
+    shown: list[Any] = []
+    names: dict[str, Any] = {"display": shown.append}
+    with tempfile.TemporaryDirectory() as folder:
+        write_parquet(records, Path(folder))
+        for cell in nbformat.read(REPOSITORY / "notebooks" / f"{notebook}.ipynb", as_version=4).cells:
+            if cell.cell_type == "code":
+                exec(cell.source, names)
+            if cell.id == "parameters":
+                names |= {**parameters, "records_dir": folder}
+    return [one for one in shown if isinstance(one, Drawing)]
+
+
+def figures(notebook: str, records: Records, **parameters: Any) -> dict[str, Drawing]:
+    """Return the figures of records with one workload by their names."""
+    drawings = drawn(notebook, records, **parameters)
+    by_name = {drawing.name: drawing for drawing in drawings}
+    assert len(by_name) == len(drawings)
+    return by_name

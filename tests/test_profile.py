@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 
+from report_folders import figures
 from runs import RunFactory, train, trained
 from study.baselines.bare_loop import check_request
 from study.config.errors import UserError
@@ -24,9 +25,9 @@ from study.metrics.profiling import categorize, profile_document
 from study.records.directory import read_run
 from study.records.frames import Records, read_records
 from study.records.schema import PROFILE_CATEGORIES, RecordError, validate
-from study.report.document import as_png, table_html
+from study.report.document import table_html
 from study.report.questions import TABLES
-from study.report.questions.time import PROFILE, step_profile
+from study.report.questions.time import PROFILE
 from synthetic_records import answered, write_run
 
 STEPS = 11
@@ -289,11 +290,10 @@ def records(tmp_path: Path) -> Records:
 
 
 def test_a_report_shows_profiles_and_states_that_none_was_recorded(records: Records) -> None:
-    drawings = step_profile(records)
-    (drawing,) = drawings
+    drawing = figures("runtime", records)["step_profile"]
     assert "ddp, profiled 100 ms: matrix products 40, attention 10," in drawing.alt
     assert "zero3" not in drawing.alt
-    assert as_png(drawing.figure).startswith(b"\x89PNG")
+    assert drawing.png.startswith(b"\x89PNG")
     shares = TABLES["step_profile"](records).set_index("Strategy").loc["ddp, profiled"]
     assert (shares["Profiled step, ms"], shares["Idle, ms"], shares["Of it counted twice, ms"]) == pytest.approx(
         (100, 20, 10)
@@ -304,7 +304,7 @@ def test_a_report_shows_profiles_and_states_that_none_was_recorded(records: Reco
     checkpointed = dataclasses.replace(records, runs=records.runs.assign(gradient_checkpointing=True))
     assert "TFLOP/s in matrix products and attention" not in TABLES["step_profile"](checkpointed)
     nothing = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
-    assert step_profile(nothing) == []
+    assert "step_profile" not in figures("runtime", nothing)
     assert PROFILE.answer(nothing) is None
     assert PROFILE.no_data == "No run here was profiled: --profile_steps does that."
     assert answered(PROFILE.answer(records)).sentence == (

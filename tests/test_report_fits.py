@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from report_folders import drawn
 from study.records.frames import probe_runs, read_parquet, read_runs, real_runs, write_parquet
 from study.report.questions import TABLES, answers
-from study.report.questions.fits import answer, fits, fits_table, probes_table, what_fits
+from study.report.questions.fits import answer, fits, fits_table, probes_table
 from synthetic_records import answered, only, write_run
 
 LADDER = [8, 16, 32, 64, 128]
@@ -102,7 +103,7 @@ def test_the_answer_and_the_figure_have_the_most_relative_to_plain_training(stud
     table = fit_answer.table.set_index("Strategy")
     assert table.loc["single", ["16 GiB", "the whole device"]].tolist() == ["16", "at least 8"]
     assert table.loc["zero3", "the whole device"] == "-"
-    drawing = only(what_fits(records))
+    drawing = only(drawn("what_fits", records))
     for words in ("single within 16 GiB 16", "zero3_cpu within 16 GiB at least 128", "zero2_cpu within 16 GiB none"):
         assert words in drawing.alt
     labels = [text.get_text() for axes in drawing.figure.axes for text in axes.texts]
@@ -145,7 +146,7 @@ def test_no_more_is_reported_than_the_probes_show(tmp_path, ends, answer, labels
     records = read_runs(tmp_path)
     assert fits_table(records)["Largest that fits"].tolist() == [answer]
     assert fits_table(records)["Why not more"].item().startswith(why)
-    drawings = what_fits(records)
+    drawings = drawn("what_fits", records)
     assert [text.get_text() for drawing in drawings for axes in drawing.figure.axes for text in axes.texts] == labels
 
 
@@ -168,4 +169,4 @@ def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):
         f"gpt-wikitext, gpt-tiny: largest micro-batch, checkpointing {it}" for it in ("off", "on")
     ]
     assert table["x plain"].tolist() == [1, 1]
-    assert len(what_fits(read_runs(tmp_path))) == 2
+    assert len(drawn("what_fits", read_runs(tmp_path))) == 2

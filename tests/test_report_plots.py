@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+import json
 
 import numpy as np
 import numpy.typing as npt
@@ -14,19 +14,18 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from report_folders import laptop
+from report_folders import drawn, figures, laptop
 from study.config.strategies import STRATEGY_NAMES, WITH_GROUPS
 from study.records.frames import Records
-from study.report.canvas import STRATEGIES, Drawing
-from study.report.document import as_svg
+from study.report.canvas import STRATEGIES, Drawing, as_svg
 from study.report.questions import QUESTIONS
-from study.report.questions.loss import MAX_POINTS, loss_curves, loss_differences
-from study.report.questions.memory import model_state, offload, peak_memory, traffic
-from study.report.questions.scaling import batch_size, model_size, scaling
-from study.report.questions.time import frontier, step_time
-from synthetic_records import only
 
-ALL = [draw for question in QUESTIONS for draw in question.figures.values()]
+# The figures of each notebook that the laptop's records have data for.
+OF_THE_LAPTOP = {
+    "loss_curves": ["loss", "loss_difference"], "peak_memory": ["model_state", "peak_memory"], "offload": ["offload"],
+    "runtime": ["step_time", "frontier", "traffic"], "single_vs_multi": ["scaling"],
+}  # fmt: skip
+NOTEBOOKS = sorted({question.notebook for question in QUESTIONS if question.figures if question.notebook})
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 SIGHT = {
     "full": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -55,8 +54,12 @@ def texts(figure: Figure) -> str:
 
 
 @functools.cache
-def words(draw: Callable[[Records], list[Drawing]], *change: tuple[str, object]) -> set[str]:
-    drawing = only(draw(changed(**dict(change))))
+def laptops(notebook: str, *change: tuple[str, object]) -> dict[str, Drawing]:
+    """Return a notebook's figures of the laptop's GPT records with these values for zero3."""
+    return figures(notebook, changed(**dict(change)))
+
+
+def words(drawing: Drawing) -> set[str]:
     return set(f"{texts(drawing.figure)} {drawing.alt}".replace(",", " ").split())
 
 
@@ -89,62 +92,68 @@ def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own
         assert contrast >= 2.9, f"{name}: {contrast:.2f}"
 
 
-# The records of this suite have no data for the other figures.
-OF_THE_LAPTOP = (
-    loss_curves, loss_differences, model_state, peak_memory, step_time, frontier, traffic, offload, scaling,
-)  # fmt: skip
 ODD = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"
 
 
-@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-def test_every_axis_has_its_unit_and_every_figure_its_words(draw):
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_every_axis_has_its_unit_and_every_figure_its_words(notebook):
     """Any text in a record is drawn; no records give no drawing."""
     empty = dataclasses.replace(laptop(), runs=laptop().runs.iloc[:0], steps=laptop().steps.iloc[:0])
-    assert draw(empty) == []
-    drawings, odd = draw(laptop()), draw(changed(arm=ODD, workload=f"${ODD}", confounded=ODD, confounded_loss=ODD))
-    assert bool(drawings) == bool(odd) == (draw in OF_THE_LAPTOP)
-    for drawing in drawings:
+    assert drawn(notebook, empty) == []
+    drawings = laptops(notebook)
+    odd = drawn(notebook, changed(arm=ODD, workload=f"${ODD}", confounded=ODD, confounded_loss=ODD))
+    assert list(drawings) == OF_THE_LAPTOP.get(notebook, [])
+    assert bool(odd) == bool(drawings)
+    for drawing in drawings.values():
         assert len(drawing.alt) > 40
         for axes in drawing.figure.axes:
             rows_have_names = any(label.get_text() in STRATEGIES for label in axes.get_yticklabels())
             assert axes.get_xlabel()
             assert axes.get_ylabel() or rows_have_names
-    assert not any(b"<script>" in as_svg(drawing.figure) for drawing in odd)
+    assert not any("<script>" in as_svg(drawing.figure) for drawing in odd)
 
 
-@pytest.mark.parametrize("draw", [loss_curves, loss_differences, step_time, frontier,
-                                  scaling, offload, peak_memory])  # fmt: skip
-@pytest.mark.parametrize("change", [{"virtual": True}, {"status_state": "oom"}])
-def test_a_virtual_or_unfinished_run_is_in_no_figure_of_loss_or_time(draw, change):
-    assert "zero3" in words(draw)
-    assert "zero3" not in words(draw, *change.items())
+@pytest.mark.parametrize("change", [("virtual", True), ("status_state", "oom")])
+@pytest.mark.parametrize("notebook", OF_THE_LAPTOP)
+def test_a_virtual_or_unfinished_run_is_in_no_figure_of_loss_or_time(notebook, change):
+    before, after = laptops(notebook), laptops(notebook, change)
+    for name in OF_THE_LAPTOP[notebook]:
+        assert "zero3" in words(before[name])
+        # Memory and communication of a virtual rank are real.
+        is_shown = change[0] == "virtual" and name in ("model_state", "traffic")
+        assert ("zero3" in words(after[name])) == is_shown, name
 
 
-@pytest.mark.parametrize("draw", [model_state, traffic])
-def test_memory_and_communication_of_a_virtual_rank_are_shown(draw):
-    assert "zero3" in texts(only(draw(changed(virtual=True))).figure).split()
+@pytest.mark.parametrize("notebook", OF_THE_LAPTOP)
+def test_a_confounded_strategy_is_marked_and_its_reason_is_in_the_figure(notebook):
+    reason = "clipping: 0.5, baseline 1"
+    for name, drawing in laptops(notebook, ("confounded", reason), ("confounded_loss", reason)).items():
+        assert "†" in texts(drawing.figure), name
+        assert reason in texts(drawing.figure), name
 
 
-@pytest.mark.parametrize("draw", OF_THE_LAPTOP)
-def test_a_confounded_strategy_is_marked_and_its_reason_is_in_the_figure(draw):
-    column = "confounded_loss" if draw in (loss_curves, loss_differences) else "confounded"
-    text = texts(only(draw(changed(**{column: "clipping: 0.5, baseline 1"}))).figure)
-    assert "†" in text
-    assert "clipping: 0.5, baseline 1" in text
+@pytest.mark.parametrize("notebook", OF_THE_LAPTOP)
+def test_another_baseline_changes_the_finding_and_no_measured_value(notebook):
+    before, after = laptops(notebook), figures(notebook, changed(), baseline="zero0")
+    assert list(after) == list(before)
+    assert any(texts(after[name].figure) != texts(before[name].figure) for name in before) or notebook == "offload"
+    assert any("zero0" in text for text in map(texts, (drawing.figure for drawing in after.values())))
+    for name in ("loss", "model_state", "peak_memory", "step_time", "frontier", "traffic"):
+        assert name not in before or after[name].alt == before[name].alt
 
 
 def test_curves_that_agree_are_one_line_of_the_common_seeds_and_one_that_does_not_is_named():
     records = changed()
     assert records.runs.groupby("strategy")["seed"].nunique().nunique() > 1
-    text = texts(only(loss_curves(records)).figure)
-    assert "All 13 strategies lie on one line" in text
+    text = texts(laptops("loss_curves")["loss"].figure)
+    assert "13 of 13 strategies lie on one line" in text
     assert "Faint: other seeds" in text
     run = records.runs.loc[records.runs["strategy"] == "zero3", "run"].iloc[0]
     steps = records.steps.copy()
     steps.loc[steps["run"] == run, "loss"] += 0.5
-    figure = only(loss_curves(dataclasses.replace(records, steps=steps))).figure
-    assert "12 of 13 strategies lie on one line" in texts(figure)
-    assert "single + 11 more" in texts(figure)
+    text = texts(figures("loss_curves", dataclasses.replace(records, steps=steps))["loss"].figure)
+    assert "12 of 13 strategies lie on one line" in text
+    assert "single + 11 more" in text
 
 
 def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
@@ -152,37 +161,39 @@ def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
     runs = records.runs[records.runs["seed"] == records.runs["seed"].min()]
     rows = records.steps[records.steps["run"].isin(runs["run"])]
     steps = pd.concat([rows.assign(step=rows["step"] + rows["step"].max() * turn) for turn in range(100)])
-    figure = only(loss_curves(dataclasses.replace(records, runs=runs, steps=steps))).figure
-    lines = [line for line in figure.axes[0].lines if len(np.asarray(line.get_xdata())) > 10]
-    assert max(len(np.asarray(line.get_xdata())) for line in lines) <= MAX_POINTS
+    figure = figures("loss_curves", dataclasses.replace(records, runs=runs, steps=steps))["loss"].figure
+    lines = [line for line in figure.axes[0].lines if len(np.asarray(line.get_xdata())) > 100]
+    assert max(len(np.asarray(line.get_xdata())) for line in lines) <= 300
     assert np.mean(np.asarray(lines[0].get_ydata())) == pytest.approx(rows["loss"].mean(), rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("draw", "change", "alt"),
+    ("name", "change", "alt"),
     [
-        (batch_size, {"global_batch_size": 32}, "ddp 100 % at 16, 100 % at 32"),
-        (model_size, {"model_name_or_path": "gpt-larger"}, "ddp 100 % at 2.69, 100 % at 5.39"),
+        ("batch_size", {"global_batch_size": 32}, "ddp 100 % at 16, 100 % at 32"),
+        ("model_size", {"model_name_or_path": "gpt-larger"}, "ddp 100 % at 2.69, 100 % at 5.39"),
     ],
 )
-def test_speed_against_batch_and_model_size_needs_two_of_them(draw, change, alt):
+def test_speed_against_batch_and_model_size_needs_two_of_them(name, change, alt):
     records = changed()
-    assert draw(records) == []
-    more = records.runs.assign(workload="other", run=records.runs["run"] + "-2", **change,
-                               tokens_per_s=records.runs["tokens_per_s"] * 2,
-                               params_bytes_device=records.runs["params_bytes_device"] * 2)  # fmt: skip
-    drawing = draw(dataclasses.replace(records, runs=pd.concat([records.runs, more], ignore_index=True)))[0]
+    twice = {column: records.runs[column] * 2 for column in ("tokens_per_s", "model_parameters")}
+    keys = records.runs["workload_key"].map(lambda key: json.dumps(json.loads(key) | change))
+    more = records.runs.assign(workload="other", workload_key=keys, run=records.runs["run"] + "-2", **twice | change)
+    runs = pd.concat([records.runs, more], ignore_index=True)
+    drawing = drawn(name, dataclasses.replace(records, runs=runs))[0]
     assert alt in drawing.alt
     assert "zero3 100 %" not in drawing.alt
+    baselines = drawn(name, dataclasses.replace(records, runs=runs), baseline="zero2")
+    assert any("zero2 100 % at" in drawing.alt for drawing in baselines)
 
 
 def test_the_figure_of_traffic_has_ring_bytes_and_lines_at_multiples_of_the_parameters():
     """Stage 3 on two ranks sends as much as plain data parallelism, with twice the payload."""
-    drawing = only(traffic(changed()))
-    figures = dict(part.split(" ")[:2] for part in drawing.alt.partition(": ")[2].split(", "))
-    assert figures["zero3"] == figures["ddp"]
+    drawing = laptops("runtime")["traffic"]
+    sizes = dict(part.split(" ")[:2] for part in drawing.alt.partition(": ")[2].split(", "))
+    assert sizes["zero3"] == sizes["ddp"]
     payload = changed().runs.groupby("strategy")["comm_bytes_per_step"].first()
     assert payload["zero3"] == pytest.approx(2 * payload["ddp"], rel=0.01)
     assert "multiples of the parameters" in texts(drawing.figure)
     sharded = dataclasses.replace(changed(), runs=changed().runs[changed().runs["strategy"] == "zero3"])
-    assert "multiples of the parameters" not in texts(only(traffic(sharded)).figure)
+    assert "multiples of the parameters" not in texts(figures("runtime", sharded)["traffic"].figure)

@@ -15,12 +15,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from report_folders import figures
 from study.records.frames import Records, read_parquet, read_records
 from study.records.statistics import estimate_noise
 from study.report import questions
 from study.report.document import Answer, Question, cell_text
 from study.report.questions import QUESTIONS, TABLES, answers
-from study.report.questions.loss import largest_step_difference, loss_differences
+from study.report.questions.loss import largest_step_difference
 from study.report.questions.runs import DependentClaim
 from study.report.site.build import NOTEBOOKS, build
 from synthetic_records import REPOSITORY, with_steps, write_run
@@ -174,8 +175,7 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     assert (
         "under 1 of 1 strategies: `zero2` differs from its baseline by 2.7 %" in read_answers(records)["loss"].sentence
     )
-    (drawing,) = loss_differences(records)
-    assert drawing.alt.endswith("zero2 0.100.")
+    assert figures("loss_curves", records)["loss_difference"].alt.endswith("zero2 0.100.")
 
 
 def test_strategies_without_a_common_seed_are_named(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from report_folders import drawn
 from study.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.pages.releases import ReleaseReport
 from study.report.questions import answers
-from study.report.questions.releases import QUESTION, avoid_table, fault_curves, release_grid, verdict_table
+from study.report.questions.releases import QUESTION, avoid_table, verdict_table
 from synthetic_records import with_steps, write_run
 
 CAUSES = """
@@ -145,7 +146,7 @@ def test_the_answer_names_the_good_releases_and_such_a_report_has_no_speeds(reco
 
 
 def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_each_cause(records: Records) -> None:
-    today, then = release_grid(records)
+    today, then, curves = drawn("releases", records)
     axes = today.figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0.19.8", "0.19.2", "0.18.6"]
     assert sorted(text.get_text() for text in axes.texts if text.get_text()) == ["?", "a", "b'"]
@@ -155,7 +156,6 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
     assert "the same by chance: its releases have a race" in labels
     assert "a  the gradient is divided <b>twice</b>" in labels
     assert "0.18.6: zero1" in then.alt
-    (curves,) = fault_curves(records)
     wrong = {line.get_linestyle() for axes in curves.figure.axes for line in axes.lines}
     assert wrong == {"-", "--"}
     assert "0.18.6 zero3 differs by" in curves.alt

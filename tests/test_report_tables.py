@@ -11,13 +11,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from report_folders import drawn
 from study.config.places import REPOSITORY
 from study.config.strategies import WITH_REPLICAS
 from study.predictor.run_predictions import predict_run
 from study.records.frames import Records, read_parquet, read_records
 from study.report.questions import QUESTIONS, TABLES, answers
 from study.report.questions.memory import NEIGHBOURS, neighbours_table
-from study.report.questions.scaling import NODES, efficiency
+from study.report.questions.scaling import NODES
 from synthetic_records import PARAMETERS, answered, state_bytes, write_run
 
 MIB = 2**20
@@ -273,7 +274,7 @@ def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Pa
     assert planned[["Strategy", "Machines"]].to_numpy().tolist() == [["zero2", 1], ["zero2", 2], ["zero2", 8]]
     assert planned["Efficiency"].isna().all()
     assert answered(NODES.answer(records)).sentence.startswith("On up to 2 machines the speed per rank is 7")
-    assert len(efficiency(records)) == 3
+    assert [drawing.name for drawing in drawn("scaling", records)] == ["nodes"] * 3
 
 
 def test_neighbours_are_next_to_the_stages_with_their_memory_and_communication() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from report_folders import drawn, figures, laptop
 from study.config.places import REPOSITORY
 from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, read_records, read_runs, write_parquet
 from study.records.rows import RUN_COLUMNS
 from study.report.questions import TABLES
-from study.report.questions.virtual import LAYERS, SETTINGS, TABLE1, settings, table1
+from study.report.questions.virtual import LAYERS, SETTINGS, TABLE1
 from study.report.site.build import build
 from study.virtual.summaries import AS_SHIPPED, relative_ring_bytes, setting_pairs, summaries
 from synthetic_records import answered, as_never_started, only, write_run
@@ -61,7 +62,7 @@ def row(
 
 def together(*rows: pd.DataFrame) -> Records:
     runs = pd.concat(rows, ignore_index=True)
-    return Records(runs, pd.DataFrame({"run": []}))
+    return Records(runs, laptop().steps.iloc[:0])
 
 
 def test_a_model_at_three_depths_is_compared_with_the_paper_by_extrapolation(blank: Records) -> None:
@@ -77,7 +78,7 @@ def test_a_model_at_three_depths_is_compared_with_the_paper_by_extrapolation(bla
     assert table["Bytes per parameter, paper"].tolist() == [2 + 14 / 16, 16 / 64]
     assert table["Made by"].tolist() == ["layers 2, 3 of 36", "measured"]
     assert table["Line off by"].tolist() == ["0.00 % at 4", ""]
-    drawing = only(table1(records))
+    drawing = only(drawn("virtual_cluster", records))
     assert "zero2 at 16 21.6 GB (paper 21.6)" in drawing.alt
     assert "zero3 at 64 1.88 GB (paper 1.88)" in drawing.alt
 
@@ -110,7 +111,7 @@ def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(blank: Record
     assert (line["Measured completely"], line["Extrapolated"]) == (0, 1)
     assert line["Not linear in layers"].startswith("collective.all_gather")
     changed = row(blank, "zero3", 64, setting="zero_optimization.overlap_comm=true")
-    drawing = only(settings(together(records.runs, changed)))
+    drawing = figures("virtual_cluster", together(records.runs, changed))["settings"]
     assert "as shipped" not in drawing.alt
 
 
@@ -145,7 +146,7 @@ def test_a_setting_has_the_figures_that_it_changes_and_no_others(blank: Records)
     effects = TABLES["setting_effects"](records).set_index("Setting")
     assert effects.loc["use_multi_rank_bucket_allreduce=false", "Ring bytes (NCCL), x weights"] == "2.625 to 1.75"
     assert effects.loc["overlap_comm=true", "Ring bytes (NCCL), x weights"] == ""
-    drawing = only(settings(together(records.runs, row(blank, "zero2", 64))))
+    drawing = figures("virtual_cluster", together(records.runs, row(blank, "zero2", 64)))["settings"]
     assert "zero2 use_multi_rank_bucket_allreduce=false 1.75 (paper 1.75)" in drawing.alt
 
 
@@ -198,7 +199,7 @@ def test_tables_of_virtual_runs_have_no_real_runs(blank: Records, tmp_path: Path
         assert question.answer(real_records) is None
     bert = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
     assert TABLES["table1"](bert).empty
-    assert table1(bert) == []
+    assert drawn("virtual_cluster", bert) == []
     assert TABLES["setting_effects"](bert).empty
     # Another model is compared by the paper's formula for its number of parameters.
     assert answered(TABLE1.answer(bert)).table.to_numpy().tolist() == [

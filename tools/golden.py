@@ -141,12 +141,23 @@ def write_reports(output: Path) -> None:
             results[question.name] = {
                 "sentence": answer.sentence, "table": table_rows(answer.table), "notes": list(answer.notes),
                 "tables": {name: table_rows(make(records)) for name, make in question.tables.items()},
-                "figures": {
-                    name: [{"alt": drawing.alt, "axes": drawn_data(drawing.figure)} for drawing in draw(records)]
-                    for name, draw in question.figures.items()
-                },
             }  # fmt: skip
+        notebooks = {question.notebook for question in questions.answers(records) if question.notebook}
+        results["figures"] = {name: drawn_by(Path("notebooks") / f"{name}.ipynb", folder) for name in sorted(notebooks)}
         write_json(output / f"report_{folder.name}.json", results)
+
+
+def drawn_by(notebook: Path, folder: Path) -> list[dict[str, Any]]:
+    """Return the figures that a notebook's cells display with these records."""
+    shown: list[Any] = []
+    names: dict[str, Any] = {"display": shown.append}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+        if "parameters" in cell["metadata"].get("tags", ()):
+            names["records_dir"] = str(folder)
+    drawings = [one for one in shown if hasattr(one, "alt")]
+    return [{"name": one.name, "alt": one.alt, "axes": drawn_data(one.figure)} for one in drawings]
 
 
 def table_rows(frame: Any) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
-"""Parts shared by all figures: strategies' styles, the figure with its title, bars, lines, labels without overlap."""
+"""What notebooks share: the table of runs, styles of strategies, a figure with its title, bars, and labels."""
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -14,11 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from PIL import Image
 from scipy.optimize import isotonic_regression
 
+from study.config.errors import UserError
 from study.config.registry import REGISTRY
-from study.records.frames import Records, real_runs
-from study.records.statistics import SHOWN_BELOW
+from study.config.strategies import resolve_repository_path
+from study.records.frames import read_records
 from study.records.workloads import strategy_order
 
 # A dash pattern of matplotlib: the offset, then the lengths of dashes and gaps.
@@ -96,19 +100,61 @@ SETTINGS: Any = {
     # Equal figures are equal files.
     "svg.hashsalt": "zero-study", "svg.fonttype": "path",
 }  # fmt: skip
-# Workloads drawn in one notebook; the tables have all of them.
-MAX_WORKLOADS = 6
 _TITLE_IN, _LINE_IN = 0.25, 0.185
+_MAX_LABELS = 8
 _TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS = 46, 64, 26
-_T = TypeVar("_T")
+_DOTS_PER_INCH, _COLOURS = 200, 128
+
+
+def load_frames(folder: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return one row per run and one per step, from a runs directory or a report here or in the checkout.
+
+    Figures made after it have the style of the project.
+    """
+    if not (path := resolve_repository_path(folder)).exists():
+        raise UserError(f"there is no folder {folder}, neither here nor in the checkout", "name another records_dir")
+    matplotlib.rcParams.update(SETTINGS)
+    records = read_records(path)
+    return records.runs.assign(probe=records.runs["probe"].fillna(False).astype(bool)), records.steps
 
 
 class Drawing(NamedTuple):
-    """A figure, its content in words for those who do not see it, and its file name."""
+    """A figure, its content in words for those who do not see it, and its name."""
 
     figure: Figure
     alt: str
     name: str = ""
+
+    @property
+    def png(self) -> bytes:
+        return as_png(self.figure)
+
+    def _repr_mimebundle_(self, **_kinds: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what Jupyter shows; `study report` takes its figures from there."""
+        return {"image/png": self.png, "image/svg+xml": as_svg(self.figure), "text/plain": self.alt}, {
+            "figure": self.name
+        }
+
+
+@functools.lru_cache(64)
+def as_png(figure: Figure) -> bytes:
+    """Return a PNG with 128 colors, a third of its full size."""
+    with matplotlib.rc_context(SETTINGS):
+        full, small = io.BytesIO(), io.BytesIO()
+        figure.savefig(full, format="png", dpi=_DOTS_PER_INCH)
+    # Median cut, the default, would mix colors of strategies with few points.
+    tree, plain = Image.Quantize.FASTOCTREE, Image.Dither.NONE
+    image = Image.open(full).convert("RGB").quantize(_COLOURS, method=tree, dither=plain)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()
+
+
+def as_svg(figure: Figure) -> str:
+    """Return an SVG image without a date, so that equal figures are equal files."""
+    with matplotlib.rc_context(SETTINGS):
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    return drawn.getvalue().decode()
 
 
 def find_style(strategy: object) -> Style:
@@ -116,23 +162,10 @@ def find_style(strategy: object) -> Style:
     return STRATEGIES.get(str(strategy), UNKNOWN)
 
 
-def drawings(name: str, subjects: Iterable[tuple[str, _T]], draw: Callable[[str, _T], Drawing | None]) -> list[Drawing]:
-    """Return the drawings of all subjects, numbered; subjects without data have none."""
-    with matplotlib.rc_context(SETTINGS):
-        drawn = [draw(subject, data) for subject, data in subjects]
-    return [drawing._replace(name=f"{name}_{place}") for place, drawing in enumerate(drawn, 1) if drawing is not None]
-
-
-def per_workload(name: str, runs: pd.DataFrame, draw: Callable[[str, pd.DataFrame], Drawing | None]) -> list[Drawing]:
-    """Return a drawing per workload; at most `MAX_WORKLOADS`, those with most runs."""
-    largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:MAX_WORKLOADS]
-    return drawings(name, ((str(workload), runs[runs["workload"] == workload]) for workload in sorted(largest)), draw)
-
-
-def finished(records: Records) -> pd.DataFrame:
-    """Return the real runs that succeeded: only they have a loss and a step time."""
-    runs = real_runs(records).runs
-    return runs[runs["status_state"] == "ok"]
+def by_workload(runs: pd.DataFrame, most: int) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the workloads with most runs, and the runs of each."""
+    largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:most]
+    yield from ((str(workload), runs[runs["workload"] == workload]) for workload in sorted(largest))
 
 
 def arm_strategies(runs: pd.DataFrame) -> dict[str, str]:
@@ -160,7 +193,7 @@ def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any
 
 def finish(
     figure: Figure, title: str, subject: str, subtitle: str, words: str, notes: Mapping[str, str] | None = None,
-    legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "",
+    legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "", name: str = "",
 ) -> Drawing:  # fmt: skip
     """Return the figure with its title, its legend, and footnotes for the strategies that are not comparable."""
     titles, subtitles = _wrapped(title, _TITLE_LETTERS), [*_wrapped(subject), *_wrapped(subtitle)]
@@ -189,7 +222,7 @@ def finish(
             handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
             fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85, handlelength=2.4,
         ).set_in_layout(False)  # fmt: skip
-    return Drawing(figure, f"{lead or f'{title}, {subject}'}: {words}.")
+    return Drawing(figure, f"{lead or f'{title}, {subject}'}: {words}.", name)
 
 
 def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
@@ -269,12 +302,6 @@ def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Li
     ]
 
 
-def single_runs(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str) -> None:
-    """Draw the single runs of a point, unless there are many."""
-    if 1 < len(x) < SHOWN_BELOW:
-        axes.plot(x, y, ".", color=colour, markersize=5, alpha=0.7)
-
-
 class EndLabel(NamedTuple):
     """A text at the end of a line."""
 
@@ -284,34 +311,16 @@ class EndLabel(NamedTuple):
     colour: str
 
 
-class StrategyLine(NamedTuple):
-    """A strategy's line over a quantity such as ranks; `points` has the single runs at each of its values."""
-
-    label: str
-    strategy: str
-    x: Sequence[float]
-    y: Sequence[float]
-    points: Sequence[Sequence[float]] = ()
-
-
-def plot_lines(
-    axes: Axes, lines: Iterable[StrategyLine], ticks: Mapping[float, str], extra: Sequence[EndLabel] = (), **look: Any
+def label_groups(
+    axes: Axes, curves: pd.DataFrame, group: Mapping[str, Any], strategies: Mapping[str, str], notes: Mapping[str, str]
 ) -> None:
-    """Draw lines over a logarithmic axis with a label at the end of each; `extra` labels belong to other lines."""
-    ends = list(extra)
-    for line in lines:
-        style = find_style(line.strategy)
-        axes.plot(line.x, line.y, markersize=8, **style.line)
-        for x, points in zip(line.x, line.points, strict=False):
-            single_runs(axes, [x] * len(points), points, style.colour)
-        ends.append(EndLabel(line.x[-1], line.y[-1], line.label, style.colour))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.minorticks_off()
-    axes.set(**look)
-    axes.grid(axis="y")
-    plain_ticks(axes.yaxis)
-    label_ends(axes, ends)
+    """Label the end of the first curve of each group with its strategy and the number of the others."""
+    labels = []
+    for arms in [list(arms) for _, arms in pd.Series(group).groupby(group, sort=False).groups.items()][:_MAX_LABELS]:
+        text = format_label(arms[0], notes) + (f" + {len(arms) - 1} more" if len(arms) > 1 else "")
+        colour = find_style(strategies[arms[0]]).colour
+        labels.append(EndLabel(curves.index[-1], float(curves[arms[0]].iloc[-1]), text, colour))
+    label_ends(axes, labels, 9.5)
 
 
 def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
@@ -341,14 +350,13 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
 
 
 def label_points(
-    axes: Axes, points: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str], single: pd.DataFrame
+    axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str]
 ) -> None:
-    """Draw a labelled marker per strategy on axes that start at 0, and its single runs unless there are many."""
+    """Draw a labelled marker per strategy on axes that start at 0, and its single runs; both have the same columns."""
     ends = []
     for arm, (x, y) in points.iterrows():
-        style = find_style(strategies[str(arm)])
-        xs, ys = single.loc[[arm]].to_numpy(dtype=float).T
-        single_runs(axes, xs, ys, style.colour)
+        style, single = find_style(strategies[str(arm)]), runs.loc[[arm]].to_numpy(dtype=float)
+        axes.plot(*single.T, ".", color=style.colour, markersize=5, alpha=0.7)
         axes.plot(x, y, markersize=9.5, **style.points)
         ends.append(EndLabel(x, y, format_label(str(arm), notes), style.colour))
     axes.grid()

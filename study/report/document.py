@@ -6,25 +6,21 @@ import base64
 import dataclasses
 import functools
 import html
-import io
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import jinja2
-import matplotlib
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.figure import Figure
-from PIL import Image
 
 from study.config.text import NOT_MEASURED, format_number, percent
 from study.records.frames import Records
-from study.report.canvas import SETTINGS, STRATEGIES, Drawing
+from study.report.canvas import STRATEGIES, Drawing
 
 # Strategies that a sentence names before it counts the rest.
 _MAX_NAMES = 3
@@ -81,7 +77,6 @@ def change_text(fraction: float) -> str:
 
 
 Table = Callable[[Records], pd.DataFrame]
-Figures = Callable[[Records], list[Drawing]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,11 +98,21 @@ class Question:
     answer: Callable[[Records], Answer | None]
     no_data: str
     tables: Mapping[str, Table]
-    figures: Mapping[str, Figures] = dataclasses.field(default_factory=dict)
-    # The figure on the first screen in place of the small table.
-    first_figure: str | None = None
     # Name of its page and of its notebook in notebooks/. Without one, the first page has its tables.
     notebook: str | None = None
+    # Names of the figures that its notebook draws, each of several workloads.
+    figures: tuple[str, ...] = ()
+    # The figure on the first screen in place of the small table.
+    first_figure: str | None = None
+
+
+class Picture(NamedTuple):
+    """A figure of an executed notebook, with its content in words."""
+
+    name: str
+    png: bytes
+    svg: str
+    alt: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,7 +136,7 @@ class PageSection:
     table: pd.DataFrame | None = None
     notes: Sequence[str | Note] = ()
     # HTML shows them in place of the table.
-    drawings: Sequence[Drawing] = ()
+    drawings: Sequence[Drawing | Picture] = ()
     # Further tables by title; folded in HTML.
     tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
     level: int = 2
@@ -204,7 +209,6 @@ _OUTCOMES = {
     **dict.fromkeys(("ok", "yes"), "good"),
     **dict.fromkeys(("oom", "failed", "timeout", "unsupported", "interrupted"), "bad"),
 }
-_DOTS_PER_INCH, _COLOURS = 200, 128
 
 
 def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
@@ -241,31 +245,10 @@ def link_html(text: str, address: str) -> Markup:
     return Markup('<a href="{}">{}</a>').format(address, text) if address else Markup.escape(text)
 
 
-def png_html(drawing: Drawing) -> Markup:
+def png_html(drawing: Drawing | Picture) -> Markup:
     """Return the figure as an embedded image."""
-    content = base64.b64encode(as_png(drawing.figure)).decode()
+    content = base64.b64encode(drawing.png).decode()
     return Markup('<img src="data:image/png;base64,{}" alt="{}">').format(content, drawing.alt)
-
-
-@functools.lru_cache(64)
-def as_png(figure: Figure) -> bytes:
-    """Return a PNG with 128 colors, a third of its full size. Pages embed it, and the folder has it as a file."""
-    with matplotlib.rc_context(SETTINGS):
-        full, small = io.BytesIO(), io.BytesIO()
-        figure.savefig(full, format="png", dpi=_DOTS_PER_INCH)
-    # Median cut, the default, would mix colors of strategies with few points.
-    tree, plain = Image.Quantize.FASTOCTREE, Image.Dither.NONE
-    image = Image.open(full).convert("RGB").quantize(_COLOURS, method=tree, dither=plain)
-    image.save(small, format="png", optimize=True)
-    return small.getvalue()
-
-
-def as_svg(figure: Figure) -> bytes:
-    """Return an SVG image without a date, so that equal figures are equal files."""
-    with matplotlib.rc_context(SETTINGS):
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    return drawn.getvalue()
 
 
 def table_html(frame: pd.DataFrame) -> Markup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from study.records.frames import Records, probe_runs
 from study.records.outcome import Outcome
 from study.records.strategy_runs import NAN
 from study.records.workloads import format_setting, strategy_order
-from study.report import canvas
 from study.report.document import Answer, Question
 from study.sweep.search import Bracket, SearchAnswer, next_bracket
 
@@ -195,38 +193,8 @@ def probes_table(records: Records) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def what_fits(records: Records) -> list[canvas.Drawing]:
-    subjects: defaultdict[str, list[Fit]] = defaultdict(list)
-    for fit in fits(records):
-        if not math.isnan(fit.size):
-            subjects[fit.subject].append(fit)
-    return canvas.drawings("what_fits", subjects.items(), _bars)
-
-
-def _bars(subject: str, results: list[Fit]) -> canvas.Drawing:
-    limits = list(dict.fromkeys(fit.limit for fit in results))
-    arms = list(dict.fromkeys(fit.arm for fit in results))
-    figure, panels = canvas.sheet_of_rows(len(arms), 0.34, columns=len(limits), sharex=True, sharey=True)
-    for axes, limit in zip(panels, limits, strict=True):
-        for fit in (fit for fit in results if fit.limit == limit):
-            row = arms.index(fit.arm)
-            axes.barh(row, fit.size, height=0.66, color=canvas.find_style(fit.probe["strategy"]).colour)
-            largest = fit.value(fit.bracket.fits).rsplit("/", 1)[-1] or "none"
-            bound = "≥ " if fit.largest is not None and fit.what_fits.is_open else ""
-            canvas.write_right(axes, bound + largest, (fit.size, row))
-        canvas.rows_of_arms(axes, arms, {})
-        axes.margins(x=0.3)
-        axes.set(xlim=(0, None), xlabel="samples" if results[0].axis == _MICRO_BATCH else "million parameters")
-        axes.set_title(limit, size=9.5, loc="left")
-        canvas.plain_ticks(axes.xaxis)
-        axes.locator_params(axis="x", nbins=4)
-    subtitle = "Each answer is bounded by a run that fitted and one that did not; with ≥ nothing larger was tried."
-    words = "; ".join(f"{fit.arm} within {fit.limit} {fit.what_fits.answer}" for fit in results)
-    return canvas.finish(figure, "What fits", subject, subtitle, words)
-
-
 QUESTION = Question(
     "fits", "What is the largest that fits?", answer,
     no_data="No run here was a probe of a search for the largest that fits.",
-    tables={"fits": fits_table, "probes": probes_table}, figures={"what_fits": what_fits}, notebook="what_fits",
+    tables={"fits": fits_table, "probes": probes_table}, figures=("what_fits",), notebook="what_fits",
 )  # fmt: skip

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.patheffects import withStroke
 
-from study.config.text import NOT_MEASURED, format_number, percent, power_of_ten
-from study.records.fairness import baseline_arm, has_dropout
+from study.config.text import NOT_MEASURED, percent
+from study.records.fairness import has_dropout
 from study.records.frames import Records, real_runs, steps_by_run
 from study.records.outcome import has_diverged
 from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
-from study.report import canvas
 from study.report.document import Answer, Question, format_names, format_or_dash
 from study.report.questions.comparison import Comparison, arm_notes, arm_table, fair_arms, real_arms, workloads
 
@@ -231,193 +227,8 @@ def loss_table(records: Records) -> pd.DataFrame:
     return arm_table(real_arms(records), figures, _CONFOUND)
 
 
-# Points of a curve that a printed column can show; longer runs are averaged over adjacent steps.
-MAX_POINTS = 300
-_MAX_LABELS = 8
-# Curves closer than this fraction of the plot's height look like one line, and share a label.
-_ONE_LINE = 0.006
-# Height at which a difference of 0 is drawn, below all differences of float32 losses.
-_ZERO = 1e-9
-_FLOAT32_ROUNDING = 2.0**-24
-
-
-def loss_curves(records: Records) -> list[canvas.Drawing]:
-    """Draw the training losses of each workload."""
-    return canvas.per_workload("loss", canvas.finished(records), functools.partial(_curves, records.steps))
-
-
-def loss_differences(records: Records) -> list[canvas.Drawing]:
-    """Draw the difference of each strategy from the baseline, step by step."""
-    runs = canvas.finished(records)
-    return canvas.per_workload("loss_difference", runs, functools.partial(_differences, records.steps))
-
-
-def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """Return losses by step and run; of long runs the means over adjacent steps."""
-    table = steps[steps["run"].isin(runs["run"])].pivot(index="step", columns="run", values="loss")
-    table = table.dropna(axis="columns", how="all")
-    stride = math.ceil(len(table) / MAX_POINTS)
-    if stride > 1:
-        table = table.groupby(np.arange(len(table)) // stride).mean().set_axis(table.index[::stride])
-    return table
-
-
-def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    # A repeat has the same curve as the first run, and would count twice in the median.
-    runs = runs.drop_duplicates(["arm", "seed"])
-    all_losses = _losses(steps, runs)
-    runs = runs[runs["run"].isin(all_losses.columns)]
-    # Strategies are compared on the seeds that all of them ran; other seeds are drawn as background.
-    shared = runs[runs.groupby("seed")["arm"].transform("nunique") == runs["arm"].nunique()]
-    runs = runs if shared.empty else shared
-    losses = all_losses[runs["run"]]
-    if losses.empty:
-        return None
-    strategies, notes = canvas.arm_strategies(runs), canvas.find_confounds(runs, _CONFOUND)
-    arm_losses = {arm: losses[runs.loc[runs["arm"] == arm, "run"]] for arm in strategies}
-    medians = {arm: curves.median(axis="columns") for arm, curves in arm_losses.items()}
-    low, high = float(all_losses.min().min()), float(all_losses.max().max())
-    groups: list[list[str]] = []
-    for arm, curve in medians.items():
-        matches = (arms for arms in groups if (curve - medians[arms[0]]).abs().max() <= (high - low or 1) * _ONE_LINE)
-        if (group := next(matches, None)) is None:
-            groups.append([arm])
-        else:
-            group.append(arm)
-    figure, (axes,) = canvas.sheet(2.8)
-    background = all_losses.drop(columns=losses.columns)
-    axes.plot(background.index, background, color=canvas.QUIET, linewidth=0.6, alpha=0.35, zorder=1)
-    for group in groups:
-        # Overlapping lines have their markers at different steps, so that every strategy is visible.
-        for turn, arm in enumerate(group):
-            style, curve = canvas.find_style(strategies[arm]), medians[arm]
-            stride = max(len(group), len(curve) // 24, 1)
-            look = {"linewidth": 1.1, "alpha": 0.55} if turn else {"linewidth": 1.6}
-            axes.plot(curve.index, curve, zorder=3 - turn / 100, **style.line | {"marker": ""} | look)
-            axes.plot(curve.index[turn % stride :: stride], curve.iloc[turn % stride :: stride], markersize=6.5,
-                      markeredgewidth=0.7, zorder=4, **style.points)  # fmt: skip
-    for arm, curves in arm_losses.items():
-        if curves.shape[1] > 1:
-            axes.fill_between(curves.index, curves.min(axis="columns"), curves.max(axis="columns"), alpha=0.15,
-                              color=canvas.find_style(strategies[arm]).colour, linewidth=0)  # fmt: skip
-    _draw_evaluations(axes, runs, steps)
-    _draw_floor(axes, runs, low)
-    axes.set(xlabel="optimizer step", ylabel="training loss, nats")
-    axes.grid(axis="y")
-    axes.margins(x=0.02)
-    canvas.plain_ticks(axes.yaxis)
-    if len(groups) > 1:
-        _label_groups(axes, groups, medians, strategies, notes)
-    faint = "" if background.empty else " Faint: other seeds, which some strategies ran."
-    subtitle, largest = f"Each line is the median over the runs of one strategy.{faint}", max(groups, key=len)
-    if len(largest) > 1:
-        spread = max(float((medians[arm] - medians[largest[0]]).abs().max()) for arm in largest)
-        count = f"All {len(largest)}" if len(groups) == 1 else f"{len(largest)} of {len(medians)}"
-        bands = " The band spans the runs of a strategy." if runs.groupby("arm").size().max() > 1 else ""
-        subtitle = f"{count} strategies lie on one line: max difference {format_number(spread)} at any step.{bands}"
-        subtitle += faint
-    words = ", ".join(f"{arm} ends at {format_number(curve.iloc[-1])}" for arm, curve in medians.items())
-    return canvas.finish(figure, "Training loss", workload, subtitle, words, notes,
-                         canvas.legend_of_arms(strategies, notes), legend_columns=2,
-                         lead=f"Training loss by step for {workload}")  # fmt: skip
-
-
-def _label_groups(
-    axes: Axes, groups: Iterable[Sequence[str]], curves: Mapping[str, pd.Series], strategies: Mapping[str, str],
-    notes: Mapping[str, str],
-) -> None:  # fmt: skip
-    """Label the end of the first curve of each group."""
-    labels = []
-    for first, *rest in itertools.islice(groups, _MAX_LABELS):
-        text = canvas.format_label(first, notes) + (f" + {len(rest)} more" if rest else "")
-        curve, colour = curves[first], canvas.find_style(strategies[first]).colour
-        labels.append(canvas.EndLabel(curve.index[-1], float(curve.iloc[-1]), text, colour))
-    canvas.label_ends(axes, labels, 9.5)
-
-
-def _draw_evaluations(axes: Axes, runs: pd.DataFrame, steps: pd.DataFrame) -> None:
-    """Draw the median over all strategies, with a ring on each evaluated step or, of many, on some."""
-    evaluated = steps[steps["run"].isin(runs["run"]) & steps["eval_loss"].notna()]
-    if evaluated.empty:
-        return
-    curve = evaluated.groupby("step")["eval_loss"].median()
-    curve = curve[:: math.ceil(len(curve) / MAX_POINTS)]
-    axes.plot(curve.index, curve, color=canvas.ACCENT, linestyle=":", marker="o", markersize=10,
-              markerfacecolor="none", markeredgecolor=canvas.ACCENT, markeredgewidth=1.4,
-              markevery=math.ceil(len(curve) / 12), zorder=5)  # fmt: skip
-    text = axes.annotate("evaluation", (curve.index[-1], curve.iloc[-1]), xytext=(-2, 12),
-                         textcoords="offset points", ha="right", size=9, color=canvas.ACCENT, zorder=6)  # fmt: skip
-    text.set_path_effects([withStroke(linewidth=3, foreground="white")])
-
-
-def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
-    floors = runs["floor_loss"].dropna().unique()
-    if len(floors) == 1:
-        floor = float(floors[0])
-        axes.axhline(floor, **canvas.GUIDE)
-        axes.annotate(f"best possible {format_number(floor)}", (0.01, floor), xycoords=("axes fraction", "data"),
-                      xytext=(0, -4), textcoords="offset points", va="top", size=9, color=canvas.QUIET)  # fmt: skip
-        axes.set_ylim(bottom=min(low, floor) - 0.12 * (axes.get_ylim()[1] - min(low, floor)))
-
-
-def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw the difference of each run from the baseline's with the same seed; bold is its maximum so far."""
-    losses, baseline = _losses(steps, runs), baseline_arm(runs)
-    # With dropout, masks differ between strategies, so steps are not comparable.
-    if baseline is None or losses.empty or runs["arm"].nunique() < 2 or has_dropout(runs):
-        return None
-    runs = runs[runs["run"].isin(losses.columns)]
-    gaps = {}
-    for arm in canvas.arm_strategies(runs):
-        gap_of_pairs = [losses[run] - losses[reference] for run, reference in paired_runs(runs, arm, baseline)]
-        # A step without a loss is not a difference of 0.
-        measured = [gap for gap in gap_of_pairs if gap.notna().all()]
-        if arm != baseline and measured:
-            gaps[arm] = pd.concat(measured, axis="columns").abs().max(axis="columns")
-    if not gaps:
-        return None
-    notes, strategies = canvas.find_confounds(runs, _CONFOUND), {arm: canvas.arm_strategies(runs)[arm] for arm in gaps}
-    so_far = {arm: gap.clip(lower=_ZERO).cummax().ffill() for arm, gap in gaps.items()}
-    figure, (axes,) = canvas.sheet(2.8)
-    for turn, (arm, gap) in enumerate(gaps.items()):
-        style, stride = canvas.find_style(strategies[arm]), max(len(gap) // 8, 1)
-        axes.plot(gap.index, gap.clip(lower=_ZERO), color=style.colour, linewidth=0.7, alpha=0.3)
-        axes.plot(so_far[arm].index, so_far[arm], linewidth=1.5, markersize=6, markeredgewidth=0.6,
-                  markevery=(turn % stride, stride), **style.line)  # fmt: skip
-    reruns = [losses[first] - losses[second] for _, same in runs.groupby(["arm", "seed"])["run"]
-              for first, second in itertools.combinations(same, 2)]  # fmt: skip
-    peaks = {arm: float(gap.max()) for arm, gap in gaps.items()}
-    worst = max(peaks, key=lambda arm: peaks[arm])
-    subtitle = f"Max difference from {baseline} at any step: {format_number(peaks[worst])} ({worst})."
-    subtitle += " Bold: the largest so far. Faint: that of each step. Dashed: the rounding of float32."
-    if reruns:
-        rerun = pd.concat(reruns, axis="columns").abs().max(axis="columns").cummax()
-        axes.plot(rerun.index, rerun.clip(lower=_ZERO), color=canvas.INK, linewidth=1.2, linestyle=(0, (1, 1.5)))
-        subtitle += f" Dotted: reruns of the same strategy, at most {format_number(float(rerun.iloc[-1]))}."
-    if same := sum(peak == 0 for peak in peaks.values()):
-        subtitle += f" {same} of {len(peaks)} never differ at all."
-    rounding = float(losses.median().median()) * _FLOAT32_ROUNDING
-    axes.set(yscale="log", ylim=(_ZERO * 0.5, max(max(peaks.values()) * 4, rounding * 40)))
-    axes.axhline(rounding, **canvas.GUIDE)
-    exponents = range(round(math.log10(_ZERO)), math.floor(math.log10(axes.get_ylim()[1])) + 1)
-    axes.set_yticks([10.0**exponent for exponent in exponents], ["0", *map(power_of_ten, exponents[1:])])
-    axes.minorticks_off()
-    axes.grid(axis="y")
-    axes.axhspan(axes.get_ylim()[0], _ZERO * 2, color=canvas.INK, alpha=0.05, linewidth=0)
-    axes.margins(x=0.02)
-    axes.set(xlabel="optimizer step", ylabel="difference in loss, nats")
-    groups: dict[str, list[str]] = {}
-    for arm, curve in so_far.items():
-        groups.setdefault(f"{curve.iloc[-1]:.1e}", []).append(arm)
-    _label_groups(axes, groups.values(), so_far, strategies, notes)
-    words = ", ".join(f"{arm} {format_number(peak)}" for arm, peak in peaks.items())
-    return canvas.finish(figure, f"Difference from {baseline}", workload, subtitle, words, notes,
-                         canvas.legend_of_arms(strategies, notes), legend_columns=2,
-                         lead=f"Largest difference in loss from {baseline} on {workload}")  # fmt: skip
-
-
 QUESTION = Question(
     "loss", "Do ZeRO and offload change the loss?", answer,
     no_data="No workload here has two strategies with comparable losses.", tables={"loss": loss_table},
-    figures={"loss_curves": loss_curves, "loss_differences": loss_differences}, notebook="loss_curves",
+    figures=("loss", "loss_difference"), notebook="loss_curves",
 )  # fmt: skip

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pandas as pd
 
 from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
-from study.config.text import format_number, percent
-from study.host.memory import GIB, MIB
+from study.config.text import percent
+from study.host.memory import MIB
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import NOT_SIGNIFICANT, geometric_mean, paired_ratio
+from study.records.statistics import NOT_SIGNIFICANT, paired_ratio
 from study.records.strategy_runs import (
     NAN,
     Row,
@@ -23,7 +23,6 @@ from study.records.strategy_runs import (
     scarce_memory,
     state_bytes,
 )
-from study.report import canvas
 from study.report.document import Answer, Question, change_text, format_or_dash, span_text, times_text
 from study.report.questions.comparison import (
     Columns,
@@ -94,99 +93,10 @@ def memory_table(records: Records) -> pd.DataFrame:
     return arm_table(group_by_strategy(drop_probes(records).runs), figures)
 
 
-_WORDS = {
-    "params": "parameters", "grads": "gradients", "optimizer": "optimizer", "rest": "activations and rest",
-    "reserved": "reserved, not used", "outside": "outside torch",
-    "device": "on the device", "host": "on the host", "nvme": "on NVMe",
-}  # fmt: skip
-# Each peak includes the previous one: tensors, torch's caching allocator, and all used memory of the device.
-_DEVICE_PEAKS = {
-    "rest": "peak_memory_gib_allocated", "reserved": "peak_memory_gib_reserved", "outside": "peak_memory_gib_device"
-}  # fmt: skip
-_HOST_PEAK = {"rest": "host_peak_rss_gib"}
-
-
-def model_state(records: Records) -> list[canvas.Drawing]:
-    """Draw bytes of model state on one rank, counted on live tensors: those of a virtual rank are real too."""
-    runs = drop_probes(records).runs
-    measured = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
-    return canvas.per_workload("model_state", measured, _state)
-
-
-def peak_memory(records: Records) -> list[canvas.Drawing]:
-    """Draw the peak memory of one rank, split into model state and the rest."""
-    return canvas.per_workload("peak_memory", canvas.finished(records), _peak)
-
-
-def _medians(runs: pd.DataFrame) -> pd.DataFrame:
-    columns = [f"{kind}_bytes_{place}" for place in STATE_PLACES for kind in STATE_KINDS]
-    numbers = runs[[*columns, *_DEVICE_PEAKS.values(), *_HOST_PEAK.values()]].apply(pd.to_numeric)
-    return numbers.groupby(runs["arm"]).median().loc[list(canvas.arm_strategies(runs))]
-
-
-def _state(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
-    state, notes = _medians(runs).filter(like="_bytes_"), canvas.find_confounds(runs)
-    unit, size = canvas.unit_for(float(state.sum(axis="columns").max()))
-    state /= size
-    totals = {place: state.filter(like=f"_bytes_{place}").sum(axis="columns") for place in STATE_PLACES}
-    device = totals["device"]
-    fills = {f"{kind}_bytes_{place}": canvas.Fill(canvas.STATE[kind].colour, canvas.PLACES[place])
-             for kind in STATE_KINDS for place in STATE_PLACES}  # fmt: skip
-    figure, (axes,) = canvas.sheet_of_rows(len(state))
-    xlabel = f"{unit} per rank; the number: on the device"
-    canvas.bars(axes, state, fills, device.map(format_number), xlabel, notes, margin=0.08)
-    subtitle = f"On the device: {_range(device, unit)}"
-    if device.nunique() == 1:
-        subtitle = f"All strategies have the same on the device: {format_number(device.iloc[0])} {unit}."
-    kinds = {kind: canvas.STATE[kind] for kind in STATE_KINDS}
-    if sum(map(any, totals.values())) > 1:
-        kinds |= {place: canvas.Fill("#9aa2ab", canvas.PLACES[place]) for place, total in totals.items() if any(total)}
-    words = "; ".join(
-        f"{arm} " + ", ".join(f"{format_number(total[arm])} {unit} {_WORDS[place]}"
-                              for place, total in totals.items() if total[arm])
-        for arm in state.index
-    )  # fmt: skip
-    legend = canvas.legend_of_fills(kinds, _WORDS)
-    return canvas.finish(figure, "Model state on one rank", workload, subtitle, words, notes, legend)
-
-
-def _range(sizes: pd.Series, unit: str) -> str:
-    ends = (f"{format_number(sizes[arm])} {unit} ({arm})" for arm in (sizes.idxmin(), sizes.idxmax()))
-    return f"{' to '.join(ends)}."
-
-
-def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw the peaks of device and host next to each other; without an accelerator only that of the process."""
-    on_device = bool(runs["peak_memory_gib_allocated"].notna().any())
-    if not on_device and runs["host_peak_rss_gib"].isna().all():
-        return None
-    medians, notes = _medians(runs), canvas.find_confounds(runs)
-    panels: list[tuple[Sequence[str], dict[str, str], str]] = [
-        (["device", "host"], _HOST_PEAK, "GiB per rank (resident set)")
-    ]
-    subtitle = "Without an accelerator, device and host are one memory, mostly of libraries."
-    if on_device:
-        panels = [(["device"], _DEVICE_PEAKS, "device, GiB"), (["host"], _HOST_PEAK, "host, GiB")]
-        subtitle = "The number is the memory that torch allocated, and for the host the resident set."
-    figure, sides = canvas.sheet_of_rows(len(medians), columns=len(panels), sharey=True)
-    for axes, (places, peaks, xlabel) in zip(sides, panels, strict=True):
-        # Model state first, then the rest of each peak above the previous one; the text is the first peak.
-        columns = {kind: [f"{kind}_bytes_{place}" for place in places] for kind in STATE_KINDS}
-        parts = pd.DataFrame({kind: medians[group].sum(axis="columns") / GIB for kind, group in columns.items()})
-        for kind, column in peaks.items():
-            parts[kind] = (medians[column] - parts.sum(axis="columns")).clip(lower=0)
-        canvas.bars(axes, parts, canvas.STATE, medians[peaks["rest"]].map(format_number), xlabel, notes)
-    peak = medians[panels[0][1]["rest"]]
-    words = ", ".join(f"{arm} {format_number(size)} GiB" for arm, size in peak.items())
-    legend = canvas.legend_of_fills({kind: canvas.STATE[kind] for kind in (*STATE_KINDS, *panels[0][1])}, _WORDS)
-    subtitle = f"{_range(peak, 'GiB')} {subtitle}"
-    return canvas.finish(figure, "Peak memory of one rank", workload, subtitle, words, notes, legend)
-
-
 MEMORY = Question(
     "memory", "How much memory does a rank need?", _memory_answer,
     no_data="No run here succeeded with its model state measured.", tables={"memory": memory_table},
-    figures={"model_state": model_state, "peak_memory": peak_memory}, notebook="peak_memory",
+    figures=("model_state", "peak_memory"), notebook="peak_memory",
 )  # fmt: skip
 
 
@@ -254,47 +164,10 @@ def offload_table(records: Records) -> pd.DataFrame:
     return arm_table((arm for arm in strategies if (arm.workload, arm.value("zero_stage")) in stages), figures)
 
 
-def offload(records: Records) -> list[canvas.Drawing]:
-    """Draw the memory that offload frees against the time that it costs."""
-    return canvas.per_workload("offload", canvas.finished(records), _offload)
-
-
-def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw an arrow from each stage without offload to the same stage with it: left is less memory, up is slower."""
-    strategies, notes = canvas.arm_strategies(runs), canvas.find_confounds(runs)
-    moved = {arm.name: plain for arm in group_by_strategy(runs) if arm.is_offloaded and (plain := arm.unoffloaded)}
-    moves = {arm: moved[arm] for arm in strategies if arm in moved}
-    if not moves:
-        return None
-    places = scarce_memory(runs)
-    state = runs[[f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in places]].sum(axis="columns")
-    unit, size = canvas.unit_for(state.max())
-    single = pd.DataFrame({"arm": runs["arm"], "state": state / size, "ms": runs[STEP] * 1e3}).set_index("arm")
-    points = single.groupby("arm").agg({"state": "median", "ms": geometric_mean})
-    figure, (axes,) = canvas.sheet(3.9)
-    for arm, plain in moves.items():
-        axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[plain]), arrowprops={
-            "arrowstyle": "->", "color": canvas.find_style(strategies[arm]).colour, "linewidth": 1.2,
-            "shrinkA": 5, "shrinkB": 5, "alpha": 0.7,
-        })  # fmt: skip
-    listed = list(dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair)))
-    place = "on the device" if len(places) == 1 else "in memory"
-    axes.set(xlabel=f"model state left {place}, {unit} per rank", ylabel="step time, ms")
-    canvas.label_points(axes, points.loc[listed], strategies, notes, single)
-    states, times = points["state"].map(format_number), points["ms"].map(format_number)
-    words = ", ".join(
-        f"{arm} leaves {states[arm]} of {states[plain]} {unit}, {times[arm]} ms instead of {times[plain]} ms"
-        for arm, plain in moves.items()
-    )
-    subtitle = "An arrow leads from a stage without offload to the same stage with it."
-    shown_notes = {arm: notes[arm] for arm in listed}
-    return canvas.finish(figure, "Memory and time of offload", workload, subtitle, words, shown_notes)
-
-
 OFFLOAD = Question(
     "offload", "What does offload free, and what does it cost?", _offload_answer,
     no_data="No workload here has a stage both with offload and without it.", tables={"offload": offload_table},
-    figures={"offload": offload}, notebook="offload",
+    figures=("offload",), notebook="offload",
 )  # fmt: skip
 
 
@@ -340,40 +213,10 @@ def _by_collective(arm: StrategyRuns) -> str:
     return ", ".join(f"{kind} {counts['payload_bytes'] / MIB:.4g}" for kind, counts in sorted(counted.items())) or "-"
 
 
-def traffic(records: Records) -> list[canvas.Drawing]:
-    """Draw the ring bytes of one rank in one step; those of a virtual rank are real too."""
-    runs = drop_probes(records).runs
-    return canvas.per_workload("traffic", runs[(runs["status_state"] == "ok") & runs["collectives"].notna()], _traffic)
-
-
-def _traffic(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
-    first, notes = runs.drop_duplicates("arm").set_index("arm"), canvas.find_confounds(runs)
-    counted = {arm: json.loads(first.loc[arm, "collectives"]) for arm in canvas.arm_strategies(runs)}
-    sizes = {arm: {kind: row["wire_bytes_per_rank"] for kind, row in kinds.items()} for arm, kinds in counted.items()}
-    sent = pd.DataFrame(sizes).T.fillna(0)
-    sent = sent[[*(kind for kind in canvas.TRAFFIC if kind in sent), *sorted(set(sent) - set(canvas.TRAFFIC))]]
-    unit, size = canvas.unit_for(sent.sum(axis="columns").max())
-    sent /= size
-    totals = sent.sum(axis="columns")
-    # Bytes of all parameters, from the runs that do not partition them.
-    unpartitioned = runs[(runs["zero_stage"].fillna(0) < 3) & (runs["distributed_type"] != "FSDP")]
-    weights = float(unpartitioned["params_bytes_device"].max()) / size
-    subtitle = "Ring bytes (NCCL) of one rank; an all-reduce sends twice its size."
-    figure, (axes,) = canvas.sheet_of_rows(len(sent))
-    if weights > 0:
-        subtitle += f" The dashed lines are multiples of the parameters ({format_number(weights)} {unit})."
-        for copy in range(1, min(int(totals.max() / weights + 0.01), 6) + 1):
-            axes.axvline(copy * weights, zorder=0, **canvas.GUIDE)
-    canvas.bars(axes, sent, canvas.TRAFFIC, totals.map(format_number), f"{unit} per rank and step", notes)
-    words = ", ".join(f"{arm} {format_number(total)} {unit}" for arm, total in totals.items())
-    legend = canvas.legend_of_fills({kind: canvas.TRAFFIC.get(kind, canvas.OTHER) for kind in sent}, {})
-    return canvas.finish(figure, "Communication of one step", workload, subtitle, words, notes, legend)
-
-
 TRAFFIC = Question(
     "traffic", "How much does a rank send in one step?", _traffic_answer,
     no_data="No run of several ranks here recorded its collectives.", tables={"traffic": traffic_table},
-    figures={"traffic": traffic}, notebook="runtime",
+    figures=("traffic",), notebook="runtime",
 )  # fmt: skip
 
 _STAGES = {"zero1", "zero2", "zero3"}
@@ -457,5 +300,5 @@ def neighbours_table(records: Records) -> pd.DataFrame:
 NEIGHBOURS = Question(
     "neighbours", "How much memory and communication do alternatives to ZeRO need?", _neighbours_answer,
     no_data="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
-    tables={"neighbours": neighbours_table}, notebook="neighbours",
+    tables={"neighbours": neighbours_table}, figures=("neighbours",), notebook="neighbours",
 )  # fmt: skip

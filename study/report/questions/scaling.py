@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pandas as pd
 
-from study.config.text import format_number, percent
+from study.config.text import percent
 from study.host.memory import MIB
 from study.predictor.run_predictions import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
 from study.records.fairness import baseline_arm
 from study.records.frames import Records, real_runs
-from study.records.statistics import NOT_SIGNIFICANT, Interval, geometric_mean, interval, paired_ratio
+from study.records.statistics import NOT_SIGNIFICANT, Interval, interval, paired_ratio
 from study.records.strategy_runs import (
     NAN,
     Row,
@@ -23,7 +22,6 @@ from study.records.strategy_runs import (
     ratio_text,
     runs_with_several,
 )
-from study.report import canvas
 from study.report.document import Answer, Question, format_names, format_or_dash, span_text, times_text
 from study.report.questions.comparison import (
     UNSURE,
@@ -36,7 +34,7 @@ from study.report.questions.comparison import (
     workloads,
 )
 from study.report.questions.memory import sent_mib, step_s
-from study.virtual.summaries import PLANNED, STRONG, WEAK, over_nodes
+from study.virtual.summaries import STRONG, WEAK, over_nodes
 
 SPEED = "tokens_per_s"
 
@@ -93,55 +91,10 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
     return arm_table(filter(_has_several, real_arms(records)), figures)
 
 
-def scaling(records: Records) -> list[canvas.Drawing]:
-    """Draw the speedup by number of ranks."""
-    return canvas.per_workload("scaling", canvas.finished(records), _scaling)
-
-
-def _scaling(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    """Draw strong scaling: all points have the same global batch, because it is part of the workload."""
-    timed = runs[runs[SPEED].notna()]
-    if timed["world_size"].nunique() < 2:
-        return None
-    # One line per strategy over all numbers of ranks; an override or another trainer is a separate line.
-    timed = timed.assign(line=timed["arm"].str.replace(r" x\d+", "", regex=True), fair=timed["confounded"] == "")
-    speed = timed.groupby(["line", "strategy", "world_size"]).agg(
-        {SPEED: geometric_mean, "fair": "min", "arm": "first"}
-    ).reset_index()  # fmt: skip
-    fair = speed[speed["fair"]] if speed["fair"].any() else speed
-    start = fair[fair["world_size"] == fair["world_size"].min()].sort_values(SPEED).iloc[-1]
-    base, fewest = str(start["line"]), int(start["world_size"])
-    # As in the tables, seed by seed if the two have a seed in common.
-    pairs = {arm: paired_ratio(timed, SPEED, arm, start["arm"]).center for arm in timed["arm"].unique()}
-    speed["speedup"] = speed["arm"].map(pairs).fillna(speed[SPEED] / start[SPEED])
-    counts = [int(world_size) for world_size in sorted(speed["world_size"].unique())]
-    figure, (axes,) = canvas.sheet(4.0)
-    axes.plot(counts, [count / fewest for count in counts], **canvas.GUIDE)
-    lines = []
-    for label, line in speed.groupby("line"):
-        line, line_runs = line.sort_values("world_size"), timed[timed["line"] == label]
-        name = canvas.format_label(str(label), {} if line["fair"].all() else {str(label): "confounded"})
-        points = [line_runs.loc[line_runs["world_size"] == count, SPEED] / start[SPEED] for count in line["world_size"]]
-        text, x, y = f"{name} {format_number(line['speedup'].iloc[-1])}", line["world_size"], line["speedup"]
-        lines.append(canvas.StrategyLine(text, line["strategy"].iloc[0], x.tolist(), y.tolist(), points))
-    canvas.plot_lines(
-        axes, lines, {count: str(count) for count in counts},
-        [canvas.EndLabel(counts[-1], counts[-1] / fewest, "ideal", canvas.QUIET)],
-        xlabel="ranks (without an accelerator: cores)",
-        ylabel=f"throughput against {base} on {fewest} rank{'s' if fewest > 1 else ''} (times)",
-        xlim=(counts[0] * 0.9, counts[-1] * 1.03),
-        ylim=(0, max(counts[-1] / fewest, float(speed["speedup"].max())) * 1.06),
-    )  # fmt: skip
-    words = ", ".join(f"{row.line} on {row.world_size:.0f}: {format_number(row.speedup)}" for row in speed.itertuples())
-    subtitle = f"The global batch stays the same. Dashed: the throughput of {base} times the ranks."
-    words = f"as multiples of {base} on {fewest}: {words}"
-    return canvas.finish(figure, "Speed by number of ranks", workload, subtitle, words, canvas.find_confounds(runs))
-
-
 RANKS = Question(
     "ranks", "What do more ranks bring?", _ranks_answer,
     no_data="No workload here ran both on one device and on several ranks.",
-    tables={"single_vs_multi": single_vs_multi_table}, figures={"scaling": scaling}, notebook="single_vs_multi",
+    tables={"single_vs_multi": single_vs_multi_table}, figures=("scaling",), notebook="single_vs_multi",
 )  # fmt: skip
 
 _ACROSS = "Across machines: ring bytes in groups with ranks on several machines, whichever link carries them."
@@ -192,44 +145,10 @@ def nodes_table(records: Records) -> pd.DataFrame:
     return pd.DataFrame(table).dropna(axis="columns", how="all")
 
 
-def efficiency(records: Records) -> list[canvas.Drawing]:
-    """Draw the efficiency or the communication by number of machines, per model and kind of scaling."""
-    rows = over_nodes(records)
-    subjects = [(f"{model}, {kind}", group) for (model, kind), group in rows.groupby(["model", "scaling"])]
-    return canvas.drawings("nodes", subjects, _node_lines)
-
-
-def _node_lines(subject: str, rows: pd.DataFrame) -> canvas.Drawing:
-    """Draw the efficiency; for planned jobs, which are not timed, the bytes sent in groups that span machines."""
-    title, unit, subtitle = "Speed per rank", "% of the ideal", "Relative to the fewest machines."
-    is_planned = rows["scaling"].iloc[0] == PLANNED
-    if is_planned:
-        title, unit = "Communication between machines", "ring bytes (NCCL), MiB per step"
-        subtitle = "In groups with ranks on several machines, of eight each."
-    figure, (axes,) = canvas.sheet(3.8)
-    machines = sorted(rows["machines"].unique())
-    guides = [] if is_planned else [canvas.EndLabel(machines[-1], 100, "ideal", canvas.QUIET)]
-    if guides:
-        axes.axhline(100, **canvas.GUIDE)
-    lines, words = [], []
-    for line, group in rows.groupby("line"):
-        group = group.sort_values("world_size").drop_duplicates("machines", keep="last")
-        height = group["across"] / MIB if is_planned else 100 * group["efficiency"]
-        # The label only counts the settings; the table lists them.
-        arm, *settings = line.split(", ")
-        name = f"{arm}, {len(settings)} setting{'s'[: len(settings) > 1]}" if settings else arm
-        label, x = f"{name} {format_number(height.iloc[-1])}", group["machines"].tolist()
-        lines.append(canvas.StrategyLine(label, group["strategy"].iloc[0], x, height.tolist()))
-        words.append(f"{line} " + ", ".join(f"{format_number(y)} on {n}" for n, y in zip(x, height, strict=True)))
-    look = {"xlabel": "machines", "ylabel": unit, "ylim": (0, None)}
-    canvas.plot_lines(axes, lines, {count: f"{count}" for count in machines}, guides, **look)
-    return canvas.finish(figure, title, subject, subtitle, f"in {unit}: {'; '.join(words)}")
-
-
 NODES = Question(
     "nodes", "What do more machines bring?", _nodes_answer,
     no_data="Nothing here ran on one machine and, otherwise alike, on several.", tables={"nodes": nodes_table},
-    figures={"nodes": efficiency}, notebook="scaling",
+    figures=("nodes",), notebook="scaling",
 )  # fmt: skip
 
 
@@ -309,51 +228,15 @@ def model_size_table(records: Records) -> pd.DataFrame:
     return table.sort_values(order, kind="stable", ignore_index=True) if order in table else table
 
 
-def batch_size(records: Records) -> list[canvas.Drawing]:
-    """Draw throughput relative to the baseline by global batch."""
-    return _by_subject(records, "batch_size", "global_batch_size", "Speed by global batch", "global batch, samples")
-
-
-def model_size(records: Records) -> list[canvas.Drawing]:
-    """Draw throughput relative to the baseline by model size."""
-    xlabel = "model size, million parameters"
-    return _by_subject(records, "model_size", "model_name_or_path", "Speed by model size", xlabel)
-
-
-def _by_subject(records: Records, name: str, column: str, title: str, xlabel: str) -> list[canvas.Drawing]:
-    subjects = list(format_speed_ratio(canvas.finished(records), column).groupby("subject", sort=False))
-    return canvas.drawings(name, subjects[: canvas.MAX_WORKLOADS], functools.partial(_speed_lines, title, xlabel))
-
-
-def _speed_lines(title: str, xlabel: str, subject: str, relative: pd.DataFrame) -> canvas.Drawing:
-    baseline = " or ".join(sorted(relative["baseline"].unique()))
-    notes = canvas.find_confounds(relative, "note")
-    figure, (axes,) = canvas.sheet(3.9)
-    axes.axhline(100, **canvas.GUIDE)
-    lines, words = [], []
-    for arm, line in relative.groupby("arm"):
-        line = line.sort_values("place")
-        x, y = line["place"].tolist(), line["percent"].tolist()
-        label = canvas.format_label(str(arm), notes)
-        lines.append(canvas.StrategyLine(label, line["strategy"].iloc[0], x, y, line["points"].tolist()))
-        speeds = (f"{format_number(speed)} % at {format_number(place)}" for place, speed in zip(x, y, strict=True))
-        words.append(f"{arm} {', '.join(speeds)}")
-    ticks = {tick: format_number(tick) for tick in np.unique(relative["place"].to_numpy(dtype=float))}
-    ylabel = f"throughput in % of {baseline}"
-    canvas.plot_lines(axes, lines, ticks, xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
-    subtitle = f"Throughput in percent of {baseline} at the same place; above 100 is faster."
-    return canvas.finish(figure, title, subject, subtitle, f"in percent of {baseline}: {'; '.join(words)}", notes)
-
-
 BATCH_SIZE = Question(
     "batch_size", "Does a larger batch reduce the cost of communication?",
     functools.partial(_speed_answer, "global_batch_size", "batch {:g}"),
     no_data="No workload here ran with more than one global batch.", tables={"batch_size": batch_size_table},
-    figures={"batch_size": batch_size}, first_figure="batch_size", notebook="batch_size",
+    figures=("batch_size",), first_figure="batch_size", notebook="batch_size",
 )  # fmt: skip
 MODEL_SIZE = Question(
     "model_size", "Does ZeRO cost more on a larger model?",
     functools.partial(_speed_answer, "model_name_or_path", "{:.3g} M parameters"),
     no_data="No task here was run with more than one model.", tables={"model_size": model_size_table},
-    figures={"model_size": model_size}, first_figure="model_size", notebook="model_size",
+    figures=("model_size",), first_figure="model_size", notebook="model_size",
 )  # fmt: skip

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from study.config.text import NOT_MEASURED, format_number, percent
+from study.config.text import NOT_MEASURED, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
 from study.records.statistics import (
     MIN_SAMPLE,
     NOT_SIGNIFICANT,
-    SHOWN_BELOW,
     differences,
     estimate_noise,
-    geometric_mean,
-    geometric_mean_interval,
     seeds_needed,
 )
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
-from study.report import canvas
 from study.report.document import Answer, Question, format_names, span_text, times_text
 from study.report.questions.comparison import (
     Columns,
@@ -111,86 +105,9 @@ def runtime_table(records: Records) -> pd.DataFrame:
     return arm_table((arm for arms in by_workload.values() for arm in arms), figures)
 
 
-# Single steps drawn per row; more would merge into a bar.
-_MAX_DOTS = 120
-
-
-def step_time(records: Records) -> list[canvas.Drawing]:
-    """Draw the step times of each workload."""
-    runs = canvas.finished(records)
-    return canvas.per_workload("step_time", runs[runs[STEP].notna()], functools.partial(_step_time, records.steps))
-
-
-def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing:
-    arms, notes = canvas.arm_strategies(runs), canvas.find_confounds(runs)
-    figures = runs.groupby("arm")[[STEP, "step_time_s_p10", "step_time_s_p90"]].agg(geometric_mean) * 1e3
-    single_steps = steps[steps["run"].isin(runs["run"])].merge(runs[["run", "arm"]], on="run")
-    end = float(figures["step_time_s_p90"].max()) * 1.25
-    beyond = int((1e3 * single_steps["step_time_s"] > end).sum())
-    figure, (axes,) = canvas.sheet_of_rows(len(arms))
-    wobble = np.random.default_rng(0)
-    for row, (arm, strategy) in enumerate(arms.items()):
-        style = canvas.find_style(strategy)
-        times = single_steps.loc[single_steps["arm"] == arm, "step_time_s"].dropna().to_numpy() * 1e3
-        times = times[:: max(len(times) // _MAX_DOTS, 1)]
-        axes.scatter(times, row + wobble.uniform(-0.26, 0.26, len(times)), s=7, color=style.colour, alpha=0.25,
-                     linewidth=0)  # fmt: skip
-        median, low, high = figures.loc[arm]
-        axes.plot([low, high], [row, row], color=style.colour, linewidth=3, solid_capstyle="round")
-        run_medians = runs.loc[runs["arm"] == arm, STEP] * 1e3
-        if 1 < len(run_medians) < SHOWN_BELOW:
-            axes.vlines(run_medians, row - 0.4, row + 0.4, color=canvas.INK, linewidth=1, zorder=5)
-        axes.plot(median, row, markersize=8.5, zorder=4, **style.points)
-        axes.annotate(f"{median:,.0f}" if median >= 10 else format_number(median), (1.01, row), va="center", size=9,
-                      xycoords=("axes fraction", "data"))  # fmt: skip
-    canvas.rows_of_arms(axes, arms, notes)
-    axes.set(xlim=(0, end), xlabel="ms per optimizer step; on the right the median")
-    canvas.plain_ticks(axes.xaxis)
-    has_strokes = runs.groupby("arm").size().between(2, SHOWN_BELOW - 1).any()
-    strokes = ", strokes the medians of runs, the marker their geometric mean" if has_strokes else ""
-    subtitle = f"Median with the middle 80 % of steps; dots are single steps{strokes}."
-    subtitle += f" {beyond} of {len(single_steps)} steps lie beyond the end." if beyond else ""
-    words = ", ".join(f"{arm} {format_number(figures.loc[arm, STEP])} ms" for arm in arms)
-    lead = f"Median time of one step on {workload}"
-    return canvas.finish(figure, "Step time", workload, subtitle, words, notes, lead=lead)
-
-
-def frontier(records: Records) -> list[canvas.Drawing]:
-    """Draw throughput against peak memory."""
-    return canvas.per_workload("frontier", canvas.finished(records), _frontier)
-
-
-def _frontier(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
-    on_device = runs["peak_memory_gib_allocated"].notna().any()
-    memory = "peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"
-    arms, notes = canvas.arm_strategies(runs), canvas.find_confounds(runs)
-    # As in the tables, repeats of a seed count as one seed.
-    speeds = pd.Series({arm: geometric_mean_interval(runs, "tokens_per_s", arm).center for arm in arms})
-    points = pd.DataFrame({memory: runs.groupby("arm")[memory].median(), "tokens_per_s": speeds}).dropna()
-    if len(points) < 2:
-        return None
-    ordered = points[[not notes[arm] for arm in points.index]].sort_values(
-        [memory, "tokens_per_s"], ascending=[True, False]
-    )
-    ahead = ordered["tokens_per_s"] > ordered["tokens_per_s"].cummax().shift(fill_value=-np.inf)
-    best = list(ordered.index[ahead]) or list(points.index)
-    figure, (axes,) = canvas.sheet(4.2)
-    stairs = points.loc[best].sort_values(memory)
-    axes.step(stairs[memory], stairs["tokens_per_s"], where="post", **canvas.GUIDE)
-    place = "on the device" if on_device else "of the process (resident set)"
-    axes.set(xlabel=f"peak memory {place}, GiB per rank", ylabel="tokens per second, all ranks")
-    canvas.plain_ticks(axes.yaxis)
-    canvas.label_points(axes, points, arms, notes, runs.set_index("arm")[[memory, "tokens_per_s"]])
-    words = ", ".join(f"{arm} {format_number(speed)} tokens/s at {format_number(used)} GiB"
-                      for arm, (used, speed) in points.iterrows())  # fmt: skip
-    listed = " and ".join(filter(None, (", ".join(best[:-1]), best[-1])))
-    subtitle = f"By the mean of its runs, nothing is both faster and smaller than {listed}."
-    return canvas.finish(figure, "Throughput against memory", workload, subtitle, words, notes)
-
-
 TIME = Question(
     "time", "How long does a step take?", _time_answer, no_data="No successful run here has timed steps.",
-    tables={"runtime": runtime_table}, figures={"step_time": step_time, "frontier": frontier}, notebook="runtime",
+    tables={"runtime": runtime_table}, figures=("step_time", "frontier"), notebook="runtime",
 )  # fmt: skip
 
 # The kinds of work counted in a model's FLOPs.
@@ -200,12 +117,6 @@ _LABELS = {
     "optimizer": "optimizer", "copies": "copies, casts, fills", "collectives": "collectives", "other": "other",
     "idle": "idle",
 }  # fmt: skip
-_DEVICES = {
-    "cuda": "Kernels of one GPU; idle is the GPU without one, waiting for the host.",
-    "cpu": "Operators of one rank; idle is the time between them, which is Python and waiting.",
-}
-# As a fraction of the step; a smaller overlap is not visible.
-_VISIBLE_OVERLAP = 0.01
 Profiled = tuple[StrategyRuns, dict[str, Any]]
 
 
@@ -278,44 +189,10 @@ def kernels_table(records: Records) -> pd.DataFrame:
     return to_table(rows)
 
 
-def step_profile(records: Records) -> list[canvas.Drawing]:
-    """Draw the time of a step by kind of work."""
-    profiled: dict[str, dict[str, Profiled]] = {}
-    for arm, profile in _profiled_arms(records):
-        profiled.setdefault(arm.workload, {})[arm.name] = (arm, profile)
-    return canvas.drawings("step_profile", sorted(profiled.items())[: canvas.MAX_WORKLOADS], _step_profile)
-
-
-def _step_profile(workload: str, profiled: dict[str, Profiled]) -> canvas.Drawing:
-    runs = next(iter(profiled.values()))[0].workload_runs
-    arms = [arm for arm in canvas.arm_strategies(runs) if arm in profiled]
-    notes = {arm: note for arm, note in canvas.find_confounds(runs).items() if arm in profiled}
-    profiles = pd.DataFrame([profiled[arm][1] for arm in arms], index=arms)
-    parts = pd.DataFrame([_parts_ms(profiled[arm][1]) for arm in arms], index=arms)
-    wall = 1e3 * profiles["wall_s_per_step"]
-    overlaps = profiles["summed_s_per_step"] - profiles["busy_s_per_step"] > _VISIBLE_OVERLAP * wall / 1e3
-    subtitle = " ".join(_DEVICES[device] for device in sorted(set(profiles["device"])))
-    if overlaps.any():
-        subtitle += " Overlapping work is drawn side by side: the black line is the end of the step."
-    mfu = {arm: profiled[arm][0].median("mfu") for arm in arms}
-    texts = [f"{format_number(wall[arm])} ms" + ("" if pd.isna(mfu[arm]) else f"\nMFU {mfu[arm]:.0%}") for arm in arms]
-    marks = wall.where(overlaps, NAN).tolist()
-    figure, (axes,) = canvas.sheet_of_rows(len(arms), 0.36)
-    xlabel = "ms per optimizer step, rank 0"
-    canvas.bars(axes, parts, canvas.PROFILE, texts, xlabel, notes, marks=marks, margin=0.16)
-    words = "; ".join(
-        f"{arm} {format_number(wall[arm])} ms: "
-        + ", ".join(f"{_LABELS[str(kind)]} {format_number(part)}" for kind, part in parts.loc[arm].items() if part)
-        for arm in arms
-    )
-    legend = canvas.legend_of_fills({kind: fill for kind, fill in canvas.PROFILE.items() if parts[kind].any()}, _LABELS)
-    return canvas.finish(figure, "Where the time of a step goes", workload, subtitle, words, notes, legend)
-
-
 PROFILE = Question(
     "profile", "Where does the time of a step go?", _profile_answer,
     no_data="No run here was profiled: --profile_steps does that.",
-    tables={"step_profile": step_profile_table, "profile": kernels_table}, figures={"step_profile": step_profile},
+    tables={"step_profile": step_profile_table, "profile": kernels_table}, figures=("step_profile",),
     first_figure="step_profile", notebook="runtime",
 )  # fmt: skip
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.lines import Line2D
 
-from study.config.text import format_number
 from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.report import canvas
 from study.report.document import Answer, Question, change_text, span_text
 from study.virtual.summaries import (
     AS_SHIPPED,
@@ -127,53 +123,10 @@ def table1_table(records: Records) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def table1(records: Records) -> list[canvas.Drawing]:
-    """Draw the model state of one rank by number of ranks, per model."""
-    models: defaultdict[str, list[Summary]] = defaultdict(list)
-    for row in table1_rows(records):
-        models[row["model"]].append(row)
-    return canvas.drawings("table1", models.items(), _curves)
-
-
-def _curves(model: str, rows: Sequence[Summary]) -> canvas.Drawing:
-    """Draw measured state as points and the paper's bytes for the nominal size as a line; hollow is extrapolated."""
-    figure, (axes,) = canvas.sheet(3.4)
-    strategies = {row["strategy"]: row["strategy"] for row in rows}
-    for strategy in strategies:
-        style = canvas.find_style(strategy)
-        points = sorted((row for row in rows if row["strategy"] == strategy), key=lambda row: row["world_size"])
-        paper = [row["paper_bytes"] / GB for row in points]
-        axes.plot([row["world_size"] for row in points], paper, linewidth=1.2, **style.line | {"marker": ""})
-        for row in points:
-            fill = style.colour if row["extrapolated"] is None else "white"
-            axes.plot(row["world_size"], rank_state_bytes(row) / GB, markersize=8, markerfacecolor=fill,
-                      markeredgecolor=style.colour, zorder=4, **style.points)  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set(yscale="log", xlabel="ranks", ylabel="GB (1e9 bytes)")
-    worlds = sorted({row["world_size"] for row in rows})
-    axes.set_xticks(worlds, [str(world) for world in worlds])
-    axes.minorticks_off()
-    low, high = axes.get_ylim()
-    ticks = [tick for exponent in range(-3, 6) for tick in (10.0**exponent, 3 * 10.0**exponent) if low <= tick <= high]
-    axes.set_yticks(ticks)
-    canvas.plain_ticks(axes.yaxis)
-    axes.grid(axis="y")
-    legend = canvas.legend_of_arms(strategies, {})
-    for is_line, fill, label in ((False, canvas.QUIET, "measured"), (True, "white", "extrapolated over layers")):
-        if any((row["extrapolated"] is not None) == is_line for row in rows):
-            legend.append(Line2D([], [], color=canvas.QUIET, marker="o", linestyle="", markerfacecolor=fill,
-                                 markeredgecolor=canvas.QUIET, label=label))  # fmt: skip
-    worst = max(abs(_difference(row)) for row in rows)
-    subtitle = f"Points: model state per rank. Lines: the paper's formula. Max difference: {worst:.1%}."
-    words = ", ".join(f"{row['strategy']} at {row['world_size']} {format_number(rank_state_bytes(row) / GB)} GB"
-                      f" (paper {format_number(row['paper_bytes'] / GB)})" for row in rows)  # fmt: skip
-    return canvas.finish(figure, "Model state on one of N ranks", model, subtitle, words, legend=legend)
-
-
 TABLE1 = Question(
     "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", _table1_answer,
     no_data="No virtual run here is of a ZeRO stage in the paper's mixed precision.", tables={"table1": table1_table},
-    figures={"table1": table1}, notebook="virtual_cluster",
+    figures=("table1",), notebook="virtual_cluster",
 )  # fmt: skip
 
 # Smaller differences in traffic or memory are padding and bookkeeping.
@@ -287,55 +240,10 @@ def setting_effects_table(records: Records) -> pd.DataFrame:
     )
 
 
-def settings(records: Records) -> list[canvas.Drawing]:
-    """Draw the communication of one step by stage and setting."""
-    grouped: defaultdict[tuple[str, int], list[Summary]] = defaultdict(list)
-    for row in summaries(records):
-        # If a collective cannot be extrapolated, a bar without it would mislead.
-        if row["strategy"] in STAGES and not math.isnan(relative_ring_bytes(row)):
-            grouped[row["model"], row["world_size"]].append(row)
-    subjects = []
-    for (model, world), rows in grouped.items():
-        if {row["setting"] for row in rows} != {AS_SHIPPED}:
-            how = ", extrapolated over layers" if any(row["extrapolated"] for row in rows) else ""
-            subjects.append((f"{model}, one of {world} ranks{how}", rows))
-    return canvas.drawings("settings", subjects, _bars)
-
-
-def _bars(subject: str, rows: Sequence[Summary]) -> canvas.Drawing:
-    rows = sorted(rows, key=lambda row: (row["strategy"], row["setting"] != AS_SHIPPED, row["setting"]))
-    # Only collectives that carry more than bookkeeping.
-    sizes = [
-        {kind: size for kind, size in shares(row, "wire_bytes_per_rank").items() if size and size >= BOOKKEEPING}
-        for row in rows
-    ]
-    lengths = pd.DataFrame(sizes, index=[_label(row) for row in rows])
-    totals = [format_number(total) for total in lengths.sum(axis="columns")]
-    papers = [paper_traffic(row["stage"], row["world_size"]) for row in rows]
-    figure, (axes,) = canvas.sheet_of_rows(len(rows), 0.34)
-    xlabel = "multiples of the weights per rank and step"
-    canvas.bars(axes, lengths, canvas.TRAFFIC, totals, xlabel, {}, marks=papers, margin=0.12)
-    subtitle = "Ring bytes (NCCL); an all-reduce sends twice its size. The upright line is the paper's figure."
-    words = "; ".join(f"{row['strategy']} {row['setting']} {total} (paper {format_number(paper)})"
-                      for row, total, paper in zip(rows, totals, papers, strict=True))  # fmt: skip
-    legend = canvas.legend_of_fills({kind: canvas.TRAFFIC.get(kind, canvas.OTHER) for kind in lengths}, {})
-    title = "Communication of one step, by stage and setting"
-    return canvas.finish(figure, title, subject, subtitle, words, legend=legend)
-
-
-def _label(row: Summary) -> str:
-    """Return a label that fits beside a figure: the strategy and the first changed setting."""
-    if row["setting"] == AS_SHIPPED:
-        return str(row["strategy"])
-    first = row["setting"].split(",")[0]
-    prefixes = ("stage3_param_", "stage3_", "use_multi_rank_bucket_")
-    return f"{row['strategy']} {functools.reduce(str.removeprefix, prefixes, first)}"
-
-
 SETTINGS = Question(
     "settings", "Where does the engine differ from the paper, and by which setting?", _settings_answer,
     no_data="No virtual run here is of a ZeRO stage as shipped, with its traffic.",
-    tables={"settings": settings_table, "setting_effects": setting_effects_table}, figures={"settings": settings},
+    tables={"settings": settings_table, "setting_effects": setting_effects_table}, figures=("settings",),
     notebook="virtual_cluster",
 )  # fmt: skip
 

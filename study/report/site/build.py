@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import functools
+import itertools
 import json
 import shutil
 import sys
@@ -26,13 +28,11 @@ from papermill.exceptions import PapermillExecutionError
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
-from study.report.canvas import Drawing
 from study.report.document import (
     Answer,
     PageSection,
+    Picture,
     Question,
-    as_png,
-    as_svg,
     link_html,
     page_html,
     page_markdown,
@@ -129,8 +129,8 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 TIME_LIMIT_S = 600.0
 # Concurrent kernels; each uses a CPU core and half a gigabyte.
 _AT_ONCE = 2
-# The drawings of each answered question by the figure's name.
-Drawn = Mapping[Question, Mapping[str, Sequence[Drawing]]]
+# The figures of each answered question.
+Drawn = Mapping[Question, Sequence[Picture]]
 
 
 def build(
@@ -193,12 +193,14 @@ def _write_pages(
     records: Records, suite: str, folder: Path, answered: Mapping[Question, Answer], failures: Mapping[str, str],
     facts: Sequence[str],
 ) -> None:  # fmt: skip
-    drawn = {question: {name: draw(records) for name, draw in question.figures.items()} for question in answered}
     heads: dict[str, list[str]] = {}
+    figures: dict[str, list[Picture]] = {}
     for name in dict.fromkeys(question.notebook for question in answered if question.notebook):
         # The title and the question of a page are the first cell of its notebook.
         first = nbformat.read(folder / f"{name}.ipynb", as_version=4).cells[0].source
         heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
+        figures |= _take_figures(folder / f"{name}.ipynb")
+    drawn = {question: [one for name in question.figures for one in figures.get(name, ())] for question in answered}
     pages = {"index": suite, **{name: title for name, (title, _) in heads.items()}}
     cards = [_card(question, answer, drawn, records) for question, answer in answered.items()]
     unanswered = [f"{question.title} {question.no_data}" for question in QUESTIONS if question not in answered]
@@ -224,10 +226,23 @@ def _write_pages(
         )
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    for drawing in (drawing for figures in drawn.values() for drawings in figures.values() for drawing in drawings):
+    for picture in itertools.chain(*drawn.values()):
         (folder / FIGURES).mkdir(exist_ok=True)
-        (folder / FIGURES / f"{drawing.name}.png").write_bytes(as_png(drawing.figure))
-        (folder / FIGURES / f"{drawing.name}.svg").write_bytes(as_svg(drawing.figure))
+        (folder / FIGURES / f"{picture.name}.png").write_bytes(picture.png)
+        (folder / FIGURES / f"{picture.name}.svg").write_text(picture.svg, encoding="utf-8")
+
+
+def _take_figures(notebook: Path) -> dict[str, list[Picture]]:
+    """Return the figures of an executed notebook by name, numbered; it keeps only their PNG images."""
+    figures: dict[str, list[Picture]] = {}
+    document = nbformat.read(notebook, as_version=4)
+    for output in (output for cell in document.cells for output in cell.get("outputs", [])):
+        if name := output.get("metadata", {}).get("figure"):
+            images = figures.setdefault(name, [])
+            png, svg = base64.b64decode(output.data["image/png"]), output.data.pop("image/svg+xml")
+            images.append(Picture(f"{name}_{len(images) + 1}", png, svg, output.data["text/plain"]))
+    nbformat.write(document, notebook)
+    return figures
 
 
 def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) -> PageSection:
@@ -236,7 +251,7 @@ def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) ->
     more = link_html("Figures and details", f"{question.notebook}.html")
     return PageSection(
         question.title, sentence=answer.sentence, table=answer.table, notes=answer.notes,
-        drawings=drawn[question][question.first_figure][:1] if question.first_figure else (),
+        drawings=[picture for picture in drawn[question] if picture.name == f"{question.first_figure}_1"],
         tables={f"{_words(name)} in full": table for name, table in tables.items() if not table.empty},
         classes="card", anchor=question.name,
         below=Markup('<p class="more">{}</p>').format(more) if question.notebook else Markup(""),
@@ -245,11 +260,10 @@ def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) ->
 
 def _details(question: Question, answer: Answer, drawn: Drawn, records: Records) -> Iterator[PageSection]:
     """Yield the sections of a question's page: all figures, then all tables."""
-    drawings = [drawing for figures in drawn[question].values() for drawing in figures]
-    files = [f"{drawing.name}.{kind}" for drawing in drawings for kind in ("png", "svg")]
+    files = [f"{picture.name}.{kind}" for picture in drawn[question] for kind in ("png", "svg")]
     links = Markup(" ").join(link_html(name, f"{FIGURES}/{name}") for name in files)
     yield PageSection(
-        question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawings, anchor=question.name,
+        question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn[question], anchor=question.name,
         below=Markup('<p class="files">{}</p>').format(links),
     )  # fmt: skip
     for name, make in question.tables.items():
