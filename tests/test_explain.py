@@ -642,6 +642,9 @@ def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("distributed_type: MULTI_GPU\nmixed_precision: no\n")
     assert read_user_file(str(file)).mixed_precision == "no"
+    file.write_text("distributed_type: no\nnum_proceses: 2\n")
+    user_file = read_user_file(str(file))
+    assert (user_file.distributed_type, [finding.key for finding in user_file.findings]) == ("NO", ["num_proceses"])
     file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  <<: {zero_stage: 2}\n  zero_stage: 3\n")
     assert resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings()).stage == 3
 
@@ -865,6 +868,8 @@ def test_a_strict_check_reports_all_findings_of_a_file(tmp_path: Path, capsys: p
         ("4", f"{ZERO}.offload_optimizer.device"),
     ]  # fmt: skip
     assert "on any number of ranks: 30 is not a multiple of 7 x 2" in lines[0]
+    assert main(["explain", str(file), "gpt2"]) == 2
+    assert "and has wrong settings, which study explain --strict" in capsys.readouterr().err
     # A file that cannot be resolved has its findings, too.
     outer = tmp_path / "a.yaml"
     outer.write_text(

@@ -37,6 +37,8 @@ _FEWEST_SUB_GROUPS = 10
 MAX_MICRO_BATCH = 512
 # The simpler of two strategies is recommended if their speeds differ by less than this fraction.
 SPEED_TOLERANCE = 0.05
+# Less than a digit of the printed percentage.
+_SAME_SPEED = 0.0005
 # Rented machines have 1 TiB for eight GPUs; many have twice as much, and some half.
 USUAL_HOST_GIB_PER_GPU = 128
 # Parts of the peak that more ranks do not reduce: those of one sample, and the CUDA context.
@@ -330,14 +332,14 @@ def explain_best(advice: Advice) -> str:
         if option.request.strategy.offloads == offloads and (option.is_safe or not best.is_safe)
     ]  # fmt: skip
     fastest = max(rivals, key=lambda option: option.tokens_per_s)
-    if fastest is not best:
-        behind = 1 - best.tokens_per_s / fastest.tokens_per_s
-        return (
-            f"{behind:.1%} (at most {SPEED_TOLERANCE:.0%}) slower than {fastest.name}, but"
-            f" {reason_against(fastest, best)}; {memory}"
-        )
+    rival = runner_up if fastest is best else fastest
+    if abs(gap := best.tokens_per_s / rival.tokens_per_s - 1) < _SAME_SPEED:
+        return f"as fast as {rival.name}, but {reason_against(rival, best)}; {memory}"
+    if gap < 0:
+        slower = f"{1 - best.tokens_per_s / rival.tokens_per_s:.1%} (at most {SPEED_TOLERANCE:.0%}) slower"
+        return f"{slower} than {rival.name}, but {reason_against(rival, best)}; {memory}"
     if gap <= SPEED_TOLERANCE:
-        return f"the fastest that fits, {gap:.1%} ahead of {runner_up.name}; {memory}"
+        return f"the fastest that fits, {gap:.1%} ahead of {rival.name}; {memory}"
     error = None if error_of_time(runner_up) is None else error_of_time(best)
     if error is None:
         return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"

@@ -19,7 +19,7 @@ from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.config.text import format_number, rounded
 from study.host.folders import resolve_path
-from study.host.memory import GIB
+from study.host.memory import GIB, MIB
 from study.predictor.hardware import Hardware, parse_int, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse
@@ -264,7 +264,7 @@ def _cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tupl
 
 
 def gib(size: float) -> str:
-    return f"{format_number(size / GIB)} GiB"
+    return f"{format_number(size / GIB)} GiB" if abs(size) >= GIB / 2 or not size else f"{size / MIB:.0f} MiB"
 
 
 def _about(size: float) -> str:
@@ -272,7 +272,7 @@ def _about(size: float) -> str:
 
 
 def _size(size: float) -> str:
-    return "-" if abs(size) < 2**20 / 2 else gib(size) if abs(size) >= 2**29 else f"{size / 2**20:.0f} MiB"
+    return "-" if abs(size) < MIB / 2 else gib(size)
 
 
 # Memory that each setting accounts for.

@@ -122,7 +122,10 @@ def resolve(
         ranks = 1
     ranks = ranks or file.num_processes or (hardware.ranks if hardware else None)
     if ranks is None:
-        raise UserError(f"{file.name} does not set the number of ranks", "add --world_size N, or --hardware BOX")
+        problem = f"{file.name} does not set the number of ranks"
+        if any(finding.kind == "refused" for finding in findings):
+            problem += f", and has wrong settings, which study explain --strict {file.name} lists"
+        raise UserError(problem, "add --world_size N, or --hardware BOX")
     if hardware is not None and file.num_processes == ranks < hardware.ranks:
         message = f"{ranks} of the {hardware.ranks} GPUs are used: --world_size {hardware.ranks} explains all"
         findings.append(Finding("noted", "num_processes", message))

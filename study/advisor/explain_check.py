@@ -90,7 +90,6 @@ def is_config(name: str) -> bool:
 def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Problem]:
     """Yield the problems of a file; without a model or a number of ranks, those that it has with any."""
     text = resolve_path(name).read_text(encoding="utf-8")
-    in_file = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
     early = list[user_settings.Finding]()
     try:
         file = user_settings.read_user_file(name, early)
@@ -99,12 +98,14 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
         counts = [None] if is_one_process else [ranks] if ranks else _fitting_ranks(file)
         cases = [resolve(file, shape, count, work) for shape, count in itertools.product(shapes, counts)]
     except UserError as refusal:
-        yield from (Problem(name, find_line(text, item.key) or 1, item.kind, item.key, item.says) for item in early)
+        for item in early:
+            yield Problem(name, find_line(text, item.key) or 1, item.kind, item.key, item.says)
         problem = refusal.problem.removeprefix(name)
         says = f"{problem.lstrip(':0123456789 ')}; {refusal.fix}"
         yield Problem(name, _line_of_refusal(text, problem), "refused", "", says)
         return
     by_case = [{(finding.kind, finding.key): finding.says for finding in findings(case)} for case in cases]
+    in_file = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
     for (kind, key), says in by_case[0].items():
         if kind not in ("noted", "filled") and all((kind, key) in case for case in by_case):
             file_key = in_file.get(key, key) if file.launcher == "accelerate" else key

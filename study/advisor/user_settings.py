@@ -153,7 +153,9 @@ def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
 
 def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) -> UserFile:
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
-    kind = document.get("distributed_type")
+    # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
+    kind, precision = document.get("distributed_type"), document.get("mixed_precision")
+    kind, precision = "NO" if kind is False else kind, "no" if precision is False else precision
     if kind in _NOT_PREDICTED:
         problem = f"{name} has distributed_type: {kind}, which is not modelled"
         raise UserError(problem, f"modelled are {', '.join(_DISTRIBUTED)}")
@@ -161,12 +163,10 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         guess = did_you_mean(str(kind).upper(), _DISTRIBUTED) or f"supported are {', '.join(_DISTRIBUTED)}"
         findings.append(_refused("distributed_type", "is missing" if kind is None else f"is {clip(kind)}", guess))
         kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
-    processes, precision = document.get("num_processes"), document.get("mixed_precision")
+    processes = document.get("num_processes")
     if processes is not None and (type(processes) is not int or processes < 1):
         findings.append(_refused("num_processes", f"is {clip(processes)}", "set a whole number of ranks"))
         processes = None
-    # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
-    precision = "no" if precision is False else precision
     if precision not in (None, "no", "fp16", "bf16", "fp8"):
         guess = did_you_mean(str(precision), ("bf16", "fp16", "fp8"), cutoff=0.5) or "set no, bf16 or fp16"
         findings.append(_refused("mixed_precision", f"is {clip(precision)}", guess))

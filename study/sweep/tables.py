@@ -60,13 +60,19 @@ def result_tables(cells: Sequence[Cell | Search], root: Path, details: bool) -> 
 
 
 def fit_screen(tables: Sequence[TextTable], details: bool) -> Iterator[str | TextTable]:
-    """Yield the tables, with details completely, else the first rows of each, one line per row and 25 in all."""
+    """Yield the tables, with details completely, else the first rows of each, so that a screen of 25 lines has all.
+
+    The reasons in the last column are cut if they have no room for a second line.
+    """
+    is_full = 2 * sum(len(table.rows) for table in tables) > _MAX_ROWS
     unused_rows, row_counts = _MAX_ROWS - _LINES_OF_A_TABLE * (len(tables) - 1), [0] * len(tables)
     for count, place in enumerate(sorted(range(len(tables)), key=lambda place: len(tables[place].rows))):
         row_counts[place] = min(len(tables[place].rows), unused_rows // (len(tables) - count))
         unused_rows -= row_counts[place]
     for table, most in zip(tables, row_counts, strict=True):
-        rows = table.rows if details else [_cut(row, table) for row in table.rows[:most]]
+        rows = table.rows if details else table.rows[:most]
+        if is_full and not details:
+            rows = [_cut(row, table) for row in rows]
         yield dataclasses.replace(table, rows=rows)
         if len(rows) < len(table.rows):
             more = f"and {len(table.rows) - len(rows)} more; --details prints all"
