@@ -14,11 +14,11 @@ from markupsafe import Markup
 
 from study.claims.command import VERDICTS as VERDICTS_FILE
 from study.claims.evidence import KEYS_FILE, Evidence
-from study.claims.ledger import ClaimCheck, ClaimFinding
+from study.claims.ledger import CheckResult, ClaimCheck
 from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import derivation, published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
-from study.claims.verdicts import Region, Verdict, number
+from study.claims.verdicts import PROXY, FindingKind, Region, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.report.document import (
@@ -33,13 +33,13 @@ from study.report.document import (
 )
 
 PAGE = REPOSITORY / "docs" / "claims.md"
-VERDICTS: tuple[str, ...] = get_args(Verdict)
-_TITLE = "Claims: which are supported"
+FINDINGS: tuple[str, ...] = get_args(FindingKind)
+_TITLE = "Claims: which hold"
 _HEAD = """<!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
 
 The claims of the replicated documents, and six of the ZeRO paper's, judged by the committed records and by plain
 arithmetic. `study claims` repeats all checks, without torch or a GPU. `study claims --page FILE` writes one HTML
-page with plots, a filter by document and verdict, and the provenance of the records. The codes name these documents:
+page with plots, a filter by document and finding, and the provenance of the records. The codes name these documents:
 
 - S0: *ZeRO Optimization Strategies for Large-Scale Model Training*, Hugging Face community article, 2025
 - S1: *DeepSpeed ZeRO-3 Architecture: Gradient Partitioning and Performance Optimizations*, web article
@@ -47,17 +47,22 @@ page with plots, a filter by document and verdict, and the provenance of the rec
 - S3: [*DeepSpeed ZeRO Optimization Stages: A Comprehensive Analysis*](https://www.newmind.ai/journal/64), NewMind AI
 - Z0: [*ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*](https://arxiv.org/abs/1910.02054)"""
 _RULE = {
-    "supported": "every check holds, one of them at the scale of the claim",
-    "contradicted": "a necessary check fails; or all others do, one of them at the claim's scale",
-    "partly": "some checks hold or fail, and others do not, could not be judged, or were made at another scale only",
-    "inside noise": "no check is decided, and an interval spans the claimed limit",
-    "inconclusive": "no record here can judge it yet",
-    "untestable": "no record of this study can judge it; the ledger names the record that would",
+    "holds": "every part of the claim holds",
+    "holds in part": "a part holds, another one is false or untested, and the claim does not rest on that one",
+    "does not hold": 'a part that the claim rests on is false, such as its number, its comparison or its "all"; or a'
+    " part is false, and no other was shown to hold",
+    "contradicts itself": "its figures exclude each other under every reading tried",
+    "undecided": "evidence is missing, disputed, inside noise or only from small models; or it depends on the reading",
+}
+_EVIDENCE = {
+    "at scale": "counted or measured on the model and ranks of the claim, or independent of both; virtual ranks count"
+    " for state and bytes",
+    "published": "a figure that others measured at the claim's scale, with its address",
+    "derived": "arithmetic or logic, with its assumptions",
+    PROXY: "measured here with a tiny model or on fewer ranks; alone it neither supports nor refutes",
+    "none": "no check could be judged",
 }
 _READING = """\
-"Refuted if" states the consequence of a failing check for its part of the claim: if another part holds, or could not be
-judged, the verdict is partly. A necessary check that fails refutes the claim by itself.
-
 If two claims disagree, a check is `disputed`: one of them is wrong, and the check does not show which. Model state is
 16 bytes per parameter, as in mixed-precision Adam, unless a check sets another precision."""
 _PLAUSIBLE = {
@@ -76,7 +81,8 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
 
     `links_from` is the folder that links to reports are relative to; without it there are no links.
     """
-    yield PageSection(text="How several checks make one verdict:", table=_table(_RULE.items(), "verdict", "when"))
+    yield PageSection(text="How several checks make one finding:", table=_table(_RULE.items(), "finding", "when"))
+    yield PageSection(text="Kinds of evidence:", table=_table(_EVIDENCE.items(), "evidence", "is"))
     yield PageSection(text=_READING)
     for document in scoreboard.ledger.documents:
         code = document.code
@@ -113,12 +119,13 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
     claim = judged.claim
     notes: list[str | Note] = [f"True if: {claim.holds_if} Refuted if: {claim.falls_if}"]
     notes += [f"Not testable here: {claim.untestable}"] * bool(claim.untestable)
-    for check, finding in zip(claim.checks, judged.findings, strict=True):
-        records = finding.figure.records if finding.figure else ()
+    for check, result in zip(claim.checks, judged.results, strict=True):
+        records = result.figure.records if result.figure else ()
         more = f" and {len(records) - 1} more" if len(records) > 1 else ""
         rests = f" Records: `{records[0]}`{more}." if records else ""
-        below = _check_html(check, finding, evidence.root, links_from) if evidence and finding.figure else ""
-        notes.append(Note(f"{finding.kind}, {finding.answer}{check.role}: {finding.sentence}.{rests}", below))
+        below = _check_html(check, result, evidence.root, links_from) if evidence and result.figure else ""
+        role = ", necessary" * check.necessary
+        notes.append(Note(f"{check.basis}, {result.answer}{role}: {result.sentence}.{rests}", below))
     if claim.protocol:
         notes.append(f"Published protocol: {claim.protocol.published} Here: {claim.protocol.here}")
     notes += [f"Another explanation: {alternative}" for alternative in claim.alternatives]
@@ -128,20 +135,27 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
     facts = provenance(judged, evidence) if evidence else []
     rows = Markup("").join(Markup("<dt>{}</dt><dd>{}</dd>").format(about, code_html(text)) for about, text in facts)
     return PageSection(
-        claim.id, f"{claim.says} ({claim.place})", judged.verdict, judged.sentence, notes=notes, level=3,
-        classes=f"claim {claim.document} {slug(judged.verdict)}", anchor=claim.id.lower(),
+        claim.id, f"{claim.says} ({claim.place})", judged.finding.kind,
+        f"{_rest(judged)}({', '.join(judged.finding.basis)}) {judged.sentence}", notes=notes, level=3,
+        classes=f"claim {claim.document} {slug(judged.finding.kind)}", anchor=claim.id.lower(),
         below=Markup('<details><summary>Evidence</summary><dl class="evidence">{}</dl></details>').format(rows)
         if facts else "",
     )  # fmt: skip
 
 
-def _check_html(check: ClaimCheck, finding: ClaimFinding, reports: Path, links_from: str) -> Markup:
+def _rest(judged: JudgedClaim) -> str:
+    """Return the parts that a finding names, as text that follows its first words."""
+    rest = judged.finding.text.removeprefix(judged.finding.kind).lstrip(":; ")
+    return f"{rest[:1].upper()}{rest[1:]} " if rest else ""
+
+
+def _check_html(check: ClaimCheck, result: CheckResult, reports: Path, links_from: str) -> Markup:
     """Return the plot of a figure, its derivation, and links to its records."""
-    figure = finding.figure
+    figure = result.figure
     assert figure is not None
-    html = strip(finding, check.region)
+    html = strip(result, check.region)
     if form := derivation(check):
-        value = number(figure.value, finding.unit)
+        value = number(figure.value, result.unit)
         html += Markup('<code class="derivation">{} = {}</code>').format(form, value)
     if records := figure.records:
         items = [Markup("<li>{}</li>").format(link_html(record, _address(record, reports, links_from)))
@@ -180,9 +194,9 @@ _INTERVAL = Markup(
 _LABEL = Markup('<text x="{}%" y="{}" text-anchor="{}" font-size="11" fill="currentColor">{}</text>')
 
 
-def strip(finding: ClaimFinding, region: Region) -> Markup:
+def strip(result: CheckResult, region: Region) -> Markup:
     """Return an SVG of a figure with its interval and the region that the claim allows; empty if it is not finite."""
-    figure = finding.figure
+    figure = result.figure
     assert figure is not None
     low, high = (figure.value if end is None else end for end in (figure.low, figure.high))
     if not all(map(math.isfinite, (figure.value, low, high))):
@@ -192,15 +206,15 @@ def strip(finding: ClaimFinding, region: Region) -> Markup:
     left, right = (
         at(edge) if math.isfinite(edge) else side for edge, side in ((region.low, 0.0), (region.high, 100.0))
     )
-    labels = [(at(figure.value), 12, number(figure.value, finding.unit))]
+    labels = [(at(figure.value), 12, number(figure.value, result.unit))]
     if len(edges) == 2 and right - left < _APART:
-        labels.append(((left + right) / 2, 43, f"claimed: {region.words(finding.unit)}"))
+        labels.append(((left + right) / 2, 43, f"claimed: {region.words(result.unit)}"))
     else:
-        labels += [(at(edge), 43, f"{'at least' if edge == region.low else 'at most'} {number(edge, finding.unit)}")
+        labels += [(at(edge), 43, f"{'at least' if edge == region.low else 'at most'} {number(edge, result.unit)}")
                    for edge in edges]  # fmt: skip
-    answer = slug(finding.answer)
+    answer = slug(result.answer)
     return _STRIP.format(
-        alt=f"{finding.sentence}.", left=round(left, 2), width=round(max(right - left, 0.6), 2), answer=answer,
+        alt=f"{result.sentence}.", left=round(left, 2), width=round(max(right - left, 0.6), 2), answer=answer,
         interval=_INTERVAL.format(answer, round(at(low), 2), round(at(high), 2)) if low < high else "",
         point=round(at(figure.value), 2), labels=Markup("").join(_label(*label) for label in labels),
     )  # fmt: skip
@@ -225,9 +239,9 @@ def _scale(values: list[float]) -> Callable[[float], float]:
 def page(claims: Scoreboard) -> str:
     """Return docs/claims.md as text."""
     rows = [
-        [name, *(counts[verdict] or "-" for verdict in VERDICTS), counts.total()] for name, counts in claims.counts()
+        [name, *(counts[kind] or "-" for kind in FINDINGS), counts.total()] for name, counts in claims.counts().items()
     ]
-    scoreboard = _table(rows, "document", *VERDICTS, "claims")
+    scoreboard = _table(rows, "document", *FINDINGS, "claims")
     return page_markdown(_TITLE, [PageSection(text=_HEAD, table=scoreboard), *sections(claims)])
 
 
@@ -246,10 +260,10 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
     inside = file.resolve().is_relative_to(REPOSITORY.resolve())
     links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
     titles = {item.code: item.title for item in claims.ledger.documents}
-    chosen = [(code, verdict) for code in ("", *titles) for verdict in ("", *VERDICTS) if code or verdict]
+    chosen = [(code, kind) for code in ("", *titles) for kind in ("", *FINDINGS) if code or kind]
     text = page_html(
-        "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, verdicts=VERDICTS, marker=marker,
-        rows=[(name, titles.get(name, ""), counts, counts.total()) for name, counts in claims.counts()],
+        "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, findings=FINDINGS, marker=marker,
+        rows=[(name, titles.get(name, ""), counts, counts.total()) for name, counts in claims.counts().items()],
         rules=Markup("\n").join(_rule(*item) for item in chosen),
         filters=[(_anchor(*item), ", ".join(filter(None, item))) for item in chosen],
         sections=sections(claims, evidence, links_from),
@@ -263,15 +277,15 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
         raise UserError(f"--page {file} is not writable ({error.strerror})", "name another file") from None
 
 
-def _anchor(code: str, verdict: str) -> str:
-    return "-".join(filter(None, (code, slug(verdict))))
+def _anchor(code: str, kind: str) -> str:
+    return "-".join(filter(None, (code, slug(kind))))
 
 
-def _rule(code: str, verdict: str) -> Markup:
+def _rule(code: str, kind: str) -> Markup:
     """Return the CSS rule that hides claims outside a filter, so that the page needs no script."""
-    classes = "".join(f".{part}" for part in (code, slug(verdict)) if part)
+    classes = "".join(f".{part}" for part in (code, slug(kind)) if part)
     hidden = [f".claim:not({classes})", *([f".document:not(.{code})"] if code else [])]
-    target = f"body:has(#only-{_anchor(code, verdict)}:target)"
+    target = f"body:has(#only-{_anchor(code, kind)}:target)"
     return Markup(",".join(f"{target} {selector}" for selector in hidden) + "{display:none}")
 
 
@@ -283,7 +297,7 @@ def address(claim: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Write docs/claims.md and the verdicts file, which installations that lack pandas print."""
+    """Write docs/claims.md and the findings file, which installations that lack pandas print."""
     scoreboard = build_scoreboard()
     PAGE.write_text(page(scoreboard), encoding="utf-8")
     VERDICTS_FILE.write_text(json.dumps(scoreboard.document(), indent=1) + "\n", encoding="utf-8")

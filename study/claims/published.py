@@ -25,28 +25,23 @@ from study.workloads.presets import find_preset
 _FORMS = {
     "stated": "{value}",
     "ratio": "{of} / {to}",
-    "saving": "1 - {after} / {before}",
     "steps_per_hour": "3600 s x {tokens_per_s} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)",
-    "tflops": "6 x {parameters_b} B x {tokens_per_s} tokens/s / 1000",
     "state_gb": "{parameters_b} B x {bytes} bytes",
     "state_ratio": "{bytes} / {over_bytes} bytes",
     "state_saved_gb": "{parameters_b} B x ({over_bytes} - {bytes} bytes)",
     "capacity_b": "{device_gb} GB / {bytes} bytes",
-    "solved_bytes weights": "({stage2_gb} - {stage3_gb} GB) / (1 - 1 / {gpus}) / {parameters_b} B",
-    "solved_bytes sharded": "({stage0_gb} - {stage2_gb} GB) / (1 - 1 / {gpus}) / {parameters_b} B",
-    "solved_bytes rest": "{stage0_gb} GB - ({stage0_gb} - {stage3_gb} GB) / (1 - 1 / {gpus})",
-    "shares_gb": "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} GB",
+    "shares_gb": "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} + {rest_gb} GB",
 }
 
 
 def derivation(check: ClaimCheck) -> str:
     """Return the formula with its numbers; empty for a figure from records or files."""
-    form = _FORMS.get(f"{check.form} {check.numbers.get('what', '')}".strip())
+    form = _FORMS.get(check.form)
     return form.format_map({key: _plain(value) for key, value in _values(check).items()}) if form else ""
 
 
 def _values(check: ClaimCheck) -> Mapping[str, Any]:
-    numbers = dict(check.numbers)
+    numbers: dict[str, Any] = {"rest_gb": 0.0, **check.numbers}
     gpus = numbers.get("gpus", 1)
     if "strategy" in numbers:
         numbers["bytes"] = _bytes(numbers["strategy"], gpus, numbers.get("precision", MIXED))
