@@ -30,20 +30,21 @@ from study.virtual.summaries import AS_SHIPPED, Summary
 
 
 class Form(NamedTuple):
-    """Kind of evidence and function of one form."""
+    """Kind of evidence, function and formula of one form; empty without a formula."""
 
     kind: Kind
     figure: Callable[..., Figure]
+    formula: str
 
 
 FORMS: dict[str, Form] = {}
 
 
-def form(kind: Kind) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
+def form(kind: Kind, formula: str = "") -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
     """Register a function as the form of that name."""
 
     def register(figure: Callable[..., Figure]) -> Callable[..., Figure]:
-        FORMS[figure.__name__] = Form(kind, figure)
+        FORMS[figure.__name__] = Form(kind, figure, formula)
         return figure
 
     return register
@@ -60,31 +61,31 @@ def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> State:
     return bytes_per_parameter(read_strategy(strategy), precision, ranks)
 
 
-@form("consistency")
+@form("consistency", "{value}")
 def stated(_: Evidence, *, value: float) -> Figure:
     """Return a number that the document states, or that is counted in its listing."""
     return Figure(value)
 
 
-@form("arithmetic")
+@form("arithmetic", "{of} / {to}")
 def ratio(_: Evidence, *, of: float, to: float) -> Figure:
     """Return the ratio of two numbers."""
     return Figure(of / to)
 
 
-@form("arithmetic")
+@form("arithmetic", "3600 s x {tokens_per_s} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)")
 def steps_per_hour(_: Evidence, *, tokens_per_s: float, gpus: int, batch: int, length: int) -> Figure:
     """Return steps per hour at a speed per GPU and a batch."""
     return Figure(3600 * tokens_per_s * gpus / (batch * length))
 
 
-@form("arithmetic")
+@form("arithmetic", "{parameters_b} B x {bytes} bytes")
 def state_gb(_: Evidence, *, parameters_b: float, strategy: str, gpus: int, precision: str = MIXED) -> Figure:
     """Return the model state on one device."""
     return Figure(parameters_b * parameter_bytes(strategy, gpus, precision).device)
 
 
-@form("arithmetic")
+@form("arithmetic", "{bytes} / {over_bytes} bytes")
 def state_ratio(
     _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, over_precision: str = MIXED
 ) -> Figure:
@@ -92,19 +93,21 @@ def state_ratio(
     return Figure(parameter_bytes(strategy, gpus).device / parameter_bytes(over, over_gpus, over_precision).device)
 
 
-@form("arithmetic")
+@form("arithmetic", "{parameters_b} B x ({over_bytes} - {bytes} bytes)")
 def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: str, over: str, gpus: int) -> Figure:
     """Return the difference of the model state on one device under two strategies."""
     return Figure(parameters_b * (parameter_bytes(over, gpus).device - parameter_bytes(strategy, gpus).device))
 
 
-@form("arithmetic")
+@form("arithmetic", "{device_gb} GB / {bytes} bytes")
 def capacity_b(_: Evidence, *, device_gb: float, strategy: str, gpus: int) -> Figure:
     """Return the parameters, in billions, whose model state fills the device; activations would reduce it."""
     return Figure(device_gb / parameter_bytes(strategy, gpus).device)
 
 
-@form("arithmetic")
+@form(
+    "arithmetic", "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} + {rest_gb} GB"
+)
 def shares_gb(
     _: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: float, stage: int, gpus: int, rest_gb: float = 0
 ) -> Figure:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from study.claims.forms import GB, MIXED, parameter_bytes
+from study.claims.forms import FORMS, GB, MIXED, parameter_bytes
 from study.claims.ledger import ClaimCheck
 from study.claims.verdicts import number
 from study.config.errors import UserError
@@ -20,23 +20,10 @@ from study.predictor.shape import shape_of_preset
 from study.predictor.state import KINDS, split_by
 from study.workloads.presets import find_preset
 
-# Formulas of the forms without records, for readers.
-
-_FORMS = {
-    "stated": "{value}",
-    "ratio": "{of} / {to}",
-    "steps_per_hour": "3600 s x {tokens_per_s} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)",
-    "state_gb": "{parameters_b} B x {bytes} bytes",
-    "state_ratio": "{bytes} / {over_bytes} bytes",
-    "state_saved_gb": "{parameters_b} B x ({over_bytes} - {bytes} bytes)",
-    "capacity_b": "{device_gb} GB / {bytes} bytes",
-    "shares_gb": "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} + {rest_gb} GB",
-}
-
 
 def derivation(check: ClaimCheck) -> str:
     """Return the formula with its numbers; empty for a figure from records or files."""
-    form = _FORMS.get(check.form)
+    form = FORMS[check.form].formula
     return form.format_map({key: _plain(value) for key, value in _values(check).items()}) if form else ""
 
 
