@@ -140,6 +140,7 @@ class ClaimFinding:
         if list(groups) == ["holds"]:
             return "holds"
         texts = [": ".join(filter(None, (label, " / ".join(filter(None, words))))) for label, words in groups.items()]
+        texts = [text.replace(": (", " (") for text in texts]
         if self.kind == "undecided":
             return f"undecided: {'; '.join(texts)}" if texts else "undecided: untested"
         return "; ".join([self.kind + texts[0].removeprefix(first), *texts[1:]])
