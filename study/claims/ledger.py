@@ -36,6 +36,8 @@ class Document:
     code: Text
     title: Text
     scale: Text
+    # Title, publisher and address, in Markdown.
+    source: str = ""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -217,12 +219,13 @@ class Contradiction:
 
 @dataclass(frozen=True, config=_STRICT)
 class Ledger:
-    """All documents, claims, contradictions and corrections."""
+    """All documents, claims, contradictions and corrections, and the meaning of each finding and kind of evidence."""
 
     documents: tuple[Document, ...]
     claims: tuple[Claim, ...]
     contradictions: tuple[Contradiction, ...]
     corrections: tuple[Correction, ...] = ()
+    legend: Mapping[str, Mapping[str, Text]] = dataclasses.field(default_factory=dict)
 
 
 def read_ledger(file: Path = LEDGER) -> Ledger:

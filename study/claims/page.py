@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -17,7 +17,7 @@ from study.claims.ledger import CheckResult, ClaimCheck
 from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import derivation, published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
-from study.claims.verdicts import PROXY, FindingKind, number
+from study.claims.verdicts import Basis, FindingKind, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.report.document import (
@@ -39,36 +39,10 @@ The claims of the replicated documents, and six of the ZeRO paper's, judged by t
 arithmetic. `study claims` repeats all checks, without torch or a GPU. `study claims --page FILE` writes one HTML
 page with an overview, a filter by document and finding, and the provenance of the records. The codes name these
 documents:
-
-- S0: *ZeRO Optimization Strategies for Large-Scale Model Training*, Hugging Face community article, 2025
-- S1: *DeepSpeed ZeRO-3 Architecture: Gradient Partitioning and Performance Optimizations*, web article
-- S2: *ZeRO: Zero Redundancy Optimizer*, C. Magri, R. Quadras and S. Dubois, University of Guelph
-- S3: [*DeepSpeed ZeRO Optimization Stages: A Comprehensive Analysis*](https://www.newmind.ai/journal/64), NewMind AI
-- Z0: [*ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*](https://arxiv.org/abs/1910.02054)"""
-_RULE = {
-    "holds": "every part of the claim holds",
-    "holds in part": "a part holds, another one is false or untested, and the claim does not rest on that one",
-    "does not hold": 'a part that the claim rests on is false, such as its number, its comparison or its "all"; or a'
-    " part is false, and no other was shown to hold",
-    "contradicts itself": "its figures exclude each other under every reading tried",
-    "undecided": "evidence is missing, disputed, inside noise or only from small models; or it depends on the reading",
-}
-_EVIDENCE = {
-    "at scale": "counted or measured on the model and ranks of the claim, or independent of both; virtual ranks count"
-    " for state and bytes",
-    "published": "a figure that others measured at the claim's scale, with its address",
-    "derived": "arithmetic or logic, with its assumptions",
-    PROXY: "measured here with a tiny model or on fewer ranks; alone it neither supports nor refutes",
-    "none": "no check could be judged",
-}
+"""
 _READING = """\
 If two claims disagree, a check is `disputed`: one of them is wrong, and the check does not show which. Model state is
 16 bytes per parameter, as in mixed-precision Adam, unless a check sets another precision."""
-_PLAUSIBLE = {
-    "impossible": "less memory than 16-bit weights and gradients alone need on one GPU, or more than the device has",
-    "suspicious": "less memory than mixed-precision Adam needs: another optimizer or precision, or an error",
-    "possible": "at least the memory of mixed-precision Adam",
-}
 _TABLES = """\
 A row that trains only adapters needs memory for its frozen weights alone; the column `trains` marks it, with the bits
 per weight. A figure is read with a tolerance: half a unit of its last digit, and GiB written as GB. The tables are in
@@ -76,12 +50,13 @@ per weight. A figure is read with a tolerance: half a unit of its last digit, an
 
 
 def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
-    """Yield the sections of the page; with evidence also plots, records and provenance, for HTML.
+    """Yield the sections of the page; with evidence also derivations, records and provenance, for HTML.
 
     `links_from` is the folder that links to reports are relative to; without it there are no links.
     """
-    yield PageSection(text="How several checks make one finding:", table=_table(_RULE.items(), "finding", "when"))
-    yield PageSection(text="Kinds of evidence:", table=_table(_EVIDENCE.items(), "evidence", "is"))
+    legend = scoreboard.ledger.legend
+    yield PageSection(text="How several checks make one finding:", table=_table(legend["findings"], "finding", "when"))
+    yield PageSection(text="Kinds of evidence:", table=_table(legend["evidence"], "evidence", "is"))
     yield PageSection(text=_READING)
     for document in scoreboard.ledger.documents:
         code = document.code
@@ -99,7 +74,7 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     about = (
         "`study claims check-table FILE` compares a table of models, GPUs, strategies and gigabytes with arithmetic:"
     )
-    yield PageSection("Published tables", about, table=_table(_PLAUSIBLE.items(), "verdict", "the row states"))
+    yield PageSection("Published tables", about, table=_table(legend["tables"], "verdict", "the row states"))
     yield PageSection(text=_TABLES)
     for table in published_tables():
         rows = [
@@ -110,8 +85,8 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
         yield PageSection(table.title, f"{table.address}. {table.note}", table=_table(rows, *columns), level=3)
 
 
-def _table(rows: object, *columns: str) -> pd.DataFrame:
-    return pd.DataFrame(list(rows), columns=list(columns))  # type: ignore[call-overload]
+def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.DataFrame:
+    return pd.DataFrame(list(rows.items() if isinstance(rows, Mapping) else rows), columns=list(columns))
 
 
 def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
@@ -147,10 +122,8 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
 def _below(check: ClaimCheck, result: CheckResult, reports: Path, links_from: str) -> Markup:
     """Return the derivation of a figure, or links to its records."""
     assert result.figure is not None
-    form, items = (
-        derivation(check),
-        [link_html(name, _address(name, reports, links_from)) for name in result.figure.records],
-    )
+    form = derivation(check)
+    items = [link_html(name, _address(name, reports, links_from)) for name in result.figure.records]
     value = f"{form} = {number(result.figure.value, result.unit)}" if form else ""
     html = Markup('<code class="derivation">{}</code>').format(value) if value else Markup("")
     if items:
@@ -177,7 +150,8 @@ def page(claims: Scoreboard) -> str:
         [name, *(counts[kind] or "-" for kind in FINDINGS), counts.total()] for name, counts in claims.counts().items()
     ]
     scoreboard = _table(rows, "document", *FINDINGS, "claims")
-    return page_markdown(_TITLE, [PageSection(text=_HEAD, table=scoreboard), *sections(claims)])
+    head = "\n".join([_HEAD, *(f"- {document.code}: {document.source}" for document in claims.ledger.documents)])
+    return page_markdown(_TITLE, [PageSection(text=head, table=scoreboard), *sections(claims)])
 
 
 def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
@@ -198,14 +172,11 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
         "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, findings=FINDINGS, marker=marker,
         documents={item.code: item.title for item in claims.ledger.documents} | {"all": ""},
         counts=claims.counts(), crossed=claims.counts(lambda item: f"{item.finding.kind}, {item.finding.basis[0]}"),
-        evidence=list(_EVIDENCE), sections=sections(claims, evidence, links_from),
+        evidence=get_args(Basis), sections=sections(claims, evidence, links_from),
     )  # fmt: skip
-    partial = file.with_name(f".{file.name}.building")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UserError(f"--page {file} is not writable ({error.strerror})", "name another file") from None
 
 
