@@ -24,7 +24,7 @@ from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
 from study.claims.page import PAGE, page
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
-from study.claims.verdicts import CheckOutcome, Figure, Region, Verdict, combine
+from study.claims.verdicts import PROXY, CheckOutcome, ClaimFinding, Figure, Region, combine
 from study.cli import main
 from study.config.errors import UserError
 from study.host.machine import Machine
@@ -35,11 +35,21 @@ from study.sweep.plan import plan_suite
 from synthetic_records import write_run
 
 ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
-# Strength of each verdict; removing a record never raises it.
-STRENGTH: dict[Verdict, int] = {
-    "supported": 3, "contradicted": 3, "partly": 2, "inside noise": 1, "inconclusive": 0, "untestable": 0,
-}  # fmt: skip
-PARTS = tuple(itertools.starmap(CheckOutcome, itertools.product(ANSWERS, (False, True), (False, True))))
+FALSE = ("does not hold", "contradicts itself")
+BOTH = (False, True)
+OUTCOMES = tuple(itertools.starmap(CheckOutcome, itertools.product(
+    ANSWERS, ("P1", "P2"), ("", "R1", "R2"), ("derived", PROXY), BOTH, BOTH, BOTH
+)))  # fmt: skip
+
+
+def list_facts(finding: ClaimFinding) -> set[tuple[str, str]]:
+    """Return everything that a finding asserts: on each part, at each scale, and on the claim."""
+    facts = {(part.words, "false" if part.status in FALSE else part.status)
+             for part in finding.parts if part.status in ("holds", *FALSE)}  # fmt: skip
+    facts |= {(part.words, part.proxy) for part in finding.parts if part.proxy in ("reproduced", "not reproduced")}
+    if any(part.status in FALSE for part in finding.parts):
+        facts.add(("the claim", "false"))
+    return facts | ({("the claim", "holds")} if finding.kind == "holds" else set())
 
 
 def find_claim(full_board: Scoreboard, claim: str) -> JudgedClaim:
@@ -47,37 +57,59 @@ def find_claim(full_board: Scoreboard, claim: str) -> JudgedClaim:
     return match
 
 
-def test_removing_a_check_never_strengthens_a_verdict() -> None:
-    for parts in itertools.chain.from_iterable(itertools.product(PARTS, repeat=n) for n in (1, 2, 3)):
-        before = combine(parts)
-        for place in range(len(parts)):
-            less = [*parts[:place], dataclasses.replace(parts[place], answer="not judged"), *parts[place + 1 :]]
-            after = combine(less)
-            assert STRENGTH[after] <= STRENGTH[before], (before, after, parts)
-            assert {before, after} != {"supported", "contradicted"}
+def test_the_rules_of_findings() -> None:
+    draw = random.Random(0)
+    samples: list[tuple[CheckOutcome, ...]] = [(first,) for first in OUTCOMES]
+    samples += [tuple(draw.choices(OUTCOMES, k=k)) for k in (2, 3, 4) for _ in range(5000)]
+    for outcomes in samples:
+        finding = combine(outcomes)
+        false = [part.words for part in finding.parts if part.status in FALSE]
+        holding = [part.words for part in finding.parts if part.status == "holds"]
+        # Every part is named with its status, a false and an untested one too.
+        groups = finding.text.removeprefix("undecided: ").split("; ")
+        for part in finding.parts if finding.kind != "holds" else ():
+            assert any(group.startswith(part.label) and part.words in group for group in groups), finding.text
+            assert part.status != "untested" or part.proxy or "untested: " in finding.text
+        assert (finding.kind == "holds") == (len(holding) == len(finding.parts))
+        assert finding.kind not in FALSE or false
+        assert finding.kind != "holds in part" or holding
+        # A part that decides is never false or open in a claim that holds in part.
+        assert finding.kind != "holds in part" or all(part.status == "holds" for part in finding.parts if part.decides)
+        if all(outcome.basis == PROXY for outcome in outcomes):
+            assert finding.kind == "undecided"
+        for place, outcome in enumerate(outcomes):
+            less = [*outcomes[:place], dataclasses.replace(outcome, answer="not judged"), *outcomes[place + 1 :]]
+            assert list_facts(combine(less)) <= list_facts(finding), outcomes
 
 
 @pytest.mark.parametrize(
-    ("parts", "verdict"),
+    ("outcomes", "text"),
     [
-        ([], "inconclusive"),
-        ([CheckOutcome("holds")], "supported"),
-        ([CheckOutcome("fails"), CheckOutcome("fails")], "contradicted"),
-        ([CheckOutcome("holds"), CheckOutcome("fails")], "partly"),
-        ([CheckOutcome("holds"), CheckOutcome("not judged")], "partly"),
-        ([CheckOutcome("holds"), CheckOutcome("fails", necessary=True)], "contradicted"),
-        ([CheckOutcome("holds", necessary=True)], "inconclusive"),
-        ([CheckOutcome("holds"), CheckOutcome("not judged", necessary=True)], "partly"),
-        ([CheckOutcome("holds", elsewhere=True)], "partly"),
-        ([CheckOutcome("fails", elsewhere=True)], "partly"),
-        ([CheckOutcome("holds", elsewhere=True), CheckOutcome("holds")], "supported"),
-        ([CheckOutcome("inside noise"), CheckOutcome("not judged")], "inside noise"),
-        ([CheckOutcome("disputed")], "inconclusive"),
+        ([], "undecided: untested"),
+        ([CheckOutcome("holds")], "holds"),
+        ([CheckOutcome("holds"), CheckOutcome("fails")], "does not hold"),
+        ([CheckOutcome("holds"), CheckOutcome("not judged")], "undecided: untested"),
+        ([CheckOutcome("holds", necessary=True)], "undecided: untested"),
+        ([CheckOutcome("holds"), CheckOutcome("fails", necessary=True)], "does not hold"),
+        ([CheckOutcome("fails", internal=True)], "contradicts itself"),
+        ([CheckOutcome("disputed")], "undecided: disputed"),
+        ([CheckOutcome("holds", basis=PROXY)], "undecided: reproduced at small scale"),
+        ([CheckOutcome("fails", basis=PROXY)], "undecided: not reproduced at small scale"),
+        ([CheckOutcome("holds"), CheckOutcome("fails", basis=PROXY)], "holds"),
+        ([CheckOutcome("holds", "a"), CheckOutcome("fails", "b")], "holds in part: a; does not hold: b"),
+        ([CheckOutcome("holds", "a"), CheckOutcome("fails", "b", decides=True)], "does not hold: b; holds: a"),
+        ([CheckOutcome("fails", "a"), CheckOutcome("not judged", "b")], "does not hold: a; untested: b"),
+        ([CheckOutcome("holds", "a"), CheckOutcome("not judged", "b")], "holds in part: a; untested: b"),
+        ([CheckOutcome("holds", "a"), CheckOutcome("disputed", "b", decides=True)],
+         "undecided: holds: a; disputed: b"),
+        ([CheckOutcome("holds", reading="x"), CheckOutcome("fails", reading="y")],
+         "undecided: depends on the reading (holds if read as: x, does not hold if read as: y)"),
+        ([CheckOutcome("fails", reading="x"), CheckOutcome("fails", reading="y")], "does not hold"),
     ],
-)
-def test_the_rule_that_combines_checks(parts: list[CheckOutcome], verdict: str) -> None:
-    assert combine(parts) == verdict
-    assert combine(parts, is_untestable=True) == ("untestable" if verdict == "inconclusive" else verdict)
+)  # fmt: skip
+def test_the_rule_that_combines_checks(outcomes: list[CheckOutcome], text: str) -> None:
+    finding = combine(outcomes)
+    assert (finding.text, text.startswith(finding.kind)) == (text, True)
 
 
 def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> None:
@@ -114,26 +146,25 @@ def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
     record_names |= {f"engine_keys/{probe}" for probe in Evidence(REPORTS).keys("engine_keys")}
     record_names |= {f"autopsy/{session}" for session in Evidence(REPORTS).arms()["session"]}
     for judged in full_board.judged:
-        for check, finding in zip(judged.claim.checks, judged.findings, strict=True):
+        for check, finding in zip(judged.claim.checks, judged.results, strict=True):
             if finding.figure and FORMS[check.form].kind in ("virtual", "measured"):
                 assert finding.figure.records
                 assert set(finding.figure.records) <= record_names
                 assert finding.figure.n
 
 
-def test_a_changed_record_changes_the_verdict(full_board: Scoreboard) -> None:
-    """S1-07 fails because one gradient is not sharded; if it were, the claim would hold."""
+def test_a_changed_record_changes_the_finding(full_board: Scoreboard) -> None:
+    """S1-07 holds because every gradient is sharded before the step; if one were whole, it would not."""
     records = read_parquet(REPORTS / "virtual_settings")
     runs = records.runs.copy()
     gemma = runs["model_name_or_path"].str.contains("gemma") & (runs["strategy"] == "zero3")
     for row in runs[gemma].index:
-        shard_bytes = int(2 * runs.loc[row, "model_parameters"] / runs.loc[row, "world_size"])
-        places = {"device": shard_bytes, "host": 0, "nvme": 0}
-        runs.loc[row, "grads_bytes_device"] = shard_bytes
-        runs.loc[row, "grads_by_moment"] = json.dumps({"grads_after_backward": places, "grads_before_step": places})
+        moments = json.loads(runs.loc[row, "grads_by_moment"])
+        moments["grads_before_step"] = moments["grads_after_backward"]
+        runs.loc[row, "grads_by_moment"] = json.dumps(moments)
     evidence = Evidence(REPORTS).with_records("virtual_settings", Records(runs, records.steps))
-    assert find_claim(full_board, "S1-07").verdict == "partly"
-    assert judge(find_claim(full_board, "S1-07").claim, evidence).verdict == "supported"
+    assert find_claim(full_board, "S1-07").finding.kind == "holds"
+    assert judge(find_claim(full_board, "S1-07").claim, evidence).finding.kind == "does not hold"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +174,7 @@ def test_a_changed_record_changes_the_verdict(full_board: Scoreboard) -> None:
         *(pytest.param(name, marks=pytest.mark.long) for name in ("laptop", "paper_table1", "virtual_settings")),
     ],
 )  # fmt: skip
-def test_removing_a_record_never_strengthens_a_verdict(report: str) -> None:
+def test_removing_a_record_never_strengthens_a_finding(report: str) -> None:
     records = seeded() if report == "laptop" else read_parquet(REPORTS / report)
     evidence = Evidence(REPORTS).with_records(report, records)
     claims = [claim for claim in read_ledger().claims
@@ -151,7 +182,7 @@ def test_removing_a_record_never_strengthens_a_verdict(report: str) -> None:
     before = {claim.id: judge(claim, evidence) for claim in claims}
     resting: dict[str, list[str]] = {}
     for name, judged in before.items():
-        for finding in judged.findings:
+        for finding in judged.results:
             for run in finding.figure.records if finding.figure else ():
                 if run.startswith(f"{report}/"):
                     resting.setdefault(run.removeprefix(f"{report}/"), []).append(name)
@@ -162,7 +193,7 @@ def test_removing_a_record_never_strengthens_a_verdict(report: str) -> None:
         without = evidence.with_records(report, less)
         for name in dict.fromkeys(names):
             after = judge(before[name].claim, without)
-            assert STRENGTH[after.verdict] <= STRENGTH[before[name].verdict], (run, name)
+            assert list_facts(after.finding) <= list_facts(before[name].finding), (run, name)
             assert after.sentence
 
 
@@ -206,11 +237,11 @@ def test_claims_that_need_a_gpu_are_judged_once_their_suites_have_run(tmp_path: 
 def test_without_any_record_verdicts_fall_back_to_arithmetic(full_board: Scoreboard, tmp_path: Path) -> None:
     bare = build_scoreboard(reports=tmp_path)
     for full, less in zip(full_board.judged, bare.judged, strict=True):
-        assert STRENGTH[less.verdict] <= STRENGTH[full.verdict]
+        assert list_facts(less.finding) <= list_facts(full.finding)
         assert not {"virtual", "measured"} & set(less.kinds)
         assert all(run.startswith("accelerate_configs/") for run in less.document()["records"])
-    assert find_claim(bare, "S0-06").verdict == "contradicted"
-    assert find_claim(bare, "S1-02").verdict == "inconclusive"
+    assert find_claim(bare, "S1-15").finding == find_claim(full_board, "S1-15").finding
+    assert find_claim(bare, "S1-02").finding.text == "undecided: untested"
     assert "there are no records of paper_table1" in find_claim(bare, "S1-02").sentence
 
 
@@ -226,8 +257,8 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
     claims = len(read_ledger().claims)
     assert (len(document["claims"]), sum(document["counts"]["all"].values())) == (claims, claims)
     first = document["claims"][0]
-    assert {"id", "place", "says", "verdict", "sentence", "figure", "interval", "n", "records", "checks",
-            "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
+    assert {"id", "place", "quote", "says", "finding", "evidence", "parts", "verdict", "sentence", "figure", "interval",
+            "n", "records", "checks", "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
 
 
 def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) -> None:
@@ -235,11 +266,11 @@ def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) 
 
 
 def test_a_check_of_two_claims_does_not_decide_which_is_wrong(full_board: Scoreboard) -> None:
-    disputed = [(row, finding) for row in full_board.judged for finding in row.findings if finding.answer == "disputed"]
-    assert {row.claim.id for row, _ in disputed} >= {"S1-04", "S1-10", "S1-11", "S1-18", "S1-19"}
+    disputed = [(row, finding) for row in full_board.judged for finding in row.results if finding.answer == "disputed"]
+    assert {row.claim.id for row, _ in disputed} >= {"S1-04", "S1-10", "S1-11", "S1-19"}
     for row, finding in disputed:
         assert finding.kind == "consistency"
-        assert row.verdict not in ("supported", "contradicted")
+        assert row.finding.kind == "undecided"
 
 
 def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
@@ -252,11 +283,33 @@ def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{claims} claims: ")
     assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == claims
-    assert [line.split()[0] for line in lines[2:9]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
-    assert len(lines) <= 25
+    assert lines[2].split("  ")[-1] == "claims"
+    assert sum(int(line.split()[-1]) for line in lines[3:8] if line.split()[-1] != "-") == claims
+    assert [line.split()[0] for line in lines[9:16]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
+    assert (len(lines) <= 25, max(map(len, lines)) <= 120) == (True, True)
     assert main(["claims", "--details"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == claims
+    details = capsys.readouterr().out.splitlines()[len(lines) - 1 :]
+    assert max(map(len, details)) <= 120
+    assert [line[:5] for line in details if not line.startswith(" ")] == [row.claim.id for row in full_board.judged]
+
+
+def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(
+    full_board: Scoreboard, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
+    for names, ids in (
+        (["s3"], [f"S3-{number:02}" for number in range(1, 13)]),
+        (["S0-06", "Z0-01"], ["S0-06", "Z0-01"]),
+    ):
+        assert main(["claims", *names]) == 0
+        assert [line[:5] for line in capsys.readouterr().out.splitlines() if line[:1] != " "] == ids
+    assert main(["claims", "S0-06", "--json"]) == 0
+    assert [claim["id"] for claim in json.loads(capsys.readouterr().out)["claims"]] == ["S0-06"]
+    for name, nearest in (("S5", "S3"), ("check-tabel", "check-table")):
+        assert main(["claims", name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"error: '{name}' is neither a document nor a claim" in line
+        assert nearest in line.partition("did you mean ")[2].partition("?")[0]
 
 
 def test_contradictions_name_the_other_claims_only(full_board: Scoreboard) -> None:
@@ -267,7 +320,7 @@ def test_contradictions_name_the_other_claims_only(full_board: Scoreboard) -> No
 
 
 def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(full_board: Scoreboard) -> None:
-    figures = [finding.figure for finding in find_claim(full_board, "Z0-06").findings]
+    figures = [finding.figure for finding in find_claim(full_board, "Z0-06").results]
     assert [figure and figure.n for figure in (figures[3], figures[1])] == [1, 3]
 
 
@@ -277,14 +330,14 @@ def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(full_board
 @pytest.mark.parametrize(
     ("claim", "place", "numbers", "before", "after"),
     [
-        ("S0-04", 0, {"to": 50}, "partly", "partly"),
-        ("S0-06", 0, {"tokens_per_s": 3943}, "contradicted", "partly"),
-        ("S0-10", 2, {"after": 26.6}, "partly", "supported"),
-        ("S0-11", 0, {"parameters_b": 4.9}, "partly", "partly"),
-        ("S1-03", 1, {"strategy": "zero3"}, "partly", "supported"),
-        ("S1-05", 0, {"of": 15.2}, "contradicted", "untestable"),
-        ("S1-15", 0, {"parameters_b": 5}, "contradicted", "partly"),
-        ("S2-07", 0, {"value": 2}, "contradicted", "supported"),
+        ("S0-04", 0, {"to": 50}, "undecided", "does not hold"),
+        ("S0-06", 0, {"tokens_per_s": 3943}, "undecided", "undecided"),
+        ("S0-10", 2, {"of": 20}, "undecided", "does not hold"),
+        ("S0-11", 1, {"parameters_b": 25}, "does not hold", "does not hold"),
+        ("S1-03", 1, {"strategy": "zero3"}, "does not hold", "holds in part"),
+        ("S1-05", 0, {"of": 15.2}, "does not hold", "holds in part"),
+        ("S1-22", 3, {"of": 180_000}, "does not hold", "holds in part"),
+        ("S2-07", 0, {"value": 2}, "contradicts itself", "holds"),
     ],
 )
 def test_changed_numbers_change_the_answer(
@@ -294,8 +347,8 @@ def test_changed_numbers_change_the_answer(
     checks = list(judged.claim.checks)
     checks[place] = dataclasses.replace(checks[place], numbers={**checks[place].numbers, **numbers})
     changed = judge(dataclasses.replace(judged.claim, checks=tuple(checks)), Evidence(REPORTS))
-    assert (judged.verdict, changed.verdict) == (before, after)
-    assert changed.findings[place].answer not in (judged.findings[place].answer, "not judged")
+    assert (judged.finding.kind, changed.finding.kind) == (before, after)
+    assert changed.results[place].answer not in (judged.results[place].answer, "not judged")
 
 
 def minimal(**changes: str) -> str:
@@ -310,7 +363,8 @@ def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
     file = tmp_path / "ledger.yaml"
     file.write_text(minimal())
     (only,) = build_scoreboard(ledger=read_ledger(file)).judged
-    assert (only.verdict, only.sentence) == ("supported", "It: 0.5; the claim needs at most 1.")
+    assert (only.finding.kind, only.sentence) == ("holds", "It: 0.5; the claim needs at most 1.")
+    assert only.document()["verdict"] == "supported"
 
 
 RATIO = "form: ratio, of: 1, to: 2"
@@ -422,26 +476,26 @@ def seeded(noise: float = 0.001) -> Records:
 
 
 @pytest.mark.parametrize(
-    ("change", "verdicts"),
+    ("change", "labels"),
     [
-        (lambda runs: runs, {"S3-03": "supported", "S3-04": "partly"}),
-        (multiplied("train_loss_final", 1.01, "zero3"), {"S3-03": "partly"}),
-        (multiplied("train_loss_final", 0.99, "zero1", "zero2", "zero3"), {"S3-03": "contradicted"}),
+        (lambda runs: runs, {"S3-03": "reproduced", "S3-04": "not reproduced"}),
+        (multiplied("train_loss_final", 1.01, "zero3"), {"S3-03": "not reproduced"}),
+        (multiplied("train_loss_final", 0.99, "zero1", "zero2", "zero3"), {"S3-03": "not reproduced"}),
         (as_fast, {"S3-04": "inside noise"}),
-        # Measured at another scale than the claim's, so the verdict is at most partly.
-        (multiplied("step_time_s_median", 0.5, "zero1"), {"S3-04": "partly"}),
-        (multiplied("step_time_s_median", 2, "zero1"), {"S3-04": "partly"}),
+        (multiplied("step_time_s_median", 0.5, "zero1"), {"S3-04": "reproduced"}),
+        (multiplied("step_time_s_median", 2, "zero1"), {"S3-04": "not reproduced"}),
         # Runs with other rank counts do not pair; confounded or failed runs are not judged.
-        (where("zero3", "world_size", 4), {"S3-03": "partly"}),
-        (where("zero3", "confounded_loss", "other samples"), {"S3-03": "partly"}),
-        (where("", "status_state", "failed"), {"S1-28": "inconclusive", "S3-02": "partly", "S3-03": "inconclusive"}),
+        (where("zero3", "world_size", 4), {"S3-03": ""}),
+        (where("zero3", "confounded_loss", "other samples"), {"S3-03": ""}),
+        (where("", "status_state", "failed"), {"S1-28": "", "S3-02": "", "S3-03": ""}),
         # Fewer seeds than the ledger asks for.
-        (first_seeds, {"S3-03": "inconclusive", "S3-04": "inconclusive"}),
+        (first_seeds, {"S3-03": "", "S3-04": ""}),
     ],
 )
-def test_a_verdict_follows_the_runs(full_board: Scoreboard, change: Change, verdicts: dict[str, str]) -> None:
+def test_a_finding_follows_the_runs(full_board: Scoreboard, change: Change, labels: dict[str, str]) -> None:
     evidence = changed("laptop", change, seeded())
-    assert {claim: judge(find_claim(full_board, claim).claim, evidence).verdict for claim in verdicts} == verdicts
+    findings = {claim: judge(find_claim(full_board, claim).claim, evidence).finding for claim in labels}
+    assert {claim: finding.parts[0].proxy for claim, finding in findings.items()} == labels
 
 
 def test_a_measured_verdict_shows_its_interval_and_its_pairs(full_board: Scoreboard) -> None:
@@ -490,7 +544,7 @@ def without_one_size(runs: pd.DataFrame) -> pd.DataFrame:
 )  # fmt: skip
 def test_an_answer_follows_the_runs(full_board: Scoreboard, claim: str, form: str, change: Change, answer: str) -> None:
     judged = judge(find_claim(full_board, claim).claim, changed("claims", change))
-    pairs = zip(judged.claim.checks, judged.findings, strict=True)
+    pairs = zip(judged.claim.checks, judged.results, strict=True)
     matches = [finding for check, finding in pairs if check.form == form]
     matches = matches[-1:] if claim == "S3-05" else matches
     assert {finding.answer for finding in matches} == {answer}
@@ -517,21 +571,21 @@ def test_an_unfair_partner_removes_no_other_pair_of_its_seed(full_board: Scorebo
         size_8 = runs[runs["micro_batch_size"] == 8]
         return pd.concat([runs, size_8.assign(run=size_8["run"] + "-other", learning_rate=0.5)])
 
-    before = find_claim(full_board, "S3-07").findings[0].figure
+    before = find_claim(full_board, "S3-07").results[0].figure
     assert before is not None
     assert find_claim(full_board, "S3-07").claim.checks[0].find(changed("claims", more)).figure == before
 
 
 def test_gradients_that_differ_at_one_step_are_seen(full_board: Scoreboard) -> None:
-    records, (first_finding, *_) = read_parquet(REPORTS / "laptop"), find_claim(full_board, "S2-09").findings
+    records, (first_finding, *_) = read_parquet(REPORTS / "laptop"), find_claim(full_board, "S2-09").results
     assert (first_finding.answer, first_finding.figure is None) == ("fails", False)
     steps = records.steps.copy()
     steps.loc[steps["run"] == first_finding.figure.records[-1].removeprefix("laptop/"), "grad_norm"] *= 1.05  # type: ignore[union-attr]
     evidence = Evidence(REPORTS).with_records("laptop", Records(records.runs, steps))
-    assert judge(find_claim(full_board, "S2-09").claim, evidence).findings[0].answer == "holds"
+    assert judge(find_claim(full_board, "S2-09").claim, evidence).results[0].answer == "holds"
 
 
-def test_removing_a_probe_of_the_engine_never_strengthens_a_verdict(full_board: Scoreboard, tmp_path: Path) -> None:
+def test_removing_a_probe_of_the_engine_never_strengthens_a_finding(full_board: Scoreboard, tmp_path: Path) -> None:
     document = json.loads((REPORTS / "engine_keys" / "keys.json").read_text(encoding="utf-8"))
     probed = {judged.claim.id: {check.numbers["probe"] for check in judged.claim.checks if check.form == "probed"}
               for judged in full_board.judged}  # fmt: skip
@@ -542,5 +596,5 @@ def test_removing_a_probe_of_the_engine_never_strengthens_a_verdict(full_board: 
         (tmp_path / "engine_keys" / "keys.json").write_text(json.dumps({"probes": probes}))
         for judged in (find_claim(full_board, claim) for claim, probes in probed.items() if probes):
             after = judge(judged.claim, Evidence(tmp_path))
-            assert STRENGTH[after.verdict] <= STRENGTH[judged.verdict], (name, judged.claim.id)
+            assert list_facts(after.finding) <= list_facts(judged.finding), (name, judged.claim.id)
             assert after.sentence

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from study.advisor.predict_command import precision_under
-from study.claims.command import scoreboard_text
+from study.claims.command import first_line
 from study.claims.scoreboard import Scoreboard
 from study.cli import COMMANDS, main
 from study.config.flags import Parser, parse_command_line, resolve_config
@@ -208,7 +208,7 @@ def test_the_finding_on_model_state_matches_the_records() -> None:
 
 
 def test_the_finding_on_claims_is_the_first_line_of_study_claims(full_board: Scoreboard) -> None:
-    assert f'Of {scoreboard_text(full_board.document(), details=False)[0]}; "partly":' in unwrapped("README.md")
+    assert first_line(full_board.document()) in unwrapped("README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -18,7 +18,7 @@ from study import cli
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
-from study.records.frames import Records, read_parquet, read_runs, write_parquet
+from study.records.frames import Records, read_runs, write_parquet
 from study.report.questions import QUESTIONS, answers
 from study.report.site import command
 from study.report.site.build import NOTEBOOKS, NotebookFailed, build, execute

@@ -420,17 +420,17 @@ def test_claims_that_depend_on_the_records_have_links(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "ddp", state="failed", reason="x")
     evil = "<img src=x onerror=alert(1)> | *x*"
     resting = [
-        DependentClaim("S9-01", "../docs/claims.md#s9-01", "supported", "It is so.", f"It was so. {evil}"),
-        DependentClaim("S9-02", "", "partly", "It may be so.", "It was."),
+        DependentClaim("S9-01", "../docs/claims.md#s9-01", "holds (derived)", "It is so.", f"It was so. {evil}"),
+        DependentClaim("S9-02", "", "holds in part (derived)", "It may be so.", "It was."),
     ]
     records = read_records(tmp_path / "runs")
     assert "claims" not in read_answers(records)
     build(records, "mine", tmp_path / "report", claims=resting)
     summary, page = ((tmp_path / "report" / name).read_text() for name in ("summary.md", "index.html"))
-    assert "| [S9-01](../docs/claims.md#s9-01) | supported | It is so. |" in summary
-    assert "| S9-02 | partly | It may be so. | It was. |" in summary
+    assert "| [S9-01](../docs/claims.md#s9-01) | holds (derived) | It is so. |" in summary
+    assert "| S9-02 | holds in part (derived) | It may be so. | It was. |" in summary
     assert '<a href="../docs/claims.md#s9-01">S9-01</a>' in page
-    assert "The verdicts of 2 published claims depend on these records" in page
+    assert "The findings on 2 published claims depend on these records" in page
     assert "<img src=x" not in page
     assert "<img" not in summary
 

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from study.records.directory import read_json, read_run, read_status
+from study.records.directory import Run, read_json, read_run, read_status
 from study.sweep import supervise
 from sweeps import ENDLESS, ROOT, TINY, list_processes, list_ranks, only_cell, run, start, wait_until, write_suite
 
@@ -299,6 +299,10 @@ def test_make_study_stopped_at_five_random_moments_loses_nothing_and_leaves_whol
     seed = random.randrange(10**6)
     chance, pages = random.Random(seed), []
     done: dict[str, dict[str, Any]] = {}
+
+    def trained() -> dict[str, dict[str, Any]]:
+        return finished(stopped / "runs", "laptop", "ok")
+
     for number in STOPS:
         study = make_study(stopped)
         time.sleep(whole_s * chance.uniform(0.02, 0.22))
@@ -307,12 +311,12 @@ def test_make_study_stopped_at_five_random_moments_loses_nothing_and_leaves_whol
         study.terminate() if number == signal.SIGTERM else os.killpg(study.pid, number)
         study.wait(timeout=300)
         wait_until(lambda: list_processes(stopped) == [], 120)
-        assert done.items() <= finished(stopped / "runs", "laptop", "ok").items(), f"seed {seed}: a finished run was lost"
-        done = finished(stopped / "runs", "laptop", "ok")
+        assert done.items() <= trained().items(), f"seed {seed}: a finished run was lost"
+        done = trained()
         pages.append((signal.Signals(number).name, len(done), missing_from_page(stopped)))
     assert make_study(stopped).wait(timeout=1500) == 0, f"seed {seed}: {(stopped / 'log.txt').read_text()}"
     print(f"seed {seed}, {whole_s:.0f} s undisturbed; signal, finished runs, runs that the page lacks: {pages}")
-    assert done.items() <= finished(stopped / "runs", "laptop", "ok").items(), f"seed {seed}: a finished run was run again"
+    assert done.items() <= trained().items(), f"seed {seed}: a finished run was run again"
     results, expected = records(stopped / "runs", "laptop"), records(undisturbed / "runs", "laptop")
     assert list(results) == list(expected)
     assert len(results) == 12

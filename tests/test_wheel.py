@@ -112,14 +112,14 @@ def test_advice_that_prints_no_measurement_imports_no_pandas() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_claims_without_pandas_are_the_recorded_verdicts(study: Command, full_board: Scoreboard) -> None:
+def test_claims_without_pandas_are_the_recorded_findings(study: Command, full_board: Scoreboard) -> None:
     result = study("claims", "--json")
     assert result.returncode == 0
     assert result.stderr.count("pip install 'zero-study[report]'") == 1
     claims = json.loads(result.stdout)["claims"]
     anew = full_board.judged
-    assert [(claim["id"], claim["verdict"], claim["sentence"]) for claim in claims] == [
-        (judged.claim.id, judged.verdict, judged.sentence) for judged in anew
+    assert [(claim["id"], claim["finding_text"], claim["sentence"]) for claim in claims] == [
+        (judged.claim.id, judged.finding.text, judged.sentence) for judged in anew
     ]
     assert f"{len(anew)} claims: " in study("claims").stdout
 

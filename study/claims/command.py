@@ -1,4 +1,4 @@
-"""`study claims`: the scoreboard and its page. `study claims check-table FILE`: a table compared with arithmetic."""
+"""`study claims`: the scoreboard, its claims and its page; with check-table, a table compared with arithmetic."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from study.claims.verdicts import Verdict
-from study.config.errors import UserError, require_extra
+from study.claims.verdicts import Basis
+from study.config.errors import UserError, did_you_mean, require_extra
 from study.config.places import install_command
 from study.config.printing import TextTable, print_page
 
@@ -21,53 +22,57 @@ if TYPE_CHECKING:
 
 # The document of `study claims --json`, which `make claims` writes from the records.
 VERDICTS = Path(__file__).with_name("verdicts.json")
+_CHECK_TABLE = "check-table"
+_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `study claims` to its parser."""
-    actions = parser.add_subparsers(dest="action", metavar="check-table FILE")
+    parser.add_argument(
+        "what", nargs="*", metavar="DOCUMENT | CLAIM | check-table FILE",
+        help="print the claims of a document (S1) or one claim (S1-03); or check whether a published table of models,"
+        " GPUs, strategies and GB is possible (CSV or markdown: model, gpus, strategy, gb, device, trains)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--details", action="store_true", help="print a line for each claim")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write all verdicts with plots as one HTML page")
-    table = actions.add_parser(
-        "check-table",
-        help="check whether a published table of models, GPUs, strategies and GB is possible",
-        allow_abbrev=False,
-    )
-    table.add_argument(
-        "file", type=Path, metavar="FILE", help="CSV or markdown: model, gpus, strategy, gb, device, trains"
-    )
-    # SUPPRESS: a default would override --json before the action.
-    table.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document")
+    parser.add_argument("--details", action="store_true", help="print every claim with its finding and its figure")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write all findings with plots as one HTML page")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print or write the result of `study claims`, and return the exit status."""
-    if options.page and (options.action or options.json):
-        raise UserError("--page cannot be combined with --json or check-table", "leave one of them out")
+    names: list[str] = options.what
+    if options.page and (names or options.json):
+        raise UserError(f"--page cannot be combined with --json, a claim or {_CHECK_TABLE}", "leave one of them out")
     with require_extra("report"):
         if options.page:
             from study.claims.page import write_page
 
             write_page(options.page)
             print(options.page)
-        elif options.action == "check-table":
-            from study.claims.published import check_table
-
-            checked = check_table(options.file)
-            if options.json:
-                print(json.dumps([dataclasses.asdict(row) for row in checked], indent=1))
-            else:
-                for result in checked:
-                    row, training = result.row, f"{result.row.model} on {result.row.gpus} under {result.row.strategy}"
-                    print(f"line {row.line}: {result.plausibility}: {training}: {result.why}")
+        elif _CHECK_TABLE in names:
+            if len(names) != 2 or names[0] != _CHECK_TABLE:
+                raise UserError(f"{_CHECK_TABLE} takes one file", f"write: study claims {_CHECK_TABLE} FILE")
+            _print_table(Path(names[1]), options.json)
         else:
             document = _judged()
+            document["claims"] = _select(document, names)
             if options.json:
                 print(json.dumps(document, indent=1))
             else:
-                print_page(scoreboard_text(document, options.details))
+                head = [] if names else scoreboard_text(document)
+                print_page([*head, *(claim_lines(document["claims"]) if names or options.details else [_MORE])])
     return 0
+
+
+def _print_table(file: Path, as_json: bool) -> None:
+    from study.claims.published import check_table
+
+    checked = check_table(file)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in checked], indent=1))
+    for result in [] if as_json else checked:
+        row, training = result.row, f"{result.row.model} on {result.row.gpus} under {result.row.strategy}"
+        print(f"line {row.line}: {result.plausibility}: {training}: {result.why}")
 
 
 def _judged() -> dict[str, Any]:
@@ -75,29 +80,63 @@ def _judged() -> dict[str, Any]:
     try:
         from study.claims.scoreboard import build_scoreboard
     except ModuleNotFoundError as error:
-        print(f"notice: verdicts of this release; {error.name} is not installed, so the records were not read."
+        print(f"notice: findings of this release; {error.name} is not installed, so the records were not read."
               f" To judge them here: {install_command('report')}", file=sys.stderr)  # fmt: skip
         return dict(json.loads(VERDICTS.read_text(encoding="utf-8")))
     return build_scoreboard().document()
 
 
-_LEGEND = (
-    "S0 to S3: the replicated documents; Z0: the ZeRO paper",
-    "partly: checks disagree, or some had no record or a smaller model; untestable: no record of ours could judge it",
-)
+def _select(document: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the claims of these documents or with these ids, all without names; raise UserError with the nearest."""
+    claims = document["claims"]
+    names_of_ledger = [*document["findings"], *(claim["id"] for claim in claims)]
+    for name in names:
+        if name.upper() not in names_of_ledger or name == "all":
+            guess = did_you_mean(name, [_CHECK_TABLE]) or did_you_mean(name.upper(), names_of_ledger, 0.5)
+            fix = f"{guess}documents: {', '.join(list(document['findings'])[:-1])}"
+            raise UserError(f"{name!r} is neither a document nor a claim", f"{fix}; claims: study claims --details")
+    chosen = {name.upper() for name in names}
+    return [claim for claim in claims if not chosen or chosen & {claim["id"], claim["document"]}]
 
 
-def scoreboard_text(document: Mapping[str, Any], details: bool) -> list[str | TextTable]:
-    """Return the total counts, a table per document, and with details one line per claim."""
-    verdicts, total = get_args(Verdict), document["counts"]["all"]
-    counts = [[name, *(str(count.get(verdict) or "-") for verdict in verdicts), str(sum(count.values()))]
-              for name, count in document["counts"].items()]  # fmt: skip
-    totals = ", ".join(f"{total[verdict]} {verdict}" for verdict in verdicts if total.get(verdict))
-    claims = [[claim["id"], claim["verdict"], claim["sentence"]] for claim in document["claims"]]
-    last = TextTable(["", "", ""], claims) if details else "--details prints each claim; docs/claims.md has all"
-    head = f"{sum(total.values())} claims: {totals}"
-    table = TextTable(["document", *verdicts, "claims"], counts)
-    return [head, "", table, *_LEGEND, last]
+_PLURAL = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold",
+           "contradicts itself": "contradict themselves", "undecided": "are undecided"}  # fmt: skip
+_MORE = "study claims S1 prints the claims of a document, --details all; docs/claims.md has every check"
+
+
+def first_line(document: Mapping[str, Any]) -> str:
+    """Return the number of claims by finding."""
+    total = document["findings"]["all"]
+    counts = [
+        f"{total[kind]} {plural if total[kind] > 1 else kind}" for kind, plural in _PLURAL.items() if kind in total
+    ]
+    return f"{sum(total.values())} claims: {', '.join(counts)}"
+
+
+def scoreboard_text(document: Mapping[str, Any]) -> list[str | TextTable]:
+    """Return the counts by finding and evidence, and by document."""
+    total, basis = document["findings"]["all"], get_args(Basis)
+    crossed = [
+        [kind, *(str(document["evidence"][kind].get(name, "-")) for name in basis), str(total.get(kind, "-"))]
+        for kind in _PLURAL
+    ]
+    rows = [[name, *(str(count.get(kind, "-")) for kind in _PLURAL), str(sum(count.values()))]
+            for name, count in document["findings"].items()]  # fmt: skip
+    return [
+        first_line(document), "", TextTable(["strongest evidence", *basis, "claims"], crossed),
+        TextTable(["document", *_PLURAL, "claims"], rows),
+        "S0 to S3: the replicated documents; Z0: the ZeRO paper. Alone, a small-scale proxy decides nothing.",
+    ]  # fmt: skip
+
+
+def claim_lines(claims: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return two lines for each claim: its text, and its finding with the deciding figure."""
+    lines = []
+    for claim in claims:
+        evidence = ", ".join(claim["evidence"])
+        finding = f"{claim['finding_text'][:1].upper()}{claim['finding_text'][1:]} ({evidence}). {claim['sentence']}"
+        lines += [f"{claim['id']}  {claim['says']}", f"       {finding}"]
+    return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False) for line in lines]
 
 
 def dependent_claims(records: Records, report: str, output: Path) -> list[DependentClaim]:
@@ -113,8 +152,10 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Depend
         print(f"notice: the report lists no claims: {error.problem}", file=sys.stderr)
         return []
     rows = []
-    for judged, findings in claims:
-        claim, more = judged.claim, f" And {len(findings) - 1} more." if len(findings) > 1 else ""
-        sentence = f"{findings[0].sentence}.{more}"
-        rows.append(DependentClaim(claim.id, address(claim.id, output), judged.verdict, claim.says, sentence))
+    for judged, results in claims:
+        claim, more = judged.claim, f" And {len(results) - 1} more." if len(results) > 1 else ""
+        finding = f"{judged.finding.kind} ({judged.finding.basis[0]})"
+        rows.append(
+            DependentClaim(claim.id, address(claim.id, output), finding, claim.says, f"{results[0].sentence}.{more}")
+        )
     return rows

@@ -274,8 +274,9 @@ def virtual_bytes(summary: Summary, figure: str) -> float:
         counted = summary["collectives"].get(figure.removeprefix("collective."), {"wire_bytes_per_rank": 0.0})
         return math.nan if counted["wire_bytes_per_rank"] is None else float(counted["wire_bytes_per_rank"])
     what, _, place = figure.partition("_")
-    if not place:
-        return rank_state_bytes(summary) if what == "state" else kind_bytes(summary, what)
+    if place in ("", "before_step"):
+        before = place == "before_step"
+        return rank_state_bytes(summary, before) if what == "state" else kind_bytes(summary, what, before)
     sizes = [summary["state_bytes_per_rank"][kind][place] for kind in (STATE_KINDS if what == "state" else (what,))]
     return math.nan if None in sizes else float(sum(sizes))
 

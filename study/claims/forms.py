@@ -30,20 +30,21 @@ from study.virtual.summaries import AS_SHIPPED, Summary
 
 
 class Form(NamedTuple):
-    """Kind of evidence and function of one form."""
+    """Kind of evidence, function and formula of one form; empty without a formula."""
 
     kind: Kind
     figure: Callable[..., Figure]
+    formula: str
 
 
 FORMS: dict[str, Form] = {}
 
 
-def form(kind: Kind) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
+def form(kind: Kind, formula: str = "") -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
     """Register a function as the form of that name."""
 
     def register(figure: Callable[..., Figure]) -> Callable[..., Figure]:
-        FORMS[figure.__name__] = Form(kind, figure)
+        FORMS[figure.__name__] = Form(kind, figure, formula)
         return figure
 
     return register
@@ -60,43 +61,31 @@ def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> State:
     return bytes_per_parameter(read_strategy(strategy), precision, ranks)
 
 
-@form("consistency")
+@form("consistency", "{value}")
 def stated(_: Evidence, *, value: float) -> Figure:
     """Return a number that the document states, or that is counted in its listing."""
     return Figure(value)
 
 
-@form("arithmetic")
+@form("arithmetic", "{of} / {to}")
 def ratio(_: Evidence, *, of: float, to: float) -> Figure:
     """Return the ratio of two numbers."""
     return Figure(of / to)
 
 
-@form("arithmetic")
-def saving(_: Evidence, *, before: float, after: float) -> Figure:
-    """Return the saved fraction."""
-    return Figure(1 - after / before)
-
-
-@form("arithmetic")
+@form("arithmetic", "3600 s x {tokens_per_s} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)")
 def steps_per_hour(_: Evidence, *, tokens_per_s: float, gpus: int, batch: int, length: int) -> Figure:
     """Return steps per hour at a speed per GPU and a batch."""
     return Figure(3600 * tokens_per_s * gpus / (batch * length))
 
 
-@form("arithmetic")
-def tflops(_: Evidence, *, parameters_b: float, tokens_per_s: float) -> Figure:
-    """Return TFLOP/s at six operations per parameter and token."""
-    return Figure(6 * parameters_b * tokens_per_s / 1e3)
-
-
-@form("arithmetic")
+@form("arithmetic", "{parameters_b} B x {bytes} bytes")
 def state_gb(_: Evidence, *, parameters_b: float, strategy: str, gpus: int, precision: str = MIXED) -> Figure:
     """Return the model state on one device."""
     return Figure(parameters_b * parameter_bytes(strategy, gpus, precision).device)
 
 
-@form("arithmetic")
+@form("arithmetic", "{bytes} / {over_bytes} bytes")
 def state_ratio(
     _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, over_precision: str = MIXED
 ) -> Figure:
@@ -104,38 +93,27 @@ def state_ratio(
     return Figure(parameter_bytes(strategy, gpus).device / parameter_bytes(over, over_gpus, over_precision).device)
 
 
-@form("arithmetic")
+@form("arithmetic", "{parameters_b} B x ({over_bytes} - {bytes} bytes)")
 def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: str, over: str, gpus: int) -> Figure:
     """Return the difference of the model state on one device under two strategies."""
     return Figure(parameters_b * (parameter_bytes(over, gpus).device - parameter_bytes(strategy, gpus).device))
 
 
-@form("arithmetic")
+@form("arithmetic", "{device_gb} GB / {bytes} bytes")
 def capacity_b(_: Evidence, *, device_gb: float, strategy: str, gpus: int) -> Figure:
     """Return the parameters, in billions, whose model state fills the device; activations would reduce it."""
     return Figure(device_gb / parameter_bytes(strategy, gpus).device)
 
 
-@form("arithmetic")
-def solved_bytes(
-    _: Evidence, *, parameters_b: float, gpus: int, stage0_gb: float, stage2_gb: float, stage3_gb: float, what: str
+@form(
+    "arithmetic", "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} + {rest_gb} GB"
+)
+def shares_gb(
+    _: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: float, stage: int, gpus: int, rest_gb: float = 0
 ) -> Figure:
-    """Solve three peaks for weights, gradients with optimizer states, and a rest that no stage shards.
-
-    `what` is `weights` or `sharded`, in bytes for each parameter, or `rest`, in GB.
-    """
-    freed = 1 - 1 / gpus
-    sharded, weights = (stage0_gb - stage2_gb) / freed, (stage2_gb - stage3_gb) / freed
-    solved = {"weights": weights / parameters_b, "sharded": sharded / parameters_b,
-              "rest": stage0_gb - weights - sharded}  # fmt: skip
-    return Figure(solved[what])
-
-
-@form("arithmetic")
-def shares_gb(_: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: float, stage: int, gpus: int) -> Figure:
-    """Return the sum of three sizes, sharded as the stage shards them."""
+    """Return the sum of three sizes, sharded as the stage shards them, and of a rest that no stage shards."""
     sizes = {"optimizer": optimizer_gb, "grads": grads_gb, "params": params_gb}
-    return Figure(sum(size / split_by(kind, stage, gpus) for kind, size in sizes.items()))
+    return Figure(rest_gb + sum(size / split_by(kind, stage, gpus) for kind, size in sizes.items()))
 
 
 @form("consistency")
@@ -390,7 +368,7 @@ def _known(summary: Summary, figure: str) -> float:
 _STRATEGIES = "|".join(STRATEGY_NAMES)
 _PRECISIONS = "|".join(get_args(Precision))
 _STATE = r"(state|params|grads|optimizer)(_(device|host|nvme))?"
-_VIRTUAL = rf"{_STATE}|sent|calls|host_peak|device_peak|collective\.\w+"
+_VIRTUAL = rf"{_STATE}|(state|grads)_before_step|sent|calls|host_peak|device_peak|collective\.\w+"
 _SIZE = rf"({_STATE}|sent|gathered|calls|forward)"
 # A row of a table: ranks, and the printed figures of stages 1, 2 and 3.
 _CELLS = r"\d+: [\d.]+ [\d.]+ [\d.]+"
@@ -404,7 +382,7 @@ _ALONG = "model_parameters|seq_length|global_batch_size|micro_batch_size"
 # Pattern of an argument by its key, or by its form and key; other strings are not restricted.
 WORDS = {
     "strategy": _STRATEGIES, "over": f"{_STRATEGIES}|paper", "precision": _PRECISIONS, "over_precision": _PRECISIONS,
-    "what": "weights|sharded|rest", "virtual.figure": _VIRTUAL, "virtual.over_figure": _VIRTUAL,
+    "virtual.figure": _VIRTUAL, "virtual.over_figure": _VIRTUAL,
     "counted.figure": _COUNTED, "counted.over_figure": _COUNTED, "virtual_furthest.printed": rf"{_CELLS}(; {_CELLS})*",
     "paired.figure": _MEASURED, "ratio_slope.figure": _MEASURED, "growth.figure": _MEASURED, "along": _ALONG,
     "where": f"{_WHERE}( {_WHERE})*", "over_where": f"{_WHERE}( {_WHERE})*", "probed.over": ".+",

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS, WORDS
-from study.claims.verdicts import Answer, Figure, Kind, NoRecords, NotJudged, Region, awaited, number
+from study.claims.verdicts import PROXY, Answer, Basis, Figure, Kind, NoRecords, NotJudged, Region, awaited, number
 from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
 
@@ -35,6 +35,8 @@ class Document:
     code: Text
     title: Text
     scale: Text
+    # Title, publisher and address, in Markdown.
+    source: str = ""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -65,7 +67,7 @@ class Correction:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClaimFinding:
+class CheckResult:
     """The result of one check."""
 
     kind: Kind
@@ -92,8 +94,18 @@ class ClaimCheck:
     numbers: Mapping[str, Any]
     region: Region
     unit: str = ""
+    # The words of the claim that it tests, and the reading of them; empty: the whole claim, every reading.
+    tests: str = ""
+    reading: str = ""
+    # The claim is false or undecided if this part is.
+    decides: Flag = False
     necessary: Flag = False
-    elsewhere: Flag = False
+    # Made with a tiny model or on fewer ranks than the claim's.
+    proxy: Flag = False
+    # It compares figures of the claim with each other.
+    internal: Flag = False
+    # Address of the publication that has the numbers.
+    source: str = ""
     # The claim that it is compared with: if they disagree, either may be wrong.
     against: str = ""
     # The runs that would make its records, if there are none yet.
@@ -128,18 +140,22 @@ class ClaimCheck:
         return "consistency" if self.against else FORMS[self.form].kind
 
     @property
-    def role(self) -> str:
-        """Suffix of the answer: whether the check is only a necessary condition, or made at another scale."""
-        return ", necessary" if self.necessary else ", at another scale" if self.elsewhere else ""
+    def basis(self) -> Basis:
+        """Kind of evidence that its figure is."""
+        if self.proxy:
+            return PROXY
+        if self.source:
+            return "published"
+        return "derived" if self.kind in ("arithmetic", "consistency") else "at scale"
 
-    def find(self, evidence: Evidence) -> ClaimFinding:
+    def find(self, evidence: Evidence) -> CheckResult:
         """Compute the figure and compare it with the region."""
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
             is_awaited = self.needs and isinstance(reason, NoRecords)
             why = awaited(self.needs) if is_awaited else str(reason)
-            return ClaimFinding(self.kind, "not judged", _capitalized(f"{self.shows}: {why}"))
+            return CheckResult(self.kind, "not judged", _capitalized(f"{self.shows}: {why}"))
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"
@@ -148,7 +164,7 @@ class ClaimCheck:
             text += f"{figure.spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
         sentence = f"{self.shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
-        return ClaimFinding(self.kind, answer, _capitalized(sentence), figure, self.unit)
+        return CheckResult(self.kind, answer, _capitalized(sentence), figure, self.unit)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -160,6 +176,10 @@ class Claim:
     says: Text
     holds_if: Text
     falls_if: Text
+    # Word for word from the document.
+    quote: str = ""
+    # The ways to read its words, if there are several.
+    readings: tuple[Text, ...] = ()
     checks: tuple[ClaimCheck, ...] = ()
     # Why no record of this study can judge it, and which record would.
     untestable: str = ""
@@ -198,12 +218,13 @@ class Contradiction:
 
 @dataclass(frozen=True, config=_STRICT)
 class Ledger:
-    """All documents, claims, contradictions and corrections."""
+    """All documents, claims, contradictions and corrections, and the meaning of each finding and kind of evidence."""
 
     documents: tuple[Document, ...]
     claims: tuple[Claim, ...]
     contradictions: tuple[Contradiction, ...]
     corrections: tuple[Correction, ...] = ()
+    legend: Mapping[str, Mapping[str, Text]] = dataclasses.field(default_factory=dict)
 
 
 def read_ledger(file: Path = LEDGER) -> Ledger:

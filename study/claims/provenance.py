@@ -32,13 +32,15 @@ _ORDERS: dict[Order, str] = {
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VERSIONS = {"torch": "torch_version", "DeepSpeed": "deepspeed_version", "Accelerate": "accelerate_version",
              "Transformers": "transformers_version"}  # fmt: skip
+# Keys of a check that do not change its answer; `elsewhere` was the name of `proxy`.
+_LABELS = {"shows", "tests", "reading", "decides", "necessary", "internal", "proxy", "elsewhere", "source"}
 # The checks of the ledger by claim, unparsed.
 Written = Mapping[str, list[Any]]
 
 
 def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]:
     """Return pairs of a subject and a sentence; none for a verdict without records."""
-    reports = sorted({report for finding in judged.findings for report in finding.reports})
+    reports = sorted({report for result in judged.results for report in result.reports})
     if not reports:
         return []
     facts = [("Checks and records", order_text(preregistration_orders(judged, evidence)))]
@@ -108,10 +110,10 @@ def preregistration_orders(judged: JudgedClaim, evidence: Evidence, repository: 
     """Return for each check whether the commits that made its records already had the check in its present form."""
     written = _checks_in(LEDGER.read_text(encoding="utf-8")).get(judged.claim.id, [])
     results = []
-    for check, finding in zip(written, judged.findings, strict=False):
-        if finding.reports:
-            commits = {commit for report in finding.reports
-                       for commit in _used(judged, evidence, report, finding.figure)["git_commit"]}  # fmt: skip
+    for check, result in zip(written, judged.results, strict=False):
+        if result.reports:
+            commits = {commit for report in result.reports
+                       for commit in _used(judged, evidence, report, result.figure)["git_commit"]}  # fmt: skip
             results.append(_order(check, judged.claim.id, commits, repository))
     return results
 
@@ -132,8 +134,8 @@ def _order(check: Any, claim: str, commits: set[Any], repository: Path) -> Order
 
 
 def _deciding(check: Any) -> Any:
-    """Return the keys of a check that affect its result: all but the label."""
-    return {key: value for key, value in check.items() if key != "shows"} if isinstance(check, dict) else check
+    """Return the keys of a check that affect its answer: its form, arguments and region."""
+    return {key: value for key, value in check.items() if key not in _LABELS} if isinstance(check, dict) else check
 
 
 @functools.cache
@@ -164,7 +166,7 @@ def _git(repository: Path, *arguments: str) -> str | None:
 
 def _used(judged: JudgedClaim, evidence: Evidence, report: str, only: Any = None) -> pd.DataFrame:
     """Return the runs of a report behind all figures of a claim, or behind one."""
-    figures = [only] if only else [finding.figure for finding in judged.findings if finding.figure]
+    figures = [only] if only else [result.figure for result in judged.results if result.figure]
     names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}
     runs = source_runs(evidence, report)
     return runs[runs["run"].isin(names)]

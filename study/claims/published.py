@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from study.claims.forms import GB, MIXED, parameter_bytes
+from study.claims.forms import FORMS, GB, MIXED, parameter_bytes
 from study.claims.ledger import ClaimCheck
 from study.claims.verdicts import number
 from study.config.errors import UserError
@@ -20,33 +20,15 @@ from study.predictor.shape import shape_of_preset
 from study.predictor.state import KINDS, split_by
 from study.workloads.presets import find_preset
 
-# Formulas of the forms without records, for readers.
-
-_FORMS = {
-    "stated": "{value}",
-    "ratio": "{of} / {to}",
-    "saving": "1 - {after} / {before}",
-    "steps_per_hour": "3600 s x {tokens_per_s} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)",
-    "tflops": "6 x {parameters_b} B x {tokens_per_s} tokens/s / 1000",
-    "state_gb": "{parameters_b} B x {bytes} bytes",
-    "state_ratio": "{bytes} / {over_bytes} bytes",
-    "state_saved_gb": "{parameters_b} B x ({over_bytes} - {bytes} bytes)",
-    "capacity_b": "{device_gb} GB / {bytes} bytes",
-    "solved_bytes weights": "({stage2_gb} - {stage3_gb} GB) / (1 - 1 / {gpus}) / {parameters_b} B",
-    "solved_bytes sharded": "({stage0_gb} - {stage2_gb} GB) / (1 - 1 / {gpus}) / {parameters_b} B",
-    "solved_bytes rest": "{stage0_gb} GB - ({stage0_gb} - {stage3_gb} GB) / (1 - 1 / {gpus})",
-    "shares_gb": "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} GB",
-}
-
 
 def derivation(check: ClaimCheck) -> str:
     """Return the formula with its numbers; empty for a figure from records or files."""
-    form = _FORMS.get(f"{check.form} {check.numbers.get('what', '')}".strip())
+    form = FORMS[check.form].formula
     return form.format_map({key: _plain(value) for key, value in _values(check).items()}) if form else ""
 
 
 def _values(check: ClaimCheck) -> Mapping[str, Any]:
-    numbers = dict(check.numbers)
+    numbers: dict[str, Any] = {"rest_gb": 0.0, **check.numbers}
     gpus = numbers.get("gpus", 1)
     if "strategy" in numbers:
         numbers["bytes"] = _bytes(numbers["strategy"], gpus, numbers.get("precision", MIXED))

@@ -1,65 +1,67 @@
-"""Scoreboard: every claim with its verdict, from the ledger and the committed records, as text and as JSON."""
+"""Scoreboard: every claim with its finding, from the ledger and the committed records, as text and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from study.claims.evidence import Evidence
-from study.claims.ledger import Claim, ClaimFinding, Ledger, read_ledger
-from study.claims.verdicts import Answer, CheckOutcome, Verdict, combine
+from study.claims.ledger import CheckResult, Claim, Ledger, read_ledger
+from study.claims.verdicts import Answer, CheckOutcome, ClaimFinding, FindingKind, combine
 from study.config.places import REPOSITORY
 from study.records.frames import Records
 
 REPORTS = REPOSITORY / "reports"
-_DECISIVE: dict[Verdict, tuple[Answer, ...]] = {
-    "supported": ("holds",), "contradicted": ("fails",), "partly": ("fails", "holds"),
-    "inside noise": ("inside noise",), "inconclusive": ("disputed", "not judged", "holds"),
-    "untestable": ("disputed", "holds"),
+# The value of the key `verdict` in JSON, by finding; kept for readers of earlier releases.
+_VERDICTS = {
+    "holds": "supported", "holds in part": "partly", "does not hold": "contradicted",
+    "contradicts itself": "contradicted",
 }  # fmt: skip
-_SEVERAL: dict[Answer, str] = {
-    "holds": "hold", "fails": "fail", "inside noise": "inside noise", "disputed": "disputed",
-    "not judged": "not judged",
+# Answers of the check that the sentence of a claim quotes, the first one that there is.
+_LEADING: dict[FindingKind, tuple[Answer, ...]] = {
+    "holds": ("holds",), "holds in part": ("fails", "holds"), "does not hold": ("fails",),
+    "contradicts itself": ("fails",), "undecided": ("fails", "inside noise", "disputed", "holds", "not judged"),
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgedClaim:
-    """A claim with its verdict and the findings of its checks."""
+    """A claim with its finding and the results of its checks."""
 
     claim: Claim
-    verdict: Verdict
-    findings: tuple[ClaimFinding, ...]
+    finding: ClaimFinding
+    results: tuple[CheckResult, ...]
 
     @property
-    def leading(self) -> ClaimFinding | None:
-        """The first finding that the verdict rests on; None if no check was judged."""
-        decisive = (
-            finding for answer in _DECISIVE[self.verdict] for finding in self.findings if finding.answer == answer
-        )
-        return next(decisive, None)
+    def leading(self) -> CheckResult | None:
+        """The first result that the finding rests on; None if no check was judged."""
+        pairs = list(zip(self.claim.checks, self.results, strict=True))
+        deciding = {part.words for part in self.finding.parts if part.decides}
+        pairs.sort(key=lambda pair: (pair[0].proxy, pair[0].tests not in deciding))
+        results = (result for answer in _LEADING[self.finding.kind] for _, result in pairs if result.answer == answer)
+        return next(results, None)
 
     @property
     def sentence(self) -> str:
-        """One sentence that states why the verdict is as it is."""
-        if self.verdict == "untestable" and not (self.leading and self.leading.answer == "disputed"):
-            return self.claim.untestable
-        leading = self.leading
-        if leading is None:
-            return "No record here can judge it yet."
-        if self.verdict == "partly":
-            counts = Counter(finding.answer for finding in self.findings)
-            parts = [f"{counts[answer]} {answer if counts[answer] == 1 else several}"
-                     for answer, several in _SEVERAL.items() if counts[answer]]  # fmt: skip
-            return f"Of {len(self.findings)} checks {', '.join(parts)}. {leading.sentence}."
-        return f"{leading.sentence}."
+        """One sentence with the figure that decides, or the reason why there is none."""
+        if self.leading is None or (self.claim.untestable and self.finding.kind == "undecided"):
+            return self.claim.untestable or "No record here can judge it yet."
+        return f"{self.leading.sentence}."
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of evidence with at least one judged check."""
-        return list(dict.fromkeys(finding.kind for finding in self.findings if finding.answer != "not judged"))
+        return list(dict.fromkeys(result.kind for result in self.results if result.answer != "not judged"))
+
+    @property
+    def verdict(self) -> str:
+        """The finding in the words of earlier releases."""
+        if self.finding.kind != "undecided":
+            return _VERDICTS[self.finding.kind]
+        return "untestable" if self.claim.untestable else "inconclusive"
 
     def document(self) -> dict[str, Any]:
         """Return the claim for JSON."""
@@ -67,31 +69,38 @@ class JudgedClaim:
         claim = dataclasses.asdict(self.claim)
         del claim["checks"]
         return {
-            **claim, "document": self.claim.document, "verdict": self.verdict, "sentence": self.sentence,
-            "rests_on": self.kinds, **_figure(self.leading),
-            "records": list(dict.fromkeys(run for item in self.findings if item.figure for run in item.figure.records)),
+            **claim, "document": self.claim.document, "finding": self.finding.kind, "evidence": self.finding.basis,
+            "finding_text": self.finding.text,
+            "parts": [
+                {"words": part.words, "finding": part.label, "evidence": part.basis} for part in self.finding.parts
+            ],
+            "verdict": self.verdict, "sentence": self.sentence, "rests_on": self.kinds, **_figure(self.leading),
+            "records": list(dict.fromkeys(run for item in self.results if item.figure for run in item.figure.records)),
             "checks": [
-                {"kind": item.kind, "answer": item.answer, "sentence": item.sentence, **_figure(item)}
-                for item in self.findings
+                {"kind": result.kind, "tests": check.tests, "reading": check.reading, "evidence": check.basis,
+                 "answer": result.answer, "sentence": result.sentence, **_figure(result)}
+                for check, result in zip(self.claim.checks, self.results, strict=True)
             ],
             "n": figure.n if figure else None,
         }  # fmt: skip
 
 
-def _figure(finding: ClaimFinding | None) -> dict[str, Any]:
-    figure = finding.figure if finding else None
+def _figure(result: CheckResult | None) -> dict[str, Any]:
+    figure = result.figure if result else None
     interval = None if figure is None or figure.low is None else [figure.low, figure.high]
-    return {"figure": figure.value if figure else None, "unit": finding.unit if finding else "", "interval": interval}
+    return {"figure": figure.value if figure else None, "unit": result.unit if result else "", "interval": interval}
 
 
 def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:
-    """Run the checks of a claim and combine their answers into a verdict."""
-    findings = tuple(check.find(evidence) for check in claim.checks)
-    parts = [
-        CheckOutcome(finding.answer, check.necessary, check.elsewhere)
-        for check, finding in zip(claim.checks, findings, strict=True)
+    """Run the checks of a claim and combine their answers into a finding."""
+    results = tuple(check.find(evidence) for check in claim.checks)
+    outcomes = [
+        CheckOutcome(
+            result.answer, check.tests, check.reading, check.basis, check.necessary, check.decides, check.internal
+        )
+        for check, result in zip(claim.checks, results, strict=True)
     ]
-    return JudgedClaim(claim, combine(parts, bool(claim.untestable)), findings)
+    return JudgedClaim(claim, combine(outcomes), results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +110,12 @@ class Scoreboard:
     ledger: Ledger
     judged: tuple[JudgedClaim, ...]
 
-    def counts(self) -> list[tuple[str, Counter[str]]]:
-        """Return verdict counts per document, then in total."""
-        codes = [document.code for document in self.ledger.documents]
-        rows = [(code, [item for item in self.judged if item.claim.document == code]) for code in codes]
-        return [
-            (name, Counter(str(item.verdict) for item in group)) for name, group in [*rows, ("all", list(self.judged))]
-        ]
+    def counts(self, of: Callable[[JudgedClaim], str] = lambda item: item.finding.kind) -> dict[str, Counter[str]]:
+        """Return the counts of findings, or of something else, by document and in total."""
+        return {
+            name: Counter(of(item) for item in self.judged if name in ("all", item.claim.document))
+            for name in (*(document.code for document in self.ledger.documents), "all")
+        }
 
     def find_contradictions(self, claim: str) -> list[tuple[str, str]]:
         """Return the ids of contradicting claims, or `itself`, each with the reason."""
@@ -120,7 +128,12 @@ class Scoreboard:
     def document(self) -> dict[str, Any]:
         """Return the scoreboard for JSON."""
         return {
-            "counts": {name: dict(counts) for name, counts in self.counts()},
+            "counts": {name: dict(counts) for name, counts in self.counts(lambda item: item.verdict).items()},
+            "findings": {name: dict(counts) for name, counts in self.counts().items()},
+            "evidence": {
+                kind: dict(Counter(item.finding.basis[0] for item in self.judged if item.finding.kind == kind))
+                for kind in get_args(FindingKind)
+            },
             "claims": [
                 item.document()
                 | {"contradicts": [{"claims": ids, "why": why} for ids, why in self.find_contradictions(item.claim.id)]}
@@ -132,15 +145,15 @@ class Scoreboard:
 
 def claims_of_report(
     report: str, records: Records, ledger: Ledger
-) -> list[tuple[JudgedClaim, tuple[ClaimFinding, ...]]]:
-    """Return the claims with a figure from these records of a report, each with its findings on them."""
+) -> list[tuple[JudgedClaim, tuple[CheckResult, ...]]]:
+    """Return the claims with a figure from these records of a report, each with its results on them."""
     evidence = Evidence(REPORTS).with_records(report, records)
     claims = []
     for claim in ledger.claims:
         if any(check.numbers.get("report") == report for check in claim.checks):
             judged = judge(claim, evidence)
-            findings = tuple(finding for finding in judged.findings if report in finding.reports)
-            claims += [(judged, findings)] if findings else []
+            results = tuple(result for result in judged.results if report in result.reports)
+            claims += [(judged, results)] if results else []
     return claims
 
 

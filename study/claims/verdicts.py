@@ -1,15 +1,19 @@
-"""Verdicts from figures: the region that a claim allows, the answer of a check, and the rule that combines answers."""
+"""Findings from figures: the region that a claim allows, the answer of a check, and the rule that combines answers."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 Kind = Literal["arithmetic", "consistency", "virtual", "measured"]
 Answer = Literal["holds", "fails", "inside noise", "disputed", "not judged"]
-Verdict = Literal["supported", "contradicted", "partly", "inside noise", "inconclusive", "untestable"]
+FindingKind = Literal["holds", "holds in part", "does not hold", "contradicts itself", "undecided"]
+# From strongest to weakest.
+Basis = Literal["at scale", "published", "derived", "small-scale proxy", "none"]
+PROXY: Basis = "small-scale proxy"
+_STATUS_ORDER = ("does not hold", "contradicts itself", "holds")
 
 
 class NotJudged(Exception):
@@ -77,36 +81,136 @@ class CheckOutcome:
     """Input of `combine` for one check."""
 
     answer: Answer
-    # Its failure refutes the claim; its success does not support it.
+    # The words of the claim that it tests, and the reading under which it does; empty: the whole claim, all readings.
+    part: str = ""
+    reading: str = ""
+    basis: Basis = "at scale"
+    # Its failure refutes the part; its success does not support it.
     necessary: bool = False
-    # Made at another scale than that of the claim.
-    elsewhere: bool = False
+    # The claim is false or undecided if this part is.
+    decides: bool = False
+    # It compares figures of the claim with each other.
+    internal: bool = False
 
 
-def combine(parts: Sequence[CheckOutcome], is_untestable: bool = False) -> Verdict:
-    """Combine the answers of a claim's checks.
+@dataclasses.dataclass(frozen=True)
+class PartFinding:
+    """Result of the checks of one part of a claim, at its scale and at a small scale."""
 
-    - A necessary check that fails contradicts the claim.
-    - Supported: every check holds, and one of them is more than necessary and was made at the claim's own scale.
-    - Contradicted: every check that is more than necessary fails, and one of them was made at the claim's own scale.
-    - Partly: checks disagree, could not all be judged, or were decided at another scale only.
-    - Inside noise: no check is decided, and an interval spans the claimed limit.
-    - Otherwise untestable if the ledger gives a reason, else inconclusive.
+    words: str
+    # holds, does not hold, contradicts itself, depends on the reading, inside noise, disputed, or untested
+    status: str
+    # reproduced, not reproduced, depends on the reading, inside noise, or empty
+    proxy: str
+    # The status under each reading, if they differ.
+    by_reading: str
+    basis: tuple[Basis, ...]
+    decides: bool
+
+    @property
+    def label(self) -> str:
+        """Status as text; without one at the claim's scale, the result at a small scale."""
+        return f"{self.proxy} at small scale" if self.status == "untested" and self.proxy else self.status
+
+
+@dataclasses.dataclass(frozen=True)
+class ClaimFinding:
+    """The finding on a claim and on each of its parts."""
+
+    kind: FindingKind
+    parts: tuple[PartFinding, ...] = ()
+
+    @property
+    def basis(self) -> tuple[Basis, ...]:
+        """Evidence of the parts that the finding rests on, the strongest first."""
+        resting = [part for part in self.parts if part.status == self.kind]
+        if self.kind == "holds in part":
+            resting = [part for part in self.parts if part.status in _STATUS_ORDER]
+        used = {basis for part in resting or self.parts for basis in part.basis}
+        order: tuple[Basis, ...] = ("at scale", "published", "derived", PROXY)
+        return tuple(basis for basis in order if basis in used) or ("none",)
+
+    @property
+    def text(self) -> str:
+        """The finding with every part named."""
+        first = "holds" if self.kind == "holds in part" else self.kind
+        groups: dict[str, list[str]] = {}
+        for part in sorted(self.parts, key=lambda part: part.label != first):
+            groups.setdefault(part.label, []).append(f"{part.words} {part.by_reading}".strip())
+        if list(groups) == ["holds"]:
+            return "holds"
+        texts = [": ".join(filter(None, (label, " / ".join(filter(None, words))))) for label, words in groups.items()]
+        texts = [text.replace(": (", " (") for text in texts]
+        if self.kind == "undecided":
+            return f"undecided: {'; '.join(texts)}" if texts else "undecided: untested"
+        return "; ".join([self.kind + texts[0].removeprefix(first), *texts[1:]])
+
+
+def combine(outcomes: Sequence[CheckOutcome]) -> ClaimFinding:
+    """Combine the answers of a claim's checks into its finding.
+
+    - Contradicts itself: figures of the claim exclude each other under every reading.
+    - Does not hold: a part that decides is false, or a part is false and none was shown to hold.
+    - Holds in part: a part holds, another one is false or untested, and none of those decides.
+    - Holds: every part holds.
+    - Undecided: everything else, so also whatever only small-scale proxies judge.
     """
-    if any(part.necessary and part.answer == "fails" for part in parts):
-        return "contradicted"
-    supporting = [part for part in parts if not part.necessary]
-    decided = [part for part in supporting if part.answer in ("holds", "fails")]
-    if any(not part.elsewhere for part in decided):
-        if all(part.answer == "holds" for part in parts):
-            return "supported"
-        if all(part.answer == "fails" for part in supporting):
-            return "contradicted"
-    if decided:
-        return "partly"
-    if any(part.answer == "inside noise" for part in parts):
-        return "inside noise"
-    return "untestable" if is_untestable else "inconclusive"
+    parts = [_judge_part([item for item in outcomes if item.part == words])
+             for words in dict.fromkeys(item.part for item in outcomes)]  # fmt: skip
+    statuses = [part.status for part in parts]
+    deciding = {part.status for part in parts if part.decides or len(parts) == 1}
+    kind: FindingKind = "undecided"
+    if "contradicts itself" in statuses:
+        kind = "contradicts itself"
+    elif "does not hold" in deciding or ("does not hold" in statuses and "holds" not in statuses):
+        kind = "does not hold"
+    elif parts and set(statuses) == {"holds"}:
+        kind = "holds"
+    elif "holds" in statuses and deciding <= {"holds"}:
+        kind = "holds in part"
+    return ClaimFinding(kind, tuple(parts))
+
+
+def _judge_part(outcomes: Sequence[CheckOutcome]) -> PartFinding:
+    """Combine the answers on one part: false or true only if it is so under every reading."""
+    large = [item for item in outcomes if item.basis != PROXY]
+    status, by_reading = _under_readings(large, _status)
+    if status == "does not hold" and all(item.internal for item in large if item.answer == "fails"):
+        status = "contradicts itself"
+    proxy, small = _under_readings([item for item in outcomes if item.basis == PROXY], _reproduction)
+    answer = {"does not hold": "fails", "contradicts itself": "fails", "holds": "holds"}.get(status)
+    judged = [item for item in outcomes if item.answer != "not judged"]
+    used = [item.basis for item in judged if item.basis == PROXY or answer in (None, item.answer)]
+    decides = any(item.decides for item in outcomes)
+    return PartFinding(outcomes[0].part, status, proxy, by_reading or small, tuple(dict.fromkeys(used)), decides)
+
+
+def _under_readings(
+    outcomes: Sequence[CheckOutcome], judge: Callable[[Sequence[CheckOutcome]], str]
+) -> tuple[str, str]:
+    """Return the status under every reading, or that it depends, with the status under item."""
+    readings = list(dict.fromkeys(item.reading for item in outcomes if item.reading)) or [""]
+    statuses = {name: judge([item for item in outcomes if item.reading in ("", name)]) for name in readings}
+    if len(set(statuses.values())) == 1:
+        return statuses[readings[0]], ""
+    texts = (f"{status or 'undecided'} if read as: {name}" for name, status in statuses.items())
+    return "depends on the reading", f"({', '.join(texts)})"
+
+
+def _status(outcomes: Sequence[CheckOutcome]) -> str:
+    answers = {item.answer for item in outcomes}
+    if "fails" in answers:
+        return "does not hold"
+    if answers == {"holds"} and not all(item.necessary for item in outcomes):
+        return "holds"
+    return next((answer for answer in ("inside noise", "disputed") if answer in answers), "untested")
+
+
+def _reproduction(outcomes: Sequence[CheckOutcome]) -> str:
+    answers = {item.answer for item in outcomes}
+    if "fails" in answers:
+        return "not reproduced"
+    return "reproduced" if answers == {"holds"} else "inside noise" if "inside noise" in answers else ""
 
 
 def number(value: float, unit: str = "") -> str:

@@ -157,9 +157,9 @@ def buffer_bytes(summary: Summary) -> float:
     return _sum((summary["buffer_bytes"] or {}).values())
 
 
-def rank_state_bytes(summary: Summary) -> float:
-    """Bytes of a rank's model state; NaN if a part is unknown."""
-    return sum(kind_bytes(summary, kind) for kind in STATE_KINDS)
+def rank_state_bytes(summary: Summary, before_step: bool = False) -> float:
+    """Bytes of a rank's model state, at its largest or before the optimizer step; NaN if a part is unknown."""
+    return sum(kind_bytes(summary, kind, before_step) for kind in STATE_KINDS)
 
 
 def _sum(sizes: Iterable[float | None]) -> float:
@@ -172,8 +172,11 @@ def _weights(summary: Summary) -> float:
     return float(summary["model_parameters"]) * bytes_per_weight
 
 
-def kind_bytes(summary: Summary, kind: str) -> float:
+def kind_bytes(summary: Summary, kind: str, before_step: bool = False) -> float:
     """Bytes of one kind of model state on a rank; NaN if a part is unknown."""
+    if before_step and kind == "grads":
+        gradients = (summary["grads_by_moment"] or {}).get("grads_before_step")
+        return math.nan if gradients is None else _sum(gradients.values())
     return _sum(summary["state_bytes_per_rank"][kind][place] for place in STATE_PLACES)
 
 

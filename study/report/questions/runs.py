@@ -77,27 +77,27 @@ class DependentClaim(NamedTuple):
     claim: str
     # Link to its entry among all claims, relative to the report; empty if there is no relative path.
     address: str
-    verdict: str
+    finding: str
     says: str
     result: str
 
 
 def claims_answer(claims: Sequence[DependentClaim]) -> Answer | None:
-    """Return the claims and their verdicts; None without claims."""
+    """Return the claims and their findings; None without claims."""
     if not claims:
         return None
     rows = [
-        {"Claim": Link(claim.claim, claim.address), "Verdict": claim.verdict, "It says": claim.says,
+        {"Claim": Link(claim.claim, claim.address), "Finding": claim.finding, "It says": claim.says,
          "These records": claim.result}
         for claim in claims
     ]  # fmt: skip
-    sentence = f"The verdicts of {len(rows)} published claims depend on these records, some of them on others too."
+    sentence = f"The findings on {len(rows)} published claims depend on these records, some of them on others too."
     return Answer(sentence, pd.DataFrame(rows).astype(object))
 
 
 CLAIMS = Question(
     "claims", "Which published claims depend on these records?", lambda _records: None,
-    no_data="No verdict of the ledger of claims depends on these records.", tables={},
+    no_data="No finding of the ledger of claims depends on these records.", tables={},
 )  # fmt: skip
 
 
