@@ -228,24 +228,6 @@ def test_every_strategy_of_the_pinned_releases_matches_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (("--only", "zero9"), "'zero9' is not verified"),
-        (("--only", "single"), "'single' is not verified"),
-        (("--precision", "fp8"), "fp8"),
-        (("--world_size", "0"), "not a number of ranks from 1 to 999"),
-        (("--only", "fsdp2", "--precision", "bf16-engine"), "have no bf16-engine"),
-        (("--only", "fsdp2", "--optimizer", "muon"), "fsdp2 have no muon"),
-    ],
-)
-def test_a_wrong_request_is_refused_in_one_line(flags: tuple[str, ...], problem: str) -> None:
-    result = verify(*flags)
-    assert result.returncode == 2
-    assert problem in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("changed", "what", "first_step"),
     [
         # DeepSpeed 0.17.6, zero3_cpu_optimizer; 0.18.6, zero2_cpu; 0.18.6, zero1; 0.17.6, zero1.
