@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from engines import launch
 from forked import fork_ranks
 from strategy_files import default_ranks
 from study.records.directory import Run, read_run
@@ -35,12 +34,10 @@ def train(
     *flags: str,
     ranks: int = 2,
     timeout: float = 300,
-    launched: bool = False,
     script: str = "study/train.py",
 ) -> subprocess.CompletedProcess[str]:
-    """Train in forks, or through the launcher as a user does."""
     nvme = output_dir.parent / "nvme"
-    return (launch if launched else fork_ranks)(
+    return fork_ranks(
         strategy, script, *FLAGS, "--output_dir", str(output_dir), "--nvme_path", str(nvme), *flags,
         ranks=ranks, timeout=timeout,
     )  # fmt: skip

@@ -239,9 +239,7 @@ def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
     assert refusal.value.fix == "run: unset ACCELERATE_USE_CPU"
 
 
-@pytest.mark.parametrize(
-    "variables", [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}, {"RANK": "7" * 5000}]
-)
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}])
 def test_a_rank_that_no_launcher_set_is_refused(variables: dict[str, str]) -> None:
     with pytest.raises(UserError) as refusal:
         read_launch(variables, shell=variables)

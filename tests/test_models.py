@@ -644,10 +644,11 @@ def test_an_interrupted_draw_leaves_no_half_written_model(tmp_path: Path) -> Non
     assert [path.suffix for path in (tmp_path / "initial_weights").iterdir()] == [".lock"]
 
 
-def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path) -> None:
+def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [*DRAW, "gpt-tiny", "--seed", "7", "--precision", "bf16", "--max_steps", "3"]
-    environment = {**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path))
+    result = forked.run_module(command, check=True)
+    assert result.returncode == 0
     (drawn,) = (path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir())
     written = drawn.stat().st_ctime_ns
     assert str(drawn) in result.stdout

@@ -189,7 +189,7 @@ def test_zero_to_fp32_returns_a_model_with_tied_weights_bit_for_bit(
 
 
 def test_an_index_of_shards_with_code_in_it_is_not_read(saved: SaveAt, tmp_path: Path) -> None:
-    _, checkpoint = saved("fsdp2", 4)
+    _, checkpoint = saved("fsdp2", 2)
     folders = sorted(file.parent.name for file in checkpoint.glob("*/.metadata"))
     assert folders == ["optimizer_0", "pytorch_model_fsdp_0"]
     check_indexes(checkpoint)
@@ -235,12 +235,12 @@ def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(sav
 def test_a_changed_flag_is_refused_with_a_valid_command_line(
     changed: tuple[str, ...], fix: str, saved: SaveAt, tmp_path: Path
 ) -> None:
-    _, checkpoint = saved("zero3", 2)
+    _, checkpoint = saved("zero3", 4)
     manifest = read_json(checkpoint / "checkpoint.json")
     values = {key: getattr(parse_command_line(changed), key) for key in (changed[0].removeprefix("--"),)}
     config = RunConfig.from_dict(manifest["config"] | values | {"resume_from_checkpoint": str(checkpoint)}, "this test")
     with pytest.raises(UserError) as refusal:
-        find_checkpoint(config, Launch(read_strategy("zero3"), 2, 0, 0, 2), checkpoint)
+        find_checkpoint(config, Launch(read_strategy("zero3"), 4, 0, 0, 4), checkpoint)
     assert refusal.value.fix == f"{fix}, or start from scratch"
     flags = fix.removeprefix("use ").split() if fix.startswith("use ") else []
     assert parse_command_line(flags) == RunConfig(

@@ -33,13 +33,13 @@ def test_initial_weights_with_a_flipped_bit_are_rewritten_by_one_rank_with_a_not
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: Path) -> None:
-    result = train("ddp", tmp_path / "run", *GPT, "--learning_rate", "1e30", "--warmup_ratio", "0", launched=True)
+    result = train("ddp", tmp_path / "run", *GPT, "--learning_rate", "1e30", "--warmup_ratio", "0")
     assert result.returncode != 0
     run = read_run(tmp_path / "run")
     assert run.state == "failed"
     assert run.status["reason"].startswith(f"the loss is NaN at step {run.steps[-1]['step']}")
     assert [row["loss"] is None for row in run.steps] == [False] * (len(run.steps) - 1) + [True]
-    assert "Traceback" not in result.stderr.partition("failed: ")[0]
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import yaml
 
 from engines import ROOT, launch, printed_json
 from forked import fork_ranks
-from runs import train, trained
+from runs import RunFactory, train, trained
 from strategy_files import STRATEGIES, WITH_DEEPSPEED, expected_json, expected_yaml
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig, resolve_config
@@ -344,12 +344,12 @@ def with_classes(folder: Path, classes: str) -> str:
     return f"{folder}/mine"
 
 
-def test_the_classes_to_wrap_of_an_own_file_are_wrapped_and_in_the_record(tmp_path: Path) -> None:
+def test_the_classes_to_wrap_of_an_own_file_are_wrapped_and_in_the_record(get_run: RunFactory, tmp_path: Path) -> None:
     flags = ("--task", "gpt-wikitext")
     run = trained(with_classes(tmp_path, "GPT2MLP, GPT2Attention"), tmp_path / "run", *flags, ranks=2)
     assert re.fullmatch(r"fsdp2-custom-[0-9a-f]{8}", run.engine["strategy"])
     assert run.engine["own_settings"]["fsdp_transformer_layer_cls_to_wrap"] == ["GPT2Attention", "GPT2MLP"]
-    plain = trained("fsdp2", tmp_path / "plain", *flags, ranks=2)
+    plain = get_run("fsdp2", *flags)
     groups = [source.traffic["collectives"]["reduce_scatter"]["calls"] for source in (run, plain)]
     layers = plain.engine["model_layers"]
     # Two per layer instead of one.

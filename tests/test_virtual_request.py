@@ -25,56 +25,6 @@ from study.workloads.presets import find_preset
 
 NO_GPU = Machine((), 16)
 ZERO3 = ("--strategy", "zero3", "--world_size", "4")
-OVERRIDE = ("--engine_override", "zero_optimization.reduce_bucket_size=5000000")
-
-REFUSALS = {
-    "one rank": (("--strategy", "zero3", "--world_size", "1"), "--world_size 1 is out of range"),
-    "too many": (("--strategy", "zero3", "--world_size", "1025"), "--world_size 1025 is out of range"),
-    "no such rank": ((*ZERO3, "--rank", "4"), "--rank 4 is not one of 4"),
-    "single": (("--strategy", "single", "--world_size", "4"), "single has one rank"),
-    "no such strategy": (("--strategy", "zero4", "--world_size", "4"), "'zero4'. To fix it: did you mean zero"),
-    "unknown flag": ((*ZERO3, "--nonsense", "1"), "--nonsense"),
-    "the rank by its other name": ((*ZERO3, "--virtual_rank", "1"), "--virtual_rank"),
-    "flags behind a dash": ((*ZERO3, "--", "--output_dir", "x"), "--output_dir"),
-    "weights": ((*ZERO3, "--weights", "pretrained"), "loads no weights"),
-    "tracker": ((*ZERO3, "--report_to", "tensorboard"), "no losses to report"),
-    "evaluation": ((*ZERO3, "--eval_steps", "1"), "--eval_steps 1: a virtual run has no losses to evaluate"),
-    "two steps": ((*ZERO3, "--max_steps", "2"), "a virtual run of 2 steps ends before its steps are alike"),
-    "depths": ((*ZERO3, "--layers_fit", "3,2,4"), "is not increasing"),
-    "a depth that would be silence for hours": (
-        (*ZERO3, "--model_name_or_path", "gpt-tiny", "--layers_fit", "1,2,99999999999"),
-        "99999999999 layers of gpt-tiny are out of range",
-    ),
-    "a model of that depth": (
-        (*ZERO3, "--model_name_or_path", "gpt-neo-2.7b-99999999layers"), "99999999 layers of gpt-neo-2.7b are out",
-    ),
-    "a depth of more digits than Python reads": ((*ZERO3, "--layers_fit", f"1,2,{'9' * 5000}"), "is not three depths"),
-    "no model": ((*ZERO3, "--model_name_or_path", ""), "--model_name_or_path is empty"),
-    "a preset's namesake": ((*ZERO3, "--model_name_or_path", "foo/gpt-tiny", "--layers_fit", "1,2,3"), "is fixed"),
-    "no layers": (
-        (*ZERO3, "--model_name_or_path", "gpt-tiny-0layers", "--layers_fit", "1,2,3"), "unknown model 'gpt-tiny-0",
-    ),
-    "a setting of another engine": (
-        ("--strategy", "zero0,ddp", "--world_size", "4", *OVERRIDE), "--engine_override sets DeepSpeed keys, and ddp",
-    ),
-    "a precision of another engine": (
-        ("--strategy", "zero0,fsdp2", "--world_size", "4", "--precision", "bf16-engine"), "and fsdp2 runs without it",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("arguments", REFUSALS.values(), ids=REFUSALS)
-def test_a_misuse_is_one_line_before_anything_runs(
-    arguments: tuple[tuple[str, ...], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags, says = arguments
-    assert main(["virtual", *flags, "--runs_dir", str(tmp_path / "runs")]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    (line,) = printed.err.splitlines()
-    assert says in line
-    assert ". To fix it: " in line
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_file_where_lines_are_kept_is_refused_before_the_depths_run(

@@ -34,6 +34,7 @@ PRELOADED_MODULES = (
     "accelerate.commands.launch", "deepspeed.ops.op_builder.all_ops", "torch.distributed.fsdp",
     "torch.utils.cpp_extension", "torch.utils.flop_counter", "transformers.integrations",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "transformers.optimization",
+    "study.engine.audit", "study.metrics", "study.run.open", "study.run.steps", "study.workloads.initial",
 )  # fmt: skip
 # Not for the runs of `study verify`; transformers' trainer imports `datasets`.
 _FOR_TRAINING = ("datasets", "evaluate", "transformers.trainer")
@@ -118,6 +119,9 @@ def serve(address: str) -> None:
     with without_gc():
         for library in PRELOADED_MODULES + (() if is_engines_only() else _FOR_TRAINING):
             importlib.import_module(library)
+        # Compiles the patterns of all architectures, which a first model needs. Older releases have none.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("gpt2")
     # The address appears when the socket listens: a connection between bind and listen fails.
     with socket.create_server(f"{address}.new", family=socket.AF_UNIX) as listener:
         Path(f"{address}.new").rename(address)
@@ -185,11 +189,10 @@ def _run_rank(request: dict[str, Any], rank: int) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    script, *arguments = request["command"]
+    script, sys.argv = request["command"][0], request["command"]
     if request["launch"]:
         launched = [*request["launch"], *request["command"]]
         os.environ.update(_rank_environment(launched, request["port"], rank, request["agent_store"]))
-    sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 
