@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 144,
     "cli": 198,
     "__init__": 3,
-    "tests": 21_967,
+    "tests": 21_971,
 }
 
 
