@@ -295,7 +295,7 @@ def test_make_study_stopped_at_five_random_moments_loses_nothing_and_leaves_whol
     started = time.monotonic()
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
     assert make_study(undisturbed).wait(timeout=1500) == 0, (undisturbed / "log.txt").read_text()
-    whole_s = time.monotonic() - started
+    cell_s = (time.monotonic() - started) / 12
     seed = random.randrange(10**6)
     chance, pages = random.Random(seed), []
     done: dict[str, dict[str, Any]] = {}
@@ -305,7 +305,11 @@ def test_make_study_stopped_at_five_random_moments_loses_nothing_and_leaves_whol
 
     for number in STOPS:
         study = make_study(stopped)
-        time.sleep(whole_s * chance.uniform(0.02, 0.22))
+        # After none or one more run, in the next one or the page before it.
+        goal = min(12, len(done) + chance.choice((0, 1)))
+        while len(trained()) < goal:
+            time.sleep(0.2)
+        time.sleep(cell_s * chance.uniform(0.05, 0.6))
         assert study.poll() is None, f"seed {seed}: the study was done before it had been stopped often enough"
         # Ctrl-C and the end of a session reach all processes of the group; SIGTERM is sent to one.
         study.terminate() if number == signal.SIGTERM else os.killpg(study.pid, number)
@@ -315,7 +319,7 @@ def test_make_study_stopped_at_five_random_moments_loses_nothing_and_leaves_whol
         done = trained()
         pages.append((signal.Signals(number).name, len(done), missing_from_page(stopped)))
     assert make_study(stopped).wait(timeout=1500) == 0, f"seed {seed}: {(stopped / 'log.txt').read_text()}"
-    print(f"seed {seed}, {whole_s:.0f} s undisturbed; signal, finished runs, runs that the page lacks: {pages}")
+    print(f"seed {seed}, {12 * cell_s:.0f} s undisturbed; signal, finished runs, runs that the page lacks: {pages}")
     assert done.items() <= trained().items(), f"seed {seed}: a finished run was run again"
     results, expected = records(stopped / "runs", "laptop"), records(undisturbed / "runs", "laptop")
     assert list(results) == list(expected)
