@@ -187,13 +187,6 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line():
         build(few(), "laptop", Path("/proc/report"))
 
 
-def test_a_folder_with_other_files_is_not_replaced(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match=r"has thesis\.tex, and no files\.json of a report"):
-        build(few(), "laptop", tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
-
-
 def test_a_build_that_breaks_leaves_the_old_report(tmp_path):
     output = committed(tmp_path)
     before = contents(output)
