@@ -38,7 +38,7 @@ OTHERS = {
     "peak_memory": {"baseline": "zero2"}, "prediction": {}, "releases": {"strategy": "zero2"},
     "runtime": {"baseline": "single"}, "scaling": {"fewest": 2},
     "single_vs_multi": {"baseline": "zero2"}, "virtual_cluster": {"records_dir": "reports/virtual_lora"},
-    "what_fits": {"baseline": "ddp"},
+    "what_fits": {},
 }  # fmt: skip
 FIGURE = """
 from study.report import canvas
