@@ -91,12 +91,6 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     return read_answers(root)
 
 
-def test_losses_that_agree_are_the_same(stages: dict[str, Answer]) -> None:
-    assert stages["loss"].sentence.startswith("No: in all 6 comparisons the loss is within ")
-    (line,) = stages["loss"].table.to_dict("records")
-    assert (line["Same loss"], line["Margin"], line["Equivalent"]) == ("6 of 6", "0.12 %", "one seed")
-
-
 def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]) -> None:
     # Bytes per parameter: 4 + 4 + 8 with DDP; stage 1 halves 12 of optimizer, 2 also gradients, 3 also parameters.
     memory, traffic, time, offload = (stages[name] for name in ("memory", "traffic", "time", "offload"))

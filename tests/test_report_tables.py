@@ -128,12 +128,6 @@ def test_offload_is_compared_with_the_same_stage(records: Records) -> None:
     assert re.fullmatch(r"0\.6[678] \(n = 2: 0\.6[5-9], 0\.6[5-9]\)", moved["Time, x without"])
 
 
-def test_payload_is_only_in_the_table_of_traffic(records: Records) -> None:
-    headings = {name: " ".join(map(str, table(records).columns)) for name, table in TABLES.items()}
-    assert [name for name, text in headings.items() if "Payload" in text] == ["traffic"]
-    assert "Ring bytes (NCCL) per step, MiB" in headings["traffic"]
-
-
 def test_one_run_of_each_strategy_has_no_test(tmp_path: Path) -> None:
     for strategy in ("single", "zero3"):
         write_run(tmp_path, strategy, gpu=False)

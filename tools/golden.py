@@ -149,14 +149,14 @@ def write_reports(output: Path) -> None:
 
 def drawn_by(notebook: Path, folder: Path) -> list[dict[str, Any]]:
     """Return the figures that a notebook's cells display with these records."""
-    outputs: list[Any] = []
-    names: dict[str, Any] = {"display": outputs.append}
+    displayed: list[Any] = []
+    names: dict[str, Any] = {"display": displayed.append}
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
         if "parameters" in cell["metadata"].get("tags", ()):
             names["records_dir"] = str(folder)
-    drawings = [output for output in outputs if hasattr(output, "alt")]
+    drawings = [drawing for drawing in displayed if hasattr(drawing, "alt")]
     return [{"name": drawing.name, "alt": drawing.alt, "axes": drawn_data(drawing.figure)} for drawing in drawings]
 
 

@@ -129,11 +129,13 @@ class Drawing(NamedTuple):
     def png(self) -> bytes:
         return as_png(self.figure)
 
+    def __repr__(self) -> str:
+        """Return the content in words, which Jupyter keeps as the plain text of the figure."""
+        return self.alt
+
     def _repr_mimebundle_(self, **_kinds: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what Jupyter shows; `study report` takes its figures from there."""
-        return {"image/png": self.png, "image/svg+xml": as_svg(self.figure), "text/plain": self.alt}, {
-            "figure": self.name
-        }
+        """Return what Jupyter displays; `study report` takes its figures from there."""
+        return {"image/png": self.png, "image/svg+xml": as_svg(self.figure)}, {"figure": self.name}
 
 
 @functools.lru_cache(64)
