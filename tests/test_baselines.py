@@ -11,9 +11,9 @@ import pytest
 
 from forked import fork_ranks
 from runs import RunFactory, assert_same_training, by_one_rank, trained
-from study.baselines import bench
 from study.config.errors import RunFailed
 from study.config.strategies import read_strategy
+from tools import bench
 
 HF_TRAINER, BARE_LOOP = "study/baselines/hf_trainer.py", "study/baselines/bare_loop.py"
 
@@ -98,7 +98,7 @@ def make_repeats(study: float, hf_trainer: float, bare_loop: float) -> list[list
 
 
 def test_a_box_that_slows_down_changes_speeds_and_no_ratio() -> None:
-    result = bench.compare("case", 1000, make_repeats(2.0, 2.2, 1.98), share=0.001)
+    result = bench.compare("case", 1000, make_repeats(2.0, 2.2, 1.98), overhead=0.001)
     assert result["tokens_per_s"]["study"] == pytest.approx([1000 / 2.0 / slow for slow in (2, 3, 4, 5, 6)])
     assert result["tokens_per_s_median"]["study"] == pytest.approx(1000 / 2.0 / 4)
     assert result["ratio"]["hf_trainer"]["median"] == pytest.approx(1.1)
@@ -116,7 +116,7 @@ def test_a_missed_target_is_named_and_an_uncertain_one_is_undecided() -> None:
         (line,) = bench.compare("case", 1000, repeats, overhead)["missed"]
         assert says in line
     noisy = [[{"study": 1.0, "hf_trainer": 0.99 + 0.008 * number, "bare_loop": 1.0}] for number in range(-4, 5)]
-    result = bench.compare("case", 1000, noisy, share=0.001)
+    result = bench.compare("case", 1000, noisy, overhead=0.001)
     assert result["missed"] == []
     assert "study/hf_trainer is 0.990" in result["undecided"][0]
 

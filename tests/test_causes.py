@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ from packaging.version import Version
 
 from study.config.places import REPOSITORY
 from study.releases.causes import Cause, read_causes
-from study.report.pages import releases as bare
+from study.report.pages.releases import is_right
 
 REPORT = REPOSITORY / "reports" / "releases"
 # No cause describes several backward passes per micro-batch: study/report/pages/releases.py does.
 # A release that cannot be imported has no case.
-CONTROL = [row for row in bare.read_rows(REPORT / "bare.json") if "caller" in row]
+CONTROL = [row for row in json.loads((REPORT / "bare.json").read_text(encoding="utf-8")) if "caller" in row]
 ROWS = [row for row in CONTROL if "-" not in row["caller"]]
-PROOF_ROWS = bare.read_rows(REPORT / "proofs.json")
+PROOF_ROWS = json.loads((REPORT / "proofs.json").read_text(encoding="utf-8"))
 EVERY = {cause.id: cause for cause in read_causes()}
 # For causes that end a run, the rows of the control have only an error.
 CAUSES = {name: cause for name, cause in EVERY.items() if set(cause.differs) != {"crash"}}
@@ -42,7 +43,7 @@ def test_the_control_has_both_sides_of_a_cause_and_the_installed_release() -> No
     assert len(EVERY) == len(read_causes()), "an id is there twice"
     assert {row["cause"] for row in PROOF_ROWS} == set(EVERY)
     assert {"0.17.6", "0.18.6", "0.19.0", "0.19.6"} <= {row["deepspeed"] for row in ROWS}
-    assert any(row["stack"] == bare.INSTALLED for row in ROWS)
+    assert any(row["stack"] == "installed" for row in ROWS)
 
 
 @pytest.mark.parametrize("release", sorted({row["deepspeed"] for row in ROWS}))
@@ -51,8 +52,8 @@ def test_a_row_of_the_control_is_wrong_exactly_if_a_cause_applies(release: str) 
         row for row in ROWS
         if row["deepspeed"] == release and row["strategy"] != "zero1_cpu" and row["precision"] == "fp32"
     ]  # fmt: skip
-    unexplained = [row for row in rows if bare.is_right(row) is False and not visible_causes(row)]
-    unseen = [row for row in rows if bare.is_right(row) and visible_causes(row)]
+    unexplained = [row for row in rows if is_right(row) is False and not visible_causes(row)]
+    unseen = [row for row in rows if is_right(row) and visible_causes(row)]
     assert (unexplained, unseen) == ([], [])
 
 
@@ -63,10 +64,10 @@ def test_a_cause_shows_in_the_control(name: str) -> None:
     if cause.sometimes:
         assert any(row.get("readings_apart") for row in rows)
     else:
-        assert any(bare.is_right(row) is False and cause in visible_causes(row) for row in rows)
+        assert any(is_right(row) is False and cause in visible_causes(row) for row in rows)
     # DeepSpeed alone does not have the fault of a pairing.
     if cause.blame == "pairing":
-        assert all(bare.is_right(row) for row in rows if row["caller"] == "bare" and row["precision"] == "fp32")
+        assert all(is_right(row) for row in rows if row["caller"] == "bare" and row["precision"] == "fp32")
 
 
 def test_stage_0_in_bf16_diverges_in_the_releases_of_its_cause() -> None:
@@ -85,8 +86,8 @@ def test_without_its_lines_a_cause_is_gone(name: str) -> None:
         assert sum(row["readings_apart"] for row in as_released) > 0
         assert [row["readings_apart"] for row in edited] == [0] * len(as_released)
     else:
-        assert [bare.is_right(row) for row in as_released] == [False if name in CAUSES else None]
-        assert [bare.is_right(row) for row in edited] == [True]
+        assert [is_right(row) for row in as_released] == [False if name in CAUSES else None]
+        assert [is_right(row) for row in edited] == [True]
 
 
 def test_every_change_and_thread_is_a_page_of_its_project() -> None:
@@ -102,7 +103,7 @@ def right_releases(caller: str, strategy: str) -> tuple[set[str], set[str]]:
     """Return the releases that match the plain loop with two losses per micro-batch, and those that do not."""
     rows = [row for row in CONTROL if row["stack"] in ("installed", row["deepspeed"])
             and (row["caller"], row["strategy"], row["accumulation"]) == (caller, strategy, 1)]  # fmt: skip
-    right = {row["deepspeed"] for row in rows if bare.is_right(row)}
+    right = {row["deepspeed"] for row in rows if is_right(row)}
     return right, {row["deepspeed"] for row in rows} - right
 
 

@@ -29,7 +29,8 @@ from study.predictor.shape import model_shape
 from study.predictor.time import max_offload_slowdown
 from study.records.frames import read_parquet
 from study.releases.release_cells import release_cells
-from study.report.pages.readme import DOCUMENTS, gpu_faults, latest_release_cells, rewritten
+from study.report.pages.readme import DOCUMENTS, rewritten
+from study.report.pages.releases import ReleaseReport, gpu_faults
 from study.report.questions.releases import clipped
 from study.report.questions.virtual import TABLE1
 from study.sweep.suite_file import find_suite
@@ -104,7 +105,7 @@ def test_the_finding_on_loss_matches_the_records() -> None:
 
 
 def test_the_grid_of_releases_has_the_faults_of_a_gpu() -> None:
-    cells = latest_release_cells(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
+    cells = ReleaseReport(read_parquet(REPOSITORY / "reports" / "releases")).latest()
     releases = yaml.safe_load(read("study/releases/stacks.yaml"))["today"][-8:]
     assert {cell.release for cell in cells} == set(releases)
     faults = {(cell.release, cell.strategy, cell.micro_steps): {item.id for item in gpu_faults(cell)} for cell in cells}

@@ -10,7 +10,7 @@ import pytest
 
 from study.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.releases.release_cells import ReleaseCell, release_cells
-from study.report.pages.releases import details, page
+from study.report.pages.releases import ReleaseReport
 from study.report.questions import answers
 from study.report.questions.releases import QUESTION, avoid_table, fault_curves, release_grid, verdict_table
 from synthetic_records import with_steps, write_run
@@ -162,7 +162,7 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
 
 
 def test_the_page_has_the_losses_of_each_wrong_case_below_those_of_one_process(records: Records) -> None:
-    text = details(records, [])
+    text = ReleaseReport(records).details([])
     rows = [line for line in text[text.index("## Losses and norms"):].split("## ")[1].splitlines() if "single" in line
             or "0.18.6" in line]  # fmt: skip
     right, *wrong = [[part.strip() for part in row.strip("|").split("|")] for row in rows]
@@ -184,8 +184,9 @@ def test_the_page_has_each_cause_with_its_source_and_escapes_records(records: Re
             base | {"caller": "accelerate", "error": "it hung"},
             base | {"caller": "bare-losses", "loss": "outside", "accumulation": 1, "norm": 0.5},
             base | {"caller": "boundary-forwards", "loss": "outside", "accumulation": 1}]  # fmt: skip
-    text = details(records, bare)
-    assert "| 0.18.6 | none | `zero1`: a; `zero2`: ?; `zero3_cpu`: crashes | `zero3`: b |" in page(records)
+    report = ReleaseReport(records)
+    text = report.details(bare)
+    assert "| 0.18.6 | none | `zero1`: a; `zero2`: ?; `zero3_cpu`: crashes | `zero3`: b |" in report.page()
     assert "| 0.18.6 | ! / \N{MIDDLE DOT} / \N{MIDDLE DOT} / = / \N{MIDDLE DOT} |" in text
     assert "### a: the gradient is divided &lt;b&gt;twice&lt;/b&gt;" in text
     assert "`deepspeed/runtime/engine.py`, lines 10-12" in text

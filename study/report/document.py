@@ -143,17 +143,28 @@ class PageSection:
 
 # Markdown
 
+TEMPLATES = Path(__file__).parent / "site" / "templates"
+
 
 def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
     """Return the page as Markdown."""
-    parts = [f"# {title}"]
-    for section in sections:
-        parts += [f"{'#' * section.level} {section.title}" if section.title else "", section.text]
-        sentence = markdown_text(section.sentence)
-        parts.append(f"**{section.verdict.capitalize()}.** {sentence}" if section.verdict else sentence)
-        parts += [table_markdown(table) for table in (section.table, *section.tables.values()) if table is not None]
-        parts.append("\n".join(f"- {markdown_text(str(getattr(note, 'text', note)))}" for note in section.notes))
-    return "\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
+    return render_markdown("page.md.j2", title=title, sections=sections)
+
+
+def render_markdown(template: str, **values: Any) -> str:
+    """Return a Markdown template with its values: a data frame is a table, everything else is escaped text.
+
+    Several blank lines are one.
+    """
+    text = _templates(as_markdown).get_template(template).render(values)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def as_markdown(value: object) -> Markup:
+    """Return a value of a Markdown template; only Markup is not escaped."""
+    if isinstance(value, Markup):
+        return value
+    return Markup(table_markdown(value) if isinstance(value, pd.DataFrame) else markdown_text(cell_text(value)))
 
 
 def table_markdown(frame: pd.DataFrame) -> str:
@@ -185,7 +196,6 @@ def _plain(text: str) -> str:
 
 # HTML
 
-TEMPLATES = Path(__file__).parent / "site" / "templates"
 # Refused records listed on the first page, which starts with answers; summary.md has all of them.
 _REFUSED_SHOWN = 50
 _LONG_TEXT = 40
@@ -205,10 +215,10 @@ def page_html(template: str, suite: str, pages: Mapping[str, str], current: str,
 
 
 @functools.cache
-def _templates() -> jinja2.Environment:
+def _templates(finalize: Callable[[object], object] | None = None) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        lstrip_blocks=True, finalize=finalize,
     )  # fmt: skip
     environment.filters |= {"code": code_html, "table": table_html, "slug": slug, "png": png_html}
     return environment

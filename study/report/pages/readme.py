@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -19,18 +20,14 @@ import pandas as pd
 
 from study.advisor import advise_command
 from study.config.places import REPOSITORY
-from study.host.stacks import release_key
 from study.records.frames import read_parquet
-from study.releases.causes import PACKAGES, Cause, known_faults
-from study.releases.command import LATEST_RELEASES, NOT_RUN, shown_causes
-from study.releases.release_cells import ReleaseCell, release_cells
-from study.report.document import table_markdown
+from study.releases.command import LATEST_RELEASES, shown_causes
+from study.report.document import render_markdown, table_markdown
 from study.report.pages.prediction import LEAGUE, headline, read
-from study.report.questions.releases import clipped, lettered
 from study.report.questions.virtual import state_by_stage
 from study.virtual.summaries import table1_rows
 
-# A block names its source: `<!-- releases: reports/releases -->` up to `<!-- end of releases -->`.
+# A block names its source: `<!-- releases: study/releases/grid.json -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 _HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
              "step time, published, offload: no interval")  # fmt: skip
@@ -40,71 +37,13 @@ _ADVISE_LINES = 11
 DOCUMENTS = ("README.md", "docs/method.md")
 
 
-def latest_release_cells(cells: list[ReleaseCell], count: int = LATEST_RELEASES) -> list[ReleaseCell]:
-    """Return the fp32 cells of DeepSpeed in the latest tested releases with the study's other packages; 0: in all."""
-    today = [
-        cell for cell in clipped(cells)
-        if cell.precision == "fp32" and not cell.is_contemporary and cell.strategy != "ddp"
-    ]  # fmt: skip
-    latest = sorted({cell.release for cell in today}, key=release_key)[-count:]
-    return [cell for cell in today if cell.release in latest]
-
-
-def gpu_faults(cell: ReleaseCell) -> list[Cause]:
-    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes from another fault."""
-    faults = cell.causes
-    if cell.verdict.kind == "crashes":
-        candidates = known_faults(cell.versions, on_gpu=True)
-        faults = tuple(cause for cause in candidates if cause.shows_in(cell.strategy, cell.micro_steps, cell.precision))
-    return [cause for cause in faults if cause.gpu != "hidden"]
-
-
-def _by_source(cell: ReleaseCell) -> str:
-    return "\N{DAGGER}" * (cell.verdict.kind == "crashes")
-
-
-def releases_document(folder: Path) -> dict[str, Any]:
-    """Return what `study releases` prints: tested releases with the faults expected on a GPU, the newest first."""
-    records = read_parquet(folder)
-    cells = release_cells(records)
-    tested, letters = latest_release_cells(cells, 0), lettered(clipped(cells))
-    lines = []
-    for release in sorted({cell.release for cell in tested}, key=release_key, reverse=True):
-        line = {"DeepSpeed": release}
-        for column, several in (("no accumulation", False), ("accumulation", True)):
-            column_cells = [cell for cell in tested if cell.release == release and (cell.micro_steps > 1) == several]
-            struck: dict[str, list[str]] = {}
-            for cell in column_cells:
-                is_known = cell.causes or cell.verdict.kind in ("equal", "different")
-                if not is_known:
-                    struck.setdefault(NOT_RUN, []).append(f"`{cell.strategy}`")
-                for cause in gpu_faults(cell) if is_known else ():
-                    struck.setdefault(letters[cause], []).append(f"`{cell.strategy}`{_by_source(cell)}")
-            faults = [f"{letter}: {', '.join(names)}" for letter, names in struck.items()]
-            if column_cells and len(struck.get(NOT_RUN, ())) == len(column_cells):
-                faults = [NOT_RUN]
-            line[column] = "; ".join(faults) or f"no fault{max(map(_by_source, column_cells))}"
-        lines.append(line)
-    runs = records.runs[records.runs["run"].isin({run for cell in latest_release_cells(cells) for run in cell.runs})]
-    started = runs["status_started_at"].dropna().str[:10]
-    versions = {name: cell.versions[name] for cell in latest_release_cells(cells) for name in PACKAGES[1:]}
-    return {
-        "tested": f"Tested {' to '.join(dict.fromkeys((started.min(), started.max())))} on two CPU ranks in fp32 with "
-        f"gradient clipping; {', '.join(f'{name} {version}' for name, version in sorted(versions.items()))}",
-        "versions": versions, "letters": {cause.id: letter for cause, letter in letters.items()}, "releases": lines,
-    }  # fmt: skip
-
-
-def releases_table(folder: Path) -> str:
+def releases_table(document: dict[str, Any]) -> str:
     """Return the latest releases with the faults expected on a GPU, then one line per fault with its fix."""
-    document = releases_document(folder)
     latest = document["releases"][:LATEST_RELEASES]
-    fixes = [
-        f"- {letter}: {cause.title}; fixed in {cause.left.release} by"
-        f" [#{cause.left.change.rpartition('/')[2]}]({cause.left.change})"
-        for letter, cause in shown_causes(document, latest)
-    ]
-    return "\n".join([table_markdown(pd.DataFrame(latest)), *fixes, f"- {document['tested']}"])
+    return render_markdown(
+        "readme_releases.md.j2", latest=pd.DataFrame(latest), causes=shown_causes(document, latest),
+        tested=document["tested"],
+    ).rstrip()  # fmt: skip
 
 
 def advise_output(model: str, hardware: str) -> str:
@@ -133,19 +72,12 @@ def errors_table(folder: Path) -> str:
     })  # fmt: skip
     errors = headline(read(folder)).set_index("figure")
     peaks, steps, offload = (errors.loc[name] for name in _HELD_OUT)
-    short = "short" if offload["leans"].startswith("-") else "long"
-    return (
-        f"{table_markdown(table)}\n"
-        f"Held out, by `study predict`: median error {peaks['median error']} of peak memory over the {peaks['rows']} of"
-        f" these runs not used to tune it, and {steps['median error']} of step time (worst {steps['worst']}) over"
-        f" {steps['rows']} runs not used to fit it. Offload steps are predicted too {short}: median error"
-        f" {offload['median error']} over {offload['rows']} runs."
-    )
+    return render_markdown("readme_errors.md.j2", table=table, peaks=peaks, steps=steps, offload=offload).rstrip()
 
 
 _BLOCKS: dict[str, Callable[[str, Path], str]] = {
     "table": lambda folder, root: table_markdown(state_by_stage(table1_rows(read_parquet(root / folder)))),
-    "releases": lambda folder, root: releases_table(root / folder),
+    "releases": lambda file, root: releases_table(json.loads((root / file).read_text(encoding="utf-8"))),
     "errors": lambda folder, root: errors_table(root / folder),
     "advise": lambda arguments, _root: advise_output(*arguments.split()),
 }

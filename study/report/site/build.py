@@ -34,7 +34,6 @@ from study.report.document import (
     as_png,
     as_svg,
     link_html,
-    markdown_text,
     page_html,
     page_markdown,
 )
@@ -212,9 +211,9 @@ def _write_pages(
         PageSection("Not answered by these records", notes=unanswered),
     ]  # fmt: skip
     lists = [section for section in lists if section.notes]
-    lead = PageSection(text=markdown_text(" · ".join(facts)))
+    lead = PageSection(sentence=" · ".join(facts))
     texts = {
-        "summary.md": page_markdown(markdown_text(suite), [lead, *cards, *lists]),
+        "summary.md": page_markdown(suite, [lead, *cards, *lists]),
         "index.html": page_html("index.html.j2", suite, pages, "index", facts=facts, cards=cards, lists=lists),
     }
     for name, (_, words) in heads.items():

@@ -1,6 +1,6 @@
 """Speed of the study's loop compared with transformers' Trainer and a bare PyTorch loop, in alternating turns.
 
-    python -m study.baselines.bench [--repeats 5] [--case NAME] [--clock cpu] [--json]
+    python tools/bench.py [--repeats 5] [--case NAME] [--clock cpu] [--json]
 
 A repeat starts the three in fresh processes on one core. They train in turns: a loop pauses whenever it prints its
 progress, until its next turn. Turns last seconds, so other load on the machine slows all three equally. The placement
@@ -80,7 +80,7 @@ class TrainerProcess:
         steps = STEPS_PER_TURN * (WARMUP_TURNS + case.turns)
         arguments = [*case.arguments, *_SHARED, "--max_steps", str(steps), "--output_dir", str(self.output_dir)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "study.baselines.bench", "--runner", trainer, *arguments],
+            [sys.executable, __file__, "--runner", trainer, *arguments],
             cwd=IMPORT_ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, **LARGE_PAGES},
         )  # fmt: skip
@@ -163,7 +163,7 @@ def check_same_losses(case: BenchCase, records: dict[str, Run]) -> None:
 
 
 def compare(
-    name: str, tokens_per_turn: int, repeats: Sequence[Sequence[dict[str, float]]], share: float
+    name: str, tokens_per_turn: int, repeats: Sequence[Sequence[dict[str, float]]], overhead: float
 ) -> dict[str, Any]:
     """Return speeds, ratios and missed targets from the seconds of each turn.
 
@@ -187,14 +187,14 @@ def compare(
             missed.append(line)
         elif median < least:
             undecided.append(line)
-    if share > MAX_OVERHEAD_FRACTION:
-        missed.append(f"{name}: measurement takes {share:.2%} of a step, target at most {MAX_OVERHEAD_FRACTION:.0%}")
+    if overhead > MAX_OVERHEAD_FRACTION:
+        missed.append(f"{name}: measurement takes {overhead:.2%} of a step, target at most {MAX_OVERHEAD_FRACTION:.0%}")
     return {
         "case": name,
         "tokens_per_s": speeds,
         "tokens_per_s_median": {trainer: statistics.median(values) for trainer, values in speeds.items()},
         "ratio": ratios,
-        "measurement_share": share,
+        "measurement_share": overhead,
         "missed": missed,
         "undecided": undecided,
     }
@@ -229,7 +229,7 @@ def table(results: Sequence[dict[str, Any]]) -> TextTable:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases and print their comparison; return exit status 1 if a target is missed or a run fails."""
-    parser = argparse.ArgumentParser(prog="python -m study.baselines.bench", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python tools/bench.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5, help="number of repeats; default: 5")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only this; repeatable")
     parser.add_argument("--clock", choices=list(CLOCKS), help="default: wall with a GPU, else cpu")
