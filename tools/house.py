@@ -30,17 +30,17 @@ BUDGETS = {
     "engine": 1_599,
     "sweep": 2_825,
     "run": 1_673,
-    "virtual": 891,
+    "virtual": 894,
     "releases": 1_552,
     "advisor": 3_299,
     "report": 5_011,
     "autopsy": 1_702,
-    "claims": 2_154,
+    "claims": 2_205,
     "baselines": 437,
     "train": 144,
     "cli": 198,
     "__init__": 3,
-    "tests": 21_876,
+    "tests": 21_914,
 }
 
 
