@@ -28,19 +28,19 @@ BUDGETS = {
     "metrics": 1_643,
     "predictor": 4_100,
     "engine": 1_599,
-    "sweep": 2_829,
+    "sweep": 2_832,
     "run": 1_669,
     "virtual": 894,
     "releases": 1_556,
     "advisor": 3_439,
-    "report": 4_113,
+    "report": 4_115,
     "autopsy": 1_698,
-    "claims": 2_201,
+    "claims": 2_205,
     "baselines": 437,
     "train": 144,
     "cli": 200,
     "__init__": 3,
-    "tests": 22_235,
+    "tests": 22_054,
 }
 
 
