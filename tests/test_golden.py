@@ -69,4 +69,4 @@ def test_two_outputs_of_the_same_version_are_equal(tmp_path: Path) -> None:
     )
     assert [answer["json"]["strategy"] for answer in predicted.values()] == ["ddp", "zero3"]
     assert list(explained) == ["explain golden_files/b.json gpt2"]
-    assert [tuple(answer.values()) for answer in refused.values()] == [(2, "golden_files/a.json"), (2, "--strategy")]
+    assert [tuple(answer.values()) for answer in refused.values()] == [(2, "golden_files/a.json"), (2, "--nonsense")]

@@ -29,7 +29,7 @@ def printed(out: io.StringIO) -> list[str]:
 def test_in_a_file_a_note_and_a_row_are_one_line_and_figures_are_aligned_to_the_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
     note, header, first, second = printed(io.StringIO())
     assert note == PAGE[0]
     assert first.startswith("a\N{REPLACEMENT CHARACTER}[31m")
@@ -37,14 +37,11 @@ def test_in_a_file_a_note_and_a_row_are_one_line_and_figures_are_aligned_to_the_
     assert header.index("count") + 5 == first.index("12.5") + 4 == second.index("-") + 1
 
 
-def test_a_file_is_wrapped_only_if_columns_is_set_and_nothing_is_wider_than_120(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_on_a_terminal_is_wider_than_120(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     for columns, widest in (("60", 60), ("200", 120)):
         monkeypatch.setenv("COLUMNS", columns)
-        for out in (io.StringIO(), Terminal()):
-            assert widest - 10 < max(map(len, printed(out))) <= widest
+        assert widest - 10 < max(map(len, printed(Terminal()))) <= widest
 
 
 def test_on_a_terminal_only_words_wrap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import sys
 import textwrap
@@ -25,15 +24,13 @@ class TextTable:
 
 
 def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> None:
-    """Print lines and tables, wrapped to a terminal's width or to COLUMNS, if that is set, and to 120 columns at most;
-    to a file or a pipe, one line per row and note.
+    """Print lines and tables, wrapped to a terminal's width or 120 columns; to a file or a pipe, one line per row.
 
     Control characters, which a user's file or a library's message may have, are replaced. An empty line separates two
     tables.
     """
     out = sys.stdout if file is None else file
-    is_wrapped = out.isatty() or "COLUMNS" in os.environ
-    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) if is_wrapped else None
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) if out.isatty() else None
     last: str | TextTable = ""
     for part in page:
         if isinstance(part, TextTable) and isinstance(last, TextTable):
