@@ -125,25 +125,6 @@ def make_config(**flags: Any) -> RunConfig:
     return resolve_config(RunConfig.from_dict(values, "the test"), accelerator_visible=False)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "flags", "words"),
-    [
-        ("zero1", {"gradient_checkpointing": True}, "under zero1 no ranks share a layer's activations"),
-        ("ulysses_zero1", {"gradient_checkpointing": True}, "under ulysses_zero1 no ranks share"),
-        ("zero1_tp", {}, "without checkpoints there are no activations to partition"),
-        (
-            "zero1_tp",
-            {"more": ("activation_checkpointing.cpu_checkpointing=true",)},
-            "supports only its key partition_activations",
-        ),
-    ],
-)
-def test_an_ineffective_setting_is_refused(strategy: str, flags: dict[str, Any], words: str) -> None:
-    config = make_config(engine_override=(PARTITIONED, *flags.pop("more", ())), **flags)
-    with pytest.raises(UserError, match=words):
-        read_strategy(strategy).check_engine_flags(config)
-
-
 LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
 
 

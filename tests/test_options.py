@@ -9,7 +9,6 @@ import torch
 from test_virtual import assert_same_rank, virtual
 
 from runs import FP32_RELATIVE, RunFactory, losses, train, trained
-from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.config.strategies import read_strategy
 from study.config.strategy_names import apply_overrides
@@ -214,23 +213,6 @@ def test_states_in_bf16_train_alike_with_half_the_bytes(get_run: RunFactory, str
     assert count_state_bytes(arm)["optimizer"] == pytest.approx(count_state_bytes(engine)["optimizer"] / 2, rel=1e-4)
     assert count_state_bytes(arm)["params"] == count_state_bytes(engine)["params"]
     assert_same_rank(virtual(strategy, tmp_path / "run", *STATES), arm, rank=0)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "flags", "says"),
-    [
-        ("ddp", {"bf16_states": True, "precision": "bf16"}, "--bf16_states needs DeepSpeed's"),
-        ("zero0", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
-        ("zero2_cpu", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
-        ("fsdp2", {"optimizer": "muon"}, "--optimizer muon: fsdp2"),
-        ("zero3_cpu", {"optimizer": "muon"}, "--optimizer muon: zero3_cpu"),
-    ],
-)
-def test_options_that_a_strategy_does_not_support_are_refused_by_name(
-    strategy: str, flags: dict[str, object], says: str
-) -> None:
-    with pytest.raises(UserError, match=says):
-        read_strategy(strategy).check_engine_flags(RunConfig.from_dict({"max_grad_norm": 0.0, **flags}, "the test"))
 
 
 def test_deepspeed_s_own_clock_waits_for_the_gpu_and_can_be_switched_off() -> None:

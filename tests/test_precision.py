@@ -11,9 +11,6 @@ from test_refusals import assert_refused
 
 from forked import fork_ranks
 from runs import FLAGS, RunFactory, losses, trained
-from study.config.errors import UserError
-from study.config.flags import RunConfig
-from study.config.strategies import read_strategy
 from study.engine.optimizer import LOSS_SCALER
 from study.records.directory import Run, read_run
 
@@ -115,24 +112,6 @@ def test_other_loops_skip_the_same_steps(get_run: RunFactory, trainer: str, tmp_
     run = trained("single", tmp_path / "run", *GPT, *FP16, *OVERFLOWS, script=f"study/baselines/{trainer}.py")
     assert skipped(run)[:2] == skipped(study)[:2] == [2, 3]
     assert [row["lr"] for row in run.steps][:4] == pytest.approx([row["lr"] for row in study.steps][:4])
-
-
-@pytest.mark.parametrize(
-    ("strategy", "precision", "fix"),
-    [
-        ("single", "fp16-engine", "--precision fp16,"),
-        ("ddp", "fp16-engine", "--precision fp16,"),
-        ("fsdp2", "bf16-engine", "--precision bf16,"),
-        ("zero0", "fp16-engine", "--precision fp16,"),
-        ("zero1", "fp16", "--precision fp16-engine"),
-        ("zero3_cpu", "fp16", "--precision fp16-engine"),
-    ],
-)  # fmt: skip
-def test_a_precision_that_an_engine_computes_differently_is_refused(strategy: str, precision: str, fix: str) -> None:
-    config = RunConfig.from_dict({"precision": precision}, "a test")
-    with pytest.raises(UserError) as refusal:
-        read_strategy(strategy).check_engine_flags(config)
-    assert fix in refusal.value.fix
 
 
 @pytest.mark.parametrize("trainer", ["study/train.py", "study/baselines/hf_trainer.py"])

@@ -66,7 +66,7 @@ def test_a_box_has_the_nodes_and_devices_of_its_name(text: str, nodes: int, per_
         ("", "unknown hardware"), ("0xH100", "out of range"), ("4xA10O", "did you mean 4xA100 or"),
         ("1x2x3xH100", "unknown hardware"), ("8x", "unknown hardware"), ("2xthis", "leave the number out"),
         ("8xH100\n8xH200", "unknown hardware"),
-        ("A" * 9999, "unknown hardware"), ("1000000xH100", "out of range"), ("8x2x2xRTX 4090", "unknown hardware"),
+        ("1000000xH100", "out of range"), ("8x2x2xRTX 4090", "unknown hardware"),
         ("RTX 3070 Ti", "did you mean .*3080-TI"), ("MI300X", "use one of .*, T4, .*, this"),
         ("Quadro RTX 6000", "use one of"), ("H100-MIG-1g.10gb", "MIG slice"), ("1g.10gb", "MIG slice"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "name a whole GPU"),

@@ -584,6 +584,41 @@ def test_an_unknown_name_is_answered_with_the_nearest_ones_in_three_lines(
     assert len(printed) <= 3 * 120
 
 
+PARTITIONED = ("activation_checkpointing.partition_activations=true",)
+ON_CPU = ("activation_checkpointing.cpu_checkpointing=true",)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "says"),
+    [
+        ("single", {"precision": "fp16-engine"}, "use --precision fp16,"),
+        ("ddp", {"precision": "fp16-engine"}, "use --precision fp16,"),
+        ("fsdp2", {"precision": "bf16-engine"}, "use --precision bf16,"),
+        ("zero0", {"precision": "fp16-engine"}, "use --precision fp16,"),
+        ("zero1", {"precision": "fp16"}, "use --precision fp16-engine"),
+        ("zero3_cpu", {"precision": "fp16"}, "use --precision fp16-engine"),
+        ("ddp", {"bf16_states": True, "precision": "bf16"}, "--bf16_states needs DeepSpeed's"),
+        ("zero0", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
+        ("zero2_cpu", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
+        ("fsdp2", {"optimizer": "muon"}, "--optimizer muon: fsdp2"),
+        ("zero3_cpu", {"optimizer": "muon"}, "--optimizer muon: zero3_cpu"),
+        ("zero1", {"gradient_checkpointing": True, "engine_override": PARTITIONED},
+         "under zero1 no ranks share a layer's activations"),
+        ("ulysses_zero1", {"gradient_checkpointing": True, "engine_override": PARTITIONED},
+         "under ulysses_zero1 no ranks share"),
+        ("zero1_tp", {"engine_override": PARTITIONED}, "without checkpoints there are no activations to partition"),
+        ("zero1_tp", {"engine_override": (*PARTITIONED, *ON_CPU)}, "supports only its key partition_activations"),
+    ],
+)  # fmt: skip
+def test_flags_that_a_strategy_does_not_support_are_refused_by_name(
+    strategy: str, flags: dict[str, Any], says: str
+) -> None:
+    config = dataclasses.replace(LAPTOP, task="gpt-wikitext", max_grad_norm=0.0, **flags)
+    with pytest.raises(UserError) as refusal:
+        read_strategy(strategy).check_engine_flags(config)
+    assert says in f"{refusal.value.problem}. To fix it: {refusal.value.fix}"
+
+
 def check_overridden(config: RunConfig, strategy: str) -> None:
     launched = read_strategy(strategy)
     check_engine_settings(config, launched.deepspeed or {}, launched.with_overrides(config).deepspeed or {})

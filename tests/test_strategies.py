@@ -404,7 +404,7 @@ def test_the_table_of_shipped_settings_is_that_of_the_files() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "JSON"), ("[" * 100_000, "JSON"), ("[]", "no ZeRO stage"),
+        ("", "JSON"), ("[]", "no ZeRO stage"),
         ('{"zero_optimization": {"stage": "3"}}', "stage"),
         ('{"zero_optimization": {"stage": 3, "offload_param": "cpu"}}', "offload_param"),
         ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "tape"}}}', "offload_optimizer"),
