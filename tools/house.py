@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 144,
     "cli": 198,
     "__init__": 3,
-    "tests": 21_904,
+    "tests": 21_905,
 }
 
 
