@@ -33,7 +33,8 @@ NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
 # Other parameters of each notebook than its own; without a folder, records of four strategies or of a search.
 OTHERS: dict[str, dict[str, Any]] = {
     "batch_size": {"records_dir": "reports/claims", "baseline": "zero2"}, "claims": {"verdict": "holds"},
-    "loss_curves": {"baseline": "zero2"}, "model_size": {"records_dir": "reports/claims", "baseline": "zero3_cpu"},
+    "loss_curves": {"baseline": "zero2"},
+    "model_size": {"records_dir": "reports/claims", "baseline": "zero3_cpu_optimizer"},
     "neighbours": {"records_dir": "reports/virtual_neighbours", "baseline": "zero1"}, "offload": {"baseline": "ddp"},
     "peak_memory": {"baseline": "zero2"}, "prediction": {}, "releases": {"strategy": "zero2"},
     "runtime": {"baseline": "single"}, "scaling": {"fewest": 2},
@@ -115,7 +116,7 @@ def test_a_notebook_in_git_has_no_output_takes_parameters_and_shows_its_own_code
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_notebook_runs_with_other_parameters_and_draws(name: str, tmp_path: Path) -> None:
-    parameters: dict[str, Any] = dict(OTHERS[name])
+    parameters = dict(OTHERS[name])
     if name in (*NAMES, "what_fits"):
         write_parquet(searches() if name == "what_fits" else few(), tmp_path / "records")
         parameters["records_dir"] = str(tmp_path / "records")
