@@ -21,18 +21,18 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_728,
+    "config": 1_737,
     "records": 2_840,
     "host": 1_522,
     "workloads": 1_950,
     "metrics": 1_643,
     "predictor": 4_100,
     "engine": 1_599,
-    "sweep": 2_860,
+    "sweep": 2_864,
     "run": 1_687,
     "virtual": 900,
     "releases": 1_532,
-    "advisor": 3_440,
+    "advisor": 3_445,
     "report": 5_109,
     "autopsy": 1_702,
     "claims": 2_155,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 150,
     "cli": 200,
     "__init__": 50,
-    "tests": 22_490,
+    "tests": 22_531,
 }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 from study.config.errors import replace_unprintable
@@ -22,6 +23,14 @@ class TextTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     indent: int = 0
+
+
+def print_result(as_json: bool, document: Callable[[], object], page: Iterable[str | TextTable]) -> None:
+    """Print a command's result: one JSON document, or a page of verdict, tables and notes."""
+    if as_json:
+        print(json.dumps(document(), indent=2))
+    else:
+        print_page(page)
 
 
 def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> None:
