@@ -195,6 +195,53 @@ def test_settings_that_the_engine_rejects_are_refused(document: dict[str, Any], 
     assert finding in name_findings(make_case(tmp_path, document))
 
 
+def test_a_stage_that_is_auto_or_a_bare_boolean_is_read_as_the_libraries_read_it(tmp_path: Path) -> None:
+    from accelerate import DeepSpeedPlugin
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for value in ({"stage": "auto"}, True, False):
+        document = {MICRO_BATCH: 1, ZERO: value}
+        case = make_case(tmp_path, document)
+        assert case.stage == DeepSpeedConfig(json.loads(json.dumps(document))).zero_config.stage
+        assert not any(key.startswith("refused") for key in name_findings(case))
+        (tmp_path / "inner.json").write_text(json.dumps(document))
+        outer = {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"deepspeed_config_file": f"{tmp_path}/inner.json"},
+        }
+        under_accelerate = make_case(tmp_path, outer)
+        if isinstance(value, bool):
+            with pytest.raises(AttributeError, match="'bool' object"):
+                DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(document)))
+            assert f"refused {ZERO}" in name_findings(under_accelerate)
+        else:
+            assert under_accelerate.stage == DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(document))).zero_stage
+
+
+@pytest.mark.parametrize("place", sorted(KNOWN["strict_sections"]))
+def test_an_unknown_key_of_a_section_is_refused_as_by_the_engine(place: str, tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    def document(keys: dict[str, Any]) -> dict[str, Any]:
+        settings = {key: value for key, value in zero(3).items() if key != "bf16"}
+        (settings[ZERO] if place.startswith(ZERO) else settings)[place.removeprefix(f"{ZERO}.")] = keys
+        return settings
+
+    with pytest.raises(ValidationError) as refusal:
+        DeepSpeedConfig(document({"nonsense": 1, "enabld": True}))
+    assert {error["loc"][-1] for error in refusal.value.errors() if error["type"] == "extra_forbidden"} == {
+        "nonsense", "enabld"
+    }  # fmt: skip
+    case = make_case(tmp_path, document({"nonsense": 1, "enabld": True}))
+    key = place.removeprefix(f"{ZERO}.")
+    assert {f"refused {key}.nonsense", f"refused {key}.enabld"} <= set(name_findings(case))
+    # The engine accepts all listed keys.
+    with pytest.raises(ValidationError) as refusal:
+        DeepSpeedConfig(document({key: object() for key in [*KNOWN["strict_sections"][place], "nonsense"]}))
+    assert [error["loc"][-1] for error in refusal.value.errors() if error["type"] == "extra_forbidden"] == ["nonsense"]
+
+
 NVME_PARAMETERS = zero(3, offload_param={"device": "nvme", "nvme_path": "/nvme"})
 BY_VERSION_2 = ["noted fsdp_version"]
 SHARDING = "noted fsdp_sharding_strategy"
@@ -217,6 +264,8 @@ SHARDING = "noted fsdp_sharding_strategy"
         # DeepSpeed asserts this while it loads the weights: 50,400 x 4096 elements, and a default buffer of 1e8.
         (NVME_PARAMETERS, "gpt-j-6b", 1, ["refused offload_param.buffer_size"], "has 206,438,400 elements"),
         (NVME_PARAMETERS, "gpt-j-6b", 4, [], ""),
+        (zero(3, offload_param={"device": "nvme"}), "gpt2", 4, ["refused offload_param.nvme_path"], "without this"),
+        ({"bf16": {"enabled": True}, ZERO: {"stage": 1}}, "gpt2", 4, [f"refused {MICRO_BATCH}"], "train_batch_size"),
         (zero(3, zero_hpz_partition_size=3), "gpt2", 4, ["refused zero_hpz_partition_size"], "3 does not divide 4"),
         (zero(3, zero_hpz_partition_size=2), "gpt2", 4, [], ""),
         (zero(2, cpu_offload=True), "gpt2", 4, ["noted cpu_offload", "noted zero_force_ds_cpu_optimizer"],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +18,7 @@ import yaml
 from study.advisor import advise, predict_command
 from study.advisor.advise import Advice, Option
 from study.config.errors import UserError
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_result
 from study.config.strategies import STRATEGY_DIRECTORY, read_yaml
 from study.config.text import rounded
 from study.host.folders import folder_argument
@@ -86,13 +88,10 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
     is_printed = options.json or options.details
     measured = list(nearest(best.request)) if nearest and best and is_printed else []
     riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
-    if options.json:
-        print(json.dumps(_document(advice, riskier, what_ifs, measured, files), indent=2))
-    else:
-        written = _file_lines(files, best.request) if files and best else ()
-        print_page(
-            [*_page(advice, riskier, what_ifs, measured, files is not None or best is None, options.details), *written]
-        )
+    page = _page(advice, riskier, what_ifs, measured, files is not None or best is None, options.details)
+    written = _file_lines(files, best.request) if files and best else ()
+    document = functools.partial(_document, advice, riskier, what_ifs, measured, files)
+    print_result(options.json, document, itertools.chain(page, written))
     return 0 if best else 1
 
 

@@ -25,7 +25,7 @@ import psutil
 
 from study.config.errors import UserError
 from study.config.places import IMPORT_ROOT, IS_CHECKOUT, REPOSITORY, WORKING_FOLDER, install_command
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_result
 from study.config.strategies import (
     MIN_RANKS_WITH_REPLICAS,
     STRATEGY_NAMES,
@@ -88,14 +88,13 @@ def run(options: argparse.Namespace) -> int:
         gpus = detect_machine().gpus
     checks += [*cluster(), strategies(checks, gpus)]
     missing = list(dict.fromkeys(check.name for check in checks if check.state == "missing"))
-    if options.json:
-        print(json.dumps({"checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
-    else:
-        rows: list[tuple[str, str, str]] = []
-        for check in checks:
-            rows.append((check.state, check.name, check.found))
-            rows += [("", "", f"-> {check.fix}")] if check.fix else []
-        print_page([_verdict(checks, missing), "", TextTable(("", "", ""), rows)])
+    rows: list[tuple[str, str, str]] = []
+    for check in checks:
+        rows.append((check.state, check.name, check.found))
+        rows += [("", "", f"-> {check.fix}")] if check.fix else []
+    document = {"checks": [dataclasses.asdict(check) for check in checks]}
+    page = (_verdict(checks, missing), "", TextTable(("", "", ""), rows))
+    print_result(options.json, lambda: document, page)
     return 1 if missing else 0
 
 

@@ -16,7 +16,7 @@ from study.advisor.explain_findings import findings
 from study.advisor.predict_command import precision_under, usual_precision
 from study.advisor.user_settings import ZERO, read_user_file
 from study.config.errors import UserError
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_result
 from study.config.text import format_number, rounded
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
@@ -121,10 +121,8 @@ def run(options: argparse.Namespace) -> int:
     case = resolve(file, shape, options.world_size, _program_settings(options, length), box)
     case = dataclasses.replace(case, findings=tuple(findings(case)))
     memory = predict_memory(case.request)
-    if options.json:
-        print(json.dumps(_document(case, memory, box), indent=2))
-    else:
-        print_page(_page(case, memory, options.details, box))
+    document, page = functools.partial(_document, case, memory, box), _page(case, memory, options.details, box)
+    print_result(options.json, document, page)
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
@@ -142,18 +140,16 @@ def _check(options: argparse.Namespace) -> int:
         if not resolve_path(name).is_file():
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
     length = resolve_length(model, options.seq_length) if model else options.seq_length or USUAL_LENGTH
-    checked, problems = check_files(names, model, options.world_size, _program_settings(options, length))
-    levels = Counter(problem.level for problem in problems)
-    if options.json:
-        document = {"checked": checked, "findings": [dataclasses.asdict(problem) for problem in problems]}
-        print(json.dumps(document, indent=2))
+    checked, results = check_files(names, model, options.world_size, _program_settings(options, length))
+    levels = Counter(finding.level for finding in results)
+    total = f"errors: {levels['error']}, warnings: {levels['warning']}; {len(checked)} configuration files checked,"
+    total += f" {len(names) - len(checked)} other files skipped"
+    if options.output_format == "github" and not options.json:
+        # An annotation is one line, and is never wrapped.
+        print("\n".join([*(finding.annotation for finding in results), total]))
     else:
-        if options.output_format == "github":
-            print("".join(f"{problem.annotation}\n" for problem in problems), end="")
-        else:
-            print_page(map(str, problems))
-        files = f"{len(checked)} configuration files checked, {len(names) - len(checked)} other files skipped"
-        print(f"errors: {levels['error']}, warnings: {levels['warning']}; {files}")
+        document = {"checked": checked, "findings": [dataclasses.asdict(finding) for finding in results]}
+        print_result(options.json, lambda: document, [*(finding.line_text for finding in results), total])
     return int(levels["error"] > 0)
 
 
@@ -166,7 +162,7 @@ def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) ->
         "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
         "accumulation": case.request.accumulation, "gradient_checkpointing": case.request.gradient_checkpointing,
         "settings": [dataclasses.asdict(cost) for cost in costs(case)],
-        "findings": [dataclasses.asdict(finding) for finding in case.findings],
+        "findings": [finding.document for finding in case.findings],
         "answers": [dataclasses.asdict(answer) for answer in find_answers(case)], "memory": dataclasses.asdict(memory),
     }  # fmt: skip
 

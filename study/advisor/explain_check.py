@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from study.advisor import user_settings
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ProgramSettings, resolve
 from study.advisor.explain_findings import findings
-from study.config.errors import UserError, replace_unprintable
+from study.advisor.user_settings import Finding
+from study.config.errors import UserError
 from study.host.folders import resolve_path
 from study.predictor.hardware import MAX_JOB_GPUS
 from study.predictor.shape import ModelShape, model_shape
 
 # A finding that holds for both models and for all numbers of ranks does not depend on them.
 _MODELS, _RANKS = ("gpt-tiny", "gpt-1t"), (1, 8)
-# These end the run with an error, or are dropped silently; others are warnings.
-_ERRORS = ("refused", "missing", "ignored")
 # Keys that other files do not have.
 _DEEPSPEED_KEYS = (user_settings.ZERO, MICRO_BATCH, "zero_allow_untested_optimizer")
 _ACCELERATE = re.compile(r"^(compute_environment\s*:|distributed_type\s*:\s*[\"']?[A-Z])", re.MULTILINE)
 # Their settings are not modelled.
 _OTHER_LAUNCHERS = re.compile(r"^\w+\s*:\s*[\"']?(AMAZON_SAGEMAKER|XLA|TPU|MEGATRON_LM)\b", re.MULTILINE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A finding of one file, with its line from 1."""
-
-    file: str
-    line: int
-    kind: str
-    key: str
-    says: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.level}: {self.kind}: {self._text}"
-
-    @property
-    def level(self) -> str:
-        return "error" if self.kind in _ERRORS else "warning"
-
-    @property
-    def _text(self) -> str:
-        return replace_unprintable(f"{self.key}: {self.says}" if self.key else self.says)
-
-    @property
-    def annotation(self) -> str:
-        """Workflow command of GitHub Actions that annotates the line; it escapes as actions/toolkit does."""
-        file = _escape(self.file).replace(":", "%3A").replace(",", "%2C")
-        return f"::{self.level} file={file},line={self.line},title={self.kind}::{_escape(self._text)}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def is_config(name: str) -> bool:
@@ -87,10 +54,10 @@ def is_config(name: str) -> bool:
     )
 
 
-def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Problem]:
+def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Finding]:
     """Yield the problems of a file; without a model or a number of ranks, those that it has with any."""
     text = resolve_path(name).read_text(encoding="utf-8")
-    early = list[user_settings.Finding]()
+    early = list[Finding]()
     try:
         file = user_settings.read_user_file(name, early)
         shapes = [model] if model else [model_shape(preset) for preset in _MODELS]
@@ -99,10 +66,10 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
         cases = [resolve(file, shape, count, work) for shape, count in itertools.product(shapes, counts)]
     except UserError as refusal:
         for item in early:
-            yield Problem(name, find_line(text, item.key) or 1, item.kind, item.key, item.says)
+            yield replace(item, file=name, line=find_line(text, item.key) or 1)
         problem = refusal.problem.removeprefix(name)
         says = f"{problem.lstrip(':0123456789 ')}; {refusal.fix}"
-        yield Problem(name, _line_of_refusal(text, problem), "refused", "", says)
+        yield Finding("refused", "", says, name, _line_of_refusal(text, problem))
         return
     by_case = [{(finding.kind, finding.key): finding.says for finding in findings(case)} for case in cases]
     in_file = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
@@ -112,7 +79,7 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
             if key == "train_batch_size" and len(counts) > 1:
                 says = _for_any_ranks(file.deepspeed or {}) or says
             line = find_line(text, file_key) or find_line(text, "deepspeed_config_file") or 1
-            yield Problem(name, line, kind, file_key, says)
+            yield Finding(kind, file_key, says, name, line)
 
 
 def _for_any_ranks(top: Mapping[str, Any]) -> str:
@@ -157,7 +124,7 @@ def _line_of_refusal(text: str, problem: str) -> int:
 
 def check_files(
     names: Sequence[str], model: ModelShape | None, ranks: int | None, work: ProgramSettings
-) -> tuple[list[str], list[Problem]]:
+) -> tuple[list[str], list[Finding]]:
     """Return the names of the config files among these files, and their problems by line."""
     checked = [name for name in names if is_config(name)]
     problems = [problem for name in checked for problem in check_file(name, model, ranks, work)]

@@ -132,7 +132,7 @@ def _zero(case: ConfigCase) -> Iterator[Finding]:
     for what in OFFLOADS:
         section = case.offload(what)
         if section and section["device"] == "nvme" and section["nvme_path"] is None and stage == 3:
-            yield Finding("missing", f"{ZERO}.{what}.nvme_path", "the engine ends with an error without this folder")
+            yield Finding("refused", f"{ZERO}.{what}.nvme_path", "the engine ends with an error without this folder")
     parameters, shard = case.offload("offload_param"), -(-case.shape.largest // case.ranks)
     if parameters and parameters["device"] == "nvme" and stage == 3 and parameters["buffer_size"] < shard:
         message = f"the engine ends with an error: a rank's shard of {case.largest.name} has {shard:,} elements"
@@ -234,7 +234,7 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
     if message:
         yield Finding("refused", "train_batch_size", message)
     if global_batch is None and micro is None and case.file.launcher == "deepspeed":
-        yield Finding("missing", MICRO_BATCH, f"{error} without it or train_batch_size")
+        yield Finding("refused", MICRO_BATCH, f"{error} without it or train_batch_size")
     # Without the key Accelerate (DeepSpeedPlugin) and the engine set 1; with "auto" the program sets it.
     accumulation = case.request.accumulation
     if ACCUMULATION not in case.top:

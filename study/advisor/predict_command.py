@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor.user_settings import UserFile, check_deepspeed
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_result
 from study.config.strategies import (
     MIN_RANKS_WITH_REPLICAS,
     STRATEGY_NAMES,
@@ -106,10 +105,7 @@ def run(options: argparse.Namespace) -> int:
             from study.predictor.activation_trace import trace_activations
 
             traced = trace_activations(request).saved_bytes
-    if options.json:
-        print(json.dumps(_document(prediction, traced), indent=2))
-    else:
-        print_page(_page(prediction, traced, options.details))
+    print_result(options.json, lambda: _document(prediction, traced), _page(prediction, traced, options.details))
     return 0
 
 

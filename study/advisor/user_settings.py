@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import UserError, clip, did_you_mean, first_line
+from study.config.errors import UserError, clip, did_you_mean, first_line, replace_unprintable
 from study.config.yaml_sections import Section, load_package_yaml, read_document
 from study.host.folders import resolve_path
 
@@ -41,6 +41,39 @@ class Finding:
     kind: Literal["refused", "conflict", "ignored", "ineffective", "filled", "missing", "noted"]
     key: str
     says: str
+    # Of a check of several files; the line from 1.
+    file: str = ""
+    line: int = 0
+
+    @property
+    def document(self) -> dict[str, str]:
+        """Kind, key and text, for a document of one file."""
+        return {"kind": self.kind, "key": self.key, "says": self.says}
+
+    @property
+    def level(self) -> Literal["error", "warning"]:
+        """Whether the setting ends the run or is dropped silently, which is an error."""
+        return "error" if self.kind in ("refused", "missing", "ignored") else "warning"
+
+    @property
+    def text(self) -> str:
+        """Key and message, without control characters."""
+        return replace_unprintable(f"{self.key}: {self.says}" if self.key else self.says)
+
+    @property
+    def line_text(self) -> str:
+        """One line with the place, for a terminal."""
+        return f"{self.file}:{self.line}: {self.level}: {self.kind}: {self.text}"
+
+    @property
+    def annotation(self) -> str:
+        """Workflow command of GitHub Actions that annotates the line; it escapes as actions/toolkit does."""
+        file = _escape(self.file).replace(":", "%3A").replace(",", "%2C")
+        return f"::{self.level} file={file},line={self.line},title={self.kind}::{_escape(self.text)}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 @dataclasses.dataclass
@@ -290,14 +323,24 @@ def check_deepspeed(file: UserFile) -> None:
         hint = hint or (f"it belongs in {place}" if place else "")
         message = "DeepSpeed does not support it, and drops it silently"
         findings.append(Finding("ignored", key, f"{message}; {hint}".removesuffix("; ")))
+    if isinstance(settings.get(ZERO), bool) and file.launcher == "deepspeed":
+        settings[ZERO] = {"stage": int(settings[ZERO])}
+        findings.append(Finding("noted", ZERO, f"a deprecated form, read as stage {settings[ZERO]['stage']}"))
     for key in (ZERO, "bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler", "aio"):
         if key in settings and not isinstance(settings[key], dict):
             problem = f"is {clip(settings.pop(key))}, not a mapping"
             findings.append(_refused(key, problem, f'write "{key}": {{...}}'))
     if ZERO not in settings:
-        message = "without it ZeRO is off" + ", and Accelerate ends with an error" * (file.launcher == "accelerate")
-        findings.append(Finding("missing", ZERO, message))
+        if file.launcher == "accelerate":
+            findings.append(Finding("refused", ZERO, "Accelerate ends with an error without it"))
+        else:
+            findings.append(Finding("missing", ZERO, "without it ZeRO is off"))
     zero = settings.get(ZERO, {})
+    if zero.get("stage") == "auto":
+        # DeepSpeedPlugin fills it from ACCELERATE_DEEPSPEED_ZERO_STAGE, 2 by default.
+        zero["stage"] = 2 if file.launcher == "accelerate" else 0
+        by = "Accelerate makes it" if file.launcher == "accelerate" else "DeepSpeed drops it and uses its default,"
+        findings.append(Finding("filled", f"{ZERO}.stage", f"auto: {by} {zero['stage']}"))
     findings += _wrong_settings(ZERO, zero)
     if (stage := zero.get("stage", 0)) not in range(4):
         zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
@@ -313,6 +356,11 @@ def check_deepspeed(file: UserFile) -> None:
             if section.get("device", "none") not in ("none", "cpu", "nvme", "auto"):
                 problem = f"is {clip(section.pop('device'))}"
                 findings.append(_refused(f"{ZERO}.{what}.device", problem, "set none, cpu or nvme"))
+    for place, keys in reference["strict_sections"].items():
+        section = (settings if place in settings else zero).get(place.removeprefix(f"{ZERO}."))
+        # DeepSpeed reads bfloat16 only if there is no bf16.
+        if isinstance(section, dict) and not (place == "bfloat16" and settings.get("bf16") is not None):
+            findings += _unknown_keys(f"{place}.", section, keys, "DeepSpeed")
     findings += _not_modelled("top", settings, zero)
     findings += _not_modelled(ZERO, zero, zero)
     for what in OFFLOADS:

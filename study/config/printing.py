@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 from study.config.errors import replace_unprintable
@@ -21,6 +22,14 @@ class TextTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     indent: int = 0
+
+
+def print_result(as_json: bool, document: Callable[[], object], page: Iterable[str | TextTable]) -> None:
+    """Print a command's result: one JSON document, or a page of verdict, tables and notes."""
+    if as_json:
+        print(json.dumps(document(), indent=2))
+    else:
+        print_page(page)
 
 
 def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> None:

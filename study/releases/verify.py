@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig, resolve_config
 from study.config.places import IMPORT_ROOT, install_command
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_page, print_result
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_duration
 from study.host.folders import cache_directory, folder_argument
@@ -171,11 +171,9 @@ def run(options: argparse.Namespace) -> int:
             verification.rows += rows
             print_page([f"[{number}/{len(strategies)}] {_line(strategy, rows)}"], sys.stderr)
     untested = _untested(stack, strategies, box.gpus > 0)
-    if options.json:
-        print(json.dumps(_document(stack, matrix, verification) | {"not_tested": untested}, indent=2))
-    else:
-        duration = format_duration(time.monotonic() - started)
-        print_page([f"{verification.answer} ({duration})", *untested, "", _table(verification)])
+    answer = f"{verification.answer} ({format_duration(time.monotonic() - started)})"
+    page: tuple[str | TextTable, ...] = (answer, *untested, "", _table(verification))
+    print_result(options.json, lambda: _document(stack, matrix, verification) | {"not_tested": untested}, page)
     if verification.agrees is False:
         return 1
     # A strategy or an option that the user asked for, and that cannot run here, is not verified.

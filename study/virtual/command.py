@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from study.config.flags import (
     config_from_flags,
     resolve_config,
 )
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_result
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_bytes
 from study.host.folders import folder_argument, resolve_path
@@ -205,12 +204,10 @@ def run(options: argparse.Namespace) -> int:
             failed.append({"strategy": strategy, "state": state, "reason": reason})
             if state == "interrupted":
                 break
-    if options.json:
-        runs = [summary.document() for summary in summaries]
-        is_single = len(request.strategies) == 1
-        print(json.dumps((runs + failed)[0] if is_single else {"runs": runs, "failed": failed}, indent=2))
-    elif summaries:
-        print_page(page(summaries))
+    runs = [summary.document() for summary in summaries]
+    document = (runs + failed)[0] if len(request.strategies) == 1 else {"runs": runs, "failed": failed}
+    if options.json or summaries:
+        print_result(options.json, lambda: document, page(summaries))
     return 1 if failed else 0
 
 
