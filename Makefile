@@ -3,28 +3,36 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python tools/install.py --quiet
 
-.PHONY: install study test test-fast test-long test-gpu quality golden readme claims releases prediction bench clean
+.PHONY: install lock study test test-fast test-long test-gpu quality golden readme claims releases prediction bench clean
 
 install: .venv/installed
 
-# torch comes first: DeepSpeed's build looks for it. A driver for CUDA 12 wants another build of it than PyPI's:
+# Every version is in constraints.txt, also those of isolated builds. Two steps, so that DeepSpeed's operators compile
+# beside the download of what they do not import. In an isolated build without torch DeepSpeed compiles nothing.
+# A driver for CUDA 12 wants another build of torch than PyPI's, and it goes first:
 # make install -B TORCH_INDEX=https://download.pytorch.org/whl/cu129
 # That index lacks most of what is pinned, so it goes beside PyPI; of one release pip takes the build with a local version.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make install PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
 	@# One that a Python too old or without ensurepip has begun is made anew; any other keeps what was added to it.
 	.venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
-	$(INSTALL) -c constraints.txt pip setuptools wheel ninja numpy
-	$(INSTALL) -c constraints.txt $(if $(TORCH_INDEX),--upgrade --extra-index-url $(TORCH_INDEX)) torch
+	$(if $(TORCH_INDEX),$(INSTALL) -c constraints.txt --upgrade --extra-index-url $(TORCH_INDEX) torch)
 	@# DeepSpeed's build fails where there is a GPU and no CUDA toolkit, unless it is kept from looking.
-	DS_IGNORE_CUDA_DETECTION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e ".[train]"
-	@# Its operators compile beside the download of the rest, which they do not import.
+	DS_IGNORE_CUDA_DETECTION=1 $(INSTALL) -c constraints.txt -e ".[train]"
 	@$(BIN)/python -m study.host.operators & operators=$$!; trap 'kill $$operators 2>/dev/null' EXIT INT TERM; \
-	$(INSTALL) -c constraints.txt --no-build-isolation -e ".[train,report,dev]" && wait $$operators
+	$(INSTALL) -c constraints.txt -e ".[train,report,dev]" && wait $$operators
 	@# uv installs no bytecode. With PYTHONDONTWRITEBYTECODE every rank would compile torch and transformers again: half of
 	@# its start-up. Some files of torch need a newer Python, hence the colon.
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib study || :
 	touch $@
+
+# constraints.txt from pyproject.toml, for every Python of the workflow; versions stay unless FLAGS=--upgrade. It has no
+# hashes, since builds of torch differ and pip takes a hash of every package or of none. torch names its CUDA packages.
+lock: install
+	$(BIN)/uv pip compile --quiet pyproject.toml --all-extras --universal --python-version 3.10 --no-annotate --no-header \
+	  $(FLAGS) -o constraints.txt
+	sed -i -E "/^(nvidia-(cu|nc|nv[a-z])|cuda-|triton==)/d; s/ (;|and) python_full_version < '3.14' and sys_platform == 'linux'$$//; \
+	  s/ and sys_platform == 'linux'$$//; 1i # The exact versions this was tested with: make lock" constraints.txt
 
 # The first page comes when every strategy has run once on both tasks, then one after each further seed, and one of what
 # there is after Ctrl-C. A run that failed is a row of the report; the exit status is that of the runs. It goes beside the

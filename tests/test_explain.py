@@ -582,7 +582,7 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
         ("a.json", '{"zero_optimization": {"offload_param": {"device": "disk"}}}', "device is 'disk'"),
         ("a.yaml", "- a\n- b\n", "not a mapping"),
         ("a.yaml", "a: [", "a.yaml:1: not YAML"),
-        ("a.yaml", f"a0: &a0 {{k: 1}}\n{NESTED}", "has more than 10000 values"),
+        ("a.yaml", f"a0: &a0 {{k: 1}}\n{NESTED}", "has more than 20000 values"),
         ("a.yaml", "distributed_type: NCCL\n", "NCCL"),
         ("a.yaml", "distributed_type: NO\nnum_proceses: 2\n", "num_proceses is not a setting"),
         ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json}\n", "no file"),

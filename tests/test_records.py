@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from damage import damaged_bytes, leaves, set_leaf
+import synthetic_records
+from damage import leaves, set_leaf
 from engines import ROOT
 from study.config.errors import RunFailed, UserError, first_line
+from study.records import schema
 from study.records.directory import (
-    Run,
     RunWriter,
     end_interrupted_run,
     find_runs,
@@ -36,58 +36,18 @@ from study.records.directory import (
     write_json,
 )
 from study.records.frames import read_records
-from study.records.lock import LOCK_NAME, LockHeldError, check_not_active, is_run_active, lock_run_directory
-from study.records.schema import SUMMARY_KEYS, SUMMARY_OPTIONAL, RecordError
+from study.records.lock import lock_run_directory
+from study.records.schema import SUMMARY_KEYS, RecordError
 from study.sweep.cell_outcome import cell_state
 from synthetic_records import reseal, without_seal
 
 STEPS = 6
 SEAL = "was changed after the run had closed its record"
 DOCUMENTS = ("status", "config", "environment", "engine", "summary", "memory", "traffic")
-CONFIG = {"task": "bert-imdb", "seed": 42, "learning_rate": 0.001}
-ENVIRONMENT = {"python": "3.11", "devices": []}
-ENGINE: dict[str, Any] = {
-    "strategy": "zero3", "distributed_type": "DEEPSPEED", "world_size": 2, "virtual": False, "zero_stage": 3,
-    "offload_optimizer": "cpu", "offload_param": None, "nvme_path": None, "optimizer_class": "torch.AdamW",
-    "precision": "fp32", "param_dtype": "float32", "gradient_clipping": 1.0, "buckets": {"reduce_bucket_size": 5},
-    "torch": "2.13.0", "deepspeed": "0.19.8", "initial_weights_sha256": "0123456789abcdef" * 4, "warnings": ["a"],
-}  # fmt: skip
-PHASE = {"allocated": 1.25, "reserved": 1.5, "device": 2.5, "host": 0.5}
-STATE = {kind: {"device": 100, "host": 0, "nvme": None} for kind in ("params", "grads", "optimizer")}
-MEMORY: dict[str, Any] = {
-    "unit": "GiB",
-    "ranks": [
-        {"rank": rank, "phases": {"init": PHASE, "steady": PHASE}, "device_mean_over_steps": 2.0,
-         "state": {"state_bytes": STATE}}
-        for rank in range(2)
-    ],
-}  # fmt: skip
-TRAFFIC: dict[str, Any] = {
-    "step": 4, "world_size": 2,
-    "collectives": {
-        "all_gather": {"calls": 3, "payload_bytes": 1000, "wire_bytes_per_rank": 500.0, "gloo_bytes_per_rank": 500.0},
-        "all_reduce": {"calls": 1, "payload_bytes": 24, "wire_bytes_per_rank": 24.0, "gloo_bytes_per_rank": 24.0},
-    },
-}  # fmt: skip
-ROWS: list[dict[str, Any]] = [
-    {"step": step, "loss": 0.75 - step / 100, "lr": 1e-3 / step, "grad_norm": None if step == 1 else 0.5,
-     "step_time_s": 0.125, "tokens": 64, "samples_hash": f"{step:016x}"}
-    for step in range(1, STEPS + 1)
-]  # fmt: skip
-EVALS: list[dict[str, Any]] = [
-    {"step": 3, "eval_loss": 0.8, "accuracy": 0.5},
-    {"step": 6, "eval_loss": 0.625, "accuracy": 0.75},
-]
-SUMMARY: dict[str, Any] = {
-    "steps": STEPS, "tokens": STEPS * 64, "train_loss_first": ROWS[0]["loss"], "train_loss_final": ROWS[-1]["loss"],
-    "eval_loss_final": 0.625, "eval_accuracy": 0.75, "eval_perplexity": None, "runtime_s": 3.5, "startup_s": 2.5,
-    "step_time_s_median": 0.125, "step_time_s_p10": 0.12, "step_time_s_p90": 0.13, "tokens_per_s": 512.0,
-    "tokens_per_s_per_device": 256.0, "samples_per_s": 8.0, "model_flops_per_step": 123456, "mfu": None,
-    "peak_memory_gib_allocated": 1.25, "peak_memory_gib_reserved": 1.5, "peak_memory_gib_device": 2.5,
-    "avg_memory_gib_device": 2.0, "host_peak_rss_gib": 0.5, "state_bytes_per_rank": STATE,
-    "comm_bytes_per_step": 1024, "sent_bytes_per_step": 524.0, "gloo_sent_bytes_per_step": 524.0,
-    "comm_calls_per_step": 4, "energy_j": None,
-}  # fmt: skip
+with tempfile.TemporaryDirectory() as _folder:
+    _RUN = read_run(synthetic_records.write_run(Path(_folder), "zero3_cpu", steps=STEPS))
+CONFIG, ENVIRONMENT, ENGINE, SUMMARY = _RUN.config, _RUN.environment, _RUN.engine, _RUN.summary
+MEMORY, TRAFFIC, ROWS, EVALS = _RUN.memory, _RUN.traffic, _RUN.steps, _RUN.evals
 
 
 def write_run(path: Path, steps: int = STEPS, end: bool = True) -> Path:
@@ -136,7 +96,7 @@ def test_a_run_reads_back_as_it_was_written(run_directory: Path) -> None:
     assert run.status["attempt"] == 1
     assert run.status["started_at"] <= run.status["ended_at"]
     assert is_finished(run_directory)
-    assert set(SUMMARY) == {*SUMMARY_KEYS, "sent_bytes_per_step", "gloo_sent_bytes_per_step"}
+    assert {*SUMMARY_KEYS, "sent_bytes_per_step", "gloo_sent_bytes_per_step"} <= set(SUMMARY)
 
 
 def test_the_run_directory_holds_the_files_of_the_design_and_no_leftover(run_directory: Path) -> None:
@@ -178,35 +138,24 @@ def kill_after_its_first_line(process: subprocess.Popen[bytes], delay_s: float) 
     process.communicate()
 
 
-# Large enough that a write takes many pages: a kill would leave an in-place write incomplete.
-KEEP_WRITING = """
-import sys
+KILLED_BEFORE_THE_RENAME = """
+import os, signal, sys
 from pathlib import Path
 from study.records.directory import write_json
 file = Path(sys.argv[1])
-for round in range(10**9):
-    write_json(file, {"first": round, "filling": "x" * 2_000_000, "last": round})
-    if round == 0:
-        print("ready", flush=True)
+write_json(file, {"state": "first"})
+Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_json(file, {"state": "second"})
 """
 
 
-def test_a_writer_killed_in_the_middle_leaves_a_whole_document(tmp_path: Path) -> None:
+def test_a_writer_killed_in_the_middle_leaves_a_whole_document_and_a_file_that_the_next_attempt_removes(tmp_path):
     file = tmp_path / "summary.json"
-    delays = random.Random(1)
-    interrupted_writes = kills = 0
-    # Until enough kills have interrupted a write; the machine decides how many that takes.
-    while kills < 25 or (interrupted_writes < 3 and kills < 500):
-        kills += 1
-        kill_after_its_first_line(start_python(KEEP_WRITING, str(file)), delays.uniform(0, 0.03))
-        document = read_json(file)
-        assert document["first"] == document["last"]
-        leftovers = [path for path in tmp_path.iterdir() if path != file]
-        interrupted_writes += len(leftovers)
-        for leftover in leftovers:
-            leftover.unlink()
-    # If no kill interrupted a write, the test has shown nothing.
-    assert interrupted_writes >= 3
+    assert start_python(KILLED_BEFORE_THE_RENAME, str(file)).wait() == -signal.SIGKILL
+    assert read_json(file) == {"state": "first"}
+    (leftover,) = (path for path in tmp_path.iterdir() if path != file)
+    RunWriter(tmp_path).close("failed")
+    assert not leftover.exists()
 
 
 KEEP_TRAINING = """
@@ -249,22 +198,6 @@ def test_a_running_run_is_not_interrupted_and_in_no_report(tmp_path: Path) -> No
     assert list(read_records(tmp_path).runs["status_state"]) == ["interrupted"]
 
 
-def test_a_deleted_lock_file_does_not_free_the_folder_of_a_run(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", end=False)
-    with lock_run_directory(path, "the run"):
-        (path / LOCK_NAME).unlink()
-        assert is_run_active(path)
-        with pytest.raises(LockHeldError, match="another run is active in the run"):
-            check_not_active(path, "the run")
-        with pytest.raises(LockHeldError, match="another run is active in the run"):
-            lock_run_directory(path, "the run")
-        # The second attempt left a lock file, which does not describe the first.
-        with pytest.raises(LockHeldError, match="another run is active in the run"):
-            lock_run_directory(path, "the run")
-    assert not is_run_active(path)
-    lock_run_directory(path, "the run").release()
-
-
 def test_messages_of_libraries_are_recorded_without_private_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://alice:SECRET@mirror.example:18933/")
     error = OSError("no connection to 'http://alice:SECRET@mirror.example:18933' for\x1b[31m this")
@@ -280,33 +213,6 @@ def test_a_report_prints_no_private_folder(tmp_path: Path) -> None:
     row = read_records(tmp_path).runs.iloc[0]
     assert (row["status_reason"], row["data"]) == ("no room at run\N{REPLACEMENT CHARACTER}]0;title", "local")
     assert cell_state(path).reason == "no room at /home/alice/secret/run\N{REPLACEMENT CHARACTER}]0;title"
-
-
-@pytest.mark.parametrize(
-    ("file", "place", "value"),
-    [
-        ("engine", ("model_layers",), "many"), ("engine", ("preset_layers",), [1]),
-        ("engine", ("model_parameters",), {}), ("memory", ("ranks", 0, "state", "kept_whole"), 5),
-        ("memory", ("ranks", 0, "state", "grads_before_step"), 5),
-    ],
-)  # fmt: skip
-def test_a_record_of_strange_values_is_left_out_and_hides_no_other(
-    run_directory: Path, file: str, place: tuple[Any, ...], value: object
-) -> None:
-    shutil.copytree(run_directory, run_directory.parent / "other")
-    document = read_json(run_directory / f"{file}.json")
-    set_leaf(document, place, value)
-    write_json(run_directory / f"{file}.json", document)
-    reseal(run_directory)
-    records = read_records(run_directory.parent)
-    assert (list(records.runs["run"]), len(records.refused)) == (["other"], 1)
-    assert str(place[-1]) in records.refused[0]
-
-
-def test_a_folder_whose_name_is_no_text_is_left_out_by_name(tmp_path: Path) -> None:
-    write_run(tmp_path / os.fsdecode(b"caf\xe9"))
-    records = read_records(tmp_path)
-    assert (len(records.runs), records.refused) == (0, ("caf\\udce9: its name is not UTF-8; rename the folder",))
 
 
 def test_a_row_that_was_cut_off_is_dropped_unless_the_run_succeeded(tmp_path: Path) -> None:
@@ -363,7 +269,6 @@ def test_a_run_whose_folder_is_moved_completes_its_record_there(tmp_path: Path) 
     successor = write_run(tmp_path / "run")
     contents = {file.name: file.read_bytes() for file in successor.iterdir()}
     assert not first.is_in_place()
-    assert first.path == tmp_path / "moved"
     first.write("config.json", CONFIG)
     first.append("evals.jsonl", EVALS[0])
     first.close("failed", "why")
@@ -379,13 +284,6 @@ def test_a_hint_replaces_no_ending_that_another_rank_wrote(tmp_path: Path) -> No
     end_interrupted_run(tmp_path, "oom", "rank 1", "use less")
     writer.set_crash_hint("from a later one")
     assert (read_status(tmp_path)["state"], read_status(tmp_path)["hint"]) == ("oom", "use less")
-
-
-def test_a_summary_that_differs_from_the_last_row_is_refused(run_directory: Path) -> None:
-    rewrite(run_directory / "summary.json", lambda summary: summary.update(train_loss_final=0.125))
-    reseal(run_directory)
-    with pytest.raises(RecordError, match=r"summary\.json: train_loss_final is 0\.125, by the last row"):
-        read_run(run_directory)
 
 
 def test_the_first_reason_of_a_failed_run_stays(tmp_path: Path) -> None:
@@ -466,6 +364,9 @@ def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run
         for path, _ in leaves(original):
             if path == ("unit",) or (damage == "a negative" and path[-1] in may_be_negative):
                 continue
+            # These are trees of figures.
+            if damage in ("a list", "an object") and {"buffer_bytes", "time"} & set(path):
+                continue
             document = copy.deepcopy(original)
             set_leaf(document, path, NOT_NUMBERS[damage])
             file.write_text(json.dumps(document))
@@ -482,14 +383,6 @@ def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run
     read_run(run_directory)
 
 
-@pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400, "9" * 5000])
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, run_directory: Path) -> None:
-    file = run_directory / f"{name}.json"
-    file.write_text(f'{{"figure": {token}, {file.read_text().lstrip()[1:]}')
-    assert_refused(run_directory, file.name, "finite")
-
-
 def test_a_record_lists_skipped_steps(run_directory: Path) -> None:
     rows = [row | {"skipped": True} if row["step"] in (2, 3) else row for row in ROWS]
     (run_directory / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -497,14 +390,6 @@ def test_a_record_lists_skipped_steps(run_directory: Path) -> None:
     reseal(run_directory)
     run = read_run(run_directory)
     assert (run.steps, run.summary["steps_skipped"]) == (rows, 2)
-
-
-@pytest.mark.parametrize("name", ["steps", "evals"])
-@pytest.mark.parametrize("token", ["NaN", "1e999"])
-def test_a_number_that_is_none_is_refused_in_every_row(name: str, token: str, run_directory: Path) -> None:
-    file = run_directory / f"{name}.jsonl"
-    file.write_text(re.sub(r'(loss": )[\d.]+', rf"\g<1>{token}", file.read_text(), count=1))
-    assert_refused(run_directory, file.name, "row 1")
 
 
 @pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
@@ -525,81 +410,64 @@ def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_direct
     assert_refused(run_directory, name, "is not readable")
 
 
-@pytest.mark.parametrize("name", ["status", "engine", "summary"])
-def test_a_key_that_is_missing_is_refused(name: str, run_directory: Path) -> None:
-    file = run_directory / f"{name}.json"
+# A value that each rule of the schema refuses, by its file.
+WRONG: dict[str, dict[str, list[Any]]] = {
+    "status.json": {
+        "state": ["fine", None], "reason": [None], "attempt": [0, True, 1.0], "started_at": ["yesterday", 3],
+        "ended_at": ["2026-01-01T00:00:00", None], "step_time_median": [1],
+    },
+    "engine.json": {
+        "strategy": [3], "world_size": [0, True], "virtual": [0], "zero_stage": [4, True], "offload_param": [False],
+        "gradient_clipping": [None, -1], "buckets": [[]], "initial_weights_sha256": ["abc"], "warnings": ["a", [1]],
+        "model_layers": ["many"],
+    },
+    "summary.json": {"steps": [1.5], "eval_accuracy": [1.5], "step_time_median": [1]},
+    "memory.json": {"unit": ["MiB"], "ranks": [[{}]]},
+}  # fmt: skip
+WRONG_ROWS: dict[str, list[dict[str, Any]]] = {
+    "steps.jsonl": [
+        {"step": 1}, {"step": 4}, {"step": True}, {"samples_hash": "xyz"}, {"lr": None}, {"tokens": 64.5}, {"note": 1}
+    ],
+    "evals.jsonl": [{"step": 3}, {"step": 2}, {"eval_loss": None}, {"accuracy": 1.5}, {"bleu": 1.0}],
+}  # fmt: skip
+
+
+def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> None:
+    shutil.copytree(run_directory, run_directory.parent / "other")
+    for name, values in WRONG.items():
+        file = run_directory / name
+        before = file.read_text()
+        for key, value in ((key, value) for key, several in values.items() for value in several):
+            rewrite(file, methodcaller("update", {key: value}))
+            assert_refused(run_directory, name, key)
+            # It hides no other record.
+            records = read_records(run_directory.parent)
+            assert (list(records.runs["run"]), len(records.refused)) == (["other"], 1)
+            file.write_text(before)
+        for key in schema._FILES[name].required:
+            rewrite(file, methodcaller("pop", key))
+            assert_refused(run_directory, name, key)
+            file.write_text(before)
+    for name, changes in WRONG_ROWS.items():
+        file = run_directory / name
+        before = file.read_text()
+        for change in changes:
+            rewrite_row(file, 1, methodcaller("update", change))
+            assert_refused(run_directory, name)
+            file.write_text(before)
+
+
+@pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "9" * 5000])
+def test_a_number_that_is_not_finite_and_a_key_that_is_there_twice_are_refused(token: str, run_directory: Path) -> None:
+    file, rows = run_directory / "summary.json", run_directory / "steps.jsonl"
     before = file.read_text()
-    for key in sorted(json.loads(before).keys() - SUMMARY_OPTIONAL.keys()):
-        rewrite(file, methodcaller("pop", key))
-        assert_refused(run_directory, file.name, key)
-        file.write_text(before)
-
-
-@pytest.mark.parametrize("name", ["status", "summary"])
-def test_an_unknown_key_is_refused(name: str, run_directory: Path) -> None:
-    rewrite(run_directory / f"{name}.json", lambda document: document.update(step_time_median=1))
-    assert_refused(run_directory, f"{name}.json", "step_time_median")
-
-
-def test_a_key_that_is_there_twice_is_refused(run_directory: Path) -> None:
-    file = run_directory / "summary.json"
-    file.write_text(file.read_text().replace('"steps": 6,', '"steps": 6,\n"steps": 6,'))
-    assert_refused(run_directory, "summary.json", "twice")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("state", "fine"), ("state", None), ("state", ["ok"]), ("reason", None), ("hint", 3), ("attempt", 0),
-        ("attempt", True), ("attempt", 1.0), ("attempt", "1"), ("started_at", "yesterday"), ("started_at", None),
-        ("started_at", 3), ("ended_at", "2026-01-01T00:00:00"), ("ended_at", False), ("ended_at", None),
-    ],
-)  # fmt: skip
-def test_an_invalid_status_is_refused(key: str, value: Any, run_directory: Path) -> None:
-    rewrite(run_directory / "status.json", lambda document: document.update({key: value}))
-    assert_refused(run_directory, "status.json", key)
-    with pytest.raises(RecordError):
-        is_finished(run_directory)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("strategy", 3), ("strategy", None), ("world_size", 0), ("world_size", "2"), ("world_size", True),
-        ("virtual", 0), ("zero_stage", 4), ("zero_stage", "3"), ("zero_stage", True), ("offload_optimizer", "disk"),
-        ("offload_param", False), ("nvme_path", ["a"]), ("optimizer_class", None), ("precision", None),
-        ("gradient_clipping", None), ("gradient_clipping", -1), ("buckets", []), ("torch", 2.13), ("deepspeed", 0.19),
-        ("initial_weights_sha256", "abc"), ("warnings", "a"), ("warnings", [1]), ("warnings", None),
-    ],
-)  # fmt: skip
-def test_an_invalid_engine_is_refused(key: str, value: Any, run_directory: Path) -> None:
-    rewrite(run_directory / "engine.json", lambda document: document.update({key: value}))
-    assert_refused(run_directory, "engine.json", key)
-
-
-@pytest.mark.parametrize(
-    ("number", "change"),
-    [
-        (2, {"step": 2}), (2, {"step": 4}), (0, {"step": 0}), (0, {"step": True}), (1, {"step": "2"}),
-        (1, {"step": 2.0}), (1, {"samples_hash": 12}), (1, {"samples_hash": "xyz"}), (1, {"samples_hash": None}),
-        (1, {"lr": None}), (1, {"tokens": None}), (1, {"tokens": 64.5}), (1, {"note": 1}),
-    ],
-)  # fmt: skip
-def test_an_invalid_step_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
-    rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(change))
-    assert_refused(run_directory, "steps.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("number", "change"),
-    [
-        (1, {"step": 3}), (1, {"step": 2}), (0, {"step": 0}), (0, {"eval_loss": None}), (0, {"accuracy": 1.5}),
-        (0, {"accuracy": None}), (0, {"bleu": 1.0}),
-    ],
-)  # fmt: skip
-def test_an_invalid_evaluation_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
-    rewrite_row(run_directory / "evals.jsonl", number, lambda row: row.update(change))
-    assert_refused(run_directory, "evals.jsonl")
+    file.write_text(f'{{"figure": {token}, {before.lstrip()[1:]}')
+    assert_refused(run_directory, file.name, "finite")
+    file.write_text(before.replace('"steps": 6,', '"steps": 6,\n"steps": 6,'))
+    assert_refused(run_directory, file.name, "twice")
+    file.write_text(before)
+    rows.write_text(re.sub(r'(loss": )[\d.]+', rf"\g<1>{token}", rows.read_text(), count=1))
+    assert_refused(run_directory, rows.name, "row 1")
 
 
 @pytest.mark.parametrize("name", ["steps", "evals"])
@@ -656,41 +524,3 @@ def test_a_virtual_run_needs_no_losses(run_directory: Path) -> None:
     rewrite(run_directory / "summary.json", lambda document: document.update(without))
     reseal(run_directory)
     assert read_run(run_directory).steps[0]["loss"] is None
-
-
-def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Path) -> None:
-    """Flipped, lost, doubled and swapped bytes never cause another exception or an invalid figure."""
-    original = write_run(tmp_path / "original")
-    names = sorted(file.name for file in original.iterdir())
-    damaged = tmp_path / "damaged"
-    shutil.copytree(original, damaged)
-    truth = read_run(original)
-    rng = random.Random(20240607)
-    refused: list[RecordError] = []
-    for _ in range(3000):
-        name = rng.choice(names)
-        content = (original / name).read_bytes()
-        (damaged / name).write_bytes(damaged_bytes(content, rng))
-        if name != "status.json":
-            reseal(damaged)
-        try:
-            run = read_run(damaged)
-        except RecordError as error:
-            refused.append(error)
-        else:
-            _assert_believable(run)
-        for file in (name, "status.json"):
-            shutil.copy(original / file, damaged / file)
-    assert len(refused) > 2000
-    assert all(error.file.parent == damaged and error.reason for error in refused)
-    assert dataclasses.replace(read_run(damaged), path=original) == truth
-
-
-def _assert_believable(run: Run) -> None:
-    assert run.state == "ok"
-    figures = [run.summary, run.memory["ranks"], run.traffic, *run.evals]
-    figures += [{key: value for key, value in row.items() if key != "samples_hash"} for row in run.steps]
-    for tree in figures:
-        for path, value in leaves(tree):
-            empty = value == {} or value == []
-            assert value is None or empty or type(value) in (int, float), (path, value)

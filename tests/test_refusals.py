@@ -29,9 +29,8 @@ from study.engine.model_parallel import check_replicas
 from study.engine.setup import check_engine_settings
 from study.host.environment import describe_environment
 from study.host.folders import cache_directory, home_folder, with_digest
-from study.records.directory import read_json, read_run, write_json
+from study.records.directory import read_json, write_json
 from study.records.lock import lock_run_directory
-from study.records.schema import RecordError
 from study.run.checkpoint import file_digests
 from study.run.checks import check_devices, check_launch_flags, check_room_to_swap
 from study.run.resume import find_checkpoint
@@ -180,11 +179,6 @@ def with_other_torch(box: Path) -> None:
     matching_checkpoint(box, environment=environment | changes)
 
 
-def pipe_in_place_of_a_status(box: Path) -> None:
-    (box / "run").mkdir()
-    os.mkfifo(box / "run/status.json")
-
-
 def nothing(box: Path) -> None:
     pass
 
@@ -233,14 +227,13 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (FILE, ("--output_dir", "{box}/file"), ("{box}/file",), "name a folder"),
     (FILE, ("--output_dir", "{box}/file/far/below"), ("{box}/file/far/below",), "name a folder"),
     (lambda box: (box / "run/status.json").mkdir(parents=True), (*RUN, AGAIN), ("/run",), "new folder"),
-    (pipe_in_place_of_a_status, (*RUN, AGAIN), ("/run",), "new folder"),
     *((damaged_run(content), RUN, ("status.json",), AGAIN) for content in ("{", "[]", '{"state": "ok"}')),
     # Checkpoints that are damaged or belong to another run.
     *((checkpoint_with_rows(content), RESUME, ("steps.jsonl",), "checkpoint.json")
       for content in ("", '{"step": 1}\n', "torn", None)),
     *((checkpoint(**{key: value}), RESUME, ("/checkpoint", f"{key} is {value!r}"), "name a folder")
       for key, value in (("step", None), ("step", "3"), ("step", True), ("config", []), ("schedule", 3))),
-    (checkpoint(step=-1), RESUME, ("/checkpoint", "3 rows at step -1"), "name a folder"),
+    (checkpoint(step=-1), RESUME, ("/checkpoint", "step is -1"), "name a folder"),
     (edited_manifest, RESUME, ("checkpoint.json", "changed"), "name a folder"),
     (lambda box: matching_checkpoint(box, tokens_sha256={}), RESUME, ("eval samples",), "start from scratch"),
     (lambda box: matching_checkpoint(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",),
@@ -397,7 +390,7 @@ def test_nvme_that_is_too_small_for_the_swapped_state_is_refused(tmp_path: Path)
     result = fork_ranks("zero3_nvme", "study/train.py", *model, *folders)
     assert result.returncode == 2
     # Per parameter 16 bytes of optimizer state and gradients and 4 of the parameter itself, for both ranks together.
-    assert "zero3_nvme with 72 billion parameters needs 1343.8 GiB" in the_error(result)
+    assert "zero3_nvme with 72 billion parameters needs 1443 GB" in the_error(result)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -405,12 +398,12 @@ def make_launch(strategy: str, ranks: int) -> Launch:
     return Launch(read_strategy(strategy), ranks, 0, 0, ranks)
 
 
-@pytest.mark.parametrize(("peft", "takes_gib"), [("none", 1343.8), ("lora", 268.8)])
-def test_nvme_needs_no_room_for_an_optimizer_of_frozen_weights(tmp_path: Path, peft: Any, takes_gib: float) -> None:
-    if shutil.disk_usage(tmp_path).free > takes_gib * 2**30:
+@pytest.mark.parametrize(("peft", "takes_gb"), [("none", 1443), ("lora", 288.6)])
+def test_nvme_needs_no_room_for_an_optimizer_of_frozen_weights(tmp_path: Path, peft: Any, takes_gb: float) -> None:
+    if shutil.disk_usage(tmp_path).free > takes_gb * 1e9:
         pytest.skip("this disk is large enough")
     config = RunConfig(task="gpt-wikitext", model_name_or_path="gpt-1t-9layers", nvme_path=str(tmp_path), peft=peft)
-    with pytest.raises(Unsupported, match=f" needs {takes_gib} GiB"):
+    with pytest.raises(Unsupported, match=f" needs {takes_gb} GB"):
         check_room_to_swap(resolve_config(config, False), make_launch("zero3_nvme", 2), read_strategy("zero3_nvme"))
 
 
@@ -571,42 +564,27 @@ def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
 
 CONSOLE = """
 import os, pathlib, sys
-from study.host.folders import check_process
 from study.run.console import Console
-check_process()
-kept = open(sys.argv[1], "w")
 console = Console(speaks=True)
 console.print_from_main("once")
 console.print_from_main("twice")
-console.log_to(pathlib.Path(sys.argv[2]))
+console.log_to(pathlib.Path(sys.argv[1]))
 print("noise")
 os.write(2, b"noise")
 progress = console.progress(10, 0)
 progress.show(10, 1.0, 2.0, 3.0)
 progress.close()
-console.restore()
-print("after")
-print("after", file=sys.stderr)
-os.system("echo of a child")
-kept.write("mine")
 """
 
 
-@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&-", ">&-", "2>&1 | true", "2>/dev/full >/dev/full"])
-def test_a_run_continues_when_its_output_has_no_reader(streams: str, tmp_path: Path) -> None:
-    opened_file, log, code = tmp_path / "kept", tmp_path / "log.txt", tmp_path / "code.py"
-    code.write_text(CONSOLE if "full" not in streams and "true" not in streams else CONSOLE.split("console.restore")[0])
+def test_a_run_continues_when_its_output_has_no_reader(tmp_path: Path) -> None:
+    log, code = tmp_path / "log.txt", tmp_path / "code.py"
+    code.write_text(CONSOLE)
     # The pipe's reader has exited before the first line is written.
-    wait = "sleep 0.2; " if "true" in streams else ""
-    subprocess.run(
-        ["bash", "-c", f"({wait}{sys.executable} {code} {opened_file} {log}; echo $? > {tmp_path}/status) {streams}"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
+    script = f"(sleep 0.2; {sys.executable} {code} {log} 2>&1; echo $? > {tmp_path}/status) | true"
+    subprocess.run(["bash", "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert (tmp_path / "status").read_text() == "0\n"
     assert log.read_text().count("noise") == 2
-    if "kept.write" in code.read_text():
-        # No printed text went into a file that reused the descriptor of a closed stream.
-        assert opened_file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -640,12 +618,3 @@ def test_operators_without_a_writable_cache_are_refused_in_one_line() -> None:
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: the cache /proc/x is not writable")
     assert "ZERO_STUDY_CACHE" in line
-
-
-def test_a_record_whose_file_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    for name in ("steps.jsonl", "status.json", "config.json"):
-        (run / name).unlink()
-        os.mkfifo(run / name)
-        with pytest.raises(RecordError, match="not a regular file"):
-            read_run(run)

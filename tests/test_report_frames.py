@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
 import time
 from collections.abc import Callable
@@ -158,6 +157,18 @@ def test_parquet_gives_the_same_tables_findings_and_refusals(runs: Path, tmp_pat
         pd.testing.assert_frame_equal(table(records), table(reread))
 
 
+def test_runs_of_an_earlier_report_join_later_ones_as_if_they_were_read_together(runs: Path, tmp_path: Path) -> None:
+    write_parquet(read_records(runs), tmp_path / "together")
+    expected = read_parquet(tmp_path / "together")
+    # One run is in both.
+    earlier, later = (
+        Records(table, expected.steps[expected.steps["run"].isin(table["run"])])
+        for table in (expected.runs.iloc[:2], expected.runs.iloc[1:])
+    )
+    write_parquet(frames.merge_earlier_runs(earlier, later), tmp_path / "joined")
+    assert_same_records(expected, read_parquet(tmp_path / "joined"))
+
+
 def test_no_path_of_a_machine_is_kept(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "zero3_nvme", config={"nvme_path": "/somewhere/nvme"})
     (tmp_path / "runs" / "broken").mkdir()
@@ -186,91 +197,45 @@ def test_runs_and_parquet_are_never_mixed(runs: Path) -> None:
         read_records(runs)
 
 
-@pytest.mark.parametrize("damage", ["cut", "another table", "missing", "a column less", "another type"])
-def test_unreadable_parquet_is_refused_with_its_command(damage: str, runs: Path, tmp_path: Path) -> None:
+def test_unreadable_parquet_is_refused_with_its_command(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     write_parquet(read_records(runs), folder)
-    file = folder / "runs.parquet"
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif damage == "another table":
-        file.write_bytes((folder / "steps.parquet").read_bytes())
-    elif damage == "missing":
-        file.unlink()
-    else:
-        frame = pd.read_parquet(file)
-        frame = frame.drop(columns="arm") if damage == "a column less" else frame.astype({"seed": "str"})
-        frame.to_parquet(file)
-    with pytest.raises(UserError) as refusal:
-        read_records(folder)
-    assert "runs.parquet" in refusal.value.problem
-    assert refusal.value.fix.startswith("remove it, and rebuild it from its runs: study report ")
+    file = folder / RUNS_FILE
+    content, frame = file.read_bytes(), pd.read_parquet(file)
+    damages: tuple[Callable[[], object], ...] = (
+        lambda: file.write_bytes(content[:-100]),
+        lambda: file.write_bytes((folder / STEPS_FILE).read_bytes()),
+        lambda: write_older(frame.drop(columns="arm"), folder),
+        lambda: write_older(frame.astype({"seed": "str"}), folder),
+        # Another program wrote it.
+        lambda: frame.assign(step_time_s_median=-1.0).to_parquet(file),
+        file.unlink,
+    )
+    for damage in damages:
+        damage()
+        with pytest.raises(UserError, match=r"runs\.parquet") as refusal:
+            read_records(folder)
+        assert refusal.value.fix.startswith("remove it, and rebuild it from its runs: study report ")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [(b"study.refused", b"{"), (b"study.refused", b"3"), (b"study.refused", b"\xff"),
-     (b"study.remaining", b'[{"suite": 1}]'), (b"study.remaining", b'{"a": 1}'), (b"study.remaining", b"[1]")],
-)  # fmt: skip
-def test_parquet_whose_notes_cannot_be_read_is_refused(key: bytes, value: bytes, runs: Path, tmp_path: Path) -> None:
-    write_parquet(read_records(runs), tmp_path)
-    table = pq.read_table(tmp_path / RUNS_FILE)
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, key: value}), tmp_path / RUNS_FILE)
-    with pytest.raises(UserError, match="has no valid list of excluded runs"):
-        read_parquet(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        (RUNS_FILE, lambda table: table.set_column(0, "run", pa.array([None, *table["run"].to_pylist()[1:]]))),
-        (RUNS_FILE, lambda table: table.drop_columns(["torch_compile"])),
-        (RUNS_FILE, lambda table: pa.concat_tables([table, table.slice(1, 1)])),
-        (RUNS_FILE, lambda table: table.slice(0, 2)),
-        (STEPS_FILE, lambda table: pa.concat_tables([table, table.slice(1, 1)])),
-        (STEPS_FILE, lambda table: table.slice(1)),
-    ],
-    ids=["a cell", "a column", "a run twice", "a run lost", "a step twice", "a step lost"],
-)
-def test_parquet_that_was_changed_after_the_report_was_made_is_refused(
-    name: str, change: Callable[[pa.Table], pa.Table], runs: Path, tmp_path: Path
-) -> None:
+def test_parquet_that_was_changed_after_the_report_was_made_is_refused(runs: Path, tmp_path: Path) -> None:
     """Two rows of one run would count as two repeats, with a false interval."""
     records = read_records(runs)
     write_parquet(records, tmp_path)
     assert_same_records(read_parquet(tmp_path), records)
-    table = pq.read_table(tmp_path / name)
-    pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), tmp_path / name)
-    with pytest.raises(UserError, match=f"{RUNS_FILE} or {STEPS_FILE} was changed after the report was made"):
-        read_parquet(tmp_path)
-
-
-def test_parquet_that_was_written_by_another_program_is_refused(runs: Path, tmp_path: Path) -> None:
-    """Such a file could have a negative time or an unknown state."""
-    write_parquet(read_records(runs), tmp_path)
-    changed = pd.read_parquet(tmp_path / RUNS_FILE).assign(step_time_s_median=-1.0)
-    changed.to_parquet(tmp_path / RUNS_FILE)
-    with pytest.raises(UserError, match=f"{RUNS_FILE} has no digest"):
-        read_parquet(tmp_path)
-
-
-def test_parquet_with_text_for_numbers_or_that_is_a_pipe_is_refused(runs: Path, tmp_path: Path) -> None:
-    write_parquet(read_records(runs), tmp_path)
-    table = pq.read_table(tmp_path / RUNS_FILE)
-    place = table.schema.get_field_index("world_size")
-    pq.write_table(
-        table.set_column(place, "world_size", pa.array(["two"] * len(table))).replace_schema_metadata(
-            table.schema.metadata
-        ),
-        tmp_path / RUNS_FILE,
+    changes: tuple[tuple[str, Callable[[pa.Table], pa.Table]], ...] = (
+        (RUNS_FILE, lambda table: table.set_column(0, "run", pa.array([None, *table["run"].to_pylist()[1:]]))),
+        (RUNS_FILE, lambda table: table.drop_columns(["torch_compile"])),
+        (RUNS_FILE, lambda table: pa.concat_tables([table, table.slice(1, 1)])),
+        (STEPS_FILE, lambda table: table.slice(1)),
     )
-    with pytest.raises(UserError, match=rf"{RUNS_FILE} is not readable \(Expected array of Int64"):
-        read_parquet(tmp_path)
-    (tmp_path / RUNS_FILE).unlink()
-    os.mkfifo(tmp_path / RUNS_FILE)
-    with pytest.raises(UserError, match="not a regular file"):
-        read_parquet(tmp_path)
-    assert not is_empty(tmp_path)
+    for name, change in changes:
+        content = (tmp_path / name).read_bytes()
+        table = pq.read_table(tmp_path / name)
+        pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), tmp_path / name)
+        with pytest.raises(UserError, match=f"{RUNS_FILE} or {STEPS_FILE} was changed after the report was made"):
+            read_parquet(tmp_path)
+        (tmp_path / name).write_bytes(content)
 
 
 def test_records_from_before_a_flag_existed_are_read_without_it(runs: Path, tmp_path: Path) -> None:

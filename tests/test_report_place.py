@@ -106,6 +106,12 @@ def test_a_report_with_the_only_records_of_runs_is_replaced_only_on_request(tmp_
     assert cli.main(["report", "mine"]) == 2
     assert "1 runs of the report in reports/mine are not below runs" in capsys.readouterr().err
     assert contents(tmp_path / "reports" / "mine") == before
+    third = write_run(tmp_path / "runs" / "mine", "ddp", seed=3)
+    assert cli.main(["report", "mine", "--keep_missing"]) == 0
+    merged = read_parquet(tmp_path / "reports" / "mine")
+    assert list(merged.runs["run"]) == [first.name, second.name, third.name]
+    assert set(merged.steps["run"]) == set(merged.runs["run"])
+    shutil.rmtree(third)
     assert cli.main(["report", "mine", "--drop_missing"]) == 0
     assert list(read_parquet(tmp_path / "reports" / "mine").runs["run"]) == [second.name]
 

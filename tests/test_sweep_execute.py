@@ -22,7 +22,6 @@ from study.config.text import format_duration
 from study.host.folders import COMPILES
 from study.host.machine import Machine, matmul_rates
 from study.records.directory import RunWriter, read_json, read_run, read_status, write_json
-from study.records.outcome import Outcome
 from study.records.schema import State
 from study.sweep.cell_outcome import CellState, cell_state
 from study.sweep.execute import append_attempt, run_cells
@@ -165,6 +164,23 @@ def test_a_damaged_record_does_not_count_as_finished_and_is_repeated_only_on_req
         assert losses[0] == losses[1]
 
 
+def test_a_record_is_read_once_for_each_of_its_versions_and_a_vanished_one_is_to_do(tmp_path, monkeypatch):
+    record, reads = write_run(tmp_path, "single"), list[Path]()
+
+    def read_and_count(path: Path) -> Any:
+        reads.append(path)
+        return read_run(path)
+
+    monkeypatch.setattr("study.sweep.cell_outcome.read_run", read_and_count)
+    assert [cell_state(record).state for _ in range(3)] == ["ok"] * 3
+    assert len(reads) == 1
+    RunWriter(record).close("oom", "why")
+    assert [cell_state(record).state for _ in range(2)] == ["oom"] * 2
+    assert len(reads) == 2
+    shutil.rmtree(record)
+    assert cell_state(record).state == "to do"
+
+
 def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, capsys):
     suite = write_suite(tmp_path, {"strategy": ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]})
     states: tuple[State, ...] = ("interrupted", "failed", "oom", "timeout", "unsupported")
@@ -280,15 +296,6 @@ def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path, caps
     assert (printed.count("\n"), "--runs_dir" in printed) == (1, True)
 
 
-# The system clock is set back during a sweep, so the records are older than the sweep.
-CLOCK_SET_BACK = """
-import runpy, time
-time_now = time.time
-time.time = lambda: time_now() + 3600
-runpy.run_module("study.cli", run_name="__main__", alter_sys=True)
-"""
-
-
 def run_in_terminal(command: Sequence[str]) -> str:
     parent, child = pty.openpty()
     output = b""
@@ -308,7 +315,7 @@ def run_in_terminal(command: Sequence[str]) -> str:
 
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "max_steps": 100, "logging_steps": 1})
-    command = [sys.executable, "-c", CLOCK_SET_BACK, "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
     text = run_in_terminal(command)
     assert all(words in text for words in ("0 done, 0 failed, 1 left", "starting"))
     assert re.search(r"step \d+/100.*0:\d\d:\d\d.*0:\d\d:\d\d", text), "the time so far, and what remains"
@@ -328,19 +335,3 @@ def test_status_imports_nothing_heavy(tmp_path):
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(printed.splitlines()[-1]) == []
-
-
-def test_a_sweep_whose_folder_was_renamed_stops_before_its_next_cell(tmp_path, monkeypatch, capsys):
-    cells = list_cells(write_suite(tmp_path, {"strategy": ["single"], "seed": [1, 2]}))
-    root, moved = tmp_path / "runs", tmp_path / "moved"
-
-    def rename(sweep: Any, cell: Any, order: int) -> Outcome:
-        root.rename(moved)
-        root.mkdir()
-        return Outcome("ok", "")
-
-    monkeypatch.setattr("study.sweep.execute.Sweep.run_cell", rename)
-    sweep = run_cells(cells, root, Machine((), 16.0))
-    assert (len(cells), sweep.stopped, sweep.finished) == (2, True, 1)
-    assert "was renamed or removed during this sweep" in "".join(capsys.readouterr())
-    assert list(root.iterdir()) == []

@@ -50,7 +50,6 @@ def plan(file, box=CPU_BOX, only=()):
 HEAD = "name: x\ndescription: y\n"
 GRID = HEAD + "grids:\n  - "
 ONE_GRID = "grids: [{axes: {strategy: ddp}}]\n"
-SEEDS = f"&s {list(range(99))}"
 
 
 @pytest.mark.parametrize(
@@ -86,12 +85,8 @@ SEEDS = f"&s {list(range(99))}"
         (GRID + "axes: {strategy: ddp, trainer: keras}\n", 4, "trainer is 'keras'"),
         (GRID + "axes: {strategy: ddp, expected_s: 0}\n", 4, "expected_s is 0"),
         (GRID + "axes: {strategy: ddp, stack: {a: b}}\n", 4, "stack is {'a': 'b'}"),
-        (HEAD + "requires: {gpus: 1000000000000}\ngrids: []\n", 3, "gpus is 1000000000000"),
         (f"name: {'a' * 101}\ndescription: y\ngrids: []\n", 1, "name is 'aaa"),
         (HEAD + "requires: {host_memory_gib: .inf}\ngrids: []\n", 3, "host_memory_gib is inf"),
-        (GRID + "axes: {strategy: ddp}\n    repeats: 1000000000\n", 3, "grids have 1000000000 runs"),
-        (GRID + f"axes: {{seed: {SEEDS}, max_steps: *s, eval_samples: *s}}\n", 3, "970299 runs"),
-        (GRID + "search: {largest_micro_batch: {from: 1, to: 1000000000000}}\n", 4, "more than 10000 sizes"),
         ("name: a/b\ndescription: y\ngrids: []\n", 1, "name is 'a/b'"),
         ("name: x\ngrids: []\n", 1, "description is missing"),
     ],
@@ -110,11 +105,11 @@ def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, text, line
     [
         ("- a\n", r"suite\.yaml"), ("a: !!python/object:os.system {}\n", r"suite\.yaml"),
         ("", r"suite\.yaml: expected a mapping, got nothing -> .*grids, name"),
-        ("\x00", r"suite\.yaml"), ("loss: 0.7\n" * 110_000, "larger than any suite"),
+        ("\x00", r"suite\.yaml"), ("loss: 0.7\n" * 110_000, "has more than 1,048,576 bytes"),
         (
             f"{HEAD}grids:\n  - &a0 [x, x]\n"
             + "".join(f"  - &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(15)),
-            "has more than 10000 values after its aliases are expanded",
+            "has more than 20000 values after its aliases are expanded",
         ),
         (f"{HEAD}grids: &itself [*itself]\n", "recursive"),
     ],
@@ -211,17 +206,12 @@ def test_an_accumulation_is_the_same_on_every_number_of_ranks(tmp_path, gpus):
     assert sorted(accumulations) == [2, 2, 4, 4]
 
 
-HUGE = {"global_batch_size": 1_000_000_000_039, "per_device_train_batch_size": 999_999_999_999, "world_size": 1}
-
-
 @pytest.mark.parametrize(
     ("cell", "says"),
     [
         ({"gradient_accumulation_steps": 4, "global_batch_size": 6}, r"zero2 on 2 ranks: gradient_accumulation_steps"),
         ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}, "are both set"),
         ({"strategy": "ddp", "world_size": 3}, "ddp on 3 ranks.*does not divide"),
-        # Rejected at once, although no divisor is near.
-        ({"strategy": "ddp", **HUGE}, "does not divide --global_batch_size"),
         ({"strategy": "ddp", "precision": "bf16-engine"}, "ddp runs without it"),
         ({"strategy": "fsdp2", "trainer": "hf_trainer"}, "hf_trainer does not run fsdp2"),
         ({"trainer": "bare_loop"}, "bare_loop does not run zero2"),

@@ -150,13 +150,6 @@ def test_a_link_of_the_user_next_to_the_checkpoints_is_ignored(tmp_path):
     check_is_run_directory(tmp_path, "the folder", "")
 
 
-def test_a_log_that_is_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path):
-    (tmp_path / "status.json").write_text("{}")
-    os.mkfifo(tmp_path / "log.txt")
-    result = train_alone("--output_dir", str(tmp_path), "--overwrite_output_dir")
-    assert_is_one_line(result.stderr, ("log.txt, which is neither a file nor a folder",), "name a new folder")
-
-
 def test_ctrl_c_prints_the_command_that_resumes_from_the_last_checkpoint(tmp_path):
     run = tmp_path / "run"
     flags = (*FLAGS, "--max_steps", "2000", "--checkpointing_steps", "3", "--output_dir", str(run))

@@ -17,6 +17,8 @@ SETTINGS = {
     "constraint": "UV_CONSTRAINT", "cert": "SSL_CERT_FILE", "trusted-host": "UV_INSECURE_HOST",
 }  # fmt: skip
 PIP = [sys.executable, "-m", "pip"]
+# Packages of isolated builds are pinned, too.
+os.environ |= {"UV_BUILD_CONSTRAINT": "constraints.txt", "PIP_BUILD_CONSTRAINT": "constraints.txt"}
 
 
 def settings_for_uv(listed: str) -> dict[str, str]:

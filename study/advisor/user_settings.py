@@ -15,7 +15,6 @@ from study.config.yaml_sections import Section, load_package_yaml, read_document
 from study.host.folders import resolve_path
 
 MAX_FILE_BYTES = 1_000_000
-_MAX_VALUES = 10_000
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -101,7 +100,7 @@ def _read(name: str) -> tuple[dict[str, Any], list[Finding]]:
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         document, findings = _read_json(name, text)
     else:
-        document = read_document(path, Section, _MAX_VALUES)
+        document = read_document(path, Section)
     if not isinstance(document, dict):
         raise UserError(f"{name} is not a mapping of settings", _EITHER)
     return document, findings

@@ -19,7 +19,6 @@ from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
 
 LEDGER = Path(__file__).with_name("ledger.yaml")
-_MAX_VALUES = 20_000
 _REGION_KEYS = {"at_least", "at_most", "about", "within"}
 _STRICT = pydantic.ConfigDict(extra="forbid")
 Text = Annotated[str, pydantic.Field(pattern=r"\S"), pydantic.AfterValidator(lambda text: " ".join(text.split()))]
@@ -209,7 +208,7 @@ class Ledger:
 
 def read_ledger(file: Path = LEDGER) -> Ledger:
     """Read and validate the ledger; raise UserError with file and line of the first error."""
-    top = read_document(file, Section, _MAX_VALUES)
+    top = read_document(file, Section)
     try:
         ledger = pydantic.TypeAdapter(Ledger).validate_python(top)
     except pydantic.ValidationError as error:

@@ -297,10 +297,7 @@ class RunConfig:
         per_rank = batch // groups
         micro = self.per_device_train_batch_size or per_rank
         if per_rank % micro:
-            most = min(micro, per_rank)
-            # The next smaller divisor; the greatest common divisor if a search would take minutes.
-            candidates = range(most, max(0, most - 10_000), -1)
-            smaller = next((size for size in candidates if per_rank % size == 0), math.gcd(per_rank, micro))
+            smaller = next(size for size in range(min(micro, per_rank), 0, -1) if per_rank % size == 0)
             raise UserError(
                 f"--per_device_train_batch_size {micro} on {over} does not divide --global_batch_size {batch}",
                 f"use {smaller}, or --global_batch_size {next_larger}",

@@ -12,6 +12,8 @@ import yaml
 
 from study.config.errors import UserError, did_you_mean
 
+# Limits of a file's values with expanded aliases, and of its size: reading YAML takes seconds per MB.
+MAX_VALUES, MAX_BYTES = 20_000, 2**20
 _NUMBER_LIKE_1E5 = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
@@ -46,16 +48,15 @@ class _Sections:
 
     file: Path
     kind: type[Section]
-    most: int
 
     def checked_data(self: Any) -> Any:
-        """Return the content; raise if aliases expand it to more than `most` values."""
+        """Return the content; raise if aliases expand it to too many values."""
         node = self.get_single_node()
         if node is None:
             return None
-        if count_expanded_values(node, {}) > self.most:
+        if count_expanded_values(node, {}) > MAX_VALUES:
             raise UserError(
-                f"{self.file} has more than {self.most} values after its aliases are expanded", "fix the file"
+                f"{self.file} has more than {MAX_VALUES} values after its aliases are expanded", "fix the file"
             )
         return self.construct_document(node)
 
@@ -112,12 +113,14 @@ def load_package_yaml(text: str) -> Any:
     return yaml.load(text, _Fast)
 
 
-def read_document(file: Path, kind: type[Section], most: int) -> Any:
-    """Read a file with mappings as sections of this kind; raise if it has more than `most` values."""
+def read_document(file: Path, kind: type[Section]) -> Any:
+    """Read a file with mappings as sections of this kind; raise UserError if it is not readable or too large."""
     try:
+        if file.stat().st_size > MAX_BYTES:
+            raise UserError(f"{file} has more than {MAX_BYTES:,} bytes", "name a file of this kind")
         is_own = file.resolve().is_relative_to(_PACKAGE)
         loader = (_OwnLoader if is_own else _YamlLoader)(file.read_text(encoding="utf-8"))
-        loader.file, loader.kind, loader.most = file, kind, most
+        loader.file, loader.kind = file, kind
         return loader.checked_data()
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not readable ({error})", "fix the file") from None

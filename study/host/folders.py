@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from study.config.errors import Unsupported, UserError
-from study.host.memory import GIB
+from study.config.errors import UserError
+from study.config.text import format_bytes
 from study.records.lock import HOST, SWAP_PREFIX, FileLock, LockHeldError, read_lock_owner
 
 
@@ -74,22 +74,24 @@ def resolve_path(text: str) -> Path:
     return folder.resolve() if ".." in folder.parts else folder
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the folder's disk; the folder need not exist."""
-    return shutil.disk_usage(_existing(folder)).free
-
-
 def _existing(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
-def check_disk_space(folder: Path, wanted_bytes: float, what: str) -> None:
-    """Raise UserError if the disk lacks space; not `Unsupported`, which is final in a sweep: space may become free."""
-    if (free := free_bytes(folder)) < wanted_bytes:
-        raise UserError(
-            f"{what} needs {wanted_bytes / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free",
-            "free some, or set ZERO_STUDY_CACHE to a folder on a larger disk",
-        )
+def check_disk_space(
+    folder: Path,
+    wanted_bytes: float,
+    what: str,
+    fix: str = "free some, or set ZERO_STUDY_CACHE to a folder on a larger disk",
+    error: type[UserError] = UserError,
+) -> None:
+    """Raise an error if the disk lacks space; the folder need not exist.
+
+    By default it is not `Unsupported`, which is final in a sweep: space may become free.
+    """
+    free = shutil.disk_usage(_existing(folder)).free
+    if free < wanted_bytes:
+        raise error(f"{what} needs {format_bytes(wanted_bytes)}, and {folder} has {format_bytes(free)} free", fix)
 
 
 def folder_argument(text: str) -> Path:
@@ -142,17 +144,10 @@ def check_writable(folder: Path, what: str, fix: str) -> None:
 
 
 def check_process() -> None:
-    """Open missing standard streams; raise UserError for a missing working directory or a wrong OMP_NUM_THREADS."""
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            # Closed, as by `>&-`. The next opened file would get its descriptor, and the output.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
+    """Raise UserError for a missing working directory or a wrong OMP_NUM_THREADS."""
+    for stream in (sys.stdout, sys.stderr):
         # Characters outside the terminal's encoding are written as escapes.
-        stream = getattr(sys, name)
-        if descriptor and isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         Path.cwd()
@@ -169,17 +164,6 @@ def check_process() -> None:
 # Swap folders of NVMe strategies: each process creates one, and deletes only that one. The user's folder may have other
 # content: only folders with this project's prefix and marker are deleted, if no live process has locked the marker.
 _MARKER = "made-by-zero-study.lock"
-
-
-def check_nvme_space(nvme_folder: Path, wanted_bytes: float, what: str) -> None:
-    """Raise Unsupported if NVMe lacks space, as DeepSpeed aborts on failed writes; delete files of dead runs first."""
-    remove_stale_swap_folders(nvme_folder)
-    free = free_bytes(nvme_folder)
-    if free < wanted_bytes:
-        raise Unsupported(
-            f"--nvme_path {nvme_folder} has {free / GIB:.1f} GiB free, and {what} needs {wanted_bytes / GIB:.1f} GiB",
-            "use a folder on a larger disk, or free some space",
-        )
 
 
 @contextlib.contextmanager

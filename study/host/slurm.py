@@ -23,8 +23,6 @@ from study.host.folders import cache_directory
 from study.host.machine import Machine, cpu_info, detect_machine, gpu_names, operator_build_folder
 from study.host.memory import available_cores
 
-_ASK_S = 60
-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -94,35 +92,17 @@ def node_address(node: str) -> str:
     return match[1] if match else node
 
 
-def _answer(*command: str) -> str:
+def _answer(*command: str, timeout_s: float = 60, fix: str = "ask the cluster's administrators") -> str:
+    """Return the output of a command of Slurm; raise UserError with its message if it fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise UserError(
-            f"Slurm's `{' '.join(command)}` failed ({(lines or ['no message'])[-1]})",
-            "ask the cluster's administrators",
-        ) from None
-
-
-def _run_on_nodes(job: Job, command: Sequence[str], timeout_s: float) -> str:
-    """Return the output of a short command on all nodes; raise UserError with the message of a node that fails."""
-    try:
-        result = subprocess.run(
-            [*job.srun_command(len(job.nodes)), *command],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"not all of {', '.join(job.nodes)} answered within {timeout_s:.0f} s", "look at srun's messages there"
-        ) from None
-    if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if "srun:" not in line] or result.stderr.splitlines()
-        raise UserError(
-            f"a step on {', '.join(job.nodes)} fails: {(lines or ['without a message'])[-1][:300]}",
-            "mount this repository and its Python under the same paths on every node",
-        )
-    return result.stdout
+        # srun reports only that a task failed.
+        lines = [line for line in lines if "srun:" not in line] or lines or ["no message"]
+        raise UserError(f"Slurm's `{' '.join(command[:4])}` failed ({lines[-1][:300]})", fix) from None
 
 
 # On a cold file system Python may start slowly on the last node.
@@ -174,7 +154,10 @@ def check_shared_folder(job: Job, folder: Path) -> None:
 @functools.cache
 def query_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
     """Return the resources of the job's nodes, and which of the folders each sees."""
-    printed = _run_on_nodes(job, [sys.executable, "-m", "study.host.slurm", *folders], _PATIENCE_S)
+    printed = _answer(
+        *job.srun_command(len(job.nodes)), sys.executable, "-m", "study.host.slurm", *folders, timeout_s=_PATIENCE_S,
+        fix=f"mount this repository and its Python under the same paths on {', '.join(job.nodes)}",
+    )  # fmt: skip
     texts: dict[int, str] = {}
     for place, part in re.findall(rf"^{_MARK}(\d+) (.*)$", printed, re.MULTILINE):
         texts[int(place)] = texts.get(int(place), "") + part

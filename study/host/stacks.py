@@ -102,10 +102,7 @@ STACK_FILE = PACKAGE / "releases" / "stacks.yaml"
 STACK_VARIABLE = "ZERO_STUDY_STACK"
 # Marks a complete layer: the packages that pip installed there, and their archives.
 LAYER_FILE = "layer.json"
-# Suffix of a stack in which other packages, too, are those of the time of DeepSpeed's release.
-THEN_SUFFIX = "-then"
 PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
-_MAX_VALUES = 1000
 _VERSION = re.compile(r"\d+(\.\d+)+")
 
 
@@ -172,8 +169,9 @@ def layer_folder(cache: Path, layer: str) -> Path:
 
 @functools.cache
 def stacks() -> dict[str, Stack]:
-    """Return the stacks by name. `today` stacks differ from the installation in DeepSpeed, `then` stacks in more."""
-    top = as_section(read_document(STACK_FILE, Section, _MAX_VALUES), str(STACK_FILE), ("today", "then"), Section)
+    """Return the stacks by name. `today` stacks differ from the installation in DeepSpeed, the others in more."""
+    keys = ("today", "then", "newer_torch")
+    top = as_section(read_document(STACK_FILE, Section), str(STACK_FILE), keys, Section)
     top.require_keys("today", "then")
     result = {}
     if not isinstance(top["today"], list):
@@ -184,9 +182,24 @@ def stacks() -> dict[str, Stack]:
     for deepspeed in then:
         packages = as_section(then[deepspeed], then.key_place(deepspeed), PACKAGES[1:], Section)
         releases = {package: _version(packages, package, version) for package, version in packages.items()}
-        name = f"{_version(then, deepspeed, deepspeed)}{THEN_SUFFIX}"
+        name = f"{_version(then, deepspeed, deepspeed)}-then"
         result[name] = Stack(name, {"deepspeed": deepspeed, **releases})
+    newer = top.get("newer_torch", Section(""))
+    for deepspeed in as_section(newer, top.key_place("newer_torch"), list(newer), Section):
+        for torch in newer[deepspeed]:
+            name = f"{_version(newer, deepspeed, deepspeed)}-torch{_version(newer, deepspeed, torch)}"
+            result[name] = Stack(name, {"deepspeed": deepspeed, "torch": torch})
     return result
+
+
+def deepspeed_release(name: str) -> str:
+    """Return the release of DeepSpeed in a stack."""
+    return name.partition("-")[0]
+
+
+def is_of_today(name: str) -> bool:
+    """Whether a stack has the installed releases of all packages but DeepSpeed."""
+    return name == deepspeed_release(name)
 
 
 def _version(section: Section, key: str, version: Any) -> str:

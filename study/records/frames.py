@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,80 +51,38 @@ class LoadedRun:
     output_dir: str | None
 
 
-# Deduplication: copies of a record are excluded, and so are records of one run that disagree.
-
-
 def deduplicate_runs(runs: list[LoadedRun]) -> tuple[list[LoadedRun], list[str]]:
-    """Return the runs to keep, with unique names and repeats, and the reasons why others are excluded."""
+    """Return the runs without copies, with unique names and repeats, and the reasons why copies are excluded."""
+    by_content: defaultdict[Hashable, list[LoadedRun]] = defaultdict(list)
+    for entry in runs:
+        # Runs that failed before their engine started may have the same files.
+        is_complete = {"config.json", "engine.json"} <= entry.digests.keys()
+        content = tuple(sorted(entry.digests.items())), entry.row["status_started_at"]
+        by_content[content if is_complete else entry.place].append(entry)
     refused: list[str] = []
     unique = []
-    for same in _grouped(runs, _content):
+    for same in by_content.values():
         # The original is the record whose folder has the name of its --output_dir.
         original = min(same, key=lambda entry: (Path(entry.output_dir or "").name != entry.place.name, entry.place))
         refused += [f"{entry.place}: is a copy of {original.place}" for entry in same if entry is not original]
         unique.append(original)
-    runs, unique = unique, []
-    for group in _grouped(runs, _identity):
-        disagreeing = _disagreeing(group)
-        unique += [entry for entry in group if entry not in disagreeing]
-        places = ", ".join(str(entry.place) for entry in disagreeing)
-        refused += [
-            f"{entry.place}: two records of one run disagree ({places}), and it is unknown which is right"
-            for entry in disagreeing
-        ]
-    for same in _grouped(unique, lambda entry: entry.row["run"]):
-        for entry in same if len(same) > 1 else ():
-            entry.row["run"] = entry.place.as_posix()
+    names = Counter(entry.row["run"] for entry in unique)
     unique.sort(key=lambda entry: entry.place)
-    _number_repeats(unique)
-    return unique, refused
-
-
-_CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
-
-
-def _grouped(runs: list[LoadedRun], key: Callable[[LoadedRun], Hashable]) -> list[list[LoadedRun]]:
-    groups: defaultdict[Hashable, list[LoadedRun]] = defaultdict(list)
-    for entry in runs:
-        groups[key(entry)].append(entry)
-    return list(groups.values())
-
-
-def _content(entry: LoadedRun) -> Hashable:
-    is_complete = {"config.json", "engine.json"} <= entry.digests.keys()
-    return (tuple(sorted(entry.digests.items())), entry.row["status_started_at"]) if is_complete else entry.place
-
-
-def _identity(entry: LoadedRun) -> Hashable:
-    """Return a key of one run; other runs of its config have the same key if they started in the same second."""
-    if entry.steps is None:
-        return entry.place
-    return entry.digests["config.json"], *(entry.row[key] for key in (*_CELL, "status_started_at"))
-
-
-def _disagreeing(group: list[LoadedRun]) -> list[LoadedRun]:
-    """Return records with mostly identical step times, which different runs never have."""
-    disagreeing: dict[Path, LoadedRun] = {}
-    for first, second in itertools.pairwise(group):
-        if first.steps is None or second.steps is None or len(first.steps["step"]) != len(second.steps["step"]):
-            continue
-        if (first.steps["step_time_s"] == second.steps["step_time_s"]).mean() > 0.5:
-            disagreeing |= {first.place: first, second.place: second}
-    return list(disagreeing.values())
-
-
-def _number_repeats(runs: list[LoadedRun]) -> None:
-    """Number the repeats of one config across folders, because runs are paired by seed and repeat."""
+    # Repeats of one config are numbered across folders, because runs are paired by seed and repeat.
     repeats_by_cell: defaultdict[Hashable, set[int]] = defaultdict(set)
-    for entry in runs:
+    for entry in unique:
+        if names[entry.row["run"]] > 1:
+            entry.row["run"] = entry.place.as_posix()
         # Two searches may run the same probe; neither is a repeat of the other.
         if not entry.row["probe"]:
             used = repeats_by_cell[tuple(entry.row[key] for key in _CELL)]
             while entry.row["repeat"] in used:
                 entry.row["repeat"] += 1
             used.add(entry.row["repeat"])
+    return unique, refused
 
 
+_CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
 RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
 _REFUSED, _REMAINING, _DIGEST = b"study.refused", b"study.remaining", b"study.digest"
 
@@ -158,11 +115,10 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[SlicePr
     runs: list[LoadedRun] = []
     refused: list[str] = []
     root = root.absolute()
-    for path in sorted({path for folder in folders or [root] for path in _candidates(folder.absolute())}):
-        name = str(path.relative_to(root)).encode(errors="backslashreplace").decode()
-        if name != str(path.relative_to(root)):
-            refused.append(f"{name}: its name is not UTF-8; rename the folder")
-            continue
+    # Also run directories without a status.json, so that they are reported and not skipped silently.
+    names = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
+    files = (file for folder in folders or [root] for name in names for file in folder.absolute().glob(f"**/{name}"))
+    for path in sorted({file.parent for file in files}):
         try:
             run = read_run(path)
             if run.status["ended_at"] is None and is_run_active(path):
@@ -175,21 +131,13 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[SlicePr
         else:
             runs.append(LoadedRun(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
     unique, duplicates = deduplicate_runs(runs)
-    return Records(*_tables(unique), tuple(sorted([*refused, *duplicates])), remaining)
+    blocks = {entry.row["run"]: entry.steps for entry in unique if entry.steps is not None}
+    return Records(*_tables([entry.row for entry in unique], blocks), tuple(sorted([*refused, *duplicates])), remaining)
 
 
-def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield run directories, also those without a status.json, so that they are reported and not skipped silently."""
-    documents = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
-    yield from {file.parent for name in documents for file in folder.glob(f"**/{name}")}
-
-
-def _tables(runs: list[LoadedRun]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    blocks = {entry.row["run"]: entry.steps for entry in runs if entry.steps is not None}
+def _tables(runs: Sequence[dict[str, Any]], blocks: dict[str, dict[str, Any]]) -> tuple[pd.DataFrame, pd.DataFrame]:
     # Probes are named separately: the sizes that a search tries would make the names of all workloads longer.
-    plain, probing = (
-        [entry.row for entry in runs if bool(entry.row["probe"]) is is_probe] for is_probe in (False, True)
-    )
+    plain, probing = ([row for row in runs if bool(row["probe"]) is is_probe] for is_probe in (False, True))
     labelled = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
     rows = sorted(labelled, key=_place)
     columns = {key: _column([row[key] for row in rows], kind) for key, kind in RUN_COLUMNS.items()}
@@ -291,11 +239,8 @@ def read_parquet(folder: Path) -> Records:
         raise UserError(f"{file} has no digest: `study report` did not write it, or an older version did", _fix(file))
     if notes[_DIGEST] != _digest(runs, steps_file):
         raise UserError(f"{file} or {STEPS_FILE} was changed after the report was made", _fix(file))
-    try:
-        remaining = tuple(SliceProgress(**progress) for progress in json.loads(notes.get(_REMAINING, b"[]")))
-        refused = tuple(map(str, json.loads(notes.get(_REFUSED, b"[]"))))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file} has no valid list of excluded runs ({error})", _fix(file)) from None
+    remaining = tuple(SliceProgress(**progress) for progress in json.loads(notes.get(_REMAINING, b"[]")))
+    refused = tuple(json.loads(notes.get(_REFUSED, b"[]")))
     return Records(_with_run_columns(file, runs), _with_columns(steps_file, steps, STEP_COLUMNS), refused, remaining)
 
 
@@ -310,6 +255,23 @@ def runs_only_in(folder: Path, records: Records) -> list[str]:
     return sorted(run for run in _names_of_runs(folder) or [] if Path(run).name not in names)
 
 
+def merge_earlier_runs(earlier: Records, records: Records) -> Records:
+    """Return the records and, of an earlier report, the runs that they lack, compared by name without folder."""
+    names = {Path(run).name for run in records.runs["run"]}
+    earlier_runs = _chosen(earlier, ~earlier.runs["run"].map(lambda run: Path(run).name in names))
+    rows: list[dict[str, Any]] = []
+    blocks: dict[str, dict[str, Any]] = {}
+    for part in (earlier_runs, records):
+        rows += part.runs.astype(object).where(part.runs.notna(), None).to_dict("records")
+        blocks |= {
+            run: {key: steps[key].to_numpy() for key in STEP_COLUMNS} for run, steps in steps_by_run(part).items()
+        }
+    # Workload names and confounds depend on all runs.
+    return Records(
+        *_tables(rows, dict(sorted(blocks.items()))), (*earlier.refused, *records.refused), records.remaining
+    )
+
+
 def is_empty(folder: Path) -> bool:
     """Whether a report has no runs, because it was built before its suite started."""
     return _names_of_runs(folder) == []
@@ -318,16 +280,9 @@ def is_empty(folder: Path) -> bool:
 def _names_of_runs(folder: Path) -> list[str] | None:
     """Return the names of a report's runs; None if the file is not readable: a new report will replace it."""
     try:
-        return list(_table(folder / RUNS_FILE, ["run"])["run"].to_pylist())
+        return list(pq.read_table(folder / RUNS_FILE, columns=["run"])["run"].to_pylist())
     except (OSError, ValueError):
         return None
-
-
-def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
-    """Read one parquet file; raises OSError for a pipe, which would block, or a folder, which would be merged."""
-    if file.exists() and not file.is_file():
-        raise OSError("not a regular file")
-    return pq.read_table(file, columns=columns)
 
 
 def _fix(file: Path) -> str:
@@ -336,10 +291,9 @@ def _fix(file: Path) -> str:
 
 def _read_table(file: Path) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
     try:
-        table = _table(file)
+        table = pq.read_table(file)
         return table.to_pandas(), table.schema.metadata or {}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as error:
-        # The declared type of a column may not match its content.
+    except (OSError, ValueError) as error:
         raise UserError(f"{file} is not readable ({first_line(error)[:200]})", _fix(file)) from None
 
 

@@ -55,31 +55,23 @@ def read_lock_owner(file: Path) -> dict[str, Any]:
 class FileLock(contextlib.AbstractContextManager["FileLock"]):
     """Lock on a file. Its release keeps the file: deleting it would let two processes lock two files of one name."""
 
-    def __init__(
-        self, file: Path, what: str, *, create: bool = True, shared: bool = False, with_folder: bool = False,
-        patience_s: float = 0.5,
-    ):  # fmt: skip
-        """Lock the file; raises Held if another process owns it, and OSError if the file system does not support locks.
+    def __init__(self, file: Path, what: str, *, create: bool = True, shared: bool = False, patience_s: float = 0.5):
+        """Lock the file; raises LockHeldError if another process owns it, and OSError on a file system without locks.
 
-        `with_folder` also locks the folder, so that deleting the file does not release the lock. `create` creates the
-        file and writes the owner to it. Several processes can own a `shared` lock. A process that tests a lock owns it
-        for an instant, hence `patience_s`.
+        `create` creates the file and writes the owner to it. Several processes can own a `shared` lock. A process that
+        tests a lock owns it for an instant, hence `patience_s`.
         """
         # Python opens descriptors as not inheritable, so child programs do not own the lock.
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._file = file.absolute()
         self._descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o644)
-        self._descriptors = [self._descriptor]
-        if with_folder:
-            self._descriptors.append(os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY))
-        _open_descriptors.update(self._descriptors)
+        _open_descriptors.add(self._descriptor)
         deadline = time.monotonic() + patience_s
         try:
-            for descriptor in self._descriptors:
-                while not self._is_locked(descriptor):
-                    if time.monotonic() >= deadline:
-                        raise LockHeldError(what, read_lock_owner(file))
-                    time.sleep(0.05)
+            while not self._is_locked():
+                if time.monotonic() >= deadline:
+                    raise LockHeldError(what, read_lock_owner(file))
+                time.sleep(0.05)
         except BaseException:
             self.release()
             raise
@@ -90,15 +82,11 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{json.dumps(owner)}\n".encode(), 0)
 
-    def _is_locked(self, descriptor: int) -> bool:
+    def _is_locked(self) -> bool:
         try:
-            fcntl.flock(descriptor, self._kind | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:
-            # NFS does not support locks on folders. The file is already locked.
-            if descriptor == self._descriptor:
-                raise
         return True
 
     def is_in_place(self) -> bool:
@@ -110,9 +98,9 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
 
     def release(self) -> None:
         """Release the lock; has no effect if it is already released."""
-        for descriptor in _open_descriptors.intersection(self._descriptors):
-            _open_descriptors.remove(descriptor)
-            os.close(descriptor)
+        if self._descriptor in _open_descriptors:
+            _open_descriptors.remove(self._descriptor)
+            os.close(self._descriptor)
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -140,9 +128,6 @@ def check_is_run_directory(folder: Path, what: str, fix: str) -> None:
     """Raise UserError if a folder has files but no status.json of a run, so that no file of the user is overwritten."""
     if not folder.is_dir():
         return
-    # Opening a pipe blocks until its other end is open.
-    if strange := [file.name for file in folder.iterdir() if file.exists() and not (file.is_file() or file.is_dir())]:
-        raise UserError(f"{what} contains {strange[0]}, which is neither a file nor a folder", fix)
     # Logs and checkpoints are written in place. All other files are renamed into place, which replaces a link.
     in_place = ("log*.txt", f"{CHECKPOINTS}/step_*", f"{CHECKPOINTS}/step_*/**/*")
     if link := next((file for name in in_place for file in folder.glob(name) if file.is_symlink()), None):
@@ -166,13 +151,8 @@ def _is_leftover(file: Path) -> bool:
 
 def check_not_active(folder: Path, what: str) -> None:
     """Raise UserError if a running process owns the folder. It creates no file; `lock_run_directory` checks again."""
-    # Without the lock file, the lock on the folder can be tested; without a status no run used the folder.
     if (folder / LOCK_NAME).exists():
         lock_run_directory(folder, what, create=False).release()
-    elif (folder / "status.json").exists():
-        with contextlib.suppress(OSError):
-            problem = f"another run is active in {what}"
-            FileLock(folder / "status.json", problem, create=False, with_folder=True).release()
 
 
 def is_run_active(folder: Path) -> bool:
@@ -189,7 +169,7 @@ def lock_run_directory(folder: Path, what: str, *, create: bool = True) -> FileL
     try:
         if create:
             folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / LOCK_NAME, f"another run is active in {what}", create=create, with_folder=True)
+        return FileLock(folder / LOCK_NAME, f"another run is active in {what}", create=create)
     except FileExistsError:
         raise UserError(f"{what} is a file or a broken link", "name a folder") from None
     except OSError as error:

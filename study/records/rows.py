@@ -14,64 +14,47 @@ from typing import Any
 import numpy as np
 
 from study.config.errors import UserError, replace_unprintable
-from study.config.flags import MAX_EXACT_INT, RunConfig, inner_type, parse_command_line, resolve_config
+from study.config.flags import RunConfig, inner_type, parse_command_line, resolve_config
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.records.directory import Run, read_json
-from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL, RecordError, SearchAxis
+from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL, RecordError, validate
 from study.records.virtual_summary import GRADIENT_READ_POINTS
 
 # sweep.json: the planned cell of a run, its searches, and the speed of the machine.
 
-_STACK = re.compile(r"[\w.-]{1,40}")
 _NAMED = re.compile(rf"-({'|'.join(sorted(STRATEGY_NAMES, key=len, reverse=True))})-(\d{{1,6}})x-[0-9a-f]{{8}}")
 
 
-def planned_cell(path: Path) -> dict[str, Any]:
-    """Return strategy, ranks and config of a run that failed early: from sweep.json, else from its name."""
-    notes = path / "sweep.json"
-    if not notes.is_file():
+def read_notes(path: Path) -> dict[str, Any]:
+    """Return the sweep's notes on a run; empty without a sweep. Raises RecordError."""
+    file = path / "sweep.json"
+    if not file.is_file():
+        return {}
+    notes = read_json(file)
+    validate(file, notes)
+    return notes
+
+
+def planned_cell(path: Path, notes: dict[str, Any]) -> dict[str, Any]:
+    """Return strategy, ranks and config of a run that failed early: from the sweep's notes, else from its name."""
+    if not notes:
         match = _NAMED.search(path.name)
         return {"strategy": match[1], "world_size": int(match[2])} if match else {}
-    note = read_json(notes)
-    kinds: dict[str, type] = {"strategy": str, "world_size": int, "command": list}
-    for key, kind in kinds.items():
-        if type(note.get(key)) is not kind or (key == "strategy" and note[key] not in STRATEGY_NAMES):
-            raise RecordError(notes, f"{key} is {note.get(key)!r}"[:300])
-    return {"strategy": note["strategy"], "world_size": note["world_size"], "config": _asked(notes, note["command"])}
+    file = path / "sweep.json"
+    if missing := [key for key in ("strategy", "world_size", "command") if key not in notes]:
+        raise RecordError(file, f"lacks {', '.join(missing)}")
+    return {"strategy": notes["strategy"], "world_size": notes["world_size"], "config": _asked(file, notes["command"])}
 
 
-def noted_searches(file: Path, noted: Any) -> str | None:
-    """Return the searches in sweep.json as JSON; raises RecordError if they are invalid."""
-    if noted is None:
-        return None
-    kinds: dict[str, type] = {"id": str, "axis": str, "place": int, "last": int}
-    axes = typing.get_args(SearchAxis)
-    for entry in noted if type(noted) is list and noted else [noted]:
-        has_types = type(entry) is dict and all(type(entry.get(key)) is kind for key, kind in kinds.items())
-        if not (has_types and entry["axis"] in axes and 0 <= entry["place"] <= entry["last"]):
-            raise RecordError(file, f"searches is {noted!r}"[:300])
-    return json.dumps([{key: entry[key] for key in kinds} for entry in noted])
-
-
-def validate_stack_note(file: Path, noted: Any) -> str | None:
-    """Return the stack in sweep.json; raises RecordError if it is invalid."""
-    if noted is not None and not (type(noted) is str and _STACK.fullmatch(noted)):
-        raise RecordError(file, f"stack is {noted!r}"[:300])
-    return noted
-
-
-def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
+def matmul_tflops(notes: dict[str, Any], precision: str | None) -> float | None:
     """Return the measured matmul rate in TFLOP/s; None without a GPU or a measurement."""
-    try:
-        rate = notes["attempts"][-1]["matmul_rates"]["tflops"][precision.removesuffix("-engine")]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return float(rate) if type(rate) in (int, float) and 0 < rate < MAX_EXACT_INT else None
+    attempts = notes.get("attempts") or [{}]
+    rates = attempts[-1].get("matmul_rates", {}).get("tflops", {})
+    return rates.get((precision or "").removesuffix("-engine"))
 
 
-def _asked(notes: Path, command: list[Any]) -> RunConfig:
+def _asked(notes: Path, words: list[str]) -> RunConfig:
     """Parse the flags of study/train.py in a launch command, and resolve all defaults."""
-    words = [str(word) for word in command]
     script = next((place for place, word in enumerate(words) if word.endswith("study/train.py")), None)
     if script is None:
         raise RecordError(notes, f"command is {shlex.join(words)!r}, which launches no run"[:300])
@@ -169,11 +152,11 @@ def run_row(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {"run": run.path.name, "repeat": int(numbered[1]) if numbered else 1, "virtual": False}
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
     row["status_attempt"] = run.status["attempt"]
-    notes = read_json(run.path / "sweep.json") if (run.path / "sweep.json").is_file() else {}
-    row["stack"] = validate_stack_note(run.path / "sweep.json", notes.get("stack"))
-    row["searches"] = noted_searches(run.path / "sweep.json", notes.get("searches"))
+    notes = read_notes(run.path)
+    row["stack"] = notes.get("stack")
+    row["searches"] = json.dumps(notes["searches"]) if "searches" in notes else None
     row["probe"] = row["searches"] is not None and notes.get("probe") is not False
-    cell = {} if run.config and run.engine else planned_cell(run.path)
+    cell = {} if run.config and run.engine else planned_cell(run.path, notes)
     config = _config(run) if run.config else cell.pop("config", None)
     if config is not None:
         row |= {key: value for key, value in vars(config).items() if key in CONFIG_COLUMNS}
@@ -198,14 +181,12 @@ def run_row(run: Run) -> dict[str, Any]:
         row["across_machines_bytes_per_step"] = run.traffic.get("across_machines_bytes_per_rank")
         row["profile"] = json.dumps(run.profile) if run.profile else None
         row["samples_sha256"] = hashlib.sha256("".join(step["samples_hash"] for step in run.steps).encode()).hexdigest()
-    return {key: _cell_value(run.path, key, row.get(key)) for key in RUN_COLUMNS}
+    return {key: _cell_value(key, row.get(key)) for key in RUN_COLUMNS}
 
 
-def _cell_value(path: Path, key: str, value: Any) -> Any:
+def _cell_value(key: str, value: Any) -> Any:
     if isinstance(value, str):
         return replace_unprintable(_FOLDERS.sub("", value) if key in _MAY_NAME_FOLDERS else value)
-    if RUN_COLUMNS[key] == "Int64" and value is not None and abs(value) > MAX_EXACT_INT:
-        raise RecordError(path, f"{key} is {value:.3g}, which is out of range")
     return value
 
 
@@ -319,8 +300,6 @@ def _largest(values: typing.Iterable[float | None]) -> float | None:
 
 def step_block(run: Run) -> dict[str, Any]:
     """Return the steps of a successful run by column; an evaluation is in the row of the preceding step."""
-    if any(step["tokens"] > MAX_EXACT_INT for step in run.steps):
-        raise RecordError(run.path / "steps.jsonl", "a step has more tokens than any run can have")
     block: dict[str, Any] = {"samples_hash": np.array([step["samples_hash"] for step in run.steps], dtype=object)}
     for key in ("step", "tokens", "loss", "lr", "grad_norm", "step_time_s"):
         block[key] = np.array([step[key] for step in run.steps], dtype=STEP_COLUMNS[key])

@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from study.config.registry import REGISTRY
+
 State = Literal["ok", "oom", "timeout", "unsupported", "failed", "interrupted"]
 # Quantities that a search maximizes.
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
@@ -193,7 +195,20 @@ _PROFILE = Keys({
     "categories_s_per_step": Keys(dict.fromkeys(PROFILE_CATEGORIES, "amount")),
     "top": [Keys({"name": "name", "category": PROFILE_CATEGORIES, "calls_per_step": "amount", "s_per_step": "amount"})],
 })  # fmt: skip
+_SEARCH = Keys({"id": "text", "axis": get_args(SearchAxis), "place": "count", "last": "count"})
+# Written by the sweep into the folder of each run.
+_NOTES = Keys({}, {
+    "strategy": tuple(REGISTRY), "world_size": "positive", "command": ["text"], "stack": "name?",
+    "searches": [_SEARCH], "probe": "flag",
+    "attempts": [Keys({}, {"matmul_rates": Keys({}, {"tflops": Keys({}, {}, "amount")}, "anything")}, "anything")],
+}, "anything")  # fmt: skip
+_CHECKPOINT = Keys({
+    "step": "positive", "strategy": "text", "world_size": "positive", "config": "object", "schedule": "object",
+    "tokens_sha256": "object", "initial_weights_sha256": "text", "environment": "object", "files": "object",
+}, {}, "anything")  # fmt: skip
 _FILES: dict[str, Any] = {
+    "sweep.json": _NOTES,
+    "checkpoint.json": _CHECKPOINT,
     "status.json": Keys(_STATUS, SEAL),
     "config.json": "object",  # study/config/flags.py checks its keys
     "environment.json": _ENVIRONMENT,
@@ -219,8 +234,6 @@ def validate(file: Path, value: Any, row: int | None = None) -> None:
         _check(_FILES[file.name], value, "")
         if file.name == "status.json":
             _check_status(value)
-        elif file.name == "profile.json":
-            _check_sums(value)
     except ValueError as error:
         raise RecordError(file, f"{error}" if row is None else f"row {row}: {error}") from None
 
@@ -231,20 +244,6 @@ def _check_status(status: Mapping[str, Any]) -> None:
         raise ValueError(f"lacks {', '.join(missing)}")
     if status["ended_at"] is None and status["state"] != "interrupted":
         raise ValueError(f"ended_at is null, and the state is {status['state']}")
-
-
-def _check_sums(profile: Mapping[str, Any]) -> None:
-    wall, busy, idle, summed = (profile[f"{what}_s_per_step"] for what in ("wall", "busy", "idle", "summed"))
-    for key, value, expected, what in (
-        ("summed_s_per_step", summed, sum(profile["categories_s_per_step"].values()), "its categories"),
-        ("wall_s_per_step", wall, busy + idle, "busy and idle"),
-    ):
-        if not math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9):
-            raise ValueError(f"{key} is {value}, and {what} add up to {expected}")
-    # The listed rows are part of the sum, and the sum covers the busy time.
-    for key, part in (("busy_s_per_step", busy), ("top", sum(row["s_per_step"] for row in profile["top"]))):
-        if part > summed * (1 + 1e-6) + 1e-9:
-            raise ValueError(f"{key} is {part} s, more than the sum of {summed} s")
 
 
 def parse_strict_json(text: str) -> Any:

@@ -15,7 +15,7 @@ from study.config.printing import print_page
 from study.config.strategies import STRATEGY_NAMES
 from study.host.folders import folder_argument
 from study.host.machine import Machine, detect_machine
-from study.host.stacks import THEN_SUFFIX, check_training_packages, package_version, release_key, stacks
+from study.host.stacks import check_training_packages, is_of_today, package_version, release_key, stacks
 from study.releases.causes import PACKAGES, find_races, read_causes
 from study.releases.verdict import Reference, Verdict, trace_at
 from study.sweep.cell import Cell
@@ -141,7 +141,7 @@ def _cells(strategy: str, micro_steps: int, box: Machine) -> tuple[Cell, Cell]:
 
 def releases_between(ends: Sequence[str] | None) -> list[str]:
     """Return the stacks of stacks.yaml with today's Accelerate and torch, the oldest first."""
-    names = sorted((name for name in stacks() if not name.endswith(THEN_SUFFIX)), key=release_key)
+    names = sorted(filter(is_of_today, stacks()), key=release_key)
     for end in ends or ():
         if end not in names:
             raise UserError(

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from study.config.flags import Precision
+from study.config.flags import Optimizer, Precision
 from study.config.strategies import STRATEGY_NAMES
 from study.config.yaml_sections import Section, as_section, read_document
 
 FILE = Path(__file__).with_name("causes.yaml")
 # The tested releases, and the letter of each fault in them.
 GRID = FILE.with_name("grid.json")
-_MAX_VALUES = 5_000
 Blame = Literal["engine", "pairing"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]
 # Outcomes without any training step.
@@ -30,6 +29,7 @@ _NEEDED = ("id", "title", "blame", "strategies", "deepspeed", "says", "gpu", "gp
 _CHOICES: dict[str, tuple[str, ...]] = {
     "blame": get_args(Blame), "accumulation": ("any", "several"), "gpu": ("shows", "hidden", "unknown"),
     "strategies": STRATEGY_NAMES, "precisions": get_args(Precision), "differs": get_args(Differs),
+    "optimizer": get_args(Optimizer),
 }  # fmt: skip
 _LISTS = ("strategies", "precisions", "differs")
 
@@ -68,6 +68,8 @@ class Cause:
     gpu_why: str
     accumulation: Literal["any", "several"] = "any"
     precisions: tuple[str, ...] = ()
+    # muon: a fault of Muon's update alone, which no run with AdamW has.
+    optimizer: Optimizer = "adamw"
     # Verdicts that this cause explains; empty: all.
     differs: tuple[Differs, ...] = ()
     # A race condition, which a single run may not show.
@@ -103,13 +105,19 @@ class Cause:
 
 
 def find_causes(
-    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str | None
-) -> tuple[Cause, ...]:
-    """Return the known causes of a run's divergence; for a crash or a refusal only causes that list it in `differs`."""
+    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str | None,
+    optimizer: str = "adamw",
+) -> tuple[Cause, ...]:  # fmt: skip
+    """Return the known causes of a run's divergence; for a crash or a refusal only causes that list it in `differs`.
+
+    The causes of AdamW's runs change gradients, of which Muon's update keeps the direction alone. With Muon only those
+    apply that precede the update.
+    """
     return tuple(
         cause
         for cause in read_causes()
         if differs
+        and (cause.optimizer == optimizer or (cause.optimizer == "adamw" and differs in ("weights", "crash")))
         and cause.is_in(versions)
         and cause.shows_in(strategy, micro_steps, precision)
         and (differs in cause.differs if cause.differs else differs not in _NO_TRAINING)
@@ -127,15 +135,18 @@ def find_races(
 
 
 def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause]:
-    """Return the causes that affect a stack, without those that a GPU hides if `on_gpu`."""
-    return [cause for cause in read_causes() if cause.is_in(versions) and not (on_gpu and cause.gpu == "hidden")]
+    """Return the causes that affect a stack with AdamW, without those that a GPU hides if `on_gpu`."""
+    return [
+        cause for cause in read_causes()
+        if cause.optimizer == "adamw" and cause.is_in(versions) and not (on_gpu and cause.gpu == "hidden")
+    ]  # fmt: skip
 
 
 @functools.cache
 def read_causes(file: Path | None = None) -> tuple[Cause, ...]:
     """Read and check causes.yaml; raises UserError with the line of an invalid entry."""
     file = file or FILE
-    top = as_section(read_document(file, Section, _MAX_VALUES), str(file), {"causes"}, Section)
+    top = as_section(read_document(file, Section), str(file), {"causes"}, Section)
     return tuple(_cause(entry, top.key_place("causes")) for entry in top["causes"])
 
 

@@ -51,13 +51,15 @@ def releases_text(document: Mapping[str, Any], release: str | None, details: boo
     requested = [row for row in document["releases"] if row["DeepSpeed"] == release and row not in rows]
     rows = [*requested, *rows]
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
+    muon = document["muon"]
     more = [] if details else ["--details prints all tested releases"]
     notes = [
-        "tested with AdamW and one backward call per micro-batch; Muon is right in 0.19.8, wrong in 0.19.7",
+        "tested with AdamW and one backward call per micro-batch",
+        "with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items()).replace("`", ""),
         "faults that only CPUs have are left out; \N{DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
     ]
     verdict, faults = _verdict(document, release)
-    by_letter = dict(shown_causes(document, rows)) | faults
+    by_letter = dict(shown_causes(document, [*rows, muon])) | faults
     causes = [
         f"{letter}: {_describe(cause)} {cause.left.change}".rstrip() for letter, cause in sorted(by_letter.items())
     ]
@@ -78,19 +80,14 @@ def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dic
     installed = {name: package_version(name) for name in PACKAGES}
     deepspeed = release or installed["deepspeed"] or tested[0]
     versions = {name: installed[name] or document["versions"].get(name) for name in PACKAGES} | {"deepspeed": deepspeed}
-    all_faults = known_faults(versions, on_gpu=True)
-    faults = {document["letters"][cause.id]: cause for cause in all_faults if cause.id in document["letters"]}
-    # A cause that no tested cell shows has no letter.
-    unlettered = {
-        f"{', '.join(cause.strategies)}{_precisions(cause)}": cause
-        for cause in all_faults
-        if cause not in faults.values()
-    }
+    faults = {document["letters"][cause.id]: cause for cause in known_faults(versions, on_gpu=True)}
     # A release can mend one fault and bring another: only those after the last faulty one are a remedy.
     clean = list(itertools.takewhile(lambda row: set(list(row.values())[1:]) == {"no fault"}, document["releases"]))
-    when = " with accumulation" * all(cause.accumulation == "several" for cause in faults.values())
-    wrong = f"wrong gradients{when}: fault{'s' * (len(faults) > 1)} {', '.join(sorted(faults))}"
-    wrong = "; ".join([wrong, *unlettered]) if faults else f"wrong gradients: {'; '.join(unlettered)}"
+    # Those of one precision alone come last.
+    faults = dict(sorted(faults.items(), key=lambda item: (item[1].precisions, item[0])))
+    when = " with accumulation" * all(cause.accumulation == "several" or cause.precisions for cause in faults.values())
+    listed = ", ".join(f"{letter}{_precisions(cause)}" for letter, cause in faults.items())
+    wrong = f"wrong gradients{when}: fault{'s' * (len(faults) > 1)} {listed}"
     wrong += f"; use {clean[-1]['DeepSpeed']} to {clean[0]['DeepSpeed']}" if clean else ""
     row = dict(zip(tested, document["releases"], strict=True)).get(deepspeed.partition("+")[0])
     notes = ["not tested"] if row is None else []
@@ -99,8 +96,8 @@ def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dic
     if not release and not installed["deepspeed"]:
         notes.append("not installed here, but the newest tested")
     right = ["no fault found"] * (row is not None and NOT_RUN not in row.values()) or ["run: study verify --quick"]
-    what = "; ".join([*notes, *([wrong] if all_faults else right)])
-    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}", faults | unlettered
+    what = "; ".join([*notes, *([wrong] if faults else right)])
+    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}", faults
 
 
 def _describe(cause: Cause) -> str:

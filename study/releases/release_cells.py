@@ -1,7 +1,7 @@
 """Verdicts on releases of DeepSpeed: each cell compares a strategy with `single` under the same stack.
 
-A stack is the installed packages with another release of DeepSpeed; if its name ends in `-then`, also with contemporary
-releases of other packages. Repeats form one cell, which differs if one of them does.
+A stack is the installed packages with another release of DeepSpeed; if its name goes on after the release, such as
+0.18.6-then, also with other releases of other packages. Repeats form one cell, which differs if one of them does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.host.stacks import THEN_SUFFIX, release_key
+from study.host.stacks import deepspeed_release, is_of_today, release_key
 from study.records.frames import Records, real_runs, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, find_causes
@@ -23,8 +23,8 @@ from study.releases.verdict import Reference, TrainingTrace, Verdict, reference_
 # Verdicts from worst to best; a cell has the worst verdict of its runs.
 _WORST = ("different", "crashes", "not judged", "refuses", "not installable", "equal")
 # Columns that must be equal for a run of `single` to be the reference of another run.
-_SAME_WORK = ("max_grad_norm", "task", "model_name_or_path", "seed", "global_batch_size", "max_steps", "dropout",
-              "learning_rate", "warmup_ratio")  # fmt: skip
+_SAME_WORK = ("optimizer", "max_grad_norm", "task", "model_name_or_path", "seed", "global_batch_size", "max_steps",
+              "dropout", "learning_rate", "warmup_ratio")  # fmt: skip
 
 Row = Mapping[str, Any]
 
@@ -39,6 +39,7 @@ class ReleaseCell:
     micro_steps: int
     max_norm: float
     trainer: str
+    optimizer: str
     versions: Mapping[str, str | None]
     verdicts: tuple[Verdict, ...]
     # Names of the runs and of the reference run.
@@ -49,12 +50,17 @@ class ReleaseCell:
 
     @property
     def release(self) -> str:
-        return self.stack.removesuffix(THEN_SUFFIX)
+        return deepspeed_release(self.stack)
+
+    @property
+    def row(self) -> str:
+        """Label in grids: the release, with the other one in a stack that has one."""
+        return self.stack.removesuffix("-then")
 
     @property
     def is_contemporary(self) -> bool:
-        """Whether all packages are contemporary releases."""
-        return self.stack.endswith(THEN_SUFFIX)
+        """Whether other packages, too, are contemporary releases."""
+        return not is_of_today(self.stack)
 
     @property
     def verdict(self) -> Verdict:
@@ -100,7 +106,7 @@ class ReleaseCell:
         return self._causes(self.verdict.differs)
 
     def _causes(self, differs: str | None) -> tuple[Cause, ...]:
-        return find_causes(self.versions, self.strategy, self.micro_steps, self.precision, differs)
+        return find_causes(self.versions, self.strategy, self.micro_steps, self.precision, differs, self.optimizer)
 
 
 def release_cells(records: Records) -> list[ReleaseCell]:
@@ -116,7 +122,7 @@ def release_cells(records: Records) -> list[ReleaseCell]:
     for row in rows:
         if row["strategy"] != "single" and isinstance(row["strategy"], str):
             repeats_by_cell[row["stack"], row["strategy"], row["precision"], _micro_steps(row), row["trainer"],
-                 row["max_grad_norm"]].append(row)  # fmt: skip
+                 row["max_grad_norm"], row["optimizer"]].append(row)  # fmt: skip
     cells = [_cell(repeats, rows, versions, steps) for repeats in repeats_by_cell.values()]
     contemporary = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_contemporary}
     cells = [
@@ -127,26 +133,30 @@ def release_cells(records: Records) -> list[ReleaseCell]:
 
 
 def _but_stack(cell: ReleaseCell) -> tuple[Any, ...]:
-    return cell.release, cell.strategy, cell.precision, cell.micro_steps, cell.max_norm, cell.trainer
+    return cell.release, cell.strategy, cell.precision, cell.micro_steps, cell.max_norm, cell.trainer, cell.optimizer
 
 
 def _place(cell: ReleaseCell) -> tuple[Any, ...]:
     order = (release_key(cell.release), cell.is_contemporary, cell.precision, strategy_order(cell.strategy))
-    return *order, cell.micro_steps, cell.max_norm, cell.trainer
+    return *order, cell.micro_steps, cell.max_norm, cell.trainer, cell.optimizer
 
 
 def _cell(
     repeats: Sequence[Row], rows: Sequence[Row], versions: Mapping[str, Any], steps: Mapping[str, Any]
 ) -> ReleaseCell:
     first = repeats[0]
-    # Prefer `single` under the same stack. Another release of DeepSpeed is as good: `single` does not use it.
+    # Prefer `single` under the same stack. Another release of DeepSpeed is as good: `single` does not use it. Only
+    # Muon is DeepSpeed's, and the newest release is its reference.
     candidates = [
         candidate for candidate in rows
         if candidate["precision"] == reference_precision(first["precision"]) and candidate["status_state"] == "ok"
         and all(_same(candidate[key], first[key]) for key in _SAME_WORK)
         and all(versions[candidate["stack"]][name] == versions[first["stack"]][name] for name in PACKAGES[1:])
     ]  # fmt: skip
-    candidates.sort(key=lambda candidate: candidate["stack"] != first["stack"])
+    if first["optimizer"] == "muon":
+        candidates.sort(key=lambda candidate: release_key(candidate["stack"]), reverse=True)
+    else:
+        candidates.sort(key=lambda candidate: candidate["stack"] != first["stack"])
     single = next((candidate for candidate in candidates if candidate["strategy"] == "single"), None)
     reference = Reference(first["precision"], TrainingTrace([], [], [], state="missing"))
     if single is not None:
@@ -159,7 +169,7 @@ def _cell(
         reference = Reference(first["precision"], _trace(single, steps), traces)
     return ReleaseCell(
         first["stack"], first["strategy"], first["precision"], _micro_steps(first), _number(first["max_grad_norm"]),
-        str(first["trainer"]), versions[first["stack"]],
+        str(first["trainer"]), str(first["optimizer"]), versions[first["stack"]],
         tuple(reference.judge(_trace(row, steps)) for row in repeats), tuple(row["run"] for row in repeats),
         single["run"] if single else "",
     )  # fmt: skip
@@ -170,6 +180,9 @@ def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> TrainingTrace:
     columns: dict[str, list[Any]] = {"loss": [], "grad_norm": [], "lr": [], "samples_hash": []}
     if table is not None:
         columns = {key: table[key].tolist() for key in columns}
+    if row["optimizer"] == "muon":
+        # DeepSpeed's stages report the norm of Muon's updates instead of the gradients.
+        columns["grad_norm"] = [math.nan] * len(columns["loss"])
     losses, norms = ([None if math.isnan(value) else value for value in columns[key]] for key in ("loss", "grad_norm"))
     weights = row["initial_weights_sha256"]
     return TrainingTrace(
@@ -187,7 +200,7 @@ def _versions(rows: Iterable[Row]) -> dict[str, dict[str, str | None]]:
             if isinstance(version := row[f"{name}_version"], str):
                 packages[name] = version
     for stack, packages in versions.items():
-        packages["deepspeed"] = stack.removesuffix(THEN_SUFFIX)
+        packages["deepspeed"] = deepspeed_release(stack)
     return versions
 
 

@@ -320,9 +320,8 @@ class VerifyMatrix:
             verdict = reference.judge(self._trace(self._cell(strategy, precision, micro_steps, option)))
             if reference.single.state != "ok":
                 verdict = Verdict("not judged", reason=f"the run of one process failed: {reference.single.reason}")
-            # The causes were found with AdamW. Muon's updates have other faults; wrong weights precede any update.
-            differs = verdict.differs if option != "muon" or verdict.what == "weights" else None
-            causes = find_causes(self._stack, strategy, micro_steps, precision, differs)
+            optimizer = "muon" if option == "muon" else "adamw"
+            causes = find_causes(self._stack, strategy, micro_steps, precision, verdict.differs, optimizer)
             if verdict.kind == "equal":
                 causes = find_races(self._stack, strategy, micro_steps, precision, self.box.gpus > 0)
             yield VerifyRow(strategy, precision, micro_steps, verdict, causes, option)

@@ -18,7 +18,7 @@ from study.config.errors import RunFailed, UserError
 from study.host.folders import content_digest, with_digest
 from study.records.directory import ROW_FILES, read_json, read_rows, write_json
 from study.records.lock import CHECKPOINTS
-from study.records.schema import RecordError
+from study.records.schema import RecordError, validate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from study.run.context import RunContext
 
 MANIFEST = "checkpoint.json"
-_MANIFEST_KEYS = {
-    "step": int, "strategy": str, "world_size": int, "config": dict, "schedule": dict, "tokens_sha256": dict,
-    "initial_weights_sha256": str, "environment": dict, "files": dict,
-}  # fmt: skip
 # All files that Accelerate and its engines write to a checkpoint.
 _FILE_OF_A_CHECKPOINT = re.compile(
     r"(steps|evals)\.jsonl|model(_\d+)?\.safetensors|scaler\.pt|random_states_\d+\.pkl"
@@ -46,10 +42,7 @@ def save_checkpoint(run: RunContext, accelerator: Accelerator, schedule: Any, st
     folder, launch = run.output_dir / CHECKPOINTS / f"step_{step:07d}", run.launch
     if run.record is not None:
         if not run.record.is_in_place():
-            raise RunFailed(
-                f"{run.output_dir} was moved or replaced during this run, so it saves no checkpoint",
-                f"the record up to step {step} is in {run.record.path}",
-            )
+            raise RunFailed(f"{run.output_dir} was moved or replaced during this run, so it saves no checkpoint")
         clear_checkpoint(folder)
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
@@ -146,9 +139,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest; raise RecordError if it is missing, invalid or does not match the rows."""
     file = folder / MANIFEST
     manifest = read_json(file)
-    for key, kind in _MANIFEST_KEYS.items():
-        if type(manifest.get(key)) is not kind:
-            raise RecordError(file, f"{key} is {manifest.get(key)!r}, not a value of type {kind.__name__}")
+    validate(file, manifest)
     if with_digest(manifest) != manifest:
         raise RecordError(file, "was changed after the checkpoint was saved")
     steps, _ = read_rows(folder, complete=True)
@@ -162,8 +153,6 @@ def check_files(folder: Path, saved: Mapping[str, str]) -> None:
     names = _list_files(folder)
     problems = [f"{name} is missing" for name in saved if name not in names]
     problems += [f"{name} was not saved with it" for name in names if name not in saved]
-    # Opening a pipe would block until another process writes to it.
-    problems += [f"{name} is not a file" for name in names if not (folder / name).is_file()]
     if not problems:
         try:
             digests = file_digests(folder, saved)

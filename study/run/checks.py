@@ -14,7 +14,13 @@ from study.config.launch_context import Launch
 from study.config.strategies import Strategy
 from study.engine.model_parallel import check_group, check_replicas
 from study.engine.setup import check_engine_settings
-from study.host.folders import cache_directory, check_nvme_space, check_writable, free_bytes, resolve_path
+from study.host.folders import (
+    cache_directory,
+    check_disk_space,
+    check_writable,
+    remove_stale_swap_folders,
+    resolve_path,
+)
 from study.host.memory import can_lock, required_pinned_bytes
 from study.host.operators import is_libaio_installed
 from study.host.stacks import check_verified_pair
@@ -258,13 +264,7 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
         # Weights and Adam's two moments, in fp32; frozen weights have no moments.
         bytes_per_weight = 12 if config.peft == "none" else 4
         needed, what = needed + bytes_per_weight * model_size(config).parameters, "a record with a checkpoint"
-    free = free_bytes(output_dir)
-    if free < needed:
-        # Not `Unsupported`, which a sweep does not retry: the disk may have room later.
-        raise UserError(
-            f"--output_dir {output_dir} has {free / 2**20:,.0f} MiB free, and {what} needs {needed / 2**20:,.0f} MiB",
-            "make room, or name a folder on a larger disk",
-        )
+    check_disk_space(output_dir, needed, f"--output_dir: {what}", "make room, or name a folder on a larger disk")
 
 
 def check_room_to_swap(config: RunConfig, launch: Launch, strategy: Strategy) -> None:
@@ -275,4 +275,8 @@ def check_room_to_swap(config: RunConfig, launch: Launch, strategy: Strategy) ->
     state = bytes_per_parameter(strategy, config.precision, launch.world_size, trained=config.peft == "none")
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{strategy.name} with {parameters / 1e9:.2g} billion parameters"
-    check_nvme_space(resolve_path(config.nvme_path), processes * parameters * state.nvme, what)
+    folder = resolve_path(config.nvme_path)
+    remove_stale_swap_folders(folder)
+    # DeepSpeed aborts the process when a write fails.
+    swapped_bytes, fix = processes * parameters * state.nvme, "use a folder on a larger disk, or free some space"
+    check_disk_space(folder, swapped_bytes, f"--nvme_path: {what}", fix, Unsupported)

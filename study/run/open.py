@@ -306,24 +306,19 @@ class OpenRun:
             record.write("profile.json", meters.profile)
         summary = summarize(world_size, self.config, ranks, meters.traffic, log, evaluation, timing)
         record.write("summary.json", summary)
-        output_dir = record.path
-        if output_dir != self.output_dir:
-            self.console.print_from_any_rank(
-                f"notice: {self.output_dir} was moved during this run: its record is complete"
-            )
         record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}
         result = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
         if self.launch.virtual:
             result = "state, memory and traffic of a virtual rank; its losses are meaningless and are not recorded"
-        self.console.print_from_main(f"done: {result} -> {output_dir}")
+        self.console.print_from_main(f"done: {result} -> {self.output_dir}")
 
     def record_failure(self, error: BaseException) -> None:
         """Write the ending of a failed run to the record, the log and the terminal."""
         from study.run.checkpoint import last_checkpoint, resume_hint
 
         launch, console, record = self.launch, self.console, self.context.record
-        output_dir = record.path if record else self.output_dir
+        output_dir = record.folder if record else self.output_dir
         local_ending = outcome_from_exception(
             error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank)
         )

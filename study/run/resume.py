@@ -230,8 +230,6 @@ def check_indexes(folder: Path) -> None:
     setattr(filesystem, "pickle", safe_pickle)  # noqa: B010 - its declared type is a module
     for file in sorted([*folder.glob("*.metadata"), *folder.glob("*/*.metadata")]):
         try:
-            if not file.is_file():
-                raise OSError("not a regular file")
             with file.open("rb") as stream:
                 _IndexUnpickler(stream).load()
         except Exception as error:

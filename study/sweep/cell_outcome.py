@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import signal
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from study.config.errors import UserError, redact_secrets, replace_unprintable
 from study.host.memory import OomCounts
-from study.records.directory import RunWriter, read_run, read_status, rewrite_outcome
+from study.records.directory import Run, RunWriter, read_run, read_status, rewrite_outcome
 from study.records.lock import is_run_active
 from study.records.outcome import HOST_OOM_HINT, Outcome, outcome_from_exception, outcome_from_log
 from study.records.schema import RecordError
@@ -152,13 +153,27 @@ def write_outcome(directory: Path, attempt_before: int, ending: Outcome) -> None
         rewrite_outcome(directory, ending.state, ending.reason, ending.hint)
 
 
+def read_record(directory: Path) -> Run:
+    """Return a record without its rows, which is read as a whole once for each version of its status.json."""
+    try:
+        written = (directory / "status.json").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RecordError(directory / "status.json", "is missing") from None
+    return _read_version(directory, written.st_ino, written.st_mtime_ns)
+
+
+@functools.cache
+def _read_version(directory: Path, inode: int, mtime_ns: int) -> Run:
+    return dataclasses.replace(read_run(directory), steps=[], evals=[])
+
+
 def cell_state(directory: Path) -> CellState:
     """Return the state of the record in a directory."""
-    if not (directory / "status.json").exists():
-        return CellState("to do")
     try:
-        status = read_run(directory).status
+        status = read_record(directory).status
     except RecordError as error:
+        if not (directory / "status.json").exists():
+            return CellState("to do")
         return CellState("damaged", str(error), "it is left as it is; --retry replaces it")
     if status["ended_at"] is None and is_run_active(directory):
         return CellState("at work", f"since {status['started_at']}")

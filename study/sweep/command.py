@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from study.config.errors import UserError
-from study.config.printing import TextTable, print_page
+from study.config.printing import print_page
 from study.host.folders import folder_argument
 from study.host.machine import Machine
 from study.host.slurm import check_single_slurm_task, job_resources
@@ -213,12 +213,9 @@ def status(options: argparse.Namespace) -> int:
     verdict, lacks = _verdict(plan, options), [missing_requirement(part.suite, box, part.cells) for part in plan.slices]
     if lacks[0] is not None and all(lacks) and "next: study run" in verdict:
         verdict += f" ({lacks[0].problem})"
-    print_page([verdict, "", *_status_tables(plan)])
+    tables = series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0])
+    print_page([verdict, "", *tables])
     return 0
-
-
-def _status_tables(plan: Plan) -> Iterator[TextTable]:
-    return series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0])
 
 
 def _verdict(plan: Plan, options: argparse.Namespace) -> str:

@@ -26,7 +26,6 @@ from study.host.slurm import check_shared_folder, current_job, is_array_task, is
 from study.host.stacks import check_training_packages, stacks
 from study.records.directory import read_json, utc_now, write_json
 from study.records.lock import (
-    FileLock,
     LockHeldError,
     check_is_run_directory,
     check_not_active,
@@ -68,7 +67,7 @@ def run_cells(
     memory and time are not measured, so runs may be forks.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
-    with lock_sweep_directory(root) as lock:
+    with lock_sweep_directory(root):
         ended = kill_stale_processes(root)
         if (job := current_job()) is not None:
             check_shared_folder(job, root)
@@ -82,7 +81,7 @@ def run_cells(
         ):
             if ended:
                 progress.show(f"notice: ended {ended} processes of an earlier sweep")
-            sweep = Sweep(root, lock, box, progress, retry, deadline, allow_forks)
+            sweep = Sweep(root, box, progress, retry, deadline, allow_forks)
             try:
                 sweep.run(to_do)
             except Stopped as stop:
@@ -92,8 +91,7 @@ def run_cells(
                 sweep.forks.close()
             # A full disk was reported above.
             with suppress(OSError):
-                if lock.is_in_place():
-                    note_searches(cells, root)
+                note_searches(cells, root)
             sweep.pending = len(to_do) - sweep.finished
             if sweep.pending:
                 items = "cells and searches" if any(isinstance(item, Search) for item in cells) else "cells"
@@ -107,7 +105,6 @@ class Sweep:
     """State and result of one call of `run_cells`."""
 
     root: Path
-    lock: FileLock
     box: Machine
     progress: SweepProgress
     retry: bool
@@ -126,8 +123,6 @@ class Sweep:
         for item in to_do:
             ran_before = len(ran)
             for cell in pending_runs(item, self.root, self.retry):
-                if not self.lock.is_in_place():
-                    raise Stopped(f"{self.root} was renamed or removed during this sweep: restore it to continue")
                 if cell.id in ran:  # also a probe of another search
                     continue
                 expected = 0.0 if self.deadline is None else expected_s(cell, earlier_durations(self.root))

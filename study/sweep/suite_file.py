@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from study.config.errors import UserError, clip, did_you_mean
-from study.config.flags import MAX_WORLD_SIZE, RunConfig
+from study.config.flags import RunConfig
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.config.yaml_sections import Section, as_section, read_document
-from study.host.stacks import THEN_SUFFIX, stacks
+from study.host.stacks import is_of_today, stacks
 from study.records.schema import SearchAxis
 from study.sweep.cell import Trainer
 
@@ -37,11 +37,6 @@ _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
     "largest_micro_batch": ("per_device_train_batch_size", "global_batch_size"),
     "largest_model": ("model_name_or_path",),
 }
-# Limit of a file's values with expanded aliases, of a suite's cells and of a ladder's rungs. More is a typo, which
-# would take minutes to plan or all memory.
-MAX_VALUES = 10_000
-# Reading YAML takes seconds per MB, and a larger file is a log or a model's weights.
-_MAX_BYTES = 2**20
 # A test of a value, and the text of its error. Other keys are flags of study/train.py, which checks them itself.
 _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
@@ -51,9 +46,7 @@ _DURATION: _Check = (lambda value: type(value) in (int, float) and 0 < value < m
 _GIB: _Check = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number of GiB")
 _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
-_GPUS: _Check = (
-    lambda value: type(value) is int and 0 <= value <= MAX_WORLD_SIZE, f"a whole number from 0 to {MAX_WORLD_SIZE}",
-)  # fmt: skip
+_GPUS: _Check = (lambda value: type(value) is int and value >= 0, "a whole number from 0 up")
 _CHECKS: dict[str, _Check] = {
     "name": (
         lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
@@ -190,9 +183,7 @@ def find_suite(name: str) -> Path:
 
 def read_suite(file: Path) -> Suite:
     """Return the suite of a file; raise UserError with file and line if it is not valid."""
-    if file.stat().st_size > _MAX_BYTES:
-        raise UserError(f"{file} is larger than any suite", "name a suite's file")
-    document = read_document(file, _Section, MAX_VALUES)
+    document = read_document(file, _Section)
     is_series = isinstance(document, _Section) and "slices" in document
     top = as_section(document, str(file), _SERIES_KEYS if is_series else _SUITE_KEYS, _Section)
     name, description = top.value("name"), top.value("description")
@@ -206,8 +197,6 @@ def read_suite(file: Path) -> Suite:
     top.require_keys("grids")
     requires = Requirements(**top.settings("requires", vars(Requirements())))
     grids = tuple(_grid(part, shared) for part in top.sections("grids", _GRID_KEYS))
-    if (runs := sum(grid.repeats * math.prod(map(len, grid.axes.values())) for grid in grids)) > MAX_VALUES:
-        raise top.refusal("grids", f"have {runs} runs, and the limit is {MAX_VALUES}", "divide it into several suites")
     return Suite(name, description, requires, top.value("order_seed", 0), grids)
 
 
@@ -246,9 +235,7 @@ def _ladder(grid: _Section) -> Ladder:
     is_size = axis == "largest_micro_batch"
     if is_size and isinstance(value, _Section):
         ends = section.section(axis, ("from", "to"))
-        rungs = list(range(ends.value("from"), min(ends.value("to"), ends["from"] + MAX_VALUES) + 1))
-    if isinstance(rungs, list) and len(rungs) > MAX_VALUES:
-        raise section.refusal(axis, f"has more than {MAX_VALUES} sizes", "list the sizes to try")
+        rungs = list(range(ends.value("from"), ends.value("to") + 1))
     kind = int if is_size else str
     is_ladder = isinstance(rungs, list) and len(rungs) >= 2 and all(type(rung) is kind for rung in rungs)
     if not is_ladder or len(set(rungs)) < len(rungs) or (is_size and (rungs != sorted(rungs) or rungs[0] < 1)):
@@ -266,7 +253,7 @@ def _choices(section: _Section) -> dict[str, list[Any]]:
         if key == "strategy" and value == "all":
             value = list(STUDIED_STRATEGIES)
         if key == "stack" and value in ("all", "today", "then"):
-            value = [name for name in stacks() if value == "all" or name.endswith(THEN_SUFFIX) == (value == "then")]
+            value = [name for name in stacks() if value == "all" or is_of_today(name) == (value == "today")]
         options = value if isinstance(value, list) and key != "engine_override" else [value]
         if not options:
             raise section.refusal(key, "is an empty list", "list at least one value")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from study.config.printing import TextTable
 from study.config.text import format_duration
 from study.host.memory import MIB
-from study.records.directory import Run, read_run
+from study.records.directory import Run
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
-from study.sweep.cell_outcome import CellState
+from study.sweep.cell_outcome import CellState, read_record
 from study.sweep.forecast import pending_items
 from study.sweep.plan import Plan, Slice
 from study.sweep.search import Search, cell_states, representative_cell
@@ -39,7 +39,7 @@ def result_tables(cells: Sequence[Cell | Search], root: Path, details: bool) -> 
         rows = []
         for cell in plain:
             with suppress(RecordError):
-                rows.append(_result_row(cell, read_run(root / cell.id)))
+                rows.append(_result_row(cell, read_record(root / cell.id)))
         rows.sort(key=lambda row: row[:5])
         visible = rows if details else rows[:_MAX_ROWS]
         places = [

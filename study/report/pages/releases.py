@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from study.config.places import REPOSITORY
-from study.host.stacks import THEN_SUFFIX, release_key
+from study.host.stacks import is_of_today, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import GRID, PACKAGES, Cause, known_faults
@@ -60,8 +60,8 @@ class ReleaseReport:
 
     @functools.cached_property
     def letters(self) -> dict[Cause, str]:
-        """The causes that occur, with their letters."""
-        return lettered(clipped(self.cells))
+        """The known causes, with their letters."""
+        return lettered()
 
     @functools.cached_property
     def answer(self) -> Answer:
@@ -72,6 +72,11 @@ class ReleaseReport:
     def today(self) -> list[ReleaseCell]:
         """The fp32 cells with the other packages of this study."""
         return [cell for cell in clipped(self.cells) if cell.precision == "fp32" and not cell.is_contemporary]
+
+    @functools.cached_property
+    def muon(self) -> list[ReleaseCell]:
+        """The cells of DeepSpeed's Muon, which clip nothing."""
+        return [cell for cell in self.cells if cell.optimizer == "muon"]
 
     def latest(self, count: int = LATEST_RELEASES) -> list[ReleaseCell]:
         """Return the cells of DeepSpeed in the latest tested releases."""
@@ -87,8 +92,9 @@ class ReleaseReport:
             for cause, letter in self.letters.items()
         ]  # fmt: skip
         return render_markdown(
-            "releases.md.j2", answer=self.answer, brief=_brief(self.today, self.letters), causes=pd.DataFrame(rows)
-        )
+            "releases.md.j2", answer=self.answer, brief=_brief(self.today, self.letters), causes=pd.DataFrame(rows),
+            muon=_grid(self.muon, self.letters) if self.muon else None,
+        )  # fmt: skip
 
     def details(self, control: Sequence[Row]) -> str:
         """Return reports/releases/causes.md: the grid, the causes, and the bare control."""
@@ -100,9 +106,10 @@ class ReleaseReport:
             for precision in sorted({cell.precision for cell in visible}, key=lambda name: (name != "fp32", name))
             for is_contemporary, words in KINDS.items()
         }
+        grids["fp32, Muon, with today's Accelerate and torch"] = self.muon
         versions = {cell.stack: cell.versions for cell in self.cells}
         stacks = [
-            {"Stack": stack, "Kind": "contemporary" if stack.endswith(THEN_SUFFIX) else "today",
+            {"Stack": stack, "Kind": "today" if is_of_today(stack) else "contemporary",
              **{name: versions[stack][name] or "not known" for name in PACKAGES}}
             for stack in sorted(versions, key=_stack_order)
         ]  # fmt: skip
@@ -153,7 +160,7 @@ class ReleaseReport:
         return {
             "tested": f"Tested {days} on two CPU ranks in fp32 with gradient clipping; {packages}",
             "versions": versions, "letters": {cause.id: letter for cause, letter in self.letters.items()},
-            "releases": lines,
+            "releases": lines, "muon": _muon_faults(self.muon, self.letters),
         }  # fmt: skip
 
 
@@ -164,6 +171,19 @@ def gpu_faults(cell: ReleaseCell) -> list[Cause]:
         candidates = known_faults(cell.versions, on_gpu=True)
         faults = tuple(cause for cause in candidates if cause.shows_in(cell.strategy, cell.micro_steps, cell.precision))
     return [cause for cause in faults if cause.gpu != "hidden"]
+
+
+def _muon_faults(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> dict[str, str]:
+    """Return the faults of Muon by release, the newest first."""
+    result = {}
+    for release in sorted({cell.release for cell in cells}, key=release_key, reverse=True):
+        struck: dict[str, dict[str, None]] = {}
+        for cell in cells:
+            if cell.release == release and cell.verdict.kind != "equal":
+                sign = "".join(letters[cause] for cause in cell.causes) or "?"
+                struck.setdefault(sign, {})[f"`{cell.strategy}`"] = None
+        result[release] = "; ".join(f"{sign}: {', '.join(names)}" for sign, names in struck.items()) or "no fault"
+    return result
 
 
 def _faults_on_gpu(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> str:
@@ -230,11 +250,16 @@ def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Dat
         by_column: list[dict[str, list[str]]] = [{}, {}, {}]
         for cell in (cell for cell in cells if cell.release == release):
             kind, causes = cell.verdict.kind, cell.races if cell.is_equal_by_chance else cell.causes
+            name = f"`{cell.strategy}`"
+            if kind == "crashes" and causes:
+                # A CPU bug ends this run before the faults that a GPU shows.
+                for cause in gpu_faults(cell):
+                    by_column[int(cell.micro_steps > 1)].setdefault(letters[cause], []).append(f"{name}{DAGGER}")
             if kind in ("different", "crashes") or cell.is_equal_by_chance:
                 column = 2 if causes and all(cause.gpu == "hidden" for cause in causes) else int(cell.micro_steps > 1)
                 sign = "crashes " * (kind == "crashes") + "".join(letters[cause] for cause in causes)
                 names = by_column[column].setdefault(sign.strip() or "?", [])
-                names += [f"`{cell.strategy}`"] * (f"`{cell.strategy}`" not in names)
+                names += [name] * (name not in names)
         return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in entries.items()) or "none"
                      for entries in by_column)  # fmt: skip
 
@@ -247,14 +272,14 @@ def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Dat
 
 def _grid(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.DataFrame:
     """Return a row per release and a column per strategy: the signs with one micro-step and with several."""
-    signs = {(cell.release, cell.strategy, cell.micro_steps > 1): _sign(cell, letters) for cell in cells}
+    signs = {(cell.row, cell.strategy, cell.micro_steps > 1): _sign(cell, letters) for cell in cells}
     assert len(signs) == len(cells), "two cells in one place of the grid"
     strategies = sorted({cell.strategy for cell in cells}, key=strategy_order)
     return pd.DataFrame(
-        {"DeepSpeed": release,
-         **{f"`{name}`": " / ".join(signs.get((release, name, several), NOT_RUN) for several in (False, True))
+        {"DeepSpeed": row,
+         **{f"`{name}`": " / ".join(signs.get((row, name, several), NOT_RUN) for several in (False, True))
             for name in strategies}}
-        for release in dict.fromkeys(cell.release for cell in cells)
+        for row in dict.fromkeys(cell.row for cell in cells)
     )  # fmt: skip
 
 

@@ -35,10 +35,13 @@ def answer(records: Records) -> Answer | None:
     good = sorted(ran - wrong, key=release_key)
     # A release counts as hidden only if a GPU hides the causes of all its cases.
     hidden = wrong - {cell.release for cell in bad if not cell.hides_on_gpu}
+    on_a_gpu = sorted(ran - wrong | hidden, key=release_key)
     sentence = (
-        f"With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
+        f"On a GPU, by the source of each fault, these releases compute the gradients of one process under all"
+        f" strategies: {', '.join(on_a_gpu) or 'none'}."
+        f" With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
         f" one process under some strategy, {len(hidden)} of them by a fault that a GPU does not show."
-        f" Equal to it under all strategies: {', '.join(good) or 'none'}."
+        f" Equal to it there under all strategies: {', '.join(good) or 'none'}."
     )
     # A race condition may be absent from any run.
     steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
@@ -101,7 +104,7 @@ def _avoided(cells: Sequence[ReleaseCell]) -> str:
 def verdict_table(records: Records) -> pd.DataFrame:
     """Return a row per case with its verdict."""
     cells = release_cells(records)
-    letters = lettered(clipped(cells))
+    letters = lettered()
 
     def size_text(verdict: Verdict) -> str:
         if verdict.size is not None:
@@ -112,7 +115,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
         {
             "Release": cell.release,
             "Accelerate and torch": "contemporary" if cell.is_contemporary else "today's",
-            "Strategy": cell.strategy,
+            "Strategy": f"{cell.strategy}{', Muon' * (cell.optimizer == 'muon')}",
             "Precision": cell.precision,
             "Micro-steps": cell.micro_steps,
             "Clips at": cell.max_norm or "-",
@@ -122,7 +125,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
             "Difference of the loss": size_text(cell.verdict),
             "Norm, x the right one": "-" if cell.verdict.norm_ratio is None else f"{cell.verdict.norm_ratio:.3g}",
             "Runs": len(cell.runs),
-            "Cause": ", ".join(letters[cause] for cause in cell.causes if cause in letters) or "-",
+            "Cause": ", ".join(letters[cause] for cause in cell.causes) or "-",
             "With contemporary ones": "-" if cell.is_contemporary else cell.contemporary or "not run",
         }
         for cell in cells
@@ -133,12 +136,12 @@ def cause_table(records: Records) -> pd.DataFrame:
     """Return a row per cause with its releases and strategies."""
     cells = release_cells(records)
     rows = []
-    for cause, letter in lettered(clipped(cells)).items():
+    for cause, letter in lettered().items():
         matching = [cell for cell in cells if cause in cell.causes]
         rows.append({
             "": letter, "Cause": cause.title, "Whose": cause.blame,
-            "Releases seen": ", ".join(dict.fromkeys(cell.stack for cell in matching)),
-            "Strategies": ", ".join(dict.fromkeys(cell.strategy for cell in matching)),
+            "Releases seen": ", ".join(dict.fromkeys(cell.stack for cell in matching)) or "none",
+            "Strategies": ", ".join(dict.fromkeys(cell.strategy for cell in matching)) or cause.where,
             "On a GPU": f"{cause.gpu}: {cause.gpu_why}", "Instead": cause.instead or "-",
         })  # fmt: skip
     return pd.DataFrame(rows)
@@ -156,21 +159,20 @@ _WORDS = {
 
 
 def clipped(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
-    """Return the cells with gradient clipping, or all if none clips: a figure shows one setting, the table both."""
-    all_cells = list(cells)
+    """Return AdamW's cells with gradient clipping, or all if none clips: a figure shows one setting, the table both."""
+    all_cells = [cell for cell in cells if cell.optimizer == "adamw"]
     return [cell for cell in all_cells if cell.max_norm] or all_cells
 
 
-def lettered(cells: Iterable[ReleaseCell]) -> dict[Cause, str]:
-    """Return the causes that occur, each with its letter in all grids."""
-    cause_ids = {cause.id for cell in cells for cause in cell.causes}
-    return dict(zip((cause for cause in read_causes() if cause.id in cause_ids), _LETTERS, strict=False))
+def lettered() -> dict[Cause, str]:
+    """Return the known causes, each with its letter in all grids."""
+    return dict(zip(read_causes(), _LETTERS, strict=False))
 
 
 def release_grid(records: Records) -> list[canvas.Drawing]:
     """Draw a grid of releases and strategies for each precision and kind of stack."""
     cells = clipped(release_cells(records))
-    letters = lettered(cells)
+    letters = lettered()
     precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
     subjects = {
         f"{precision}, {KINDS[is_contemporary]}": [
@@ -183,14 +185,14 @@ def release_grid(records: Records) -> list[canvas.Drawing]:
 
 
 def _grid(letters: dict[Cause, str], subject: str, cells: Sequence[ReleaseCell]) -> canvas.Drawing:
-    releases = sorted({cell.release for cell in cells}, key=release_key, reverse=True)
+    releases = sorted({cell.row for cell in cells}, key=release_key, reverse=True)
     strategies = sorted({cell.strategy for cell in cells}, key=strategy_order)
     steps = sorted({cell.micro_steps for cell in cells})
     width = 0.94 / len(steps)
     figure, (axes,) = canvas.sheet(_ROW_IN * len(releases) + 0.95)
     for cell in cells:
         x = strategies.index(cell.strategy) + 0.03 + width * steps.index(cell.micro_steps)
-        row, fill = releases.index(cell.release), canvas.RELEASES[_kind(cell)]
+        row, fill = releases.index(cell.row), canvas.RELEASES[_kind(cell)]
         axes.add_patch(Rectangle((x, row + 0.06), width, 0.88, facecolor=fill.colour, hatch=fill.hatch,
                                  edgecolor="white", linewidth=0.5))  # fmt: skip
         text = "".join(letters[cause] for cause in cell.causes) or "?" * (cell.verdict.kind == "different")
@@ -210,7 +212,7 @@ def _grid(letters: dict[Cause, str], subject: str, cells: Sequence[ReleaseCell])
     halves = " and ".join(f"{count} micro-step{'s'[: count > 1]}" for count in steps)
     subtitle = f"In each cell, from the left: {halves} per step. {len(bad)} of {len(cells)} diverge from one process."
     words = "; ".join(
-        f"{release}: {', '.join(sorted({cell.strategy for cell in bad if cell.release == release})) or 'none'}"
+        f"{release}: {', '.join(sorted({cell.strategy for cell in bad if cell.row == release})) or 'none'}"
         for release in releases
     )
     kinds = {_kind(cell) for cell in cells}
@@ -246,7 +248,7 @@ def fault_curves(records: Records) -> list[canvas.Drawing]:
     steps = steps_by_run(records)
     drawn = [cell for cell in worst if cell.worst_run in steps and cell.single in steps]
     subjects = [("fp32, one run each", drawn)] if drawn else []
-    return canvas.drawings("fault_curves", subjects, functools.partial(_curves, lettered(cells), steps))
+    return canvas.drawings("fault_curves", subjects, functools.partial(_curves, lettered(), steps))
 
 
 def _curves(

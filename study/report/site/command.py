@@ -38,17 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the report, reports/SUITE by default; it may contain files of yours",
     )
-    parser.add_argument(
+    only_records = parser.add_mutually_exclusive_group()
+    only_records.add_argument(
         "--drop_missing",
         action="store_true",
         help="replace a report even if it has the only records of some runs",
     )
+    only_records.add_argument("--keep_missing", action="store_true", help="keep runs that only the report contains")
 
 
 def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[DependentClaim]]) -> int:
     """Build the report; `claims` returns the published claims that depend on a report's records, given its folder."""
     with require_extra("report"):
-        from study.records.frames import is_empty, read_parquet, read_runs, runs_only_in
+        from study.records.frames import is_empty, merge_earlier_runs, read_parquet, read_runs, runs_only_in
         from study.report.site.build import build
         from study.sweep.tables import slice_progress
     runs_dir: Path = options.runs_dir or Path("runs")
@@ -66,11 +68,14 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
         records = read_runs(runs_dir if plan else roots[0], roots, remaining)
         if report_folder is not None and report_folder == output and (lost := runs_only_in(report_folder, records)):
             missing = f"{len(lost)} runs of the report in {report_folder} are not below {runs_dir} ({lost[0]})"
-            if not options.drop_missing:
+            if not (options.drop_missing or options.keep_missing):
                 raise UserError(
-                    f"{missing}: the report has their only records", "name another --output, or add --drop_missing"
+                    f"{missing}: the report has their only records",
+                    "add --keep_missing or --drop_missing, or name another --output",
                 )
-            print_line(f"notice: {missing}: dropped")
+            print_line(f"notice: {missing}: {'kept' if options.keep_missing else 'dropped'}")
+            if options.keep_missing:
+                records = merge_earlier_runs(read_parquet(report_folder), records)
     else:
         parquet = Path(REPORTS) / name / RUNS_PATH
         raise UserError(
