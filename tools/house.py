@@ -34,7 +34,7 @@ BUDGETS = {
     "releases": 1_552,
     "advisor": 3_299,
     "report": 4_959,
-    "autopsy": 1_504,
+    "autopsy": 1_500,
     "claims": 2_154,
     "baselines": 437,
     "train": 144,

@@ -111,18 +111,14 @@ def _memory(study: Autopsy) -> str:
 
 def _findings(study: Autopsy) -> list[str]:
     """Return the findings as sentences, computed from the records."""
-    arms, where = study.arms, {}
-    for loss, change in PUBLISHED.items():
-        printed = study.ratio(loss, "factorial", PRINTED)
-        where[loss] = "inside" if (printed.low or 0) <= 1 + change <= (printed.high or 0) else "outside"
     engine = 1 + 2 * study.models["eval_loss"].terms["E"]
     equivalence = equivalence_test(list(engine), [1.0] * len(engine), study.null_margin("eval_loss"))
-    standard = arms[(arms["kind"] == "printed rate") & (arms["arm"] == "standard")]
+    standard = study.arms[(study.arms["kind"] == "printed rate") & (study.arms["arm"] == "standard")]
     share = functools.partial(functools.partial, _share, study)
     return render_paragraphs(
         "autopsy_findings.j2", printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
         equal=share("aa", AA), third=share("printed rate", PRINTED),
-        engine="" if study.engine_was_on(all_as_printed=True)[0] else ", without DeepSpeed", where=where,
+        engine="" if study.engine_was_on(all_as_printed=True)[0] else ", without DeepSpeed",
         published={loss: percent(change, signed=True) for loss, change in PUBLISHED.items()},
         effect=lambda letter, name: share_text(study.effects[name][CORRECTED.index(letter)].ratio),
         equivalence=equivalence.text(), memory=_memory(study),
