@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 from scipy import stats
 
-from study.autopsy.contrasts import (
-    FILE,
-    cell_gaps,
-    corrected_ratio,
-    effects,
-    engine_was_on,
-    fit_linear_model,
-    gaps,
-    minimum_detectable_effect,
-    printed_ratio,
-    read_sessions,
-    sets_it_as_printed,
-    sign_flip_p,
-)
+from study.autopsy.contrasts import FILE, Autopsy, read_sessions, sign_flip_p
 from study.autopsy.design import (
     AA,
     CORRECTED,
@@ -41,18 +31,16 @@ from study.autopsy.design import (
     SEEDS,
     SWITCHES,
     Kind,
-    Session,
     plan,
 )
 from study.autopsy.page import build
-from study.autopsy.run import MARK, SESSIONS, SessionWorker, missing, open_folder, run_sessions
+from study.autopsy.run import MARK, SESSIONS, missing, open_folder, run_sessions
 from study.claims.ledger import read_ledger
 from study.cli import main
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 
 COMMITTED = REPOSITORY / "reports" / "autopsy"
-LOSS = next(response for response in RESPONSES if response.name == "eval_loss")
 TINY = dataclasses.replace(
     SCALES["laptop"], train_samples=96, eval_samples=8, wide_samples=16, eval_steps=3, logging_steps=3, limit_s=120
 )
@@ -92,9 +80,9 @@ def test_the_switches_feed_claims_that_the_ledger_has() -> None:
 # Evaluation.
 
 
-def synthetic(gap: Callable[[str, int], float], kinds: dict[Kind, tuple[str, ...]] | None = None) -> pd.DataFrame:
+def synthetic(gap: Callable[[str, int], float]) -> Autopsy:
     """Return rows of sessions whose ZeRO arm has exp(gap) times the standard arm's figure in every response."""
-    cells = kinds or {"factorial": FACTORIAL, "corrected": (CORRECTED,), "aa": (AA,)}
+    cells: dict[Kind, tuple[str, ...]] = {"factorial": FACTORIAL, "corrected": (CORRECTED,), "aa": (AA,)}
     rows: list[dict[str, Any]] = []
     for kind, names in cells.items():
         for cell in names:
@@ -104,7 +92,7 @@ def synthetic(gap: Callable[[str, int], float], kinds: dict[Kind, tuple[str, ...
                 for arm, figure in (("standard", base), ("zero", base * math.exp(gap(cell, seed)))):
                     rows.append(about | {"arm": arm, "deepspeed_enabled": arm == "zero" and "E" in cell}
                                 | {response.name: figure for response in RESPONSES})  # fmt: skip
-    return pd.DataFrame(rows)
+    return Autopsy(pd.DataFrame(rows))
 
 
 def planted(cell: str, seed: int) -> float:
@@ -114,24 +102,24 @@ def planted(cell: str, seed: int) -> float:
 
 
 def test_planted_effects_are_found_and_separate_from_the_order() -> None:
-    by_letter = {effect.letter: effect for effect in effects(synthetic(planted), LOSS)}
+    by_letter = {effect.letter: effect for effect in synthetic(planted).effects["eval_loss"]}
     assert math.log(by_letter["W"].ratio.center) == pytest.approx(0.3, abs=0.002)
     assert math.log(by_letter["B"].ratio.center) == pytest.approx(-0.1, abs=0.002)
     assert (by_letter["E"].outcome, by_letter["W"].outcome, by_letter["B"].outcome) == ("0", "+", "-")
     assert by_letter["W"].p == pytest.approx(5 * 2 / 2**8)
     # Averaging over both orders cancels the effect of carried weights.
     assert math.log(by_letter["W"].average.center) == pytest.approx(0, abs=0.002)
-    fit = fit_linear_model(gaps(synthetic(planted), LOSS.name))
+    fit = synthetic(planted).models["eval_loss"]
     shares = {letter: float(part.mean()) for letter, part in fit.shares().items()}
     assert (shares["W"], shares["O"]) == (pytest.approx(0.15, abs=0.002), pytest.approx(0.15, abs=0.002))
     # The shares lead from the listing to the corrected protocol in both orders.
     assert fit.printed().mean() + sum(shares.values()) == pytest.approx(fit.corrected().mean())
-    assert fit.printed() == pytest.approx(cell_gaps(synthetic(planted), LOSS.name, "factorial", PRINTED))
+    assert fit.printed() == pytest.approx(synthetic(planted).cell_gaps("eval_loss", "factorial", PRINTED))
 
 
 def test_the_minimum_detectable_effect_is_found_in_four_of_five_studies() -> None:
     noise = dict(zip(SEEDS, stats.norm.ppf((np.arange(len(SEEDS)) + 0.5) / len(SEEDS)) * 0.02, strict=True))
-    detectable = minimum_detectable_effect(synthetic(lambda _, seed: noise[seed]), LOSS)
+    detectable = synthetic(lambda _, seed: noise[seed]).minimum_detectable_effect("eval_loss")
     n = len(SEEDS)
     # A difference of two means of four cells, in each seed.
     error = np.std(list(noise.values()), ddof=1) * math.sqrt(2 / 4) / math.sqrt(n)
@@ -140,14 +128,14 @@ def test_the_minimum_detectable_effect_is_found_in_four_of_five_studies() -> Non
 
 
 def test_a_seed_that_lacks_a_cell_is_in_no_effect() -> None:
-    arms = synthetic(planted)
+    arms = synthetic(planted).arms
     arms.loc[(arms["seed"] == 3) & (arms["cell"] == PRINTED), "state"] = "failed"
-    assert list(fit_linear_model(gaps(arms, LOSS.name)).terms.index) == [seed for seed in SEEDS if seed != 3]
+    assert list(Autopsy(arms).models["eval_loss"].terms.index) == [seed for seed in SEEDS if seed != 3]
 
 
 def test_a_wide_effect_decides_nothing_and_eight_signs_have_their_exact_p() -> None:
     noisy = synthetic(lambda cell, seed: (0.5 if seed % 2 else -0.5) * (1 if "E" in cell else 0))
-    engine = next(effect for effect in effects(noisy, LOSS) if effect.letter == "E")
+    engine = next(effect for effect in noisy.effects["eval_loss"] if effect.letter == "E")
     assert engine.outcome == "?"
     assert sign_flip_p(np.ones(8)) == 2 / 2**8
     assert sign_flip_p(np.array([1.0, -1.0])) == 1
@@ -230,7 +218,7 @@ def test_as_printed_the_engine_is_off_although_the_arguments_request_it(ran: pd.
         "BertForSequenceClassification",
         "AdamW",
     )
-    assert engine_was_on(ran, sets_it_as_printed) == (0, 2)
+    assert Autopsy(ran).engine_was_on() == (0, 2)
 
 
 @pytest.mark.long
@@ -239,7 +227,7 @@ def test_corrected_the_engine_is_on_and_trains_to_the_same_loss(ran: pd.DataFram
     assert (zero["deepspeed_enabled"], zero["zero_stage"], zero["clips_at"]) == (True, 3, 1.0)
     assert json.loads(zero["optimizer_classes"])[-1] == "DeepSpeedCPUAdam"
     assert zero["eval_loss"] == pytest.approx(standard["eval_loss"], rel=1e-4)
-    assert corrected_ratio(ran, "eval_loss").n == 1
+    assert Autopsy(ran).ratio("eval_loss", "corrected", CORRECTED).n == 1
 
 
 @pytest.mark.long
@@ -255,7 +243,7 @@ def test_carried_weights_are_those_that_the_first_arm_ended_with(ran: pd.DataFra
 
 @pytest.mark.long
 def test_two_equal_arms_have_one_loss_and_each_phase_its_time(ran: pd.DataFrame) -> None:
-    assert list(cell_gaps(ran, "train_loss", "aa", AA)) == [0.0]
+    assert list(Autopsy(ran).cell_gaps("train_loss", "aa", AA)) == [0.0]
     for _, arm in ran[ran["arm"].notna()].iterrows():
         parts = sum(arm[f"{phase}_s"] for phase in ("setup", "warm_up", "train", "eval", "save"))
         assert 0 < parts <= arm["whole_s"] + 1e-3
@@ -269,13 +257,26 @@ def test_a_refused_dictionary_is_a_row_with_its_reason(ran: pd.DataFrame) -> Non
     assert "train_micro_batch_size_per_gpu" in gate["reason"]
 
 
-def test_a_process_that_is_killed_is_a_row_as_well(tmp_path: Path) -> None:
-    lane = SessionWorker(dataclasses.replace(TINY, limit_s=0.05), -1, tmp_path)
-    try:
-        session: Session = plan(TINY, (1,))[0]
-        assert lane.run(session)["state"] == "timeout"
-    finally:
-        lane.end()
+@pytest.mark.engine
+def test_a_session_past_its_time_limit_is_a_row_and_its_processes_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def processes() -> Iterator[int]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("AUTOPSY_TEST") == str(tmp_path):
+                    yield process.pid
+
+    monkeypatch.setenv("AUTOPSY_TEST", str(tmp_path))
+    (session,) = [session for session in plan(TINY, (1,)) if session.id == "1-corrected-EWPOB"]
+    with open_folder(tmp_path, TINY) as lock:
+        assert run_sessions(tmp_path, lock, dataclasses.replace(TINY, limit_s=1), [session], lambda _line: None) == 1
+    record = json.loads((tmp_path / SESSIONS / f"{session.id}.json").read_text())
+    assert (record["state"], record["arms"]) == ("timeout", [])
+    deadline = time.monotonic() + 5
+    while running := list(processes()):
+        assert time.monotonic() < deadline, running
+        time.sleep(0.05)
 
 
 # The committed page
@@ -283,16 +284,15 @@ def test_a_process_that_is_killed_is_a_row_as_well(tmp_path: Path) -> None:
 
 def test_the_page_is_made_again_from_the_committed_records_alone(tmp_path: Path) -> None:
     shutil.copy(COMMITTED / FILE, tmp_path / FILE)
-    output = tmp_path
-    (output / "files.json").write_text((COMMITTED / "files.json").read_text())
-    build(tmp_path / "none", output, runs_named=False)
+    (tmp_path / "files.json").write_text((COMMITTED / "files.json").read_text())
+    build(tmp_path / "none", tmp_path, runs_named=False)
     for name in ("summary.md", "index.html"):
-        assert (output / name).read_text() == (COMMITTED / name).read_text(), name
-    assert not (output / MARK).exists()
+        assert (tmp_path / name).read_text() == (COMMITTED / name).read_text(), name
+    assert not (tmp_path / MARK).exists()
 
 
 def test_the_committed_records_support_the_beginning_of_the_page() -> None:
-    arms = pd.read_parquet(COMMITTED / FILE)
-    on, sessions = engine_was_on(arms, sets_it_as_printed)
+    study = Autopsy(pd.read_parquet(COMMITTED / FILE))
+    on, sessions = study.engine_was_on()
     assert f"active in {on} of {sessions} sessions" in (COMMITTED / "summary.md").read_text()
-    assert printed_ratio(arms, "eval_loss").n == len(fit_linear_model(gaps(arms, "eval_loss")).terms)
+    assert study.ratio("eval_loss", "factorial", PRINTED).n == len(study.models["eval_loss"].terms)

@@ -7,10 +7,11 @@ study/autopsy/design.py, committed before the first session.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ import pandas as pd
 from study.autopsy.design import (
     AA,
     AA_DEVIATIONS,
-    CORRECTED,
     EXPECTED,
     FACTORIAL,
     LETTERS,
@@ -30,27 +30,18 @@ from study.autopsy.design import (
 )
 from study.autopsy.run import SESSIONS
 from study.config.errors import UserError
+from study.config.text import percent
 from study.records.directory import read_json
-from study.records.statistics import (
-    CONFIDENCE,
-    POWER,
-    Equivalence,
-    Interval,
-    apply_holm,
-    equivalence_test,
-    interval,
-    t_quantile,
-)
+from study.records.statistics import CONFIDENCE, POWER, Interval, apply_holm, interval, t_quantile
 
 FILE = "arms.parquet"
 # Columns of a session; the other columns are of its arms.
 _ABOUT = ("session", "kind", "cell", "seed", "scale", "state", "reason", "started_at", "session_s", "lanes", "core")
 _AS_JSON = ("environment", "options", "optimizer_classes")
-_PAIRS = tuple(itertools.combinations(LETTERS, 2))
 
 
 def read_sessions(runs: Path) -> pd.DataFrame:
-    """Read the sessions as one row per arm; a session without arms is one row."""
+    """Read the sessions as one row per arm, with derived responses; a session without arms is one row."""
     rows = []
     for file in sorted((runs / SESSIONS).glob("*.json")):
         record = read_json(file)
@@ -63,14 +54,9 @@ def read_sessions(runs: Path) -> pd.DataFrame:
     table = pd.DataFrame(rows)
     for name in set(_AS_JSON) & set(table):
         table[name] = table[name].map(lambda value: json.dumps(value, sort_keys=True))
-    return with_responses(table.sort_values(["seed", "session", "process", "place_in_process"], ignore_index=True))
-
-
-def with_responses(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table with derived responses added."""
-    return table.assign(
-        less_eval_s=table["whole_s"] - table["eval_s"],
-        less_eval_and_save_s=table["whole_s"] - table["eval_s"] - table["save_s"],
+    return table.sort_values(["seed", "session", "process", "place_in_process"], ignore_index=True).assign(
+        less_eval_s=lambda arms: arms["whole_s"] - arms["eval_s"],
+        less_eval_and_save_s=lambda arms: arms["whole_s"] - arms["eval_s"] - arms["save_s"],
     )
 
 
@@ -81,19 +67,9 @@ def read_arms(folder: Path) -> pd.DataFrame:
     return pd.read_parquet(folder / FILE)
 
 
-def gaps(arms: pd.DataFrame, response: str, kind: Kind = "factorial") -> pd.DataFrame:
-    """Return log(ZeRO / standard), a row per seed and a column per cell; NaN for failed sessions."""
-    rows = arms[(arms["kind"] == kind) & (arms["state"] == "ok")]
-    figures = rows.pivot_table(index=["seed", "cell"], columns="arm", values=response)
-    if not {"zero", "standard"} <= set(figures):
-        return pd.DataFrame(dtype=float)
-    return np.log(figures["zero"] / figures["standard"]).unstack("cell")
-
-
-def cell_gaps(arms: pd.DataFrame, response: str, kind: Kind, cell: str) -> np.ndarray:
-    """Return the gaps of one cell, one per seed."""
-    table = gaps(arms, response, kind)
-    return table[cell].dropna().to_numpy() if cell in table else np.empty(0)
+def is_as_printed(arms: pd.DataFrame) -> pd.Series:
+    """Select sessions with all switches as printed."""
+    return (arms["cell"] == PRINTED) & arms["kind"].isin(["factorial", "listing"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,38 +81,24 @@ class LinearModel:
 
     def at(self, places: Mapping[str, float]) -> np.ndarray:
         """Evaluate the model for each seed at these switch settings: -1 as printed, 1 corrected, 0 averaged."""
-        return sum(
-            (self.terms[term].to_numpy() * math.prod(places[letter] for letter in term) for term in self.terms),
-            start=np.zeros(len(self.terms)),
-        )
+        return self.terms.to_numpy() @ [math.prod(places.get(letter, 0.0) for letter in term) for term in self.terms]
 
     def effect(self, letter: str) -> np.ndarray:
         """Return the effect of correcting a switch, averaged over the others, standard arm first (except for O)."""
-        order = {"O": -1.0} if letter != "O" else {}
-        averaged = dict.fromkeys(LETTERS, 0.0) | order
-        return self.at(averaged | {letter: 1.0}) - self.at(averaged | {letter: -1.0})
-
-    def average_effect(self, letter: str) -> np.ndarray:
-        """Return the effect of correcting a switch, averaged over the others and over both orders."""
-        return 2 * self.terms[letter].to_numpy()
+        return self.at({"O": -1.0, letter: 1.0}) - self.at({"O": -1.0, letter: -1.0})
 
     def shares(self) -> dict[str, np.ndarray]:
         """Attribute the change from the listing to a corrected protocol with both orders to the switches.
 
         A contribution is the mean over all sequences of switches: the main effect, and half of each of its pairs.
         """
-        ends = {letter: (-1.0, 0.0 if letter == "O" else 1.0) for letter in LETTERS}
-        contributions = {letter: np.zeros(len(self.terms)) for letter in LETTERS}
-        sequences = list(itertools.permutations(LETTERS))
-        for sequence in sequences:
-            places = {letter: printed for letter, (printed, _) in ends.items()}
-            before = self.at(places)
-            for letter in sequence:
-                places[letter] = ends[letter][1]
-                after = self.at(places)
-                contributions[letter] += (after - before) / len(sequences)
-                before = after
-        return contributions
+        # Each switch goes from -1 to 1, the order to 0: on average the others are at 0, and the order at -0.5.
+        middle = {"O": -0.5}
+        return {
+            letter: (1.0 if letter == "O" else 2.0)
+            * (self.at({**middle, letter: 1.0}) - self.at({**middle, letter: 0.0}))
+            for letter in LETTERS
+        }
 
     def printed(self) -> np.ndarray:
         """Evaluate each seed with all switches as printed."""
@@ -148,29 +110,12 @@ class LinearModel:
 
 
 def fit_linear_model(table: pd.DataFrame) -> LinearModel:
-    """Fit the model to `gaps` of the factorial."""
+    """Fit the model to the gaps of the factorial."""
     complete = table.reindex(columns=list(FACTORIAL)).dropna()
-    signs = {letter: np.array([1.0 if letter in cell else -1.0 for cell in FACTORIAL]) for letter in LETTERS}
-    terms = ["", *LETTERS, *("".join(pair) for pair in _PAIRS)]
-    columns = [np.prod([signs[letter] for letter in term], axis=0) if term else np.ones(len(FACTORIAL))
-               for term in terms]  # fmt: skip
+    terms = ["", *LETTERS, *map("".join, itertools.combinations(LETTERS, 2))]
     # The design is orthogonal: each term is a mean of signed cells.
-    values = complete.to_numpy() @ np.array(columns).T / len(FACTORIAL)
-    return LinearModel(pd.DataFrame(values, index=complete.index, columns=terms))
-
-
-def mean_ratio(logs: np.ndarray) -> Interval:
-    """Return the mean ratio with a t interval over seeds."""
-    return interval(np.exp(logs))
-
-
-def sign_flip_p(values: np.ndarray) -> float:
-    """Return the exact two-sided p of the sign-flip permutation test; NaN without values."""
-    if not len(values):
-        return math.nan
-    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(values))))
-    means = np.abs(signs @ values)
-    return float((means >= abs(values.sum()) - 1e-12).mean())
+    signs = [[math.prod(1.0 if letter in cell else -1.0 for letter in term) for term in terms] for cell in FACTORIAL]
+    return LinearModel(pd.DataFrame(complete.to_numpy() @ signs / len(FACTORIAL), complete.index, terms))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +125,16 @@ class Effect:
     letter: str
     response: Response
     ratio: Interval
+    # Over both orders.
     average: Interval
     # Holm-corrected over the five switches.
     p: float
-    expected: str
     margin: float
+
+    @property
+    def expected(self) -> str:
+        """The sign that was committed before the first session."""
+        return EXPECTED[self.letter][self.response.name]
 
     @property
     def outcome(self) -> str:
@@ -204,73 +154,97 @@ class Effect:
         return "as expected" if self.expected == self.outcome else "not as expected"
 
 
-def null_margin(arms: pd.DataFrame, response: Response) -> float:
-    """Return the null margin: the larger of a fixed fraction and twice the SD of the A/A sessions."""
-    equal = cell_gaps(arms, response.name, "aa", AA)
-    return max(response.margin, AA_DEVIATIONS * float(np.std(equal, ddof=1))) if len(equal) > 1 else response.margin
+@dataclasses.dataclass(frozen=True, eq=False)
+class Autopsy:
+    """The arms of all sessions, with the responses, models and effects that the page and its figures show."""
+
+    arms: pd.DataFrame
+
+    @functools.cached_property
+    def responses(self) -> dict[str, Response]:
+        """The responses that have values, by name; a laptop has no device peak."""
+        return {item.name: item for item in RESPONSES if item.name in self.arms and self.arms[item.name].notna().any()}
+
+    @functools.cached_property
+    def models(self) -> dict[str, LinearModel]:
+        """The linear model of each response."""
+        return {name: fit_linear_model(self.gaps(name)) for name in self.responses}
+
+    @functools.cached_property
+    def effects(self) -> dict[str, list[Effect]]:
+        """The effect of each switch on each response; none if no seed has all its sessions."""
+        effects: dict[str, list[Effect]] = {}
+        for name, response in self.responses.items():
+            model, margin = self.models[name], self.null_margin(name)
+            values = [model.effect(letter) for letter in LETTERS]
+            effects[name] = [
+                Effect(letter, response, mean_ratio(value), mean_ratio(2 * model.terms[letter].to_numpy()), p, margin)
+                for letter, value, p in zip(LETTERS, values, apply_holm(map(sign_flip_p, values)), strict=True)
+                if len(value)
+            ]
+        return effects
+
+    def gaps(self, response: str, kind: Kind = "factorial") -> pd.DataFrame:
+        """Return log(ZeRO / standard), a row per seed and a column per cell; NaN for failed sessions."""
+        rows = self.arms[(self.arms["kind"] == kind) & (self.arms["state"] == "ok")]
+        figures = rows.pivot_table(index=["seed", "cell"], columns="arm", values=response)
+        if not {"zero", "standard"} <= set(figures):
+            return pd.DataFrame(dtype=float)
+        return np.log(figures["zero"] / figures["standard"]).unstack("cell")
+
+    def cell_gaps(self, response: str, kind: Kind, cell: str) -> np.ndarray:
+        """Return the gaps of one cell, one per seed."""
+        table = self.gaps(response, kind)
+        return table[cell].dropna().to_numpy() if cell in table else np.empty(0)
+
+    def ratio(self, response: str, kind: Kind, cell: str) -> Interval:
+        """Return the mean ratio of ZeRO to standard in one cell."""
+        return mean_ratio(self.cell_gaps(response, kind, cell))
+
+    def null_margin(self, response: str) -> float:
+        """Return the null margin: the larger of a fixed fraction and twice the SD of the A/A sessions."""
+        fixed, equal = self.responses[response].margin, self.cell_gaps(response, "aa", AA)
+        return max(fixed, AA_DEVIATIONS * float(np.std(equal, ddof=1))) if len(equal) > 1 else fixed
+
+    def minimum_detectable_effect(self, response: str) -> float:
+        """Return the effect that these seeds detect with a power of 80 %, from the SD of the A/A sessions.
+
+        In each seed, an effect is a difference of two means of four cells.
+        """
+        equal = self.cell_gaps(response, "aa", AA)
+        if len(equal) < 2:
+            return math.nan
+        deviation, n = float(np.std(equal, ddof=1)), len(equal)
+        t = t_quantile((1 + CONFIDENCE) / 2, n - 1) + t_quantile(POWER, n - 1)
+        return float(t * deviation * math.sqrt(2 / 4 / n))
+
+    def engine_was_on(self, *, all_as_printed: bool = False) -> tuple[int, int]:
+        """Return the number of sessions with an active DeepSpeed engine, and of all sessions, that set it as printed.
+
+        `all_as_printed` selects those with all switches as printed.
+        """
+        arms = self.arms
+        sets_it_as_printed = arms["cell"].str.startswith("e") & (arms["kind"] != "gate")
+        chosen = is_as_printed(arms) if all_as_printed else sets_it_as_printed
+        rows = arms[arms["arm"].astype(str).str.startswith("zero") & chosen & (arms["state"] == "ok")]
+        is_on = rows.groupby("session")["deepspeed_enabled"].any()
+        return int(is_on.sum()), len(is_on)
 
 
-def effects(arms: pd.DataFrame, response: Response) -> list[Effect]:
-    """Return the effect of each switch; empty if no seed has all its sessions."""
-    fitted = fit_linear_model(gaps(arms, response.name))
-    if fitted.terms.empty:
-        return []
-    values = {letter: fitted.effect(letter) for letter in LETTERS}
-    ps = apply_holm(sign_flip_p(value) for value in values.values())
-    margin = null_margin(arms, response)
-    return [
-        Effect(letter, response, mean_ratio(values[letter]), mean_ratio(fitted.average_effect(letter)), p,
-               EXPECTED[letter][response.name], margin)
-        for letter, p in zip(LETTERS, ps, strict=True)
-    ]  # fmt: skip
+def mean_ratio(logs: np.ndarray) -> Interval:
+    """Return the mean ratio with a t interval over seeds."""
+    return interval(np.exp(logs))
 
 
-def measured_responses(arms: pd.DataFrame) -> list[Response]:
-    """Return the responses that have values; a laptop has no device peak."""
-    return [response for response in RESPONSES if response.name in arms and arms[response.name].notna().any()]
+def share_text(estimate: Interval) -> str:
+    """Return a ratio as a change in percent, with its interval."""
+    return estimate.brief(lambda value: percent(value - 1, signed=True)) if estimate.n else "-"
 
 
-def engine_equivalence(arms: pd.DataFrame, response: Response) -> Equivalence:
-    """Test the engine's effect on a loss, over both orders, for equivalence (TOST)."""
-    values = 1 + fit_linear_model(gaps(arms, response.name)).average_effect("E")
-    return equivalence_test(values.tolist(), np.ones(len(values)).tolist(), null_margin(arms, response))
-
-
-def minimum_detectable_effect(arms: pd.DataFrame, response: Response) -> float:
-    """Return the effect that these seeds detect with a power of 80 %, from the SD of the A/A sessions.
-
-    In each seed, an effect is a difference of two means of four cells.
-    """
-    equal = cell_gaps(arms, response.name, "aa", AA)
-    if len(equal) < 2:
+def sign_flip_p(values: np.ndarray) -> float:
+    """Return the exact two-sided p of the sign-flip permutation test; NaN without values."""
+    if not len(values):
         return math.nan
-    deviation, n = float(np.std(equal, ddof=1)), len(equal)
-    t = t_quantile((1 + CONFIDENCE) / 2, n - 1) + t_quantile(POWER, n - 1)
-    return float(t * deviation * math.sqrt(2 / 4 / n))
-
-
-def engine_was_on(arms: pd.DataFrame, where: Callable[[pd.DataFrame], pd.Series]) -> tuple[int, int]:
-    """Return the number of sessions with an active DeepSpeed engine, and of all sessions."""
-    rows = arms[arms["arm"].astype(str).str.startswith("zero") & where(arms) & (arms["state"] == "ok")]
-    is_on = rows.groupby("session")["deepspeed_enabled"].any()
-    return int(is_on.sum()), len(is_on)
-
-
-def sets_it_as_printed(arms: pd.DataFrame) -> pd.Series:
-    """Select sessions whose engine switch is as printed."""
-    return arms["cell"].str.startswith("e") & (arms["kind"] != "gate")
-
-
-def is_as_printed(arms: pd.DataFrame) -> pd.Series:
-    """Select sessions with all switches as printed."""
-    return (arms["cell"] == PRINTED) & arms["kind"].isin(["factorial", "listing"])
-
-
-def printed_ratio(arms: pd.DataFrame, response: str) -> Interval:
-    """Return the ratio of ZeRO to standard in the cell as printed."""
-    return mean_ratio(cell_gaps(arms, response, "factorial", PRINTED))
-
-
-def corrected_ratio(arms: pd.DataFrame, response: str) -> Interval:
-    """Return the ratio of ZeRO to standard with all switches corrected."""
-    return mean_ratio(cell_gaps(arms, response, "corrected", CORRECTED))
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(values))))
+    means = np.abs(signs @ values)
+    return float((means >= abs(values.sum()) - 1e-12).mean())

@@ -62,8 +62,8 @@ FACTORIAL = tuple(
 )
 SEEDS = tuple(range(1, 9))
 
-# The line that a worker prints once it can run sessions, and the file to which a process writes its result.
-READY, RESULT = "ready", "result.json"
+# The file to which a process writes its result, and the strategy whose operators its engine needs.
+RESULT, OPERATORS_OF = "result.json", "zero3_cpu_optimizer"
 PRINTED_RATE = 5e-5
 _AT_PRINTED_RATE = {"learning_rate": PRINTED_RATE}
 

@@ -9,23 +9,12 @@ from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from study.autopsy.contrasts import (
-    cell_gaps,
-    effects,
-    engine_was_on,
-    fit_linear_model,
-    gaps,
-    is_as_printed,
-    mean_ratio,
-    measured_responses,
-    sets_it_as_printed,
-)
+from study.autopsy.contrasts import Autopsy, mean_ratio, share_text
 from study.autopsy.design import AA, CORRECTED, PUBLISHED, SWITCHES, Response
 from study.config.text import percent
 from study.records.statistics import Interval
@@ -42,16 +31,15 @@ _RISES, _FALLS, _BAND = "#c58b1a", "#2b98ff", "#d3d7dc"
 _OFFSETS = (-0.14, 0.14)
 
 
-def panel_responses(arms: pd.DataFrame, panel: str) -> list[Response]:
+def panel_responses(study: Autopsy, panel: str) -> list[Response]:
     """Return the two responses of a panel; for memory, those of the device if there is one."""
-    measured = {response.name: response for response in measured_responses(arms)}
-    return [measured[name] for name in _SHOWN[panel] if name in measured][:2]
+    return [study.responses[name] for name in _SHOWN[panel] if name in study.responses][:2]
 
 
-def effect_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
+def effect_panel(axes: Axes, study: Autopsy, panel: str, names: bool = True) -> None:
     """Draw a row per switch and a marker per response, with its interval over seeds."""
-    responses = panel_responses(arms, panel)
-    band = mean_ratio(cell_gaps(arms, responses[0].name, "aa", AA))
+    responses = panel_responses(study, panel)
+    band = study.ratio(responses[0].name, "aa", AA)
     if band.low is not None and band.high is not None:
         axes.axvspan(math.log(band.low), math.log(band.high), color=_BAND, zorder=0)
         axes.axvline(math.log(band.center), color=_BAND, linewidth=3, zorder=0)
@@ -59,7 +47,7 @@ def effect_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True)
     if panel == "loss":
         axes.axvline(math.log1p(PUBLISHED["eval_loss"]), color=ACCENT, linewidth=1.4, linestyle=(0, (3, 2)), zorder=2)
     for response, offset, fill in zip(responses, _OFFSETS, (INK, "white"), strict=False):
-        for row, effect in enumerate(effects(arms, response)):
+        for row, effect in enumerate(study.effects[response.name]):
             _dot(axes, effect.ratio, row + offset, fill)
     _rows(axes, [f"{switch.letter}  {switch.name}" for switch in SWITCHES], names)
     _in_percent(axes)
@@ -107,10 +95,10 @@ def _ticks(low: float, high: float) -> list[float]:
     return spaced
 
 
-def waterfall_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
+def waterfall_panel(axes: Axes, study: Autopsy, panel: str, names: bool = True) -> None:
     """Draw the steps from the listing's gap to that of a corrected protocol, and the measured corrected cell."""
-    response = panel_responses(arms, panel)[0]
-    fitted = fit_linear_model(gaps(arms, response.name))
+    response = panel_responses(study, panel)[0]
+    fitted = study.models[response.name]
     ends = [float(fitted.printed().mean())]
     for part in fitted.shares().values():
         ends.append(ends[-1] + float(part.mean()))
@@ -121,7 +109,7 @@ def waterfall_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = Tr
         axes.barh(row, after - before, left=before, height=0.62, color=_RISES if after > before else _FALLS, zorder=2)
         axes.plot([before, before], [row - 1, row], color=QUIET, linewidth=0.7, zorder=1)
     axes.barh(len(ends), ends[-1], height=0.62, color=INK, zorder=2)
-    measured = mean_ratio(cell_gaps(arms, response.name, "corrected", CORRECTED))
+    measured = study.ratio(response.name, "corrected", CORRECTED)
     if measured.n:
         _dot(axes, measured, len(ends) + 1, "white")
     _rows(axes, labels, names)
@@ -140,11 +128,11 @@ _LINES = (
 )
 
 
-def order_panel(axes: Axes, arms: pd.DataFrame) -> None:
+def order_panel(axes: Axes, study: Autopsy) -> None:
     """Draw the gap with the standard arm first and with ZeRO first, at equal batches, for carried and fresh weights."""
     for turn, (letter, response, name, color, marker) in enumerate(_LINES):
         centers = []
-        for place, values in enumerate(_by_order(arms, response, letter)):
+        for place, values in enumerate(_by_order(study, response, letter)):
             estimate, x = mean_ratio(values), place + (turn - 1) * 0.06
             centers.append((x, math.log(estimate.center)))
             axes.plot(np.full(len(values), x), values, marker, color=color, markersize=3.5, alpha=0.4, linewidth=0)
@@ -162,25 +150,25 @@ def order_panel(axes: Axes, arms: pd.DataFrame) -> None:
     axes.legend(loc="upper left", fontsize=8.5, frameon=False)
 
 
-def _by_order(arms: pd.DataFrame, response: str, letter: str) -> list[np.ndarray]:
+def _by_order(study: Autopsy, response: str, letter: str) -> list[np.ndarray]:
     """Return one gap per seed, with the standard arm first and with ZeRO first; batches are equal."""
-    table = gaps(arms, response)
+    table = study.gaps(response)
     cells = ([cell for cell in table if letter in cell and order in cell and "B" in cell] for order in "oO")
     return [table[columns].mean(axis="columns").dropna().to_numpy() for columns in cells]
 
 
-def _title_of_order(arms: pd.DataFrame) -> str:
-    first, swapped = (float(values.mean()) for values in _by_order(arms, "train_loss", "w"))
+def _title_of_order(study: Autopsy) -> str:
+    first, swapped = (float(values.mean()) for values in _by_order(study, "train_loss", "w"))
     return (
         "Swap the order, and the advantage changes arms" if first * swapped < 0 else "Carried weights, in both orders"
     )
 
 
-def legend(panel: str, arms: pd.DataFrame) -> list[Line2D | Patch]:
+def legend(panel: str, study: Autopsy) -> list[Line2D | Patch]:
     """Return the legend of a panel."""
     marks: list[Line2D | Patch] = [
         Line2D([], [], linestyle="", marker="o", markersize=6.5, color=fill, markeredgecolor=INK, label=response.words)
-        for response, fill in zip(panel_responses(arms, panel), (INK, "white"), strict=False)
+        for response, fill in zip(panel_responses(study, panel), (INK, "white"), strict=False)
     ]
     marks.append(Patch(color=_BAND, label="two equal arms"))
     if panel == "loss":
@@ -188,63 +176,60 @@ def legend(panel: str, arms: pd.DataFrame) -> list[Line2D | Patch]:
     return marks
 
 
-def drawings(arms: pd.DataFrame) -> list[Drawing]:
+def drawings(study: Autopsy) -> list[Drawing]:
     """Draw each panel as a separate figure, for narrow pages, and then all panels on one sheet."""
     drawn = []
     with matplotlib.rc_context(SETTINGS):
         for panel in PANELS:
             figure, (axes,) = sheet(2.5)
-            effect_panel(axes, arms, panel)
+            effect_panel(axes, study, panel)
             title = f"{_TITLES[panel]}: what correcting each switch does"
-            words = ", ".join(f"{effect.letter} {effect.ratio.brief(lambda value: percent(value - 1, signed=True))}"
-                              for effect in effects(arms, panel_responses(arms, panel)[0]))  # fmt: skip
+            response = panel_responses(study, panel)[0]
+            words = ", ".join(f"{effect.letter} {share_text(effect.ratio)}" for effect in study.effects[response.name])
             subtitle = "To the figure of the ZeRO arm over that of the standard arm, which comes first."
-            drawn.append(finish(figure, title, subtitle, "", words, legend=legend(panel, arms), legend_columns=2,
+            drawn.append(finish(figure, title, subtitle, "", words, legend=legend(panel, study), legend_columns=2,
                                lead=title)._replace(name=f"effects_{panel}"))  # fmt: skip
             figure, (axes,) = sheet(2.9)
-            waterfall_panel(axes, arms, panel)
+            waterfall_panel(axes, study, panel)
             title = f"{_TITLES[panel]}: from the listing to a corrected protocol"
-            response = panel_responses(arms, panel)[0]
             subtitle = f"ZeRO over standard, {response.words}. Corrected adds up the steps; measured has ZeRO first."
-            drawn.append(finish(figure, title, subtitle, "", _words_of_waterfall(arms, response), lead=title)
+            drawn.append(finish(figure, title, subtitle, "", _words_of_waterfall(study, response), lead=title)
                         ._replace(name=f"waterfall_{panel}"))  # fmt: skip
         figure, (axes,) = sheet(3.3)
-        order_panel(axes, arms)
-        title = _title_of_order(arms)
+        order_panel(axes, study)
+        title = _title_of_order(study)
         subtitle = "ZeRO over standard at equal batches; small marks are seeds."
-        drawn.append(finish(figure, title, subtitle, "", _words_of_order(arms), lead=title)._replace(name="order"))
-        drawn.append(_screen(arms))
+        drawn.append(finish(figure, title, subtitle, "", _words_of_order(study), lead=title)._replace(name="order"))
+        drawn.append(_screen(study))
     return drawn
 
 
-def _words_of_waterfall(arms: pd.DataFrame, response: Response) -> str:
-    fitted = fit_linear_model(gaps(arms, response.name))
+def _words_of_waterfall(study: Autopsy, response: Response) -> str:
+    fitted = study.models[response.name]
     steps = {"as printed": fitted.printed(), **fitted.shares(), "corrected": fitted.corrected()}
     return ", ".join(
         f"{name} {percent(math.expm1(float(values.mean())), signed=True)}" for name, values in steps.items()
     )
 
 
-def _words_of_order(arms: pd.DataFrame) -> str:
+def _words_of_order(study: Autopsy) -> str:
     return ", ".join(
         f"{name}, {order} {percent(math.expm1(float(values.mean())), signed=True)}"
         for letter, response, name, *_ in _LINES
-        for order, values in zip(("standard first", "ZeRO first"), _by_order(arms, response, letter), strict=True)
+        for order, values in zip(("standard first", "ZeRO first"), _by_order(study, response, letter), strict=True)
     )
 
 
-def headline(arms: pd.DataFrame) -> str:
+def headline(study: Autopsy) -> str:
     """Return the page's main result: in how many sessions DeepSpeed was active."""
-    (on, sessions), (exactly_on, exactly) = (
-        engine_was_on(arms, where) for where in (sets_it_as_printed, is_as_printed)
-    )
+    (on, sessions), (exactly_on, exactly) = study.engine_was_on(), study.engine_was_on(all_as_printed=True)
     return (
         f"DeepSpeed was active in {on} of {sessions} sessions that set it as the listing does"
         f" ({exactly_on} of {exactly} exactly as printed)"
     )
 
 
-def _screen(arms: pd.DataFrame) -> Drawing:
+def _screen(study: Autopsy) -> Drawing:
     """Draw all panels on one sheet, for a document."""
     figure = Figure(figsize=(15.5, 8.4), layout="constrained")
     grid = figure.subplot_mosaic(
@@ -253,16 +238,16 @@ def _screen(arms: pd.DataFrame) -> Drawing:
     )  # fmt: skip
     for place, panel in enumerate(PANELS):
         upper, lower = grid[f"e-{panel}"], grid[f"w-{panel}"]
-        effect_panel(upper, arms, panel, names=not place)
+        effect_panel(upper, study, panel, names=not place)
         upper.set_title(_TITLES[panel])
-        upper.legend(handles=legend(panel, arms), loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8.5,
+        upper.legend(handles=legend(panel, study), loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8.5,
                      ncols=2, frameon=False, columnspacing=1)  # fmt: skip
-        waterfall_panel(lower, arms, panel, names=not place)
+        waterfall_panel(lower, study, panel, names=not place)
     grid["e-loss"].set_ylabel("correcting one switch", color=QUIET)
     grid["w-loss"].set_ylabel("from the listing to the corrected protocol", color=QUIET)
-    order_panel(grid["order"], arms)
-    grid["order"].set_title(textwrap.fill(_title_of_order(arms), 24))
+    order_panel(grid["order"], study)
+    grid["order"].set_title(textwrap.fill(_title_of_order(study), 24))
     grid["order"].set_ylabel("ZeRO over standard, at equal batches", color=QUIET)
-    figure.suptitle(headline(arms), x=0.008, ha="left", size=15, weight="bold")
-    words = "; ".join(f"{panel}: {_words_of_waterfall(arms, panel_responses(arms, panel)[0])}" for panel in PANELS)
+    figure.suptitle(headline(study), x=0.008, ha="left", size=15, weight="bold")
+    words = "; ".join(f"{panel}: {_words_of_waterfall(study, panel_responses(study, panel)[0])}" for panel in PANELS)
     return Drawing(figure, f"The whole screen. {words}.", "screen")

@@ -1,9 +1,8 @@
 """`study autopsy run` and `study autopsy report`, and the lanes that run sessions.
 
-A lane is a worker process that runs sessions one after the other: `python -m study.autopsy.run CORE THREADS` prints
-READY, then reads a session as one line of JSON and prints its result as another, until its standard input ends. CORE -1
-is any core. Each process of a session is a fork of the lane: its times exclude imports but include the cost of first
-steps. CUDA does not survive a fork, so with a GPU every process is started from scratch.
+A lane runs one session after the other, on a core of its own. Each process of a session is a fork of the sweep's
+server, which has imported the libraries: its times exclude imports but include the cost of first steps. CUDA does not
+survive a fork, so with a GPU every process is started from scratch.
 """
 
 from __future__ import annotations
@@ -11,31 +10,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.autopsy.design import READY, RESULT, SCALES, Scale, Session, plan
+from study.autopsy.design import OPERATORS_OF, RESULT, SCALES, Scale, Session, plan
 from study.config.errors import UserError, require_extra
 from study.config.places import IMPORT_ROOT
-from study.config.strategies import read_strategy
-from study.host.folders import cache_directory, folder_argument
-from study.host.machine import detect_machine, visible_gpus
-from study.host.operators import build_operators
-from study.host.stacks import check_training_packages, import_libraries, without_gc
+from study.host.folders import folder_argument
+from study.host.machine import detect_machine
+from study.host.stacks import check_training_packages
 from study.records.directory import is_partial_write, read_json, utc_now, write_json
 from study.records.lock import FileLock
 from study.records.schema import RecordError
+from study.sweep.fork_server import ForkServer
 
 REPORT = Path("reports") / "autopsy"
 RUNS = Path("runs") / "autopsy"
@@ -120,219 +115,140 @@ def missing(folder: Path, sessions: Sequence[Session], retry: bool = False) -> l
     return [session for session in sessions if not is_done(session)]
 
 
-class WorkerStartError(Exception):
-    """The process of a lane cannot start."""
-
-
-class SessionWorker:
-    """Handle of a worker process that runs sessions; replaced after a session that exceeds its time limit."""
-
-    def __init__(self, scale: Scale, core: int, work: Path):
-        self.scale, self.core, self.work = scale, core, work
-        self._process: subprocess.Popen[str] | None = None
-
-    def run(self, session: Session) -> dict[str, Any]:
-        """Run a session and return its record; without a result, one that states failed or timeout."""
-        scale = dataclasses.replace(self.scale, options={**self.scale.options, **session.options})
-        processes = [[dataclasses.asdict(arm) for arm in arms] for arms in session.processes]
-        request = {"scale": dataclasses.asdict(scale), "seed": session.seed, "processes": processes}
-        request["work"] = str(self.work.absolute())
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        began = time.monotonic()
-        timer = threading.Timer(self.scale.limit_s, self.end)
-        timer.start()
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(request) + "\n")
-                process.stdin.flush()
-            answer = process.stdout.readline()
-        finally:
-            timer.cancel()
-        if answer:
-            return dict(json.loads(answer))
-        self.end()
-        took = time.monotonic() - began
-        state = "timeout" if took >= self.scale.limit_s else "failed"
-        return {"state": state, "reason": f"no result in {took:.0f} s", "arms": [], "session_s": took}
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        # On a CPU scale, hide GPUs from torch and DeepSpeed.
-        hidden = {} if self.scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
-        with tempfile.TemporaryFile("w+") as errors:
-            command = [sys.executable, "-m", "study.autopsy.run", str(self.core), str(self.scale.threads)]
-            process = self._process = subprocess.Popen(
-                command, cwd=IMPORT_ROOT, env=os.environ | hidden, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=errors, text=True, start_new_session=True,
-            )  # fmt: skip
-            assert process.stdout is not None
-            if process.stdout.readline().strip() != READY:
-                self.end()
-                errors.seek(0)
-                raise WorkerStartError((errors.read().strip().splitlines() or ["it printed nothing"])[-1])
-        return process
-
-    def end(self) -> None:
-        """Kill the worker and the processes that it forked."""
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-
 def run_sessions(
     folder: Path, lock: FileLock, scale: Scale, sessions: Sequence[Session], say: Callable[[str], None],
     retry: bool = False,
 ) -> int:  # fmt: skip
     """Run the missing sessions in the locked folder; return the number of failed ones."""
     pending = missing(folder, sessions, retry)
-    cores = sorted(os.sched_getaffinity(0))
-    count = max(1, min(scale.lanes, len(cores)))
-    say(
-        f"{len(sessions) - len(pending)} of {len(sessions)} sessions are done; {len(pending)} to run, {count} at a time"
-    )
-    todo: queue.SimpleQueue[Session] = queue.SimpleQueue()
-    for session in pending:
-        todo.put(session)
-    progress = _Progress(len(pending), say)
+    cores = sorted(os.sched_getaffinity(0))[: scale.lanes]
+    done = len(sessions) - len(pending)
+    say(f"{done} of {len(sessions)} sessions are done; {len(pending)} to run, {len(cores)} at a time")
+    # On a CPU scale, hide GPUs from torch and DeepSpeed.
+    environment = {**os.environ, "PYTHONPATH": _python_path(), **({} if scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""})}
+    if pending:
+        command = [sys.executable, "-m", "study.host.operators", OPERATORS_OF]
+        built = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if built.returncode:
+            why = (built.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"sessions cannot start ({why})", "see: study doctor")
+    # Not at the top, because every command imports this module.
+    import asyncio
+
     work = folder / _WORK
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    lanes = [SessionWorker(scale, cores[place] if scale.threads else -1, work) for place in range(count)]
-    threads = [
-        threading.Thread(target=_work, args=(lane, todo, folder, lock, progress, count), daemon=True) for lane in lanes
-    ]
-    for thread in threads:
-        thread.start()
+    lanes = _Lanes(folder, work, lock, scale, len(cores), environment, iter(pending), len(pending), say)
     try:
-        for thread in threads:
-            thread.join()
+        asyncio.run(lanes.run(cores))
     finally:
-        progress.stopped = True
-        for lane in lanes:
-            lane.end()
+        lanes.forks.close()
         if is_in_place := lock.is_in_place():
             shutil.rmtree(work, ignore_errors=True)
     if not is_in_place:
         raise UserError(
             f"{folder} was renamed or removed while its sessions ran", "restore it, and run the command again"
         )
-    if progress.lost:
-        raise UserError(f"sessions cannot start ({progress.lost})", "see: study doctor")
-    return progress.failed
+    return lanes.failed
 
 
-def _work(
-    lane: SessionWorker, todo: queue.SimpleQueue[Session], folder: Path, lock: FileLock, progress: _Progress, lanes: int
-) -> None:
-    while True:
-        try:
-            session = todo.get_nowait()
-        except queue.Empty:
-            return
-        try:
-            answer = lane.run(session)
-        except WorkerStartError as loss:
-            progress.lost = str(loss)
-            return
-        if progress.stopped or not lock.is_in_place():
-            # This process killed the worker, so there is no result; or another folder has this name by now.
-            return
-        about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed}
-        settings = {"options": {**lane.scale.options, **session.options}, "lanes": lanes, "core": lane.core}
-        write_json(folder / SESSIONS / f"{session.id}.json", {**about, "scale": lane.scale.name, **settings, **answer})
-        progress.add(session, answer)
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(IMPORT_ROOT), os.environ.get("PYTHONPATH")]))
 
 
-class _Progress:
-    def __init__(self, count: int, say: Callable[[str], None]):
-        self.count, self.say, self.done, self.failed = count, say, 0, 0
-        self.lost, self.stopped = "", False
-        self._began, self._lock = time.monotonic(), threading.Lock()
+@dataclasses.dataclass
+class _Lanes:
+    """Sessions that run at the same time, and their progress."""
 
-    def add(self, session: Session, answer: dict[str, Any]) -> None:
-        with self._lock:
+    folder: Path
+    work: Path
+    lock: FileLock
+    scale: Scale
+    count: int
+    environment: dict[str, str]
+    todo: Iterator[Session]
+    pending: int
+    say: Callable[[str], None]
+    forks: ForkServer = dataclasses.field(default_factory=ForkServer)
+    done: int = 0
+    failed: int = 0
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    async def run(self, cores: Sequence[int]) -> None:
+        """Run all sessions."""
+        import asyncio
+
+        await asyncio.gather(*(self._run_lane(core if self.scale.threads else -1) for core in cores))
+
+    async def _run_lane(self, core: int) -> None:
+        for session in self.todo:
+            options = {**self.scale.options, **session.options}
+            answer = await self._run_session(session, dataclasses.replace(self.scale, options=options), core)
+            if not self.lock.is_in_place():
+                # Another folder may have this name by now.
+                return
+            about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed,
+                     "scale": self.scale.name, "options": options, "lanes": self.count, "core": core}  # fmt: skip
+            write_json(self.folder / SESSIONS / f"{session.id}.json", about | answer)
             self.done += 1
-            ended_ok = answer["state"] == "ok"
             # A gate is expected to fail.
-            self.failed += not ended_ok and session.kind != "gate"
-            left_min = (time.monotonic() - self._began) / self.done * (self.count - self.done) / 60
-            why = "" if ended_ok else f" ({answer['reason']})"
+            self.failed += answer["state"] != "ok" and session.kind != "gate"
+            left_min = (time.monotonic() - self.began) / self.done * (self.pending - self.done) / 60
+            why = f" ({answer['reason']})" if answer["reason"] else ""
             self.say(
-                f"{self.done}/{self.count} {session.id}: {answer['state']}{why}, {answer['session_s']:.0f} s;"
+                f"{self.done}/{self.pending} {session.id}: {answer['state']}{why}, {answer['session_s']:.0f} s;"
                 f" about {left_min:.0f} min left"
             )
 
+    async def _run_session(self, session: Session, scale: Scale, core: int) -> dict[str, Any]:
+        """Run a session's processes in order, stop at the first failure, and return the session's record."""
+        import asyncio
 
-def serve_sessions(core: int, threads: int) -> None:
-    """Run sessions from standard input: the main loop of a lane's process."""
-    if core >= 0:
-        os.sched_setaffinity(0, {core})
-    if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    # Results go to the original standard output; output of libraries goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    strategy = read_strategy("zero3_cpu_optimizer")
-    import_libraries(strategy)
-    with without_gc():
-        import study.autopsy.session  # noqa: F401
-    build_operators(strategy, cache_directory())
-    answers.write(f"{READY}\n")
-    answers.flush()
-    for line in sys.stdin:
-        answers.write(json.dumps(_run_processes(json.loads(line))) + "\n")
-        answers.flush()
+        answer: dict[str, Any] = {"started_at": utc_now(), "state": "ok", "reason": "", "arms": []}
+        with tempfile.TemporaryDirectory(dir=self.work, ignore_cleanup_errors=True) as name:
+            place = Path(name).absolute()
+            command = [sys.executable, str(Path(__file__).with_name("session.py")), str(place / "task.json")]
+            if not scale.on_gpu:
+                # The first call starts the server, so no session's time includes it.
+                command = self.forks.command(None, 1, command, self.environment, place / _LOG)
+            began = time.monotonic()
+            for number, arms in enumerate(session.processes):
+                task = {"scale": dataclasses.asdict(scale), "seed": session.seed, "core": core,
+                        "arms": [dataclasses.asdict(arm) for arm in arms]}  # fmt: skip
+                write_json(place / "task.json", task)
+                (place / RESULT).unlink(missing_ok=True)
+                try:
+                    left_s = scale.limit_s - (time.monotonic() - began)
+                    status = await asyncio.wait_for(self._run_process(command, place / _LOG), left_s)
+                except asyncio.TimeoutError:
+                    answer |= {"state": "timeout", "reason": f"no result in {scale.limit_s:g} s", "arms": []}
+                else:
+                    result: dict[str, Any] = {
+                        "state": "failed",
+                        "reason": f"its process exited with status {status}, without a result",
+                    }
+                    if (place / RESULT).exists():
+                        result = read_json(place / RESULT)
+                        answer["arms"] += [arm | {"process": number} for arm in result.pop("arms")]
+                    answer |= result
+                if answer["state"] != "ok":
+                    answer["log"] = (place / _LOG).read_text(encoding="utf-8", errors="replace")[-_LOG_KEPT:]
+                    break
+        return answer | {"session_s": round(time.monotonic() - began, 2)}
 
+    async def _run_process(self, command: Sequence[str], log: Path) -> int:
+        """Run one process of a session; kill it if this is cancelled."""
+        import asyncio
 
-def _run_processes(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a session's processes in order, stop at the first failure, and return the session's record."""
-    answer: dict[str, Any] = {"started_at": utc_now(), "state": "ok", "reason": "", "arms": []}
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=request["work"]) as name:
-        folder = Path(name)
-        for place, arms in enumerate(request["processes"]):
-            write_json(folder / "task.json", {"scale": request["scale"], "seed": request["seed"], "arms": arms})
-            (folder / RESULT).unlink(missing_ok=True)
-            status = _run_process(folder)
-            if not (folder / RESULT).exists():
-                answer |= {"state": "failed", "reason": f"its process exited with status {status} and without a result"}
-            else:
-                result = read_json(folder / RESULT)
-                answer["arms"] += [arm | {"process": place} for arm in result.pop("arms")]
-                answer |= result
-            if answer["state"] != "ok":
-                answer["log"] = (folder / _LOG).read_text(encoding="utf-8", errors="replace")[-_LOG_KEPT:]
-                break
-    return answer | {"session_s": round(time.monotonic() - began, 2)}
-
-
-def _run_process(folder: Path) -> int:
-    task = folder / "task.json"
-    with (folder / _LOG).open("a") as log:
-        if visible_gpus():
-            command = [sys.executable, "-m", "study.autopsy.session", str(task)]
-            return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                from study.autopsy import session
-
-                status = session.main(task)
-            finally:
-                # Never return into the loop of the parent.
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-if __name__ == "__main__":
-    serve_sessions(int(sys.argv[1]), int(sys.argv[2]))
+        with log.open("a") as stream:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=self.environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()

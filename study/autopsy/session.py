@@ -1,6 +1,6 @@
 """One process of a session, which trains its arms in order as the listing does and writes their figures.
 
-python -m study.autopsy.session TASK.json
+python study/autopsy/session.py TASK.json
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from study.autopsy.design import RESULT, AutopsyArm, Scale
+from study.autopsy.design import OPERATORS_OF, RESULT, AutopsyArm, Scale
 from study.config.flags import RunConfig, resolve_config
+from study.config.strategies import read_strategy
 from study.host.environment import describe_environment
 from study.host.folders import cache_directory
+from study.host.operators import build_operators
 from study.metrics.clock import warmup_steps
 from study.metrics.memory import MemoryMeter
 from study.records.directory import write_json
@@ -195,7 +197,7 @@ class Process:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         model = self.model_for(arm)
-        start = _weight_checksum(model)
+        checksum = float(sum(parameter.detach().double().abs().sum() for parameter in model.parameters()))
         with launched(arm):
             arguments = training_arguments(arm, self.scale, self.config, self.folder / arm.name)
             trainer = WatchedTrainer(
@@ -214,7 +216,7 @@ class Process:
             seconds, cpu, warm_samples = trainer.clock.seconds, trainer.clock.cpu_seconds, (steps - warm_up) * arm.batch
             read = {
                 "arm": arm.name, "batch": arm.batch, "steps": trainer.state.global_step, "start": arm.start,
-                "start_weights_abs_sum": start, "whole_s": whole_s,
+                "start_weights_abs_sum": checksum, "whole_s": whole_s,
                 **{f"{phase}_s": seconds.get(phase, 0.0) for phase in ("setup", "warm_up", "train", "eval", "save")},
                 "whole_cpu_s": sum(cpu.values()), "warm_s_per_sample": seconds["train"] / warm_samples,
                 "warm_cpu_s_per_sample": cpu["train"] / warm_samples,
@@ -224,7 +226,10 @@ class Process:
             if arm.leaves_file:
                 save_file(_whole_weights(trainer), self.folder / WEIGHTS)
             if trainer.is_deepspeed_enabled:
-                _tear_down(trainer)
+                # Remove the engine, so that it does not affect the next arm of this process.
+                trainer.model_wrapped.destroy()
+                torch.distributed.destroy_process_group()
+                unset_hf_deepspeed_config()
         return read
 
     def _peaks(self, peaks: dict[str, int | None]) -> dict[str, int | None]:
@@ -241,11 +246,6 @@ class Process:
 def _samples(split: Split, count: int) -> Any:
     """Return a list of samples, which the Trainer's collator batches like a tokenized dataset."""
     return [split[place] for place in range(count)]
-
-
-def _weight_checksum(model: PreTrainedModel) -> float:
-    """Return a checksum of the weights."""
-    return float(sum(parameter.detach().double().abs().sum() for parameter in model.parameters()))
 
 
 def _logged(trainer: Trainer) -> dict[str, Any]:
@@ -283,22 +283,18 @@ def _whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
 
 
-def _tear_down(trainer: Trainer) -> None:
-    """Remove the engine, so that it does not affect the next arm of this process."""
-    trainer.model_wrapped.destroy()
-    torch.distributed.destroy_process_group()
-    unset_hf_deepspeed_config()
-
-
 def main(task_file: Path) -> int:
     """Run the task and write RESULT next to it, also after any Python exception."""
     task = json.loads(task_file.read_text(encoding="utf-8"))
     scale = Scale(**task["scale"])
+    if task["core"] >= 0:
+        os.sched_setaffinity(0, {task["core"]})
     if scale.threads:
         torch.set_num_threads(scale.threads)
     arms: list[dict[str, Any]] = []
     result: dict[str, Any] = {"arms": arms, "state": "ok", "reason": ""}
     try:
+        build_operators(read_strategy(OPERATORS_OF), cache_directory())
         process = Process(scale, task["seed"], task_file.parent)
         for place, arm in enumerate(task["arms"]):
             arms.append(process.train(AutopsyArm(**arm)) | {"place_in_process": place})

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import pandas as pd
 
-from study.autopsy.contrasts import corrected_ratio, engine_was_on, is_as_printed
-from study.autopsy.design import RESPONSES
+from study.autopsy.contrasts import Autopsy, is_as_printed
+from study.autopsy.design import CORRECTED, RESPONSES
 from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, counted_bytes, virtual_bytes
 from study.claims.verdicts import Figure, Kind, NotJudged, awaited
 from study.config.flags import Precision
@@ -304,7 +304,7 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
 def corrected(evidence: Evidence, *, figure: str, least_sessions: int) -> Figure:
     """Return the ratio of the ZeRO arm to the standard one, in sessions of the listing with all switches corrected."""
     arms = evidence.arms()
-    estimate, of = corrected_ratio(arms, figure), f"corrected sessions with {figure}"
+    estimate, of = Autopsy(arms).ratio(figure, "corrected", CORRECTED), f"corrected sessions with {figure}"
     return _estimate(estimate, least_sessions, AUTOPSY, of, *_sessions(arms[arms["kind"] == "corrected"]))
 
 
@@ -312,7 +312,7 @@ def corrected(evidence: Evidence, *, figure: str, least_sessions: int) -> Figure
 def engine_as_printed(evidence: Evidence, *, least_sessions: int) -> Figure:
     """Return the fraction of the sessions of the listing exactly as printed in which DeepSpeed was active."""
     arms = evidence.arms()
-    on, of = engine_was_on(arms, is_as_printed)
+    on, of = Autopsy(arms).engine_was_on(all_as_printed=True)
     if of < least_sessions:
         raise NotJudged(f"{least_sessions} sessions as printed are needed, and {AUTOPSY} has {of or 'none'}")
     records, scale = _sessions(arms[is_as_printed(arms)])

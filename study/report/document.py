@@ -157,12 +157,15 @@ def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
 
 
 def render_markdown(template: str, **values: Any) -> str:
-    """Return a Markdown template with its values: a data frame is a table, everything else is escaped text.
-
-    Several blank lines are one.
-    """
+    """Return a Markdown template with its values: a data frame is a table, everything else is escaped text."""
     text = _templates(as_markdown).get_template(template).render(values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def render_paragraphs(template: str, **values: Any) -> list[str]:
+    """Return the paragraphs of a text template as the sentences and notes of sections, which are escaped later."""
+    text = _templates(Markup).get_template(template).render(values)
+    return [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
 
 
 def as_markdown(value: object) -> Markup:

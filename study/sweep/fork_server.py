@@ -25,10 +25,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from study.sweep.cell import Cell
+from typing import Any, NoReturn
 
 PRELOADED_MODULES = (
     "accelerate.commands.launch", "deepspeed.ops.op_builder.all_ops", "torch.distributed.fsdp",
@@ -50,20 +47,22 @@ class ForkServer:
     _process: subprocess.Popen[bytes] | None = None
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def command(self, cell: Cell, command: list[str], environment: Mapping[str, str], printed: Path) -> list[str]:
-        """Return the command to run instead of a launch; the launch itself if the stack's libraries do not import."""
-        if self._process is None or self._process.poll() is not None or self._stack != cell.stack:
+    def command(
+        self, stack: str | None, ranks: int, command: list[str], environment: Mapping[str, str], printed: Path
+    ) -> list[str]:
+        """Return the command to run instead of a launch or a script; itself if the stack's libraries do not import."""
+        if self._process is None or self._process.poll() is not None or self._stack != stack:
             self.close()
-            self._start(cell.stack, environment)
+            self._start(stack, environment)
         if self._process is None or self._folder is None:
             return command
         from study.config.places import WORKING_FOLDER
 
         script = next(place for place, word in enumerate(command) if word.endswith(".py"))
         request = {
-            "command": command[script:], "launch": command[command.index("launch") + 1 : script],
-            "ranks": cell.world_size, "agent_store": False, "folder": str(WORKING_FOLDER.absolute()),
-            "environment": dict(environment), "stdout": str(printed), "stderr": str(printed),
+            "command": command[script:], "ranks": ranks, "agent_store": False, "environment": dict(environment),
+            "launch": command[command.index("launch") + 1 : script] if "launch" in command else [],
+            "folder": str(WORKING_FOLDER.absolute()), "stdout": str(printed), "stderr": str(printed),
         }  # fmt: skip
         file = printed.with_name("request.json")
         file.write_text(json.dumps(request))

@@ -160,7 +160,8 @@ def run_cell(
         # Output goes here first, because the run itself opens its directory.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
         environment = clean_environment(root, refusal_file) | stack
-        launched = forks.command(cell, command, environment, printed_file) if forks else launch_directly(command)
+        request = (cell.stack, cell.world_size, command, environment, printed_file)
+        launched = forks.command(*request) if forks else launch_directly(command)
         with printed_file.open("ab") as output, subprocess.Popen(
             with_supervisor(launched), cwd=WORKING_FOLDER, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,

@@ -92,19 +92,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a table is stale")
     options = parser.parse_args()
-    stale = 0
-    for name in DOCUMENTS:
-        document = REPOSITORY / name
-        before = document.read_text(encoding="utf-8")
-        after = rewritten(before, REPOSITORY)
-        if before == after:
-            continue
-        stale = 1
+    texts = {REPOSITORY / name: (REPOSITORY / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+    stale = {file: new for file, text in texts.items() if (new := rewritten(text, REPOSITORY)) != text}
+    for file, text in stale.items():
         if options.check:
-            print(f"{name} is stale: run `make readme`", file=sys.stderr)
+            print(f"{file.name} is stale: run `make readme`", file=sys.stderr)
         else:
-            document.write_text(after, encoding="utf-8")
-    return stale if options.check else 0
+            file.write_text(text, encoding="utf-8")
+    return int(bool(stale) and options.check)
 
 
 if __name__ == "__main__":
