@@ -32,7 +32,7 @@ from synthetic_records import write_run
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
 # Other parameters of each notebook than its own; without a folder, records of four strategies or of a search.
 OTHERS: dict[str, dict[str, Any]] = {
-    "batch_size": {"records_dir": "reports/claims", "baseline": "zero2"}, "claims": {"verdict": "holds"},
+    "batch_size": {"records_dir": "reports/claims", "baseline": "zero2"}, "claims": {"finding": "holds"},
     "loss_curves": {"baseline": "zero2"},
     "model_size": {"records_dir": "reports/claims", "baseline": "zero3_cpu_optimizer"},
     "neighbours": {"records_dir": "reports/virtual_neighbours", "baseline": "zero1"}, "offload": {"baseline": "ddp"},
