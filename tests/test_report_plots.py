@@ -24,6 +24,7 @@ from study.report.questions import QUESTIONS
 OF_THE_LAPTOP = {
     "loss_curves": ["loss", "loss_difference"], "peak_memory": ["model_state", "peak_memory"], "offload": ["offload"],
     "runtime": ["step_time", "frontier", "traffic"], "single_vs_multi": ["scaling"],
+    "neighbours": ["neighbours"],
 }  # fmt: skip
 NOTEBOOKS = sorted({question.notebook for question in QUESTIONS if question.figures if question.notebook})
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
@@ -120,7 +121,7 @@ def test_a_virtual_or_unfinished_run_is_in_no_figure_of_loss_or_time(notebook, c
     for name in OF_THE_LAPTOP[notebook]:
         assert "zero3" in words(before[name])
         # Memory and communication of a virtual rank are real.
-        is_shown = change[0] == "virtual" and name in ("model_state", "traffic")
+        is_shown = change[0] == "virtual" and name in ("model_state", "neighbours", "traffic")
         assert ("zero3" in words(after[name])) == is_shown, name
 
 

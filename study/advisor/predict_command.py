@@ -197,7 +197,7 @@ def _overridden(strategy: Strategy, config: RunConfig, box: Hardware) -> Strateg
     file = UserFile("--engine_override", "deepspeed", "DEEPSPEED", copy.deepcopy(dict(changed.deepspeed)), ())
     check_deepspeed(file)
     if file.findings:
-        raise UserError(f"--engine_override {file.findings[0].key}: {file.findings[0].says}", "fix the key")
+        raise UserError(f"--engine_override: {file.findings[0].key} {file.findings[0].says}", "fix the key")
     if changed.zero_stage != strategy.zero_stage:
         problem = f"--engine_override makes {strategy.name} a stage {changed.zero_stage}"
         raise UserError(problem, "use that stage's strategy")

@@ -31,5 +31,5 @@ def fetch_and_count(self: PartitionedParameterCoordinator, module: Any, *given: 
 PartitionedParameterCoordinator._fetch_sub_module_impl = fetch_and_count
 if __name__ == "__main__":
     status = run_for_exit_status(train.main)
-    print("PROBE", json.dumps({"rank": int(os.environ["RANK"]), "most": most}), flush=True)
+    print("PROBE " + json.dumps({"rank": int(os.environ["RANK"]), "most": most}), flush=True)
     os._exit(status)
