@@ -273,8 +273,8 @@ def test_a_check_of_two_claims_does_not_decide_which_is_wrong(full_board: Scoreb
     for row, finding in disputed:
         assert finding.kind == "consistency"
         # S1-19 is refuted by another part: offload costs more than its 25 %, by published pairs.
-        others = {part.status for part in row.finding.parts} - {"disputed"}
-        assert row.finding.kind == ("does not hold" if "does not hold" in others else "undecided")
+        statuses = {part.status for part in row.finding.parts} - {"disputed"}
+        assert row.finding.kind == ("does not hold" if "does not hold" in statuses else "undecided")
 
 
 def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(

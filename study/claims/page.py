@@ -60,7 +60,10 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     """
     legend = scoreboard.ledger.legend
     yield PageSection(text="How several checks make one finding:", table=_table(legend["findings"], "finding", "when"))
-    yield PageSection(text="Evidence of the parts that a finding rests on, the strongest first:", table=_table(legend["evidence"], "evidence", "is"))
+    yield PageSection(
+        text="Evidence of the parts that a finding rests on, the strongest first:",
+        table=_table(legend["evidence"], "evidence", "is"),
+    )
     yield PageSection(text=_READING)
     for document in scoreboard.ledger.documents:
         code = document.code
