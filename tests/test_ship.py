@@ -71,10 +71,10 @@ def test_the_hook_annotates_wrong_lines_and_skips_other_files(
     assert lines[-1] == "errors: 5, warnings: 4; 7 configuration files checked, 7 other files skipped"
     start = re.compile(r"::(error|warning) file=(.+),line=(\d+),title=(\w+)::([\w.]+)")
     assert [match.groups() for line in lines[:-1] if (match := start.match(line))] == [
-        ("error", "wrong.json", "6", "missing", "zero_optimization.offload_param.nvme_path"),
+        ("error", "wrong.json", "6", "refused", "zero_optimization.offload_param.nvme_path"),
         ("warning", "wrong.json", "9", "ineffective", "zero_optimization.round_robin_gradients"),
         ("error", "wrong.json", "11", "ignored", "monitor_config"),
-        ("error", "misspelt.json", "3", "refused", "zero_optimisation"),
+        ("error", "misspelt.json", "3", "ignored", "zero_optimisation"),
         ("error", "comma.json", "3", "refused", "is"),
         ("warning", "one_line.json", "1", "conflict", "one_line.json"),
         ("warning", "wrong%2C too.yaml", "5", "ineffective", "zero3_init_flag"),

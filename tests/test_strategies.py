@@ -67,10 +67,10 @@ def test_a_strategy_has_the_stage_and_offload_of_its_name(name: str) -> None:
     assert strategy.uses_nvme is ("nvme" in name)
 
 
-def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
+def test_an_unknown_strategy_is_refused_with_the_nearest_ones() -> None:
     with pytest.raises(UserError, match="zero4") as refusal:
         read_strategy("zero4")
-    assert "zero3_cpu_nvme" in refusal.value.fix
+    assert refusal.value.fix.startswith("did you mean zero3 or zero2 or zero1?")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -334,7 +334,7 @@ def check_deepspeed(file: UserFile) -> None:
         if file.launcher == "accelerate":
             findings.append(Finding("refused", ZERO, "Accelerate ends with an error without it"))
         else:
-            findings.append(Finding("missing", ZERO, "without it ZeRO is off"))
+            findings.append(Finding("noted", ZERO, "is not set: ZeRO is off"))
     zero = settings.get(ZERO, {})
     if zero.get("stage") == "auto":
         # DeepSpeedPlugin fills it from ACCELERATE_DEEPSPEED_ZERO_STAGE, 2 by default.
