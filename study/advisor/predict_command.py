@@ -262,7 +262,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
             "\nfigures with their interval, which covers 80 % of published measurements",
             _intervals(prediction),
         )
-    utilization = [f"MFU {time.mfu:.2g}, HFU {time.hfu:.2g}"] if time.mfu and time.hfu else []
+    utilization = [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
     yield ""
     yield from (*utilization, *memory.notes, *time.notes)
 

@@ -58,7 +58,7 @@ class Region:
     high: float = math.inf
 
     def judge(self, figure: Figure) -> Answer:
-        """Return the answer; `inside noise` if the interval is only partly inside the region."""
+        """Return the answer; `inside noise` if the interval crosses a bound of the region."""
         low = figure.value if figure.low is None else figure.low
         high = figure.value if figure.high is None else figure.high
         if math.isnan(low) or math.isnan(high):
@@ -151,7 +151,7 @@ def combine(outcomes: Sequence[CheckOutcome]) -> ClaimFinding:
 
     - Contradicts itself: figures of the claim exclude each other under every reading.
     - Does not hold: a part that decides is false, or a part is false and none was shown to hold.
-    - Holds in part: a part holds, another one is false or untested, and none of those decides.
+    - Holds in part: a part holds, another one is false, untested or depends on the reading, and none of those decides.
     - Holds: every part holds.
     - Undecided: everything else, so also whatever only small-scale proxies judge.
     """
@@ -188,7 +188,7 @@ def _judge_part(outcomes: Sequence[CheckOutcome]) -> PartFinding:
 def _under_readings(
     outcomes: Sequence[CheckOutcome], judge: Callable[[Sequence[CheckOutcome]], str]
 ) -> tuple[str, str]:
-    """Return the status under every reading, or that it depends, with the status under item."""
+    """Return the status under every reading, or that it depends on the reading, with the status under each."""
     readings = list(dict.fromkeys(item.reading for item in outcomes if item.reading)) or [""]
     statuses = {name: judge([item for item in outcomes if item.reading in ("", name)]) for name in readings}
     if len(set(statuses.values())) == 1:
