@@ -6,7 +6,6 @@ It reads the document that `make releases` writes from the records, and imports 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
+from study.config.strategies import read_strategy
 from study.host.stacks import package_version
 from study.releases import bisect
 from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_causes
@@ -28,7 +28,7 @@ EPILOG = "`study releases bisect STRATEGY` finds the release that introduced or 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("release", nargs="?", metavar="RELEASE", help="a DeepSpeed release such as 0.18.9; default: the installed one")
-    add("strategy", nargs="?", metavar="STRATEGY", help="only after the word bisect, in place of RELEASE")
+    add("strategy", nargs="?", metavar="STRATEGY", help="judge this strategy alone; after the word bisect: bisect it")
     add("--details", action="store_true", help="print all tested releases")
     bisect.add_arguments(parser.add_argument_group("options of bisect"))
 
@@ -37,32 +37,36 @@ def run(options: argparse.Namespace) -> int:
     """Print the verdict, the grid and the causes; or bisect."""
     if options.release == "bisect":
         return bisect.run(options)
-    if options.strategy:
-        raise UserError(f"{options.strategy!r} follows a release", "name one release, or: study releases bisect zero1")
     if options.release and not re.fullmatch(r"\d+(\.\d+)+", options.release):
         raise UserError(f"{options.release!r} is not a release of DeepSpeed", "write a release such as 0.18.9")
-    print_page(releases_text(json.loads(GRID.read_text(encoding="utf-8")), options.release, options.details))
+    if options.strategy:
+        read_strategy(options.strategy)
+    document = json.loads(GRID.read_text(encoding="utf-8"))
+    print_page(releases_text(document, options.release, options.strategy, options.details))
     return 0
 
 
-def releases_text(document: Mapping[str, Any], release: str | None, details: bool) -> list[str | TextTable]:
-    """Return the verdict on a release, by default the installed one, then the grid and the causes in it."""
-    rows = document["releases"][: None if details else LATEST_RELEASES]
-    requested = [row for row in document["releases"] if row["DeepSpeed"] == release and row not in rows]
-    rows = [*requested, *rows]
-    table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
-    muon = document["muon"]
-    more = [] if details else ["--details prints all tested releases"]
+def releases_text(
+    document: Mapping[str, Any], release: str | None, strategy: str | None = None, details: bool = False
+) -> list[str | TextTable]:
+    """Return the verdict on a release, by default the installed one, then its row or the latest ones, and the causes."""
+    rows = document["releases"]
+    if not details:
+        rows = [row for row in rows if row["DeepSpeed"] == release] or rows[:LATEST_RELEASES]
+    verdict, faults = _verdict(document, release, strategy)
+    shown = {row["DeepSpeed"] for row in rows}
+    muon = {name: found.replace("`", "") for name, found in document["muon"].items() if name in shown}
+    by_letter = dict(shown_causes(document, [*rows, muon])) | faults
     notes = [
         "tested with AdamW and one backward call per micro-batch",
-        "with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items()).replace("`", ""),
+        *(["with Muon: " + "; ".join(f"{name} {found}" for name, found in muon.items())] if muon else []),
         "faults that only CPUs have are left out; \N{DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
     ]
-    verdict, faults = _verdict(document, release)
-    by_letter = dict(shown_causes(document, [*rows, muon])) | faults
+    table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
     causes = [
         f"{letter}: {_describe(cause)} {cause.left.change}".rstrip() for letter, cause in sorted(by_letter.items())
     ]
+    more = [] if details else ["--details prints all tested releases"]
     return [verdict, "", table, "", *causes, *notes, document["tested"], *more]
 
 
@@ -74,32 +78,40 @@ def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]])
             yield letter, cause
 
 
-def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dict[str, Cause]]:
+def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | None) -> tuple[str, dict[str, Cause]]:
     """Return the first line, and the faults of the release by letter."""
-    tested = [row["DeepSpeed"] for row in document["releases"]]
+    tested = {row["DeepSpeed"]: set(list(row.values())[1:]) for row in document["releases"]}
     installed = {name: package_version(name) for name in PACKAGES}
-    deepspeed = release or installed["deepspeed"] or tested[0]
+    deepspeed = (release or installed["deepspeed"] or next(iter(tested))).partition("+")[0]
     versions = {name: installed[name] or document["versions"].get(name) for name in PACKAGES} | {"deepspeed": deepspeed}
-    faults = {document["letters"][cause.id]: cause for cause in known_faults(versions, on_gpu=True)}
-    # A release can mend one fault and bring another: only those after the last faulty one are a remedy.
-    clean = list(itertools.takewhile(lambda row: set(list(row.values())[1:]) == {"no fault"}, document["releases"]))
-    # Those of one precision alone come last.
-    faults = dict(sorted(faults.items(), key=lambda item: (item[1].precisions, item[0])))
-    when = " with accumulation" * all(cause.accumulation == "several" or cause.precisions for cause in faults.values())
-    listed = ", ".join(f"{letter}{_precisions(cause)}" for letter, cause in faults.items())
-    wrong = f"wrong gradients{when}: fault{'s' * (len(faults) > 1)} {listed}"
-    wrong += f"; use {clean[-1]['DeepSpeed']} to {clean[0]['DeepSpeed']}" if clean else ""
-    row = dict(zip(tested, document["releases"], strict=True)).get(deepspeed.partition("+")[0])
-    notes = ["not tested"] if row is None else []
-    if row and NOT_RUN in row.values():
-        notes.append("does not run with the packages of the test")
+    faults = {
+        document["letters"][cause.id]: cause
+        for cause in known_faults(versions, on_gpu=True)
+        if strategy in (None, *cause.strategies)
+    }
+    wrong: dict[str, list[str]] = {}
+    for letter, cause in sorted(faults.items()):
+        condition = f"{' with accumulation' * (cause.accumulation == 'several')}{_precisions(cause)}"
+        wrong.setdefault(condition, []).append(f"{', '.join(cause.strategies)} ({letter})")
+    found = tested.get(deepspeed)
+    notes = ["not tested"] if found is None else ["does not run with the packages of the test"] * (NOT_RUN in found)
     if not release and not installed["deepspeed"]:
         notes.append("not installed here, but the newest tested")
-    right = ["no fault found"] * (row is not None and NOT_RUN not in row.values()) or ["run: study verify --quick"]
-    muon = document["muon"].get(deepspeed, "no fault").replace("`", "")
-    with_muon = [f"with Muon {muon}"] * (muon != "no fault")
-    what = "; ".join([*notes, *([wrong] if faults else right), *with_muon])
-    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}", faults
+    # Faults of one precision alone come last.
+    in_order = sorted(wrong.items(), key=lambda item: (" in " in item[0], item[0]))
+    faulty = [f"{condition} under {', '.join(places)}".strip() for condition, places in in_order]
+    notes += [f"wrong gradients {'; '.join(faulty)}"] * bool(faulty)
+    if found is None or NOT_RUN in found:
+        notes.append("run: study verify --quick")
+    elif not wrong:
+        notes.append("no fault found")
+    muon = document["muon"].get(deepspeed, "not tested").replace("`", "")
+    muon = re.sub(r"(\w): ([^;]+)", r"\2 (\1)", muon).replace(";", ",")
+    if found is not None and muon != "no fault":
+        notes.append(f"Muon {muon if muon == 'not tested' else f'wrong under {muon}'}")
+    notes += [f"use {next(iter(tested))}"] * bool(wrong)
+    where = f", {strategy}" if strategy else ""
+    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}{where}: {'; '.join(notes)}", faults
 
 
 def _describe(cause: Cause) -> str:
