@@ -174,7 +174,7 @@ def reason_against(option: Option, simpler: Option) -> str:
         return f"needs less host memory ({' and not '.join(sizes)} GiB a node)"
     stages = [3 if strategy.is_fsdp else strategy.zero_stage or 0 for strategy in (ours, theirs)]
     if stages[0] < stages[1]:
-        return "shards fewer parts of the model state"
+        return "shards fewer parts of the model state" if option.request.box.ranks > 1 else "is of a lower stage"
     if ours.name not in WITH_REPLICAS and theirs.name in WITH_REPLICAS:
         return "has no replicas"
     if ours.deepspeed is None and theirs.deepspeed is not None:

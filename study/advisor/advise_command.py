@@ -175,8 +175,20 @@ def _page(
         yield f"\n{_DETAILS}"
     else:
         left_out = [option for option in advice.options if option not in listed]
-        needs = [f"{option.name} ({rounded(device_bytes(option.memory) / GIB)} GiB)" for option in left_out]
-        yield f"do not fit: {', '.join(needs)}\n" if needs else ""
+        usable = usable_bytes(box)
+        needs: dict[str, list[str]] = {}
+        for option in left_out:
+            if (peak := device_bytes(option.memory)) > usable:
+                needs.setdefault(f"{rounded(usable / GIB)} GiB a rank", []).append(
+                    f"{option.name} ({rounded(peak / GIB)})"
+                )
+            elif "host memory" in option.why and box.host_gib_per_node:
+                text = f"{option.name} ({rounded(option.memory.host_peak.value / GIB)})"
+                needs.setdefault(f"{rounded(box.host_gib_per_node)} GiB of host memory a node", []).append(text)
+            else:
+                needs.setdefault("for another reason", []).append(f"{option.name} ({option.why})")
+        yield from (f"do not fit {limit}: {', '.join(names)}" for limit, names in needs.items())
+        yield ""
     if best is not None:
         yield from _notes(advice, best, riskier)
     yield from what_ifs

@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
             if options.json:
                 print(json.dumps(document, indent=1))
             else:
-                head = [] if names else scoreboard_text(document)
+                documents = [name.upper() for name in names if name.upper() in document["findings"]]
+                head = [f"{first_line(document, name)}\n" for name in documents] if names else scoreboard_text(document)
                 print_page([*head, *(claim_lines(document["claims"]) if names or options.details else [_MORE])])
     return 0
 
@@ -101,16 +102,19 @@ def _select(document: Mapping[str, Any], names: Sequence[str]) -> list[dict[str,
 
 _PLURAL = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold",
            "contradicts itself": "contradict themselves", "undecided": "are undecided"}  # fmt: skip
-_MORE = "study claims S1 prints the claims of a document, --details all; docs/claims.md has every check"
+_MORE = (
+    "study claims S1 prints the claims of one document, study claims --details those of all; "
+    "docs/claims.md has every check"
+)
 
 
-def first_line(document: Mapping[str, Any]) -> str:
-    """Return the number of claims by finding."""
-    total = document["findings"]["all"]
+def first_line(document: Mapping[str, Any], of: str = "all") -> str:
+    """Return the number of claims by finding, of all documents or of one."""
+    total = document["findings"][of]
     counts = [
         f"{total[kind]} {plural if total[kind] > 1 else kind}" for kind, plural in _PLURAL.items() if kind in total
     ]
-    return f"{sum(total.values())} claims: {', '.join(counts)}"
+    return f"{f'{of}: ' * (of != 'all')}{sum(total.values())} claims: {', '.join(counts)}"
 
 
 def scoreboard_text(document: Mapping[str, Any]) -> list[str | TextTable]:

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 def releases_text(
     document: Mapping[str, Any], release: str | None, strategy: str | None = None, details: bool = False
 ) -> list[str | TextTable]:
-    """Return the verdict on a release, by default the installed one, then its row or the latest ones, and the causes."""
+    """Return the verdict on a release, by default the installed one, then rows and causes."""
     rows = document["releases"]
     if not details:
         rows = [row for row in rows if row["DeepSpeed"] == release] or rows[:LATEST_RELEASES]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from study.config.errors import UserError
 from study.config.printing import print_page
+from study.config.text import format_duration
 from study.host.folders import folder_argument
 from study.host.machine import Machine
 from study.host.slurm import check_single_slurm_task, job_resources
@@ -142,7 +143,7 @@ def _runnable(plan: Plan, box: Machine) -> list[Slice]:
 
 
 def _dry_run(plan: Plan, retry: bool, box: Machine, hardware: str | None) -> int:
-    remaining = []
+    remaining, training_s = [], 0.0
     for part in plan.slices:
         remaining_of_slice = list(pending_items(part.cells, part.root, retry))
         remaining += remaining_of_slice
@@ -151,7 +152,11 @@ def _dry_run(plan: Plan, retry: bool, box: Machine, hardware: str | None) -> int
         forecast = forecast_for(part.suite, box, earlier_durations(part.root), hardware)
         for cell in part.cells:
             _print_commands(cell, part.root, retry, forecast)
-    print(f"# {estimate(remaining, any(part.searches for part in plan.slices))}", file=sys.stderr)
+        training_s += sum(forecast.training_s(cell) or 0.0 for cell, _ in remaining_of_slice if isinstance(cell, Cell))
+    total = estimate(remaining, any(part.searches for part in plan.slices))
+    if training_s and not any(seconds for _, seconds in remaining):
+        total += f"; predicted training steps: {format_duration(training_s)}, plus start-up and evaluation of each cell"
+    print(f"# {total}", file=sys.stderr)
     return 0
 
 
@@ -216,17 +221,16 @@ def status(options: argparse.Namespace) -> int:
     """Print how many cells are done, and the reasons of the others."""
     box = job_resources()
     plan = _plan(options, box)
-    verdict, lacks = _verdict(plan, options), [missing_requirement(part.suite, box, part.cells) for part in plan.slices]
-    if lacks[0] is not None and all(lacks) and "next: study run" in verdict:
-        verdict += f" ({lacks[0].problem})"
+    lacks = [missing_requirement(part.suite, box, part.cells) for part in plan.slices]
+    verdict = _verdict(plan, options, lacks[0].problem if lacks[0] is not None and all(lacks) else "")
     tables = series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0])
     print_page([verdict, "", *fit_screen(list(tables), options.details)])
     return 0
 
 
-def _verdict(plan: Plan, options: argparse.Namespace) -> str:
+def _verdict(plan: Plan, options: argparse.Namespace, lack: str = "") -> str:
     place = [] if options.runs_dir == Path("runs") else ["--runs_dir", str(options.runs_dir)]
     only = [word for pattern in options.only for word in ("--only", pattern)]
     run = [options.suite, *place, *only, *["--rehearse"] * options.rehearse]
     report = [plan.name if options.rehearse else options.suite, *place]
-    return status_verdict(plan, shlex.join(run), shlex.join(report))
+    return status_verdict(plan, shlex.join(run), shlex.join(report), lack)

@@ -148,6 +148,11 @@ class Forecast:
             texts.append("fits" if fits else "runs out of memory")
         return "predicted: " + ", ".join(texts)
 
+    def training_s(self, cell: Cell) -> float | None:
+        """Return the predicted seconds of a cell's training steps; None without hardware or a prediction."""
+        request = self.request(cell) if self.box is not None and cell.expect != "oom" else None
+        return predict_time(request).step_s.value * (cell.total_steps or 0) if request is not None else None
+
     def last_that_fits(self, cells: Iterable[Cell]) -> int:
         """Return the position of the largest cell that fits its cap or GPU; the cells are in ascending size.
 

@@ -86,17 +86,22 @@ def _cut(row: Sequence[str], table: TextTable) -> list[str]:
     return [*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 3]}..."]
 
 
-def status_verdict(plan: Plan, run_flags: str, report_flags: str) -> str:
-    """Return one line with the number of finished cells, the states of the others, and the next command."""
+def status_verdict(plan: Plan, run_flags: str, report_flags: str, lack: str = "") -> str:
+    """Return one line with the number of finished cells, the states of the others, and the next command, or what this
+    machine lacks for it.
+    """
     counts = Counter(record.state for part in plan.slices for _, record in cell_states(part.cells, part.root))
-    has_remaining = any(any(True for _ in pending_items(part.cells, part.root)) for part in plan.slices)
+    left = [seconds for part in plan.slices for _, seconds in pending_items(part.cells, part.root)]
     done, _ = counts.pop("ok", 0), counts.pop("to do", 0)
     other_states = "".join(f", {count} {state}" for state, count in counts.most_common())
     has_searches = any(part.searches for part in plan.slices)
     cells = f"{done} runs" if has_searches else f"{done} of {sum(len(part.cells) for part in plan.slices)} cells"
-    retry = "; after a fix, study run --retry runs those again" * bool(counts and not has_remaining)
-    following = f"run {run_flags}" if has_remaining else f"report {report_flags}"
-    return f"{plan.name}: {cells} done{other_states}; next: study {following}{retry}"
+    retry = "; after a fix, study run --retry runs those again" * bool(counts and not left)
+    following = f"next: study report {report_flags}"
+    if left:
+        remaining = f"about {format_duration(sum(left))} left; " * (sum(left) > 0)
+        following = remaining + (f"cannot run here: {lack}" if lack else f"next: study run {run_flags}")
+    return f"{plan.name}: {cells} done{other_states}; {following}{retry}"
 
 
 def status_tables(part: Slice) -> Iterator[TextTable]:
