@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from engines import FAKE_GPU, ROOT
-from study.advisor.doctor import Check, strategies, tools
+from study.advisor.doctor import Check, strategies, tools, verdict
 from study.config.strategies import STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS
 from study.host.operators import toolkit_version
 
@@ -243,6 +243,11 @@ def test_on_a_gpu_only_nvme_strategies_need_the_cuda_toolkit() -> None:
     checks = [Check(name, "ok", "") for name in [*names, "gpus"]] + [Check("nvcc", "missing", "")]
     finding = strategies(checks, gpus=4).found
     assert finding.endswith("; not zero3_nvme_optimizer, zero3_nvme, zero3_cpu_nvme, missing: nvcc")
+    without = "without zero3_nvme_optimizer, zero3_nvme, zero3_cpu_nvme (missing: nvcc); GPUs: "
+    assert verdict(checks, ["nvcc", "strategies"]) == f"Ready for study run laptop {without}"
+    assert verdict(checks, ["nvcc", "host memory"]).startswith(
+        "Not ready for study run laptop: missing nvcc, host memory"
+    )
     total = len(STRATEGY_NAMES)
     on_two = strategies(checks, gpus=2).found
     assert on_two.startswith(f"{total - 3 - len(WITH_REPLICAS)} of {total} train on its GPUs (single, ")

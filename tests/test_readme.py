@@ -155,14 +155,14 @@ def test_the_finding_on_communication_matches_predictions_and_records() -> None:
         assert f"| {steps} | {' | '.join(gigabytes)} |" in read("README.md")
     half = predicted("ddp", 1) / 2
     times = " and ".join(f"{predicted('zero3', steps) / half:.1f}" for steps in (1, 4))
-    assert f"of which DDP sends {half:.0f} (ZeRO-3: {times} times that):" in unwrapped("README.md")
+    assert f"like the others, it would send {half:.0f} (ZeRO-3: {times} times that):" in unwrapped("README.md")
     sent = [(run, request, figure) for run, request in ended_runs() for figure in compare_run_figures(run)
             if figure.figure == SENT and figure.measured > 1000]  # fmt: skip
     virtual = [row for row in sent if row[0].virtual and row[0].model_name_or_path.startswith("llama-3.1-8b")]
     accumulating = [row for row in sent if row[1].accumulation > 1]
     text = (
         "({} virtual-rank records of this model, most of 1 to 3 layers, and {} of tiny models with accumulation agree"
-        " within 0.001 %)"
+        " with the prediction within 0.001 %)"
     )
     assert text.format(len(virtual), len(accumulating)) in unwrapped("README.md")
     assert 0 < max(abs(figure.error) for _, _, figure in [*virtual, *accumulating]) < 0.00001, "0.001 %"
@@ -202,12 +202,20 @@ def test_the_finding_on_model_state_matches_the_records() -> None:
         (
             "virtual_settings",
             r"\+(\d+ %) \(`zero3` of `gemma-2-9b` at 64 ranks\)",
-            "a ZeRO-3 rank of 64 has {} more",
+            "a ZeRO-3 rank of 64 has {} more than that",
         ),
     ):
         answer = TABLE1.answer(read_parquet(REPOSITORY / "reports" / name))
         assert answer is not None
         assert sentence.format(*re.findall(pattern, answer.sentence)) in unwrapped("README.md")
+
+
+def test_the_hours_of_the_suite_for_eight_gpus_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["run", "h100x8", "--dry_run", "--hardware", "8xH100"])
+    cells, hours, minutes = re.findall(r"# (\d+) cells.*steps: (\d+)h(\d+)m", capsys.readouterr().err)[0]
+    text = f"{int(hours) + int(minutes) / 60:.1f} hours of predicted training"
+    assert text in unwrapped("README.md")
+    assert f"({cells} runs; {text}," in unwrapped("docs/gpus.md")
 
 
 def test_the_finding_on_claims_is_the_first_line_of_study_claims(full_board: Scoreboard) -> None:

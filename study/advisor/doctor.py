@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
@@ -93,15 +93,32 @@ def run(options: argparse.Namespace) -> int:
         rows.append((check.state, check.name, check.found))
         rows += [("", "", f"-> {check.fix}")] if check.fix else []
     document = {"checks": [dataclasses.asdict(check) for check in checks]}
-    page = (_verdict(checks, missing), "", TextTable(("", "", ""), rows))
+    page = (verdict(checks, missing), "", TextTable(("", "", ""), rows))
     print_result(options.json, lambda: document, page)
     return 1 if missing else 0
 
 
-def _verdict(checks: Sequence[Check], missing: Sequence[str]) -> str:
+def verdict(checks: Sequence[Check], missing: Sequence[str]) -> str:
+    """Say whether the study can run here; strategies that lack something end as unsupported, and the others run."""
     gpus = next(check for check in checks if check.name == "gpus")
-    ready = f"Not ready for study run laptop: missing {', '.join(missing)}" if missing else "Ready for study run laptop"
+    by_missing = _by_missing(checks, map(read_strategy, STRATEGY_NAMES))
+    needs = {need for lacks in by_missing for need in lacks.split(", ")}
+    ready = "Ready for study run laptop"
+    if set(missing) - needs - {"strategies"} or not by_missing.get(""):
+        ready = f"Not ready for study run laptop: missing {', '.join(missing)}"
+    elif lacks := "; ".join(f"{', '.join(names)} (missing: {lack})" for lack, names in by_missing.items() if lack):
+        ready += f" without {lacks}"
     return f"{ready}; {'GPUs: ' + gpus.found if gpus.state == 'ok' else 'no GPU found'}"
+
+
+def _by_missing(checks: Sequence[Check], strategies: Iterable[Strategy]) -> dict[str, list[str]]:
+    """Return the strategies by the requirements that they lack; those that lack none under an empty text."""
+    state = {check.name: check.state for check in checks}
+    by_missing: dict[str, list[str]] = {}
+    for strategy in strategies:
+        lacks = [need for need in _needs(strategy, state["gpus"] == "ok") if state[need] == "missing"]
+        by_missing.setdefault(", ".join(lacks), []).append(strategy.name)
+    return by_missing
 
 
 def needed(name: str, is_enough: bool, text: str, problem: str, fix: str) -> Check:
@@ -238,7 +255,8 @@ def nvme_path(path: Path) -> tuple[Check, Path | None]:
         return Check("nvme path", "missing", refusal.problem.replace(f"{home_folder()}/", "~/"), fix), None
     folder = _nearest(path)
     free = shutil.disk_usage(folder).free / GIB
-    text = f"{shown(path)}: writable, {free:.1f} GiB free, {_file_system(folder)}"
+    access = "writable" if path.exists() else "can be created"
+    text = f"{shown(path)}: {access}, {free:.1f} GiB free, {_file_system(folder)}"
     check = needed("nvme path", free >= NVME_FREE_GIB, text, f"{NVME_FREE_GIB} GiB are needed", fix)
     return check, folder if check.state == "ok" else None
 
@@ -353,17 +371,17 @@ def strategies(checks: list[Check], gpus: int) -> Check:
     if missing := [name for name in ("packages", "python", "nccl") if state[name] == "missing"]:
         return Check("strategies", "missing", f"none trains here ({', '.join(missing)}: see above)", _AS_ABOVE)
     on_gpu = state["gpus"] == "ok"
-    by_missing: dict[str, list[str]] = {}
     too_large: dict[int, list[str]] = {}
+    able = []
     for strategy in map(read_strategy, STRATEGY_NAMES):
         least = strategy.group.ranks if strategy.group else 1
         if strategy.name in WITH_REPLICAS:
             least = MIN_RANKS_WITH_REPLICAS
         if on_gpu and gpus < least:
             too_large.setdefault(least, []).append(strategy.name)
-            continue
-        lacks = [need for need in _needs(strategy, on_gpu) if state[need] == "missing"]
-        by_missing.setdefault(", ".join(lacks), []).append(strategy.name)
+        else:
+            able.append(strategy)
+    by_missing = _by_missing(checks, able)
     trainable = by_missing.pop("", [])
     text = f"{len(trainable)} of {len(STRATEGY_NAMES)} train "
     text += "on its GPUs" if on_gpu else "on its cores, over gloo; suites that require GPUs do not run"
