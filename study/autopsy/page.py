@@ -105,12 +105,10 @@ def _share(study: Autopsy, kind: Kind, cell: str, response: str) -> str:
 
 
 def _memory(study: Autopsy) -> str:
-    """Return the peak that the listing reports: the device's if there is one."""
     return next(name for name in ("device_peak_never_reset", "host_peak_never_reset") if name in study.responses)
 
 
 def _findings(study: Autopsy) -> list[str]:
-    """Return the findings as sentences, computed from the records."""
     engine = 1 + 2 * study.models["eval_loss"].terms["E"]
     equivalence = equivalence_test(list(engine), [1.0] * len(engine), study.null_margin("eval_loss"))
     standard = study.arms[(study.arms["kind"] == "printed rate") & (study.arms["arm"] == "standard")]
@@ -130,7 +128,6 @@ def _findings(study: Autopsy) -> list[str]:
 
 
 def _protocols(study: Autopsy) -> pd.DataFrame:
-    """Compare ZeRO with standard under three protocols, and two equal arms."""
     protocols: dict[str, tuple[Kind, str]] = {
         "as printed": ("factorial", PRINTED), "third run of the listing": ("listing", PRINTED),
         "corrected": ("corrected", CORRECTED), "corrected, clipping not asked for": ("unclipped", CORRECTED),
@@ -171,7 +168,6 @@ def _every_effect(study: Autopsy) -> pd.DataFrame:
 
 
 def _predictions(study: Autopsy) -> pd.DataFrame:
-    """Compare the signs that were committed before the first session with those found."""
     return pd.DataFrame(
         {"expected → found, for": response.words,
          **{effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS.get(effect.verdict, '')}"

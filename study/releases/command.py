@@ -60,9 +60,11 @@ def releases_text(document: Mapping[str, Any], release: str | None, details: boo
     ]
     verdict, faults = _verdict(document, release)
     by_letter = dict(shown_causes(document, [*rows, muon])) | faults
-    causes = [
-        f"{letter}: {_describe(cause)} {cause.left.change}".rstrip() for letter, cause in sorted(by_letter.items())
-    ]
+    causes = []
+    for letter, cause in sorted(by_letter.items()):
+        fixed = f"; fixed in {cause.left.release}" if cause.left.release else ""
+        where = f"{cause.where}{_precisions(cause)}{fixed}"
+        causes.append(f"{letter}: {cause.title} ({where}) {cause.left.change}".rstrip())
     return [verdict, "", table, "", *causes, *notes, document["tested"], *more]
 
 
@@ -75,7 +77,6 @@ def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]])
 
 
 def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dict[str, Cause]]:
-    """Return the first line, and the faults of the release by letter."""
     tested = [row["DeepSpeed"] for row in document["releases"]]
     installed = {name: package_version(name) for name in PACKAGES}
     deepspeed = release or installed["deepspeed"] or tested[0]
@@ -100,11 +101,6 @@ def _verdict(document: Mapping[str, Any], release: str | None) -> tuple[str, dic
     with_muon = [f"with Muon {muon}"] * (muon != "no fault")
     what = "; ".join([*notes, *([wrong] if faults else right), *with_muon])
     return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}: {what}", faults
-
-
-def _describe(cause: Cause) -> str:
-    fixed = f"; fixed in {cause.left.release}" if cause.left.release else ""
-    return f"{cause.title} ({cause.where}{_precisions(cause)}{fixed})"
 
 
 def _precisions(cause: Cause) -> str:
