@@ -34,7 +34,7 @@ BUDGETS = {
     "releases": 1_475,
     "advisor": 3_444,
     "report": 4_113,
-    "autopsy": 1_451,
+    "autopsy": 1_446,
     "claims": 2_208,
     "baselines": 437,
     "train": 144,

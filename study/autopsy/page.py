@@ -70,13 +70,26 @@ def sections(study: Autopsy) -> list[PageSection]:
         "autopsy_limits.j2", lanes=int(arms["lanes"].max()), gpu=SCALES["a100"],
         on_gpu=SCALES[str(arms["scale"].iloc[0])].on_gpu,
     )  # fmt: skip
+    every_effect = pd.DataFrame(
+        {"switch": effect.letter, "figure": effect.response.words, "effect": _effect_text(effect),
+         "over both orders": share_text(effect.average), "expected": effect.expected, "found": effect.outcome}
+        for of_switch in zip(*study.effects.values(), strict=True) for effect in of_switch
+    )  # fmt: skip
+    # The signs that were committed before the first session, and those found.
+    predictions = pd.DataFrame(
+        {"expected → found, for": response.words,
+         **{effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS.get(effect.verdict, '')}"
+            for effect in study.effects[name]},
+         "null margin": percent(study.null_margin(name))}
+        for name, response in study.responses.items()
+    )  # fmt: skip
     return [
         PageSection(sentence=f"{headline(study)}.", notes=_findings(study)),
         PageSection("As printed and corrected", table=_protocols(study)),
         PageSection("The switches", table=_switches(study)),
-        PageSection("Expected, and found", table=_predictions(study)),
+        PageSection("Expected, and found", table=predictions),
         PageSection("From the listing's dictionary to an engine that runs", table=_gates(arms)),
-        PageSection("Every effect", tables={"Each switch on each figure": _every_effect(study)}),
+        PageSection("Every effect", tables={"Each switch on each figure": every_effect}),
         PageSection("Limits", notes=limits),
         *([PageSection("Failed sessions", notes=failures)] if failures else []),
     ]
@@ -157,24 +170,6 @@ def _switches(study: Autopsy) -> pd.DataFrame:
 
 def _effect_text(effect: Effect) -> str:
     return f"{share_text(effect.ratio)}, p {effect.p:.2g}"
-
-
-def _every_effect(study: Autopsy) -> pd.DataFrame:
-    return pd.DataFrame(
-        {"switch": effect.letter, "figure": effect.response.words, "effect": _effect_text(effect),
-         "over both orders": share_text(effect.average), "expected": effect.expected, "found": effect.outcome}
-        for of_switch in zip(*study.effects.values(), strict=True) for effect in of_switch
-    )  # fmt: skip
-
-
-def _predictions(study: Autopsy) -> pd.DataFrame:
-    return pd.DataFrame(
-        {"expected → found, for": response.words,
-         **{effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS.get(effect.verdict, '')}"
-            for effect in study.effects[name]},
-         "null margin": percent(study.null_margin(name))}
-        for name, response in study.responses.items()
-    )  # fmt: skip
 
 
 def _gates(arms: pd.DataFrame) -> pd.DataFrame:

@@ -291,7 +291,7 @@ class VerifyMatrix:
         pairs = dict.fromkeys((precision, option) for _, precision, _, option in cells)
         needed = [
             *(cell for pair in pairs for cell in self._reference_cells(*pair)),
-            *(self._cell(*it) for it in cells),
+            *(self._cell(*cell) for cell in cells),
         ]
         # Each once per process, those without a successful record: the failures of an earlier call are retried.
         todo = list({cell.id: cell for cell in needed if cell.id not in self._asked}.values())
