@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Missing data and initial weights are wrong requests too. All strategies share one set of weights, created
         # before the Accelerator: under an active stage-3 configuration transformers would shard them. A virtual rank
         # reads only its own samples.
-        data = load_data(config, run.cache, run.plan.samples_per_group if launch.virtual else None)
+        data = load_data(config, run.cache, run.plan.global_batch_size // run.plan.groups if launch.virtual else None)
         initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
         run.begin(data, initial)
 

@@ -17,17 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from study.autopsy.design import (
-    AA,
-    AA_DEVIATIONS,
-    EXPECTED,
-    FACTORIAL,
-    LETTERS,
-    PRINTED,
-    RESPONSES,
-    Kind,
-    Response,
-)
+from study.autopsy.design import AA, AA_DEVIATIONS, EXPECTED, FACTORIAL, LETTERS, PRINTED, RESPONSES, Kind, Response
 from study.autopsy.run import SESSIONS
 from study.config.errors import UserError
 from study.config.text import percent
@@ -101,21 +91,11 @@ class LinearModel:
         }
 
     def printed(self) -> np.ndarray:
-        """Evaluate each seed with all switches as printed."""
         return self.at(dict.fromkeys(LETTERS, -1.0))
 
     def corrected(self) -> np.ndarray:
         """Evaluate each seed with all switches corrected, averaged over the order."""
         return self.at(dict.fromkeys(LETTERS, 1.0) | {"O": 0.0})
-
-
-def fit_linear_model(table: pd.DataFrame) -> LinearModel:
-    """Fit the model to the gaps of the factorial."""
-    complete = table.reindex(columns=list(FACTORIAL)).dropna()
-    terms = ["", *LETTERS, *map("".join, itertools.combinations(LETTERS, 2))]
-    # The design is orthogonal: each term is a mean of signed cells.
-    signs = [[math.prod(1.0 if letter in cell else -1.0 for letter in term) for term in terms] for cell in FACTORIAL]
-    return LinearModel(pd.DataFrame(complete.to_numpy() @ signs / len(FACTORIAL), complete.index, terms))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +113,6 @@ class Effect:
 
     @property
     def expected(self) -> str:
-        """The sign that was committed before the first session."""
         return EXPECTED[self.letter][self.response.name]
 
     @property
@@ -148,7 +127,6 @@ class Effect:
 
     @property
     def verdict(self) -> str:
-        """Comparison of the expected sign with the outcome."""
         if "?" in (self.expected, self.outcome):
             return "open" if self.expected == "?" else "not decided"
         return "as expected" if self.expected == self.outcome else "not as expected"
@@ -167,8 +145,16 @@ class Autopsy:
 
     @functools.cached_property
     def models(self) -> dict[str, LinearModel]:
-        """The linear model of each response."""
-        return {name: fit_linear_model(self.gaps(name)) for name in self.responses}
+        terms, models = ["", *LETTERS, *map("".join, itertools.combinations(LETTERS, 2))], {}
+        # The design is orthogonal: each term is a mean of signed cells.
+        signs = [
+            [math.prod(1.0 if letter in cell else -1.0 for letter in term) for term in terms] for cell in FACTORIAL
+        ]
+        for name in self.responses:
+            complete = self.gaps(name).reindex(columns=list(FACTORIAL)).dropna()
+            effects = complete.to_numpy() @ signs / len(FACTORIAL)
+            models[name] = LinearModel(pd.DataFrame(effects, complete.index, terms))
+        return models
 
     @functools.cached_property
     def effects(self) -> dict[str, list[Effect]]:
@@ -193,12 +179,10 @@ class Autopsy:
         return np.log(figures["zero"] / figures["standard"]).unstack("cell")
 
     def cell_gaps(self, response: str, kind: Kind, cell: str) -> np.ndarray:
-        """Return the gaps of one cell, one per seed."""
         table = self.gaps(response, kind)
         return table[cell].dropna().to_numpy() if cell in table else np.empty(0)
 
     def ratio(self, response: str, kind: Kind, cell: str) -> Interval:
-        """Return the mean ratio of ZeRO to standard in one cell."""
         return mean_ratio(self.cell_gaps(response, kind, cell))
 
     def null_margin(self, response: str) -> float:
@@ -219,10 +203,7 @@ class Autopsy:
         return float(t * deviation * math.sqrt(2 / 4 / n))
 
     def engine_was_on(self, *, all_as_printed: bool = False) -> tuple[int, int]:
-        """Return the number of sessions with an active DeepSpeed engine, and of all sessions, that set it as printed.
-
-        `all_as_printed` selects those with all switches as printed.
-        """
+        """Return how many sessions had an active engine, and how many set it, or every switch, as printed."""
         arms = self.arms
         sets_it_as_printed = arms["cell"].str.startswith("e") & (arms["kind"] != "gate")
         chosen = is_as_printed(arms) if all_as_printed else sets_it_as_printed

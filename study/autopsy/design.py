@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 Kind = Literal["factorial", "corrected", "aa", "unclipped", "listing", "printed rate", "gate"]
@@ -184,23 +184,21 @@ class Session:
 
     @property
     def id(self) -> str:
-        """Name of the session and its record."""
         return f"{self.seed}-{self.kind}-{self.cell}".replace(" ", "-").replace(",", "").replace("'", "")
 
 
 def plan(scale: Scale, seeds: tuple[int, ...] = SEEDS) -> list[Session]:
     """Return the gate sessions, then those of each seed as a block, with its cells in random order."""
-    return [*_gates(), *itertools.chain.from_iterable(_block(scale, seed) for seed in seeds)]
-
-
-def _block(scale: Scale, seed: int) -> Iterator[Session]:
-    sessions = [_factorial("factorial", cell, seed, scale) for cell in FACTORIAL]
-    sessions += [_factorial("corrected", CORRECTED, seed, scale), _factorial("aa", AA, seed, scale)]
-    sessions += [_factorial("unclipped", CORRECTED, seed, scale), _listing(scale, seed)]
-    if scale.options.get("learning_rate", PRINTED_RATE) != PRINTED_RATE:
-        sessions.append(dataclasses.replace(_listing(scale, seed), kind="printed rate", options=_AT_PRINTED_RATE))
-    random.Random(f"autopsy {seed}").shuffle(sessions)
-    return iter(sessions)
+    planned = [Session("gate", name, 0, ((arm,),)) for name, arm in GATES.items()]
+    for seed in seeds:
+        block = [_factorial("factorial", cell, seed, scale) for cell in FACTORIAL]
+        block += [_factorial("corrected", CORRECTED, seed, scale), _factorial("aa", AA, seed, scale)]
+        block += [_factorial("unclipped", CORRECTED, seed, scale), _listing(scale, seed)]
+        if scale.options.get("learning_rate", PRINTED_RATE) != PRINTED_RATE:
+            block.append(dataclasses.replace(_listing(scale, seed), kind="printed rate", options=_AT_PRINTED_RATE))
+        random.Random(f"autopsy {seed}").shuffle(block)
+        planned += block
+    return planned
 
 
 def _factorial(kind: Kind, cell: str, seed: int, scale: Scale) -> Session:
@@ -233,7 +231,3 @@ GATES: Mapping[str, AutopsyArm] = {
     "given, with a batch size": AutopsyArm("zero", 8, "given", "batch", False),
     "given, with both": AutopsyArm("zero", 8, "given", "batch", True),
 }
-
-
-def _gates() -> list[Session]:
-    return [Session("gate", name, 0, ((arm,),)) for name, arm in GATES.items()]

@@ -199,7 +199,12 @@ def drawings(study: Autopsy) -> list[Drawing]:
         order_panel(axes, study)
         title = _title_of_order(study)
         subtitle = "ZeRO over standard at equal batches; small marks are seeds."
-        drawn.append(finish(figure, title, subtitle, "", _words_of_order(study), lead=title)._replace(name="order"))
+        words = ", ".join(
+            f"{name}, {order} {percent(math.expm1(float(values.mean())), signed=True)}"
+            for letter, response, name, *_ in _LINES
+            for order, values in zip(("standard first", "ZeRO first"), _by_order(study, response, letter), strict=True)
+        )
+        drawn.append(finish(figure, title, subtitle, "", words, lead=title)._replace(name="order"))
         drawn.append(_screen(study))
     return drawn
 
@@ -209,14 +214,6 @@ def _words_of_waterfall(study: Autopsy, response: Response) -> str:
     steps = {"as printed": fitted.printed(), **fitted.shares(), "corrected": fitted.corrected()}
     return ", ".join(
         f"{name} {percent(math.expm1(float(values.mean())), signed=True)}" for name, values in steps.items()
-    )
-
-
-def _words_of_order(study: Autopsy) -> str:
-    return ", ".join(
-        f"{name}, {order} {percent(math.expm1(float(values.mean())), signed=True)}"
-        for letter, response, name, *_ in _LINES
-        for order, values in zip(("standard first", "ZeRO first"), _by_order(study, response, letter), strict=True)
     )
 
 
@@ -230,7 +227,6 @@ def headline(study: Autopsy) -> str:
 
 
 def _screen(study: Autopsy) -> Drawing:
-    """Draw all panels on one sheet, for a document."""
     figure = Figure(figsize=(15.5, 8.4), layout="constrained")
     grid = figure.subplot_mosaic(
         [[*(f"e-{panel}" for panel in PANELS), "order"], [*(f"w-{panel}" for panel in PANELS), "order"]],

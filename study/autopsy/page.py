@@ -70,13 +70,26 @@ def sections(study: Autopsy) -> list[PageSection]:
         "autopsy_limits.j2", lanes=int(arms["lanes"].max()), gpu=SCALES["a100"],
         on_gpu=SCALES[str(arms["scale"].iloc[0])].on_gpu,
     )  # fmt: skip
+    every_effect = pd.DataFrame(
+        {"switch": effect.letter, "figure": effect.response.words, "effect": _effect_text(effect),
+         "over both orders": share_text(effect.average), "expected": effect.expected, "found": effect.outcome}
+        for of_switch in zip(*study.effects.values(), strict=True) for effect in of_switch
+    )  # fmt: skip
+    # The signs that were committed before the first session, and those found.
+    predictions = pd.DataFrame(
+        {"expected → found, for": response.words,
+         **{effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS.get(effect.verdict, '')}"
+            for effect in study.effects[name]},
+         "null margin": percent(study.null_margin(name))}
+        for name, response in study.responses.items()
+    )  # fmt: skip
     return [
         PageSection(sentence=f"{headline(study)}.", notes=_findings(study)),
         PageSection("As printed and corrected", table=_protocols(study)),
         PageSection("The switches", table=_switches(study)),
-        PageSection("Expected, and found", table=_predictions(study)),
+        PageSection("Expected, and found", table=predictions),
         PageSection("From the listing's dictionary to an engine that runs", table=_gates(arms)),
-        PageSection("Every effect", tables={"Each switch on each figure": _every_effect(study)}),
+        PageSection("Every effect", tables={"Each switch on each figure": every_effect}),
         PageSection("Limits", notes=limits),
         *([PageSection("Failed sessions", notes=failures)] if failures else []),
     ]
@@ -105,12 +118,10 @@ def _share(study: Autopsy, kind: Kind, cell: str, response: str) -> str:
 
 
 def _memory(study: Autopsy) -> str:
-    """Return the peak that the listing reports: the device's if there is one."""
     return next(name for name in ("device_peak_never_reset", "host_peak_never_reset") if name in study.responses)
 
 
 def _findings(study: Autopsy) -> list[str]:
-    """Return the findings as sentences, computed from the records."""
     engine = 1 + 2 * study.models["eval_loss"].terms["E"]
     equivalence = equivalence_test(list(engine), [1.0] * len(engine), study.null_margin("eval_loss"))
     standard = study.arms[(study.arms["kind"] == "printed rate") & (study.arms["arm"] == "standard")]
@@ -130,7 +141,6 @@ def _findings(study: Autopsy) -> list[str]:
 
 
 def _protocols(study: Autopsy) -> pd.DataFrame:
-    """Compare ZeRO with standard under three protocols, and two equal arms."""
     protocols: dict[str, tuple[Kind, str]] = {
         "as printed": ("factorial", PRINTED), "third run of the listing": ("listing", PRINTED),
         "corrected": ("corrected", CORRECTED), "corrected, clipping not asked for": ("unclipped", CORRECTED),
@@ -160,25 +170,6 @@ def _switches(study: Autopsy) -> pd.DataFrame:
 
 def _effect_text(effect: Effect) -> str:
     return f"{share_text(effect.ratio)}, p {effect.p:.2g}"
-
-
-def _every_effect(study: Autopsy) -> pd.DataFrame:
-    return pd.DataFrame(
-        {"switch": effect.letter, "figure": effect.response.words, "effect": _effect_text(effect),
-         "over both orders": share_text(effect.average), "expected": effect.expected, "found": effect.outcome}
-        for of_switch in zip(*study.effects.values(), strict=True) for effect in of_switch
-    )  # fmt: skip
-
-
-def _predictions(study: Autopsy) -> pd.DataFrame:
-    """Compare the signs that were committed before the first session with those found."""
-    return pd.DataFrame(
-        {"expected → found, for": response.words,
-         **{effect.letter: f"{effect.expected} → {effect.outcome}{_MARKS.get(effect.verdict, '')}"
-            for effect in study.effects[name]},
-         "null margin": percent(study.null_margin(name))}
-        for name, response in study.responses.items()
-    )  # fmt: skip
 
 
 def _gates(arms: pd.DataFrame) -> pd.DataFrame:

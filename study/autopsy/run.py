@@ -88,9 +88,8 @@ def open_folder(folder: Path, scale: Scale) -> FileLock:
     except RecordError:
         is_own = not folder.exists() or not any(folder.iterdir())
     if foreign or not is_own:
-        raise UserError(
-            f"--runs {folder} has {[*foreign, MARK][0]}, which is not a file of an autopsy", "name another folder"
-        )
+        problem = f"--runs {folder} has {[*foreign, MARK][0]}, which is not a file of an autopsy"
+        raise UserError(problem, "name another folder")
     try:
         (folder / SESSIONS).mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / _LOCK, f"another autopsy is active in {folder}")
@@ -125,7 +124,8 @@ def run_sessions(
     done = len(sessions) - len(pending)
     say(f"{done} of {len(sessions)} sessions are done; {len(pending)} to run, {len(cores)} at a time")
     # On a CPU scale, hide GPUs from torch and DeepSpeed.
-    environment = {**os.environ, "PYTHONPATH": _python_path(), **({} if scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""})}
+    python_path = os.pathsep.join(filter(None, [str(IMPORT_ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": python_path, **({} if scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""})}
     if pending:
         command = [sys.executable, "-m", "study.host.operators", OPERATORS_OF]
         built = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -146,20 +146,13 @@ def run_sessions(
         if is_in_place := lock.is_in_place():
             shutil.rmtree(work, ignore_errors=True)
     if not is_in_place:
-        raise UserError(
-            f"{folder} was renamed or removed while its sessions ran", "restore it, and run the command again"
-        )
+        problem = f"{folder} was renamed or removed while its sessions ran"
+        raise UserError(problem, "restore it, and run the command again")
     return lanes.failed
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(IMPORT_ROOT), os.environ.get("PYTHONPATH")]))
 
 
 @dataclasses.dataclass
 class _Lanes:
-    """Sessions that run at the same time, and their progress."""
-
     folder: Path
     work: Path
     lock: FileLock
@@ -175,7 +168,6 @@ class _Lanes:
     began: float = dataclasses.field(default_factory=time.monotonic)
 
     async def run(self, cores: Sequence[int]) -> None:
-        """Run all sessions."""
         import asyncio
 
         await asyncio.gather(*(self._run_lane(core if self.scale.threads else -1) for core in cores))

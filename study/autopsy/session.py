@@ -57,7 +57,6 @@ class Clock:
         return time.perf_counter(), time.process_time()
 
     def enter(self, phase: str) -> str:
-        """Enter a phase and return the previous one."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         ended, now = self._phase, self._now()
@@ -68,7 +67,6 @@ class Clock:
 
     @contextlib.contextmanager
     def interrupted_by(self, phase: str) -> Iterator[None]:
-        """Time the block as another phase, then continue the current one."""
         before = self.enter(phase)
         try:
             yield
@@ -83,7 +81,6 @@ class WatchedTrainer(Trainer):
     live: dict[str, Any]
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Evaluate in a separate phase of the clock."""
         with self.clock.interrupted_by("eval"):
             return super().evaluate(*arguments, **options)
 
@@ -154,10 +151,7 @@ def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder:
 
 @contextlib.contextmanager
 def launched(arm: AutopsyArm) -> Iterator[None]:
-    """Set a launcher's environment of rank 0 of 1, for this arm only.
-
-    Accelerate leaves a variable set that would activate DeepSpeed in the next Trainer of the process too.
-    """
+    """Set a launcher's environment of rank 0 of 1 for this arm, and remove what Accelerate leaves set."""
     before = dict(os.environ)
     if arm.launcher:
         with socket.socket() as free:
@@ -183,7 +177,6 @@ class Process:
         self.highest: dict[str, int] = {}
 
     def model_for(self, arm: AutopsyArm) -> PreTrainedModel:
-        """Return the model with which an arm starts."""
         if arm.start == "same model" and self.model is not None:
             return self.model
         # The listing assigns every model to one name, so a new model frees the previous one.
@@ -193,7 +186,6 @@ class Process:
         return self.model
 
     def train(self, arm: AutopsyArm) -> dict[str, Any]:
-        """Train one arm and return its record."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         model = self.model_for(arm)

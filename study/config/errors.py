@@ -31,10 +31,7 @@ def clip(value: object) -> str:
 
 
 class UserError(Exception):
-    """A request that fails: the problem and where it is, and how to fix it, one line each.
-
-    The command line prints it without a traceback and exits with 2.
-    """
+    """A request that fails, printed without a traceback: the problem with its place, and the fix, a line each."""
 
     def __init__(self, problem: str, fix: str):
         self.problem = _in_one_line(problem)
@@ -97,9 +94,7 @@ def _in_one_line(text: str) -> str:
 
 
 def replace_unprintable(text: str) -> str:
-    """Return text with unprintable characters replaced: JSON allows half a surrogate pair, which is not text, and
-    control characters would change a terminal.
-    """
+    """Return text without control characters, which would change a terminal, and without half surrogate pairs."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)

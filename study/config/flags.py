@@ -54,34 +54,6 @@ _MODEL_DEFAULTS: dict[str, dict[str, Any]] = {"gemma-2-9b": {"seq_length": 2048,
 FIRST_STEADY_STEP = 3
 
 
-def default_values(explicit: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
-    """Return the defaults for the flags that are not set; `scale` is paper or laptop."""
-    defaults = _EVERYWHERE | _DEFAULTS[explicit["task"], scale]
-    model = explicit.get("model_name_or_path", defaults["model_name_or_path"])
-    defaults |= _MODEL_DEFAULTS.get(model.rsplit("/", 1)[-1], {})
-    if explicit.get("lr_scheduler_type") == "constant":
-        defaults["warmup_ratio"] = 0.0
-    if explicit.get("virtual_world_size"):
-        defaults |= _virtual_values(explicit, scale, accelerator_visible)
-    return defaults
-
-
-def _virtual_values(explicit: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
-    """Return the defaults of a virtual run: one sample per rank, no download and no evaluation, and a few steps.
-
-    On a GPU, where step time is measured, some more steps follow after the warm-up.
-    """
-    samples = explicit["virtual_world_size"] * explicit.get("per_device_train_batch_size", 1)
-    return {
-        "weights": "random", "data": "builtin", "global_batch_size": samples, "eval_samples": 8,
-        "max_steps": 8 if accelerator_visible else FIRST_STEADY_STEP,
-        "train_samples": explicit.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
-        "virtual_rank": 0,
-        # Without a GPU the sequences are short: the memory of the model state does not depend on them.
-        **({"seq_length": 16} if scale == "laptop" else {}),
-    }  # fmt: skip
-
-
 # Ranges of the flags' values.
 
 MAX_WORLD_SIZE = 1024
@@ -93,8 +65,12 @@ def check_values(config: RunConfig) -> None:
     """Raise if a value that is set is invalid, whether or not the config is resolved."""
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), field.metadata["at_least"]
-        if isinstance(value, str):
-            _check_text(field.name, value)
+        if value == "":
+            # Usually an unset variable of a shell; as a path it would be the working directory.
+            raise UserError(f"--{field.name} is empty", "set a value, or leave it out")
+        if isinstance(value, str) and not value.isprintable():
+            problem = f"--{field.name} {value!r} has characters that cannot be printed on one line"
+            raise UserError(problem, "use another name")
         if isinstance(value, float) and not math.isfinite(value):
             raise _out_of_range(field.name, value, "use a finite number")
         if value is not None and least is not None and value < least:
@@ -111,10 +87,8 @@ def check_values(config: RunConfig) -> None:
     if config.warmup_ratio and config.warmup_ratio > 1:
         raise _out_of_range("warmup_ratio", config.warmup_ratio, "use a fraction between 0 and 1")
     if config.warmup_ratio and config.lr_scheduler_type == "constant":
-        raise UserError(
-            f"--lr_scheduler_type constant ignores --warmup_ratio {config.warmup_ratio}",
-            "use --lr_scheduler_type constant_with_warmup",
-        )
+        problem = f"--lr_scheduler_type constant ignores --warmup_ratio {config.warmup_ratio}"
+        raise UserError(problem, "use --lr_scheduler_type constant_with_warmup")
     if dropout is not None and not (0 <= dropout < 1 or dropout == -1):
         raise _out_of_range("dropout", dropout, "use at least 0 and less than 1, or -1 for the model's own values")
     parse_overrides(config.engine_override)
@@ -137,14 +111,6 @@ def _check_options(config: RunConfig) -> None:
         )
 
 
-def _check_text(flag: str, value: str) -> None:
-    if value == "":
-        # Usually an unset variable of a shell; as a path it would be the working directory.
-        raise UserError(f"--{flag} is empty", "set a value, or leave it out")
-    if not value.isprintable():
-        raise UserError(f"--{flag} {value!r} has characters that cannot be printed on one line", "use another name")
-
-
 def _out_of_range(flag: str, value: float, fix: str) -> UserError:
     return UserError(f"--{flag} {value} is out of range", fix)
 
@@ -154,10 +120,8 @@ def check_virtual_rank(
 ) -> None:
     """Raise if a virtual job's world size or rank is out of range; `study virtual` has other names for both flags."""
     if not 2 <= ranks <= MAX_WORLD_SIZE:
-        raise UserError(
-            f"{ranks_flag} {ranks} is out of range",
-            f"use 2 to {MAX_WORLD_SIZE}, or leave it out for one rank",
-        )
+        problem = f"{ranks_flag} {ranks} is out of range"
+        raise UserError(problem, f"use 2 to {MAX_WORLD_SIZE}, or leave it out for one rank")
     if rank is not None and not 0 <= rank < ranks:
         raise UserError(f"{rank_flag} {rank} is not one of {ranks} ranks", f"use 0 to {ranks - 1}")
 
@@ -174,10 +138,8 @@ def check_virtual_run_flags(config: RunConfig) -> None:
             raise UserError(f"--{name} {getattr(config, name)}: a virtual run {why}", "leave it out")
     steps = config.total_steps(config.train_samples or config.global_batch_size)
     if steps < FIRST_STEADY_STEP:
-        raise UserError(
-            f"a virtual run of {steps} step{'s'[: steps > 1]} ends before its steps are alike",
-            f"use --max_steps {FIRST_STEADY_STEP} or more, or leave it out",
-        )
+        problem = f"a virtual run of {steps} step{'s'[: steps > 1]} ends before its steps are alike"
+        raise UserError(problem, f"use --max_steps {FIRST_STEADY_STEP} or more, or leave it out")
 
 
 Task = Literal["bert-imdb", "gpt-wikitext"]
@@ -275,9 +237,8 @@ class RunConfig:
             fix = f"use --global_batch_size {train_samples} or less, or more data"
             if train_samples == self.train_samples:
                 fix = f"use --train_samples {self.global_batch_size} or more"
-            raise UserError(
-                f"--global_batch_size {self.global_batch_size} is more than the {train_samples} training samples", fix
-            )
+            problem = f"--global_batch_size {self.global_batch_size} is more than the {train_samples} training samples"
+            raise UserError(problem, fix)
         return self.max_steps or self.num_train_epochs * steps_per_epoch
 
     def batch_plan(self, ranks: int, group_size: int = 1) -> BatchPlan:
@@ -290,18 +251,14 @@ class RunConfig:
         forward = groups * (self.per_device_train_batch_size or 1)
         next_larger = -(-batch // forward) * forward
         if batch % groups:
-            raise UserError(
-                f"--global_batch_size {batch} does not divide over {over}",
-                f"use a multiple of {forward}, such as {next_larger}",
-            )
+            problem = f"--global_batch_size {batch} does not divide over {over}"
+            raise UserError(problem, f"use a multiple of {forward}, such as {next_larger}")
         per_rank = batch // groups
         micro = self.per_device_train_batch_size or per_rank
         if per_rank % micro:
             smaller = next(size for size in range(min(micro, per_rank), 0, -1) if per_rank % size == 0)
-            raise UserError(
-                f"--per_device_train_batch_size {micro} on {over} does not divide --global_batch_size {batch}",
-                f"use {smaller}, or --global_batch_size {next_larger}",
-            )
+            problem = f"--per_device_train_batch_size {micro} on {over} does not divide --global_batch_size {batch}"
+            raise UserError(problem, f"use {smaller}, or --global_batch_size {next_larger}")
         return BatchPlan(batch, groups, micro, per_rank // micro)
 
     def run_id(self, strategy: str, world_size: int) -> str:
@@ -324,7 +281,6 @@ class RunConfig:
         return {key: value for key, value in self.to_dict().items() if isinstance(value, (bool, int, float, str))}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all flags in types of JSON."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
 
     @classmethod
@@ -349,11 +305,6 @@ class BatchPlan:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
 
-    @property
-    def samples_per_group(self) -> int:
-        """Samples of one data-parallel group per optimizer step."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
-
     def micro_batches(self, step_samples: Sequence[int], group: int) -> list[list[int]]:
         """Return a group's micro-batches of one step's samples, in order."""
         size = self.per_device_train_batch_size
@@ -365,7 +316,24 @@ def resolve_config(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     """Return the config with all defaults set; raise if flags contradict each other."""
     scale = config.scale if config.scale != "auto" else ("paper" if accelerator_visible else "laptop")
     explicit = {key: value for key, value in vars(config).items() if value is not None}
-    config = RunConfig(**(default_values(explicit, scale, accelerator_visible) | explicit | {"scale": scale}))
+    defaults = _EVERYWHERE | _DEFAULTS[explicit["task"], scale]
+    model = explicit.get("model_name_or_path", defaults["model_name_or_path"])
+    defaults |= _MODEL_DEFAULTS.get(model.rsplit("/", 1)[-1], {})
+    if explicit.get("lr_scheduler_type") == "constant":
+        defaults["warmup_ratio"] = 0.0
+    if ranks := explicit.get("virtual_world_size"):
+        # One sample per rank, no download and no evaluation, and a few steps: on a GPU, where step time is measured,
+        # some more after the warm-up.
+        samples = ranks * explicit.get("per_device_train_batch_size", 1)
+        defaults |= {
+            "weights": "random", "data": "builtin", "global_batch_size": samples, "eval_samples": 8,
+            "max_steps": 8 if accelerator_visible else FIRST_STEADY_STEP, "virtual_rank": 0,
+            "train_samples": explicit.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
+        }  # fmt: skip
+        if scale == "laptop":
+            # Short sequences: the memory of the model state does not depend on them.
+            defaults["seq_length"] = 16
+    config = RunConfig(**(defaults | explicit | {"scale": scale}))
     check_values(config)
     return config
 
@@ -378,7 +346,6 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UserError, for one line and exit status 2, and accepts hyphens for underscores."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse flags written with hyphens or underscores."""
         flags = {_with_underscores(flag): flag for flag in self._option_string_actions}
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)

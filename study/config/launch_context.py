@@ -44,18 +44,11 @@ class Launch:
 
     @property
     def ranks_per_machine(self) -> int:
-        """Ranks per machine; a default for a virtual job."""
         return strategies.DEFAULT_RANKS_PER_NODE if self.virtual else self.local_world_size
 
     @property
     def group_index(self) -> int:
-        """Index of this rank's model-parallel group."""
         return self.rank // self.strategy.group_size
-
-    @property
-    def is_group_leader(self) -> bool:
-        """Whether this is the first rank of its model-parallel group."""
-        return self.rank % self.strategy.group_size == 0
 
     @property
     def is_main(self) -> bool:
@@ -64,7 +57,6 @@ class Launch:
 
     @property
     def machines(self) -> int:
-        """Number of machines of the job."""
         return 1 if self.virtual else self.world_size // self.local_world_size
 
     def command(self, num_processes: int, machines: int = 1) -> str:
@@ -89,17 +81,13 @@ def virtual_launch(launch: Launch, world_size: int, rank: int) -> Launch:
     if launch.strategy.name == "single":
         raise UserError("single has one rank and cannot run as a virtual rank", "launch another strategy's file")
     if launch.world_size > 1:
-        raise UserError(
-            f"a virtual rank is one process, but {launch.world_size} were launched", f"run: {launch.command(1)}"
-        )
+        problem = f"a virtual rank is one process, but {launch.world_size} were launched"
+        raise UserError(problem, f"run: {launch.command(1)}")
     return dataclasses.replace(launch, world_size=world_size, rank=rank, virtual=True)
 
 
 def read_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str, str] | None = None) -> Launch:
-    """Read the strategy and rank of this process from the variables that `accelerate launch` exported.
-
-    `shell` is the launcher's own environment; without it, variables left over from the shell are not detected.
-    """
+    """Read strategy and rank from the exported variables; `shell`, the launcher's own, shows what is left over."""
     if shell is not None:
         _check_stale_launch_variables(environment, shell)
     world_size = int(environment.get("WORLD_SIZE", 1))
@@ -139,10 +127,8 @@ def _check_stale_launch_variables(environment: Mapping[str, str], shell: Mapping
             raise UserError("the launch asks for --cpu or use_cpu", "leave it out, or hide GPUs: CUDA_VISIBLE_DEVICES=")
         leftovers.append("ACCELERATE_USE_CPU")
     if leftovers:
-        raise UserError(
-            f"the environment variable {leftovers[0]} is set, but not by the launched file",
-            f"run: unset {' '.join(leftovers)}",
-        )
+        problem = f"the environment variable {leftovers[0]} is set, but not by the launched file"
+        raise UserError(problem, f"run: unset {' '.join(leftovers)}")
 
 
 def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strategy:
@@ -151,54 +137,37 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
         for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
     )
     if has_megatron:
-        raise UserError(
-            "the launched Accelerate file has a megatron_lm section, which no strategy supports", "leave it out"
-        )
+        problem = "the launched Accelerate file has a megatron_lm section, which no strategy supports"
+        raise UserError(problem, "leave it out")
     mesh = strategy_names.read_mesh_sizes(environment) if has_mesh else {}
     if has_deepspeed:
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         if not file:
-            raise UserError(
-                "the launched Accelerate file has no deepspeed_config_file",
-                "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON",
-            )
+            fix = "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON"
+            raise UserError("the launched Accelerate file has no deepspeed_config_file", fix)
         settings = strategies.read_deepspeed_json(strategies.resolve_repository_path(file))
         zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
         normalized = strategy_names.normalize_deepspeed_config(settings, zero3_init, mesh)
-        return _named(strategy_names.name_strategy(normalized, Path(file)), "DEEPSPEED", settings, normalized)
+        name = strategy_names.name_strategy(normalized, Path(file))
+        return _named(name, "DEEPSPEED", normalized, settings)
+    if not has_fsdp and not has_mesh:
+        is_ddp = world_size > 1 or "TORCHELASTIC_RUN_ID" in environment
+        return Strategy("ddp", "MULTI_GPU") if is_ddp else Strategy("single", "NO")
+    if has_fsdp and environment.get("FSDP_VERSION") != "2":
+        raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
     if has_fsdp:
-        if environment.get("FSDP_VERSION") != "2":
-            raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
         normalized = strategy_names.normalize_fsdp_config(environment, mesh)
-        if (
-            has_mesh
-            and strategy_names.requested_mesh(normalized) is None
-            and strategies.parse_group(normalized) is None
-        ):
-            raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-        return _named(strategy_names.name_strategy(normalized), "FSDP", None, normalized)
-    if has_mesh:
+    else:
         normalized = strategy_names.normalize_plain_config(mesh)
-        if strategies.parse_group(normalized) is None:
-            raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-        return _named(strategy_names.name_strategy(normalized), "MULTI_GPU", None, normalized)
-    if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
-        return Strategy("ddp", "MULTI_GPU")
-    return Strategy("single", "NO")
+    has_replicas = strategy_names.requested_mesh(normalized) is not None
+    if has_mesh and not has_replicas and strategies.parse_group(normalized) is None:
+        raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
+    return _named(strategy_names.name_strategy(normalized), "FSDP" if has_fsdp else "MULTI_GPU", normalized)
 
 
 def _named(
-    name: str,
-    distributed_type: str,
-    settings: Mapping[str, Any] | None,
-    normalized: Mapping[str, Any],
+    name: str, distributed_type: str, normalized: Mapping[str, Any], settings: Mapping[str, Any] | None = None
 ) -> Strategy:
     own_settings = None if name in strategy_names.SHIPPED else normalized
-    return Strategy(
-        name,
-        distributed_type,
-        settings,
-        own_settings,
-        strategy_names.requested_mesh(normalized),
-        strategies.parse_group(normalized),
-    )
+    mesh, group = strategy_names.requested_mesh(normalized), strategies.parse_group(normalized)
+    return Strategy(name, distributed_type, settings, own_settings, mesh, group)

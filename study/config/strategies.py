@@ -80,9 +80,8 @@ def read_deepspeed_json(file: Path) -> dict[str, Any]:
         section = zero.get(what)
         device = section.get("device") if isinstance(section, dict) else None
         if section is not None and device not in ("none", "cpu", "nvme"):
-            raise UserError(
-                f"{file}: zero_optimization.{what} sets no valid device", 'write it as {"device": "cpu"}, nvme or none'
-            )
+            problem = f"{file}: zero_optimization.{what} sets no valid device"
+            raise UserError(problem, 'write it as {"device": "cpu"}, nvme or none')
     return document
 
 
@@ -143,17 +142,14 @@ class Strategy:
 
     @property
     def group_size(self) -> int:
-        """Ranks of a model-parallel group; 1 without groups."""
         return self.group.ranks if self.group else 1
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether the engine is FSDP2."""
         return self.distributed_type == "FSDP"
 
     @property
     def zero_stage(self) -> int | None:
-        """ZeRO stage; None without DeepSpeed."""
         return self.deepspeed["zero_optimization"]["stage"] if self.deepspeed else None
 
     def ranks_per_replica(self, world_size: int, per_machine: int = DEFAULT_RANKS_PER_NODE) -> int | None:
@@ -179,10 +175,8 @@ class Strategy:
         if size is None:
             return self
         if self.group is None:
-            raise UserError(
-                f"--group_size {size}: {self.name} has no model-parallel groups",
-                "leave it out, or launch a strategy with model-parallel groups",
-            )
+            problem = f"--group_size {size}: {self.name} has no model-parallel groups"
+            raise UserError(problem, "leave it out, or launch a strategy with model-parallel groups")
         return dataclasses.replace(self, group=dataclasses.replace(self.group, ranks=size))
 
     @property
@@ -210,7 +204,6 @@ class Strategy:
         )
 
     def with_overrides(self, config: RunConfig) -> Strategy:
-        """Return the strategy with the settings that a run's flags override."""
         resized = self.with_group_size(config.group_size)
         if self.deepspeed is None:
             return resized
@@ -223,12 +216,10 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether optimizer states or parameters are offloaded."""
         return self.offload_device("optimizer") is not None or self.offload_device("param") is not None
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether optimizer states or parameters are offloaded to NVMe."""
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
 
     def _check_checkpointing(self, config: RunConfig) -> None:
@@ -244,10 +235,8 @@ class Strategy:
         if self.group is None or self.group.divides != "tensors":
             raise UserError(f"{problem}, and under {self.name} no ranks share a layer's activations", "use zero*_tp")
         if not config.gradient_checkpointing:
-            raise UserError(
-                f"{problem}, and without checkpoints there are no activations to partition",
-                "add --gradient_checkpointing",
-            )
+            fix = "add --gradient_checkpointing"
+            raise UserError(f"{problem}, and without checkpoints there are no activations to partition", fix)
 
     def check_engine_flags(self, config: RunConfig) -> None:
         """Raise for flags that need DeepSpeed under another engine, and for those that DeepSpeed handles wrongly."""
@@ -279,10 +268,8 @@ class Strategy:
     def _check_options(self, config: RunConfig) -> None:
         offloads = self.offload_device("optimizer") is not None
         if config.bf16_states and (not self.zero_stage or offloads):
-            raise UserError(
-                f"--bf16_states needs DeepSpeed's stages 1 to 3 without offload, not {self.name}",
-                "leave it out, or use zero1, zero2 or zero3",
-            )
+            problem = f"--bf16_states needs DeepSpeed's stages 1 to 3 without offload, not {self.name}"
+            raise UserError(problem, "leave it out, or use zero1, zero2 or zero3")
         if self.zero_stage and self.group and self.group.divides == "tensors":
             for flag, is_set, why in (
                 ("optimizer muon", config.optimizer == "muon", "shards matrices that Muon needs unsharded"),
@@ -317,10 +304,8 @@ def read_strategy(name: str) -> Strategy:
     settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None
     normalized = normalize_strategy_files(document, settings) if name in SHIPPED else {}
     if normalized and config_digest(normalized) != SHIPPED[name]:
-        raise UserError(
-            f"the files of {name} in accelerate_configs/ do not have the study's settings",
-            f"restore {name}.yaml and its JSON, and put custom settings into separate files",
-        )
+        problem = f"the files of {name} in accelerate_configs/ do not have the study's settings"
+        raise UserError(problem, f"restore {name}.yaml and its JSON, and put custom settings into separate files")
     return Strategy(
         name, document["distributed_type"], settings, mesh=requested_mesh(normalized), group=parse_group(normalized)
     )

@@ -90,9 +90,8 @@ def read_mesh_sizes(exported: Mapping[str, str]) -> dict[str, int]:
     for key in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"):
         text = exported.get(f"PARALLELISM_CONFIG_{key}_SIZE", "1")
         if not (text.isascii() and text.isdecimal() and 0 < int(text) < 10**6):
-            raise UserError(
-                f"the launched Accelerate file has {key.lower()}_size: {text[:20]}", "set a whole number from 1 up"
-            )
+            problem = f"the launched Accelerate file has {key.lower()}_size: {text[:20]}"
+            raise UserError(problem, "set a whole number from 1 up")
         if int(text) > 1:
             sizes[f"{key.lower()}_size"] = int(text)
     return sizes
@@ -100,10 +99,8 @@ def read_mesh_sizes(exported: Mapping[str, str]) -> dict[str, int]:
 
 def _only(supported: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int]:
     if unsupported := [key for key in sizes if key not in supported]:
-        raise UserError(
-            f"the launched Accelerate file has {unsupported[0]}: {sizes[unsupported[0]]}, not supported in {file}",
-            "leave it out",
-        )
+        problem = f"the launched Accelerate file has {unsupported[0]}: {sizes[unsupported[0]]}, not supported in {file}"
+        raise UserError(problem, "leave it out")
     return dict(sizes)
 
 
@@ -134,10 +131,8 @@ def name_strategy(normalized: Mapping[str, Any], file: Path | None = None) -> st
         kinds = {"hsdp": "dp_replicate_size", "cp": "cp_size", "tp": "tp_size"}
         return f"{next((name for name, key in kinds.items() if key in normalized), 'fsdp2')}-custom-{digest}"
     if not _USABLE.fullmatch(file.stem):
-        raise UserError(
-            f"a run would be named after the DeepSpeed JSON {file.name!r}",
-            "give the file a name of up to 40 letters, digits, - and _",
-        )
+        problem = f"a run would be named after the DeepSpeed JSON {file.name!r}"
+        raise UserError(problem, "give the file a name of up to 40 letters, digits, - and _")
     stage = normalized["zero_optimization"]["stage"]
     names_its_stage = re.match(rf"zero{stage}(?!\d)", file.stem) or not re.match(r"zero\d|ddp|single|fsdp", file.stem)
     prefix = f"zero{stage}-custom" if file.stem in SHIPPED or not names_its_stage else file.stem
@@ -154,10 +149,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             value = None
         if not (equals and all(key.split("."))) or value is None:
-            raise UserError(
-                f"--engine_override {clip(item)} is not KEY=JSON",
-                "write it as zero_optimization.reduce_bucket_size=5000000",
-            )
+            problem = f"--engine_override {clip(item)} is not KEY=JSON"
+            raise UserError(problem, "write it as zero_optimization.reduce_bucket_size=5000000")
         for earlier in parsed:
             if f"{key}.".startswith(f"{earlier}.") or f"{earlier}.".startswith(f"{key}."):
                 raise UserError(f"--engine_override sets both {earlier} and {key}", "leave one of them out")

@@ -30,11 +30,9 @@ class Section(dict[str, Any]):
         return self.places.get(key, self.place)
 
     def refusal(self, key: str, problem: str, fix: str) -> UserError:
-        """Return an error about one key, with its place."""
         return UserError(f"{self.key_place(key)}: {key} {problem}", fix)
 
     def require_keys(self, *keys: str) -> None:
-        """Raise if a required key is missing."""
         for key in keys:
             if key not in self:
                 raise UserError(f"{self.place}: {key} is missing", f"add {key}: to it")
@@ -44,8 +42,6 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class _Sections:
-    """Loader mixin that builds mappings as sections."""
-
     file: Path
     kind: type[Section]
 
@@ -55,9 +51,8 @@ class _Sections:
         if node is None:
             return None
         if count_expanded_values(node, {}) > MAX_VALUES:
-            raise UserError(
-                f"{self.file} has more than {MAX_VALUES} values after its aliases are expanded", "fix the file"
-            )
+            problem = f"{self.file} has more than {MAX_VALUES} values after its aliases are expanded"
+            raise UserError(problem, "fix the file")
         return self.construct_document(node)
 
     def section(self: Any, node: yaml.MappingNode) -> Section:

@@ -87,10 +87,8 @@ def audit(
         if live.get(key) != value
     ]
     if differences:
-        raise RunFailed(
-            f"the engine differs from {launch.strategy.name}'s settings: {'; '.join(differences)}",
-            "compare the strategy file with engine.json",
-        )
+        problem = f"the engine differs from {launch.strategy.name}'s settings: {'; '.join(differences)}"
+        raise RunFailed(problem, "compare the strategy file with engine.json")
     live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
     trained, ranks = (
@@ -213,22 +211,17 @@ def audit_end(run: TrainingRun, accelerator: Accelerator, skipped: int, steps: i
     # DeepSpeed skips a step whose gradients are not finite, in every precision, and keeps the old weights. Under fp16
     # this is how it adapts the loss scale. In other precisions DDP would have applied such gradients.
     if skipped and (not run.config.precision.startswith("fp16") or skipped == steps):
-        raise RunFailed(
-            f"{skipped} of {steps} optimizer steps were skipped because their gradients were not finite",
-            "lower --learning_rate, or use a precision with more range",
-        )
+        problem = f"{skipped} of {steps} optimizer steps were skipped because their gradients were not finite"
+        raise RunFailed(problem, "lower --learning_rate, or use a precision with more range")
     _check_swapped(run)
 
 
 def _check_swapped(run: TrainingRun) -> None:
-    """Raise RunFailed if NVMe offload wrote no swap file."""
     strategy, folder = run.launch.strategy, run.swap_folder
     for section, pattern in (("optimizer", "optimizer/**/*.swp"), ("param", "*params/**/*.swp")):
         if strategy.offload_device(section) == "nvme" and (folder is None or not any(folder.rglob(pattern))):
-            raise RunFailed(
-                f"{strategy.name} swapped no {section} to {folder}",
-                "use a larger model or fewer ranks: DeepSpeed keeps shards under 1 MiB in host memory",
-            )
+            fix = "use a larger model or fewer ranks: DeepSpeed keeps shards under 1 MiB in host memory"
+            raise RunFailed(f"{strategy.name} swapped no {section} to {folder}", fix)
 
 
 def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
@@ -245,9 +238,7 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
     def check_output(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         handle.remove()
         if output.dtype != expected:
-            raise RunFailed(
-                f"the model computes in {output.dtype}, but --precision {precision} requests {expected}",
-                "use another --precision: the engine ignores this one",
-            )
+            problem = f"the model computes in {output.dtype}, but --precision {precision} requests {expected}"
+            raise RunFailed(problem, "use another --precision: the engine ignores this one")
 
     handle = layer.register_forward_hook(check_output)

@@ -23,38 +23,29 @@ if TYPE_CHECKING:
 def check_group(
     config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_world_size: int | None = None
 ) -> None:
-    """Raise UserError if the model-parallel group cannot train this model with these flags.
-
-    `saved_world_size` is the world size of the resumed checkpoint.
-    """
+    """Raise UserError if the group cannot train this model, or resume what `saved_world_size` ranks have saved."""
     strategy, group = launch.strategy, launch.strategy.group
     if group is None:
         return
     if saved_world_size not in (None, launch.world_size) and (group.divides, strategy.zero_stage) != ("sequence", 3):
         # DeepSpeed's universal checkpoint expects different tensors on each rank of a group, and their files are
         # missing.
-        raise UserError(
-            f"a checkpoint of {strategy.name} resumes only with the world size that saved it, {saved_world_size}",
-            f"use --num_processes {saved_world_size}",
-        )
+        problem = f"a checkpoint of {strategy.name} resumes only with the world size that saved it, {saved_world_size}"
+        raise UserError(problem, f"use --num_processes {saved_world_size}")
     if config.optimizer == "muon":
         raise UserError(f"--optimizer muon: {strategy.name} has not been shown to train with it", "leave it out")
     if group.divides == "tensors":
         if config.peft != "none":
-            raise UserError(
-                f"--peft {config.peft}: {strategy.name} divides tensors, but does not divide adapters",
-                "leave it out",
-            )
+            problem = f"--peft {config.peft}: {strategy.name} divides tensors, but does not divide adapters"
+            raise UserError(problem, "leave it out")
         if strategy.deepspeed is not None:
             check_autotp(config, architecture, strategy.name, group.ranks)
         else:
             check_tensors(config, launch, architecture)
         return
     if FAMILY_OF_TASK[config.task] != "causal-lm":
-        raise UserError(
-            f"{strategy.name} divides the tokens of causal models, and --task {config.task} has none",
-            "use --task gpt-wikitext, or a strategy that does not divide samples",
-        )
+        problem = f"{strategy.name} divides the tokens of causal models, and --task {config.task} has none"
+        raise UserError(problem, "use --task gpt-wikitext, or a strategy that does not divide samples")
     check_sequence(config, architecture, strategy.name, group.ranks, is_context=group.divides == "context")
 
 
@@ -134,7 +125,6 @@ def read_fsdp_replicas(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _replicas(layouts: set[tuple[int, int]]) -> dict[str, Any]:
-    """Return the entry of engine.json; empty without replicas."""
     shapes = [{"copies": copies, "ranks_of_a_copy": ranks} for copies, ranks in sorted(layouts)]
     return {"copies": _only(shapes)} if shapes else {}
 

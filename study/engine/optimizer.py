@@ -64,9 +64,8 @@ class SkippedSteps:
         before, self._scale = self._scale, self._scaler.get_scale()
         if self._scale < 1:
             # DeepSpeed's scalers raise an error here by themselves.
-            raise RunFailed(
-                "gradients are not finite at a loss scale of 1", "lower --learning_rate, or use --precision bf16"
-            )
+            problem = "gradients are not finite at a loss scale of 1"
+            raise RunFailed(problem, "lower --learning_rate, or use --precision bf16")
         return bool(self._scale < before)
 
 

@@ -33,10 +33,8 @@ def check_sequence(
     # Context parallelism gives each rank a part from the front and one from the back, which balances causal attention.
     parts, word = (2 * ranks, f"two parts for each of {ranks} ranks") if is_context else (ranks, f"{ranks} equal parts")
     if config.seq_length % parts:
-        raise UserError(
-            f"--seq_length {config.seq_length} does not divide into {word}",
-            f"use a multiple of {parts}, such as {-(-config.seq_length // parts) * parts}",
-        )
+        problem = f"--seq_length {config.seq_length} does not divide into {word}"
+        raise UserError(problem, f"use a multiple of {parts}, such as {-(-config.seq_length // parts) * parts}")
     model = f"{strategy} cannot train {config.model_name_or_path}"
     implementation = resolve_attention(config, architecture)
     supported = ("sdpa",) if is_context else ("sdpa", "flash_attention_2")
@@ -49,9 +47,8 @@ def check_sequence(
         )
     if is_context:
         if uses_sliding_window(architecture):
-            raise UserError(
-                f"{model}: its attention has a window, and the mask would be ignored", "use a model without a window"
-            )
+            problem = f"{model}: its attention has a window, and the mask would be ignored"
+            raise UserError(problem, "use a model without a window")
         return
     text = architecture.get_text_config()
     heads = text.num_attention_heads
@@ -61,10 +58,8 @@ def check_sequence(
         raise UserError(f"{model}: {counted} do not divide over {ranks} ranks", "set --group_size to a divisor")
     window = getattr(text, "sliding_window", None)
     if window is not None and getattr(text, "use_sliding_window", True) and config.seq_length > window:
-        raise UserError(
-            f"{model}: its attention has a window of {window} tokens, and Ulysses ignores that mask",
-            f"use --seq_length {window - window % ranks} or less",
-        )
+        problem = f"{model}: its attention has a window of {window} tokens, and Ulysses ignores that mask"
+        raise UserError(problem, f"use --seq_length {window - window % ranks} or less")
 
 
 def uses_ulysses(accelerator: Accelerator) -> bool:

@@ -170,10 +170,7 @@ def correct_precision(accelerator: Accelerator, config: RunConfig) -> None:
 def prepare(
     accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: RunConfig
 ) -> tuple[Any, Any]:
-    """Return the model and optimizer of Accelerate's `prepare`, with this study's patches of the engines.
-
-    The first forward pass checks the precision.
-    """
+    """Return the model and optimizer of Accelerate's `prepare`, with this study's patches of the engines."""
     if getattr(accelerator, "is_fsdp2", False):
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config)
@@ -315,10 +312,8 @@ def check_engine_settings(config: RunConfig, launched: Mapping[str, Any], settin
         if section not in section_names:
             raise UserError(f"--engine_override {key}: DeepSpeed has no setting {section}", "fix the key")
         if section in BATCH_KEYS:
-            raise UserError(
-                f"--engine_override {key}: the run's batch flags set it",
-                "use --global_batch_size and --per_device_train_batch_size",
-            )
+            problem = f"--engine_override {key}: the run's batch flags set it"
+            raise UserError(problem, "use --global_batch_size and --per_device_train_batch_size")
     if _nested(settings, _DEEPCOMPILE) and not config.torch_compile:
         raise UserError(f"{_DEEPCOMPILE} has no effect on a model that is not compiled", "add --torch_compile")
     need_a_gpu = [key for key in _NEED_A_GPU if _nested(settings, key)]
@@ -334,10 +329,8 @@ def check_engine_settings(config: RunConfig, launched: Mapping[str, Any], settin
         validate(zero)
     except ValueError as error:
         detail = error.errors()[0]  # type: ignore[attr-defined]
-        raise UserError(
-            f"DeepSpeed rejects {'.'.join(['zero_optimization', *map(str, detail['loc'])])}: {detail['msg']}",
-            "fix --engine_override or the strategy's file",
-        ) from None
+        problem = f"DeepSpeed rejects {'.'.join(['zero_optimization', *map(str, detail['loc'])])}: {detail['msg']}"
+        raise UserError(problem, "fix --engine_override or the strategy's file") from None
 
 
 def _nested(settings: Any, key: str) -> Any:

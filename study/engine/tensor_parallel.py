@@ -36,10 +36,8 @@ def check_autotp(config: RunConfig, architecture: PreTrainedConfig, strategy: st
     model, text = f"{strategy} cannot train {config.model_name_or_path}", architecture.get_text_config()
     if not getattr(text, "base_model_tp_plan", None) and architecture.model_type != "gpt2":
         # DeepSpeed would guess from the names of layers, or divide only the head.
-        raise UserError(
-            f"{model}: {architecture.model_type} has no tensor-parallel plan",
-            "use gpt2 or a model that transformers has a tp_plan for, or a strategy without _tp",
-        )
+        problem = f"{model}: {architecture.model_type} has no tensor-parallel plan"
+        raise UserError(problem, "use gpt2 or a model that transformers has a tp_plan for, or a strategy without _tp")
     for unit, count in (
         ("heads", text.num_attention_heads), ("heads of keys and values", getattr(text, "num_key_value_heads", None)),
         ("columns of the MLP", getattr(text, "intermediate_size", None)),

@@ -72,30 +72,24 @@ def needed_host_bytes(config: RunConfig, launch: Launch, strategy: Strategy, sha
     built = 3 * 4 * shape.largest_parameter if by_layer else 4 * shape.parameters
     fixed = LIBRARIES_BYTES + required_pinned_bytes(launched)
     if on_gpu:
-        return fixed + built + _offloaded_bytes(config, strategy, shape.parameters / launch.world_size, per_weight)
+        elements = shape.parameters / launch.world_size
+        # Frozen weights have no gradients and no optimizer states, and adapters are small.
+        optimizer = strategy.offload_device("optimizer") if config.peft == "none" else None
+        per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
+        if optimizer is not None:
+            # Gradients in the engine's dtype, and in fp32 for the step; master weights and moments in fp32.
+            per_element += per_weight + 4 + (12 if optimizer == "cpu" else 0)
+        buffers = 0.0
+        if optimizer == "nvme":
+            assert strategy.deepspeed is not None
+            zero = strategy.deepspeed["zero_optimization"]
+            buffers = 4 * zero["offload_optimizer"]["buffer_count"] * min(elements, zero["sub_group_size"])
+        return fixed + built + per_element * elements + buffers
     tokens = config.seq_length * config.batch_plan(launch.world_size, launched.group_size).per_device_train_batch_size
     # Activations of a transformer layer in fp32, from "Reducing Activation Recomputation" (34 and 5 bytes).
     per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
     per_token = model.num_hidden_layers * per_layer + 3 * 4 * model.vocab_size
     return fixed + _state_and_working_bytes(config, launch, strategy, shape, per_weight, built) + tokens * per_token
-
-
-def _offloaded_bytes(config: RunConfig, strategy: Strategy, elements: float, per_weight: int) -> float:
-    """Estimate the offloaded state of a rank with a GPU, in bytes of host memory."""
-    per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
-    # Frozen weights have no gradients and no optimizer states, and adapters are small.
-    optimizer = strategy.offload_device("optimizer") if config.peft == "none" else None
-    if optimizer is not None:
-        # Gradients in the engine's dtype, and in fp32 for the step.
-        per_element += per_weight + 4
-    if optimizer == "cpu":
-        per_element += 12
-    size = per_element * elements
-    if optimizer == "nvme":
-        assert strategy.deepspeed is not None
-        zero = strategy.deepspeed["zero_optimization"]
-        size += 4 * zero["offload_optimizer"]["buffer_count"] * min(elements, zero["sub_group_size"])
-    return size
 
 
 def _state_and_working_bytes(
@@ -229,10 +223,7 @@ def _may_be_the_peak(copied_bytes: int) -> bool:
 
 
 def _patch_layer_order_check() -> None:
-    """Make DeepSpeed compare its layer order with this rank's, as no broadcast from rank 0 would arrive.
-
-    The broadcast itself is still made.
-    """
+    """Make DeepSpeed compare its layer order with this rank's, as no broadcast from rank 0 would arrive."""
     from deepspeed.runtime.zero import utils
 
     def broadcast(values: list[int]) -> list[int]:

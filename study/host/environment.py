@@ -64,10 +64,8 @@ def check_torch_supports_gpus() -> None:
         f"{gpus} GPU{'s'[: gpus > 1]} are visible, but torch {torch.__version__} can use none: it is built for"
         f" {f'CUDA {built}' if built else 'no CUDA'}, and the driver {driver_version()} supports CUDA {runs}"
     )
-    raise Unsupported(
-        problem,
-        f"{torch_for_driver(runs, torch.__version__)}; or set an empty CUDA_VISIBLE_DEVICES, to train on CPU cores",
-    )
+    fix = f"{torch_for_driver(runs, torch.__version__)}; or set an empty CUDA_VISIBLE_DEVICES, to train on CPU cores"
+    raise Unsupported(problem, fix)
 
 
 def torch_for_driver(runs: str, version: str) -> str:

@@ -23,10 +23,7 @@ from study.records.lock import HOST, SWAP_PREFIX, FileLock, LockHeldError, read_
 
 
 def content_digest(file: Path) -> str:
-    """Return a digest that detects accidental changes, by a disk, a copy or an edit; not deliberate ones.
-
-    It is five times as fast as SHA-256 with CPU instructions, and faster than any disk.
-    """
+    """Return a digest that detects accidental changes, not deliberate ones, five times as fast as SHA-256."""
     import xxhash
 
     digest = xxhash.xxh3_128()
@@ -45,10 +42,7 @@ def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` if the block succeeds; for one process at a time.
-
-    Files of a killed process are deleted, since parts of large models would fill the disk.
-    """
+    """Yield an empty folder that replaces `folder` if the block succeeds; for one process at a time."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -85,10 +79,7 @@ def check_disk_space(
     fix: str = "free some, or set ZERO_STUDY_CACHE to a folder on a larger disk",
     error: type[UserError] = UserError,
 ) -> None:
-    """Raise an error if the disk lacks space; the folder need not exist.
-
-    By default it is not `Unsupported`, which is final in a sweep: space may become free.
-    """
+    """Raise an error if the disk lacks space. By default a sweep tries again, because space may become free."""
     free = shutil.disk_usage(_existing(folder)).free
     if free < wanted_bytes:
         raise error(f"{what} needs {format_bytes(wanted_bytes)}, and {folder} has {format_bytes(free)} free", fix)
@@ -153,9 +144,8 @@ def check_process() -> None:
         Path.cwd()
     except OSError as error:
         # Otherwise torch's math library ends the process.
-        raise UserError(
-            f"the working directory does not exist ({error.strerror})", "change to one that exists"
-        ) from None
+        problem = f"the working directory does not exist ({error.strerror})"
+        raise UserError(problem, "change to one that exists") from None
     # Accelerate would end in a traceback.
     if not re.fullmatch(r"\d+", threads := os.environ.get("OMP_NUM_THREADS", "1")):
         raise UserError(f"OMP_NUM_THREADS is {threads[:20]!r}, not a whole number", "unset it, or set it to one")

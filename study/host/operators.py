@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from study.config.errors import Unsupported, UserError
 from study.config.strategies import STRATEGY_NAMES, Strategy, read_strategy
 from study.host.folders import COMPILES, cache_directory, check_writable
@@ -45,8 +47,7 @@ constexpr auto kFloat16 = at::kHalf, kFloat32 = at::kFloat;
 }
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
+_print = functools.partial(print, flush=True)
 
 
 def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] = _print) -> float:
@@ -76,9 +77,8 @@ def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] 
             lines = str(error).strip().splitlines() or [type(error).__name__]
             cause = next(filter(_CAUSE.search, lines), lines[-1])[:300]
             fix = "python3-dev" if "Python.h" in cause else "g++, ninja and, for NVMe, libaio-dev"
-            raise Unsupported(
-                f"DeepSpeed's operator {builder.name} does not build ({cause})", f"install {fix}"
-            ) from error
+            problem = f"DeepSpeed's operator {builder.name} does not build ({cause})"
+            raise Unsupported(problem, f"install {fix}") from error
     return time.perf_counter() - started
 
 
@@ -152,8 +152,6 @@ def symlink_loaded_libraries(folder: Path, names: Sequence[str]) -> None:
     as libcuda.so.1 and inside torch's packages. If nvcc is a script in /usr/local/bin, torch uses /usr/local as the
     toolkit.
     """
-    import psutil
-
     folder.mkdir(parents=True, exist_ok=True)
     for library in {Path(mapped.path) for mapped in psutil.Process().memory_maps()}:
         if (name := library.name.partition(".so")[0]) in names:
@@ -241,15 +239,9 @@ def build_folder(name: str) -> Path:
 
 
 def _clear_dead_build(folder: Path) -> None:
-    """Delete a stale lock of torch. The caller has the lock next to the folder, so no live process has torch's.
-
-    Every load locks it briefly, so any killed run can leave it. Compilers of a killed build may still run; this waits
-    for them.
-    """
-    import psutil
-
+    """Delete a stale lock of torch, which any killed run can leave. The caller has the lock next to the folder."""
     lock = folder / "lock"
-    # ninja and its compilers work inside the folder.
+    # ninja and its compilers work inside the folder. Those of a killed build may still run.
     while lock.exists() and any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"])):
         time.sleep(0.2)
     lock.unlink(missing_ok=True)

@@ -51,10 +51,8 @@ def current_job(environment: Mapping[str, str] = os.environ) -> Job | None:
     if not id or not listed or listed == environment.get("SLURMD_NODENAME"):
         return None
     if missing := [command for command in ("scontrol", "srun") if not shutil.which(command)]:
-        raise UserError(
-            f"this Slurm job is on {listed}, and {missing[0]} is not on PATH here",
-            "add the folder of Slurm's commands to PATH, or use a job of one node and start this there",
-        )
+        fix = "add the folder of Slurm's commands to PATH, or use a job of one node and start this there"
+        raise UserError(f"this Slurm job is on {listed}, and {missing[0]} is not on PATH here", fix)
     # Such as `96(x2),64`.
     cores = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environment.get("SLURM_JOB_CPUS_PER_NODE", "1"))
     return Job(id, _hostnames(listed), min(map(int, cores), default=1))
@@ -74,10 +72,8 @@ def check_single_slurm_task() -> None:
     """Raise UserError if srun started several tasks of this command."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and "SLURM_STEP_ID" in os.environ:
-        raise UserError(
-            f"this is one of {tasks} tasks that srun started, and each would run the suite",
-            "start it once, without srun: it starts its runs on all nodes by itself",
-        )
+        problem = f"this is one of {tasks} tasks that srun started, and each would run the suite"
+        raise UserError(problem, "start it once, without srun: it starts its runs on all nodes by itself")
 
 
 @functools.cache
@@ -145,10 +141,8 @@ def check_shared_folder(job: Job, folder: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".zero-study-nodes-") as file:
         blind = [node.name for node in query_nodes(job, (file.name,)) if not node.paths]
     if blind:
-        raise UserError(
-            f"{', '.join(blind)} does not see {folder}, the folder of the records",
-            "set --runs_dir to a folder that all nodes of the job share",
-        )
+        problem = f"{', '.join(blind)} does not see {folder}, the folder of the records"
+        raise UserError(problem, "set --runs_dir to a folder that all nodes of the job share")
 
 
 @functools.cache

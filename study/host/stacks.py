@@ -91,10 +91,8 @@ def check_verified_pair(strategy: Strategy) -> None:
     if strategy.deepspeed is None or os.environ.get(UNVERIFIED_VARIABLE) == "1":
         return
     if pair := unverified_pair():
-        raise Unsupported(
-            f"{pair} has not been shown to train as DDP does",
-            f"{pair_fix()}; or set {UNVERIFIED_VARIABLE}=1 to run an experiment, as which its record is marked",
-        )
+        fix = f"{pair_fix()}; or set {UNVERIFIED_VARIABLE}=1 to run an experiment, as which its record is marked"
+        raise Unsupported(f"{pair} has not been shown to train as DDP does", fix)
 
 
 STACK_FILE = PACKAGE / "releases" / "stacks.yaml"
@@ -115,7 +113,6 @@ class Stack:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers, such as deepspeed-0.18.9."""
         return [f"{package}-{version}" for package, version in self.releases.items()]
 
     def install_error(self) -> str | None:
@@ -124,7 +121,7 @@ class Stack:
         for layer, state in states.items():
             if state.problem:
                 return f"{layer} is not installable: {state.problem}"
-        if missing := [layer for layer, state in states.items() if not state.is_installed]:
+        if missing := [layer for layer, state in states.items() if state.sha256 is None]:
             raise UserError(f"the stack {self.name} lacks {', '.join(missing)}", "run: study prepare releases")
         return None
 
@@ -148,10 +145,6 @@ class LayerState:
 
     sha256: str | None = None
     problem: str | None = None
-
-    @property
-    def is_installed(self) -> bool:
-        return self.sha256 is not None
 
 
 def layer_state(cache: Path, layer: str) -> LayerState:
@@ -239,10 +232,8 @@ def without_gc() -> Iterator[None]:
 def import_libraries(strategy: Strategy) -> None:
     """Import a run's libraries at once: most of its start-up time, on every rank."""
     if sys.flags.optimize > 1:
-        raise UserError(
-            "Python runs without docstrings, and transformers reads them when it is imported",
-            "unset PYTHONOPTIMIZE, and leave out -OO",
-        )
+        problem = "Python runs without docstrings, and transformers reads them when it is imported"
+        raise UserError(problem, "unset PYTHONOPTIMIZE, and leave out -OO")
     # transformers and evaluate import parts of scipy, which no run here uses. Therefore it is hidden from them, unless
     # scikit-learn is installed, which needs scipy, and which some versions of transformers import.
     if importlib.util.find_spec("sklearn") is None:

@@ -70,7 +70,6 @@ class Meters:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Measure one optimizer step with all its micro-batches."""
         if self.profiled_steps and step == self.profiled_steps[0] - PROFILER_WARMUP_STEPS:
             self.clock.exclude_next_step(PROFILER_WARMUP_STEPS + len(self.profiled_steps))
             if self.profiler is not None:
@@ -133,7 +132,6 @@ class Meters:
         return self.clock.flush()
 
     def finish(self) -> None:
-        """Stop the clock; call it after the last step, before anything is closed."""
         self.clock.pause()
 
     @property

@@ -74,7 +74,6 @@ class StepClock:
         self._open(counted=self._uncounted_left == 0)
 
     def step_done(self, step: int) -> None:
-        """Mark the end of a step."""
         assert self._segment_counted is not None, "resume() comes before a step"
         with self.cost:
             mark = self._mark()
@@ -90,7 +89,6 @@ class StepClock:
                 self.resume()
 
     def pause(self) -> None:
-        """Stop the clock, before an evaluation, a checkpoint or the end of the run."""
         assert self._segment_counted is not None, "the clock is not running"
         self._synchronize()
         if self._segment_counted:
@@ -100,7 +98,6 @@ class StepClock:
         self._segment_counted = None
 
     def exclude_next_step(self, count: int = 1) -> None:
-        """Exclude the next `count` steps from the window and the statistics."""
         self.pause()
         self._uncounted_left = max(self._uncounted_left, count)
         self._open(counted=False)
@@ -192,11 +189,9 @@ class EnergyMeter:
         return None if self._total_mj is None else self._total_mj / 1000
 
     def resume(self) -> None:
-        """Start a segment."""
         self._started_mj = self._read_mj()
 
     def pause(self) -> None:
-        """End the segment, and add its energy."""
         now = self._read_mj()
         if now is not None and self._started_mj is not None:
             self._total_mj = (self._total_mj or 0) + now - self._started_mj

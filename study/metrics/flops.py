@@ -85,9 +85,5 @@ def measure_matmul_rates(seconds: float = TIME_PER_PRECISION_S) -> dict[str, Any
     }
 
 
-def main() -> None:
-    json.dump(measure_matmul_rates(), sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    json.dump(measure_matmul_rates(), sys.stdout)

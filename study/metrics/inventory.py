@@ -66,19 +66,15 @@ class ForwardWatch:
             time.sleep(_SETTLED_AFTER_S)
         used = bytes_in_use(self._device)
         assert used is not None
-        return used, sum(_gathered_bytes(parameter) for parameter in self._model.parameters())
-
-
-def _gathered_bytes(parameter: nn.Parameter) -> int:
-    """Return the bytes of a parameter in addition to its shard; 0 if it is not gathered (in FSDP, it is a DTensor).
-
-    If the shard of one rank is the full parameter, it is used in place, without an allocation.
-    """
-    shard = getattr(parameter, "ds_tensor", None)
-    is_in_place = shard is not None and shard.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-    if is_in_place or hasattr(parameter, "_local_tensor"):
-        return 0
-    return parameter.numel() * parameter.element_size()
+        gathered = 0
+        for parameter in self._model.parameters():
+            # A shard that is the full parameter is used in place. FSDP's are DTensors.
+            if (shard := getattr(parameter, "ds_tensor", None)) is not None:
+                is_shard = shard.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+            else:
+                is_shard = hasattr(parameter, "_local_tensor")
+            gathered += 0 if is_shard else parameter.numel() * parameter.element_size()
+        return used, gathered
 
 
 class _MallocFigures(ctypes.Structure):
@@ -123,11 +119,15 @@ class Inventory:
             self._sizes[key] = size
             start = int(tensor.storage_offset()) * tensor.element_size()
             end = start + tensor.numel() * tensor.element_size()
-            self._claimed[key], new_bytes = _cover(self._claimed.get(key, []), start, end)
-            self.claims[kind, place, name] += new_bytes
+            # Keeps the spans of a storage disjoint.
+            spans = self._claimed.get(key, [])
+            touching = [span for span in spans if span[0] < end and start < span[1]]
+            covered = sum(min(end, span[1]) - max(start, span[0]) for span in touching)
+            merged = (min([start, *(span[0] for span in touching)]), max([end, *(span[1] for span in touching)]))
+            self._claimed[key] = [span for span in spans if span not in touching] + [merged]
+            self.claims[kind, place, name] += end - start - covered
 
     def add_files(self, kind: str, name: str, paths: Iterable[str]) -> None:
-        """Count the sizes of the files that exist."""
         self.claims[kind, "nvme", name] += sum(Path(path).stat().st_size for path in paths if Path(path).exists())
 
     def add_unreachable(self, name: str, sizes: list[int]) -> None:
@@ -142,7 +142,6 @@ class Inventory:
         self.grads_in_bucket_bytes = sum(grad.numel() * grad.element_size() for grad in waiting)
 
     def total(self, kind: str, place: str) -> int:
-        """Return the claimed bytes of a kind in a place: device, host or nvme."""
         return sum(count for (k, p, _), count in self.claims.items() if (k, p) == (kind, place))
 
     def other_tensor_bytes(self) -> int:
@@ -220,14 +219,6 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
 def dtensor_type() -> Any:
     """Return DTensor, or () before its import, which takes half a second; until then no tensor is one."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-
-
-def _cover(spans: list[tuple[int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the disjoint `spans` of a storage with [start, end) added, and the number of added bytes."""
-    touching = [span for span in spans if span[0] < end and start < span[1]]
-    covered = sum(min(end, span[1]) - max(start, span[0]) for span in touching)
-    merged = (min([start, *(span[0] for span in touching)]), max([end, *(span[1] for span in touching)]))
-    return [span for span in spans if span not in touching] + [merged], end - start - covered
 
 
 def find_gradients(parameter: nn.Parameter) -> list[torch.Tensor | None]:

@@ -38,14 +38,12 @@ class MemoryMeter:
         self._reset()
 
     def enter_phase(self, phase: Phase) -> None:
-        """End the current phase, and reset the peaks for the next one."""
         self._harvest()
         self._phase, self._has_stepped = phase, False
         self._reset()
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Enter this phase, and return to the current one afterwards."""
         interrupted = self._phase
         self.enter_phase(phase)
         try:
@@ -112,8 +110,6 @@ class MemoryMeter:
 
 
 class _HostPeak:
-    """Peak resident memory of this process since `reset()`."""
-
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._resettable = True

@@ -150,14 +150,12 @@ class StepProfiler:
         self._records = False
 
     def warm_up(self) -> None:
-        """Start torch's profiler without recording."""
         with warnings.catch_warnings():
             # torch 2.11 warns that the events of earlier cycles are lost; there are none.
             warnings.simplefilter("ignore")
             self._profile.start()
 
     def start(self) -> None:
-        """Start recording."""
         self._profile.step()
         self._records = True
 
@@ -171,13 +169,11 @@ class StepProfiler:
         self.document = profile_document(results.events(), self.steps, self.device.type)
 
     def begin(self) -> None:
-        """Begin a segment of counted work."""
         if self._records:
             self._range = record_function(_RANGE)
             self._range.__enter__()
 
     def end(self) -> None:
-        """End the segment, if one was begun."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -201,7 +197,6 @@ class Span:
         return self.end - self.start - self.child_ns
 
     def callers(self) -> Iterator[Span]:
-        """Yield the spans around this one, the innermost first."""
         span = self.parent
         while span is not None:
             yield span
@@ -221,9 +216,8 @@ def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[s
     if device == "cuda":
         if not kernels:
             # A property of the machine, so the next run would fail as well.
-            raise Unsupported(
-                "the profiler saw no kernel of the GPU", "CUPTI does not work here: leave --profile_steps out"
-            )
+            problem = "the profiler saw no kernel of the GPU"
+            raise Unsupported(problem, "CUPTI does not work here: leave --profile_steps out")
         work = []
         for event in kernels:
             if (span := _clip(event, windows)) is not None:
@@ -262,24 +256,18 @@ def _operators(host: Sequence[Any], windows: Sequence[tuple[int, int]]) -> tuple
         if not event.is_async() and event.start_thread_id() == event.end_thread_id():
             threads[event.start_thread_id()].append(span)
     for spans in threads.values():
-        _nest(spans)
+        open_spans: list[Span] = []
+        for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+            while open_spans and open_spans[-1].end <= span.start:
+                open_spans.pop()
+            if open_spans:
+                span.parent = open_spans[-1]
+                span.end = min(span.end, span.parent.end)
+            caller = next((around for around in span.callers() if around.is_work), None)
+            if span.is_work and caller is not None:
+                caller.child_ns += span.end - span.start
+            open_spans.append(span)
     return spans_on_host, by_id
-
-
-def _nest(spans: list[Span]) -> None:
-    """Set the parent of every span of one thread, and the time of the work inside it."""
-    open_spans: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        while open_spans and open_spans[-1].end <= span.start:
-            open_spans.pop()
-        if open_spans:
-            span.parent = open_spans[-1]
-            span.end = min(span.end, span.parent.end)
-        if span.is_work and (
-            caller := next((caller_span for caller_span in span.callers() if caller_span.is_work), None)
-        ):
-            caller.child_ns += span.end - span.start
-        open_spans.append(span)
 
 
 def _document(work: Sequence[Span], wall: int, steps: range, device: str) -> dict[str, Any]:

@@ -61,11 +61,7 @@ def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan:
 
 
 def release_gathered(model: Any) -> None:
-    """Release the parameters that are still gathered after an evaluation, so that the next step gathers as usual.
-
-    After a forward pass without a backward pass, ZeRO-3's parameters up to `stage3_max_live_parameters` and those of
-    FSDP2's root module are still gathered.
-    """
+    """Release parameters that are still gathered after an evaluation: ZeRO-3's live ones and FSDP2's root."""
     engine, _ = _unwrap(model, None)
     if engine is not None and engine.zero_optimization_stage() == 3:
         # DeepSpeed calls this pair around a checkpoint; the state afterwards is as after an optimizer step.

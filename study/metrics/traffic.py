@@ -111,7 +111,11 @@ class TrafficWatch(TorchDispatchMode):
         collective = self.collectives[kind]
         collective.calls += 1
         collective.payload_bytes += count
-        ranks = _group_ranks(group)
+        # c10d operators pass a group boxed, and functional ones its name.
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        group_name = group if isinstance(group, str) else group.group_name
+        ranks = dist.get_process_group_ranks(_resolve_process_group(group_name))  # type: ignore[arg-type]  # a NewType
         if kind == "all_to_all":
             ring = gloo = _all_to_all_bytes(arguments, ranks)
         else:
@@ -122,7 +126,6 @@ class TrafficWatch(TorchDispatchMode):
             self.across_machines_bytes += ring
 
     def report(self) -> dict[str, Any]:
-        """Return calls and bytes by kind of collective."""
         counts = {kind: dataclasses.asdict(count) for kind, count in sorted(self.collectives.items())}
         if not self.is_gloo:
             for count in counts.values():
@@ -167,11 +170,3 @@ def _all_to_all_bytes(arguments: dict[str, Any], ranks: list[int]) -> float:
     # Without sizes all ranks get equal splits.
     local_fraction = rows[local_rank] / max(1, tensor.shape[0]) if rows else 1 / len(ranks)
     return tensor.numel() * tensor.element_size() * (1 - local_fraction)
-
-
-def _group_ranks(group: Any) -> list[int]:
-    """Return the ranks of a group, which c10d operators pass boxed, and functional ones by its name."""
-    if isinstance(group, torch.ScriptObject):
-        group = dist.ProcessGroup.unbox(group)
-    name = group if isinstance(group, str) else group.group_name
-    return dist.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type]  # a NewType of str

@@ -116,7 +116,6 @@ class RunWriter:
         return False
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
-        """Write one document of the record."""
         write_json(self.folder / name, document)
 
     def set_crash_hint(self, hint: str) -> None:
@@ -126,17 +125,11 @@ class RunWriter:
             self.write("status.json", self.status)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Append a row to a file of rows; `flush` writes it to disk."""
         if name not in self._streams:
             self._streams[name] = (self.folder / name).open("a", encoding="utf-8")
         self._streams[name].write(json.dumps(row, allow_nan=False) + "\n")
 
-    def steps_so_far(self) -> list[dict[str, Any]]:
-        """Return the flushed rows of steps."""
-        return read_rows(self.folder)[0]
-
     def flush(self) -> None:
-        """Flush the files of rows."""
         for stream in self._streams.values():
             stream.flush()
 
@@ -172,17 +165,6 @@ def digests(path: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of a record, except status.json, which contains them."""
     files = (path / name for name in _SEALED_FILES)
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
-
-
-def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
-    """Raise RecordError for a record that changed after it was closed; most figures are stored only once."""
-    if not is_sealed(status):
-        raise RecordError(path / "status.json", "its seal is missing")
-    now = seal(path, {key: value for key, value in status.items() if key not in SEAL})
-    if now != status:
-        digests_now, sealed = now["files_sha256"], status["files_sha256"]
-        changed = [name for name in sorted({*digests_now, *sealed}) if digests_now.get(name) != sealed.get(name)]
-        raise RecordError(path / [*changed, "status.json"][0], "was changed after the run had closed its record")
 
 
 def end_interrupted_run(path: Path, state: str, reason: str, hint: str) -> None:
@@ -227,7 +209,6 @@ class Run:
 
     @property
     def state(self) -> State:
-        """Outcome of the run."""
         return self.status["state"]
 
 
@@ -256,11 +237,16 @@ def read_run(path: Path) -> Run:
         if required or documents[name]:
             validate(file, documents[name])
     steps, evals = read_rows(path, complete)
-    run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
     # The seal is checked last, because an invalid value is a better reason than a changed file.
-    if complete or is_sealed(status):
-        _check_seal(path, status)
-    return run
+    if complete and not is_sealed(status):
+        raise RecordError(path / "status.json", "its seal is missing")
+    if is_sealed(status):
+        now = seal(path, {key: value for key, value in status.items() if key not in SEAL})
+        if now != status:
+            digests_now, sealed = now["files_sha256"], status["files_sha256"]
+            changed = [name for name in sorted({*digests_now, *sealed}) if digests_now.get(name) != sealed.get(name)]
+            raise RecordError(path / [*changed, "status.json"][0], "was changed after the run had closed its record")
+    return Run(path=path, status=status, steps=steps, evals=evals, **documents)
 
 
 def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -61,8 +61,36 @@ def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
     workloads: dict[str, list[Row]] = {}
     for row in rows:
         workloads.setdefault(row["workload_key"], []).append(row)
-    baselines = {key: _baseline_runs(group) for key, group in workloads.items()}
-    return [row | _labels(row, baselines[row["workload_key"]], steps) for row in rows]
+    baselines_by_workload = {key: _baseline_runs(group) for key, group in workloads.items()}
+    labelled: list[Row] = []
+    for run in rows:
+        if not (baselines := baselines_by_workload[run["workload_key"]]):
+            labelled.append(run | {"baseline": "", "confounded": "", "confounded_loss": "", "notes": _notes(run)})
+            continue
+        same_seed = [row for (seed, _), row in baselines.items() if seed == run["seed"]]
+        baseline = baselines.get((run["seed"], run["repeat"])) or next(iter(same_seed or baselines.values()))
+        reasons = [*_run_reasons(run), *_differences(run, baseline, bool(same_seed))]
+        notes, code = _notes(run), ""
+        if not same_seed and run["seed"] is not None:
+            # The run is in no pair. Weights and samples of another seed differ by design.
+            lacks = f"no {baseline['arm']} with seed {run['seed']} ended ok, so it is in no ratio and no difference"
+            notes = "; ".join(filter(None, [notes, lacks]))
+        if run["status_state"] == "ok" and baseline["run"] != run["run"]:
+            reasons += _step_reasons(run, baseline, steps, bool(same_seed))
+            # Logging and checkpoints synchronize the device, but do not affect losses.
+            intervals = []
+            for name, column in (("logging", "logging_steps"), ("checkpoints", "checkpointing_steps")):
+                value, baseline_value = run.get(column), baseline.get(column)
+                if None not in (value, baseline_value) and value != baseline_value:
+                    intervals.append(f"{name}: every {value:g} steps, baseline {baseline_value:g}")
+            code = "; ".join(filter(None, [_code_reason(run, baseline), *intervals]))
+        reasons = list(dict.fromkeys(reasons))
+        # Another version of the code may be slower or count differently. An equal loss is still valid evidence.
+        labelled.append(run | {
+            "baseline": baseline["run"], "confounded": "; ".join([*reasons, *filter(None, [code])]),
+            "confounded_loss": "; ".join(reasons), "notes": notes,
+        })  # fmt: skip
+    return labelled
 
 
 def baseline_arm(runs: pd.DataFrame) -> str | None:
@@ -79,7 +107,6 @@ def has_dropout(runs: pd.DataFrame) -> bool:
 
 
 def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
-    """Return the baseline runs of one workload by seed and repeat."""
     ended = [row for row in group if row["status_state"] == "ok"]
     if not ended:
         return {}
@@ -98,28 +125,6 @@ def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
     chosen = [row for row in ended if row["arm"] == best["arm"]]
     chosen.sort(key=lambda row: (-1 if pd.isna(row["seed"]) else row["seed"], row["repeat"]))
     return {(row["seed"], row["repeat"]): row for row in chosen}
-
-
-def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> dict[str, str]:
-    if not baselines:
-        return {"baseline": "", "confounded": "", "confounded_loss": "", "notes": _notes(run)}
-    same_seed = [row for (seed, _), row in baselines.items() if seed == run["seed"]]
-    baseline = baselines.get((run["seed"], run["repeat"])) or next(iter(same_seed or baselines.values()))
-    reasons = [*_run_reasons(run), *_differences(run, baseline, bool(same_seed))]
-    notes, code = _notes(run), ""
-    if not same_seed and run["seed"] is not None:
-        # The run is in no pair. Weights and samples of another seed differ by design.
-        lacks = f"no {baseline['arm']} with seed {run['seed']} ended ok, so it is in no ratio and no difference"
-        notes = "; ".join(filter(None, [notes, lacks]))
-    if run["status_state"] == "ok" and baseline["run"] != run["run"]:
-        reasons += _step_reasons(run, baseline, steps, bool(same_seed))
-        code = "; ".join(filter(None, [_code_reason(run, baseline), *_interruptions(run, baseline)]))
-    reasons = list(dict.fromkeys(reasons))
-    # Another version of the code may be slower or count differently. An equal loss is still valid evidence.
-    return {
-        "baseline": baseline["run"], "confounded": "; ".join([*reasons, *filter(None, [code])]),
-        "confounded_loss": "; ".join(reasons), "notes": notes,
-    }  # fmt: skip
 
 
 def differences_between(run: Row, reference: Row, same_code: bool) -> list[str]:
@@ -144,14 +149,6 @@ def _code_reason(run: Row, baseline: Row) -> str:
     return "" if same else f"another commit: {code}, baseline {baseline_code}"
 
 
-def _interruptions(run: Row, baseline: Row) -> Iterator[str]:
-    """Yield differences in logging and checkpoints, which synchronize the device but do not affect losses."""
-    for name, column in (("logging", "logging_steps"), ("checkpoints", "checkpointing_steps")):
-        value, baseline_value = run.get(column), baseline.get(column)
-        if None not in (value, baseline_value) and value != baseline_value:
-            yield f"{name}: every {value:g} steps, baseline {baseline_value:g}"
-
-
 def _code_name(run: Row) -> str:
     if run["git_commit"]:
         return f"{run['git_commit'][:7]}{' with changes' if run['git_dirty'] else ''}"
@@ -159,7 +156,6 @@ def _code_name(run: Row) -> str:
 
 
 def _run_reasons(run: Row) -> Iterator[str]:
-    """Yield the invariants that a run breaks without comparison to a baseline."""
     parts = [run[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")]
     if None not in parts and run["group_ranks"]:
         parts[2] //= run["group_ranks"]
@@ -190,10 +186,6 @@ def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:
     # More ranks may need more machines. The same ranks on more machines use another network.
     if run["world_size"] == baseline["world_size"] and None not in (value, baseline_value) and value != baseline_value:
         yield f"machines: {value}, baseline {baseline_value}"
-    yield from _optimizer_difference(run, baseline)
-
-
-def _optimizer_difference(run: Row, baseline: Row) -> Iterator[str]:
     name, baseline_name = run["optimizer_class"], baseline["optimizer_class"]
     if name is None or baseline_name is None:
         return
@@ -230,15 +222,9 @@ def _step_reasons(run: Row, baseline: Row, steps: Steps, same_seed: bool) -> Ite
     rate_differs = ~np.isclose(run_steps["lr"][:count], baseline_steps["lr"][:count], rtol=1e-5, atol=0)
     if rate_differs.any():
         yield f"schedule: another learning rate from step {int(np.argmax(rate_differs)) + 1} on"
-    if same_samples and run["initial_weights_sha256"] == baseline["initial_weights_sha256"]:
-        yield from _first_loss_reason(run, baseline)
-
-
-def _first_loss_reason(run: Row, baseline: Row) -> Iterator[str]:
-    """Compare the first losses; a different one indicates another loss normalization."""
-    same = all(run[column] == baseline[column] for column in ("engine_precision", "dropout"))
+    same = all(run[key] == baseline[key] for key in ("initial_weights_sha256", "engine_precision", "dropout"))
     loss, reference = run["train_loss_first"], baseline["train_loss_first"]
-    if not same or run["dropout"] != 0 or loss is None or reference is None:
+    if not (same_samples and same) or run["dropout"] != 0 or loss is None or reference is None:
         return
     tolerance = _FIRST_LOSS_TOLERANCE.get(run["engine_precision"], _ROUNDED_FIRST_LOSS_TOLERANCE)
     if not math.isclose(loss, reference, rel_tol=tolerance):

@@ -146,26 +146,19 @@ def _tables(runs: Sequence[dict[str, Any]], blocks: dict[str, dict[str, Any]]) -
             row["repeat"], row["run"],
         ),
     )  # fmt: skip
-    columns = {key: _column([row[key] for row in rows], kind) for key, kind in RUN_COLUMNS.items()}
-    return pd.DataFrame(columns), _steps(blocks)
-
-
-def _column(values: list[Any], kind: str) -> Any:
-    """Build a column; text as objects, because pandas is slow with sixty string columns."""
-    if kind == "str":
-        return pd.Series([math.nan if value is None else value for value in values], dtype=object)
-    return pd.array(values, dtype=kind)
-
-
-def _steps(blocks: dict[str, dict[str, Any]]) -> pd.DataFrame:
+    # Text as objects, because pandas is slow with sixty string columns.
+    runs = pd.DataFrame({
+        key: pd.Series([math.nan if row[key] is None else row[key] for row in rows], dtype=object) if kind == "str"
+        else pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()
+    })  # fmt: skip
     if not blocks:
-        return pd.DataFrame({key: pd.array([], dtype=kind) for key, kind in STEP_COLUMNS.items()})
+        return runs, pd.DataFrame({key: pd.array([], dtype=kind) for key, kind in STEP_COLUMNS.items()})
     lengths = [len(block["step"]) for block in blocks.values()]
-    runs = pd.Categorical.from_codes(np.repeat(np.arange(len(blocks)), lengths), categories=list(blocks))
-    columns = {"run": runs} | {
+    names = pd.Categorical.from_codes(np.repeat(np.arange(len(blocks)), lengths), categories=list(blocks))
+    columns = {"run": names} | {
         key: np.concatenate([block[key] for block in blocks.values()]) for key in STEP_COLUMNS if key != "run"
     }
-    return pd.DataFrame(columns).astype(STEP_COLUMNS)
+    return runs, pd.DataFrame(columns).astype(STEP_COLUMNS)
 
 
 def steps_by_run(records: Records) -> dict[str, pd.DataFrame]:
@@ -211,12 +204,10 @@ def write_parquet(records: Records, folder: Path) -> None:
     pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE)
     frame = records.runs.astype(RUN_COLUMNS)
     runs = pa.Table.from_pandas(frame, preserve_index=False)
-    notes = {
-        _REFUSED: json.dumps(records.refused).encode(),
-        _REMAINING: json.dumps([progress._asdict() for progress in records.remaining]).encode(),
-        _DIGEST: _digest(frame, folder / STEPS_FILE),
-    }
-    pq.write_table(runs.replace_schema_metadata({**(runs.schema.metadata or {}), **notes}), folder / RUNS_FILE)
+    remaining = json.dumps([progress._asdict() for progress in records.remaining]).encode()
+    notes = {_REFUSED: json.dumps(records.refused).encode(), _REMAINING: remaining}
+    notes |= {**(runs.schema.metadata or {}), _DIGEST: _digest(frame, folder / STEPS_FILE)}
+    pq.write_table(runs.replace_schema_metadata(notes), folder / RUNS_FILE)
 
 
 def _digest(runs: pd.DataFrame, steps: Path) -> bytes:
@@ -279,7 +270,6 @@ def is_empty(folder: Path) -> bool:
 
 
 def _names_of_runs(folder: Path) -> list[str] | None:
-    """Return the names of a report's runs; None if the file is not readable: a new report will replace it."""
     try:
         return list(pq.read_table(folder / RUNS_FILE, columns=["run"])["run"].to_pylist())
     except (OSError, ValueError):

@@ -61,15 +61,18 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         tests a lock owns it for an instant, hence `patience_s`.
         """
         # Python opens descriptors as not inheritable, so child programs do not own the lock.
-        self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        self._file = file.absolute()
+        kind, self._file = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, file.absolute()
         self._descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o644)
         _open_descriptors.add(self._descriptor)
         deadline = time.monotonic() + patience_s
         try:
-            while not self._is_locked():
-                if time.monotonic() >= deadline:
-                    raise LockHeldError(what, read_lock_owner(file))
+            while True:
+                try:
+                    fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise LockHeldError(what, read_lock_owner(file)) from None
                 time.sleep(0.05)
         except BaseException:
             self.release()
@@ -81,13 +84,6 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{json.dumps(owner)}\n".encode(), 0)
 
-    def _is_locked(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
     def is_in_place(self) -> bool:
         """Whether the path still is the locked file; False if its folder was renamed, which keeps the lock."""
         try:
@@ -96,7 +92,6 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
             return False
 
     def release(self) -> None:
-        """Release the lock; has no effect if it is already released."""
         if self._descriptor in _open_descriptors:
             _open_descriptors.remove(self._descriptor)
             os.close(self._descriptor)
@@ -169,10 +164,8 @@ def lock_run_directory(folder: Path, what: str, *, create: bool = True) -> FileL
     except FileExistsError:
         raise UserError(f"{what} is a file or a broken link", "name a folder") from None
     except OSError as error:
-        raise UserError(
-            f"{what} cannot be locked ({error.strerror})",
-            "free disk space, or name a writable folder on a file system with file locks",
-        ) from None
+        fix = "free disk space, or name a writable folder on a file system with file locks"
+        raise UserError(f"{what} cannot be locked ({error.strerror})", fix) from None
 
 
 def is_locked_by_current_launch(folder: Path) -> bool:

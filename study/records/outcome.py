@@ -92,7 +92,6 @@ class Outcome:
 
     @property
     def why(self) -> str:
-        """Reason with the hint in parentheses."""
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
 
     def is_final(self, retry: bool) -> bool:
@@ -128,10 +127,7 @@ def raise_on_signals(error: BaseException, *numbers: signal.Signals) -> Iterator
 
 
 def outcome_from_log(text: str, frames: str = "", free: FreeMemory | None = None) -> Outcome | None:
-    """Recognize exhausted memory or disk in an error message of any library; None for other failures.
-
-    `frames` is the text of the traceback.
-    """
+    """Recognize exhausted memory or disk in a message, or in the traceback's `frames`; None for other failures."""
     for words, state, what, hint in _RAN_OUT:
         if match := words.search(text):
             device_is_free = free is not None and (free.device_gib or 0) > _ENOUGH_GIB

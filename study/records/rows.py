@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -18,7 +17,7 @@ from study.config.flags import RunConfig, inner_type, parse_command_line, resolv
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.records.directory import Run, read_json
 from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL, RecordError, validate
-from study.records.virtual_summary import GRADIENT_READ_POINTS
+from study.records.virtual_summary import GRADIENT_READ_POINTS, largest
 
 # sweep.json: the planned cell of a run, its searches, and the speed of the machine.
 
@@ -43,7 +42,15 @@ def planned_cell(path: Path, notes: dict[str, Any]) -> dict[str, Any]:
     file = path / "sweep.json"
     if missing := [key for key in ("strategy", "world_size", "command") if key not in notes]:
         raise RecordError(file, f"lacks {', '.join(missing)}")
-    return {"strategy": notes["strategy"], "world_size": notes["world_size"], "config": _asked(file, notes["command"])}
+    words = notes["command"]
+    script = next((place for place, word in enumerate(words) if word.endswith("study/train.py")), None)
+    if script is None:
+        raise RecordError(file, f"command is {shlex.join(words)!r}, which launches no run"[:300])
+    try:
+        config = resolve_config(parse_command_line(words[script + 1 :]), accelerator_visible=False)
+    except UserError as error:
+        raise RecordError(file, f"command: {error.problem}") from None
+    return {"strategy": notes["strategy"], "world_size": notes["world_size"], "config": config}
 
 
 def matmul_tflops(notes: dict[str, Any], precision: str | None) -> float | None:
@@ -51,18 +58,6 @@ def matmul_tflops(notes: dict[str, Any], precision: str | None) -> float | None:
     attempts = notes.get("attempts") or [{}]
     rates = attempts[-1].get("matmul_rates", {}).get("tflops", {})
     return rates.get((precision or "").removesuffix("-engine"))
-
-
-def _asked(notes: Path, words: list[str]) -> RunConfig:
-    """Parse the flags of study/train.py in a launch command, and resolve all defaults."""
-    script = next((place for place, word in enumerate(words) if word.endswith("study/train.py")), None)
-    if script is None:
-        raise RecordError(notes, f"command is {shlex.join(words)!r}, which launches no run"[:300])
-    try:
-        flags = words[script + 1 :]
-        return resolve_config(parse_command_line(flags), accelerator_visible=False)
-    except UserError as error:
-        raise RecordError(notes, f"command: {error.problem}") from None
 
 
 MEMORY_COLUMNS = {
@@ -150,8 +145,7 @@ def run_row(run: Run) -> dict[str, Any]:
     """Return the row of a run by column; None means not recorded. Raises RecordError."""
     numbered = _REPEAT.search(run.path.name)
     row: dict[str, Any] = {"run": run.path.name, "repeat": int(numbered[1]) if numbered else 1, "virtual": False}
-    row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
-    row["status_attempt"] = run.status["attempt"]
+    row |= {f"status_{key}": value for key, value in run.status.items()}
     notes = read_notes(run.path)
     row["stack"] = notes.get("stack")
     row["searches"] = json.dumps(notes["searches"]) if "searches" in notes else None
@@ -168,7 +162,9 @@ def run_row(run: Run) -> dict[str, Any]:
         # The machines of a virtual job do not exist; derive their number.
         row["machines"] = row["world_size"] // per_machine
     if not run.engine and row.get("strategy"):
-        row |= _strategy_file_columns(row["strategy"])
+        file = read_strategy(row["strategy"])
+        row |= {f"offload_{what}": file.offload_device(what) for what in ("optimizer", "param")}
+        row["zero_stage"] = file.zero_stage
         # A virtual rank is launched as one process.
         row["world_size"] = row.get("virtual_world_size") or row["world_size"]
     # The row of a failed run has a reason, and none of the figures that it measured.
@@ -194,14 +190,6 @@ def _config(run: Run) -> RunConfig:
     except UserError as error:
         raise RecordError(run.path / "config.json", error.problem) from None
     return config
-
-
-@functools.cache
-def _strategy_file_columns(strategy: str) -> dict[str, Any]:
-    """Return stage and offload from a strategy's file, for runs whose engine did not start."""
-    file = read_strategy(strategy)
-    places = {f"offload_{what}": file.offload_device(what) for what in ("optimizer", "param")}
-    return {"zero_stage": file.zero_stage, **places}
 
 
 def _engine(engine: dict[str, Any]) -> dict[str, Any]:
@@ -261,35 +249,30 @@ def _environment(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the maximum over ranks of each memory figure: a config fits if it fits on every rank."""
     row: dict[str, Any] = {
-        column: _largest(rank["phases"].get(phase, {}).get(figure) for rank in ranks)
+        column: largest(rank["phases"].get(phase, {}).get(figure) for rank in ranks)
         for column, (phase, figure) in MEMORY_COLUMNS.items()
     }
     states = [rank["state"] for rank in ranks if rank["state"] is not None]
     buffers = [state["buffer_bytes"] for state in states if "buffer_bytes" in state]
     names = sorted({name for rank_buffers in buffers for name in rank_buffers})
-    largest = {name: _largest(rank_buffers.get(name) for rank_buffers in buffers) for name in names}
+    largest_buffers = {name: largest(rank_buffers.get(name) for rank_buffers in buffers) for name in names}
     if buffers:
-        row["buffers"] = json.dumps(largest)
+        row["buffers"] = json.dumps(largest_buffers)
         for place in ("device", "host"):
-            sizes = (size for name, size in largest.items() if name.endswith(f".{place}") and size is not None)
+            sizes = (size for name, size in largest_buffers.items() if name.endswith(f".{place}") and size is not None)
             row[f"buffer_bytes_{place}"] = sum(sizes)
     for key in ("grads_in_bucket_bytes", "other_tensor_bytes", "forward_holds_bytes", "forward_gathers_bytes"):
-        row[key] = _largest(state.get(key) for state in states)
+        row[key] = largest(state.get(key) for state in states)
     row["grads_by_moment"] = json.dumps(
         {
-            moment: {place: _largest(state[moment].get(place) for state in states) for place in STATE_PLACES}
+            moment: {place: largest(state[moment].get(place) for state in states) for place in STATE_PLACES}
             for moment in GRADIENT_READ_POINTS
             if states and all(state.get(moment) for state in states)
         }
     )
-    row["kept_whole_bytes"] = _largest(state.get("kept_whole", {}).get("bytes") for state in states)
+    row["kept_whole_bytes"] = largest(state.get("kept_whole", {}).get("bytes") for state in states)
     return row
-
-
-def _largest(values: typing.Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def step_block(run: Run) -> dict[str, Any]:

@@ -233,24 +233,25 @@ def validate(file: Path, value: Any, row: int | None = None) -> None:
     try:
         _check(_FILES[file.name], value, "")
         if file.name == "status.json":
-            _check_status(value)
+            sealed = SEAL.keys() & value.keys()
+            if sealed and (missing := SEAL.keys() - sealed):
+                raise ValueError(f"lacks {', '.join(missing)}")
+            if value["ended_at"] is None and value["state"] != "interrupted":
+                raise ValueError(f"ended_at is null, and the state is {value['state']}")
     except ValueError as error:
         raise RecordError(file, f"{error}" if row is None else f"row {row}: {error}") from None
 
 
-def _check_status(status: Mapping[str, Any]) -> None:
-    sealed = SEAL.keys() & status.keys()
-    if sealed and (missing := SEAL.keys() - sealed):
-        raise ValueError(f"lacks {', '.join(missing)}")
-    if status["ended_at"] is None and status["state"] != "interrupted":
-        raise ValueError(f"ended_at is null, and the state is {status['state']}")
-
-
 def parse_strict_json(text: str) -> Any:
     """Parse JSON; raises ValueError for duplicate keys and non-finite numbers."""
-    return json.loads(
-        text, parse_constant=_number, parse_float=_number, parse_int=_number, object_pairs_hook=_unique_keys
-    )
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        document = dict(pairs)
+        if len(document) < len(pairs):
+            raise ValueError("a key occurs twice")
+        return document
+
+    return json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_number, object_pairs_hook=unique)
 
 
 def _number(text: str) -> float:
@@ -258,10 +259,3 @@ def _number(text: str) -> float:
     if not math.isfinite(float(text)):
         raise ValueError(f"{text[:20]} is not a finite number")
     return int(text) if text.lstrip("-").isdigit() else float(text)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return document

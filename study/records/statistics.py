@@ -43,16 +43,13 @@ class Interval:
 
     @property
     def n(self) -> int:
-        """Number of points."""
         return len(self.points)
 
     def brief(self, form: Callable[[float], str]) -> str:
-        """Return the mean with its bounds, as text."""
         middle = form(self.center)
         return middle if self.low is None or self.high is None else f"{middle} [{form(self.low)}, {form(self.high)}]"
 
     def text(self, digits: int = 2, unit: float = 1.0) -> str:
-        """Return the mean with its bounds, n, and the points if they are few, as text."""
         if self.n == 0:
             return "-"
 
@@ -214,7 +211,6 @@ class Difference:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the corrected p is below the significance level."""
         return self.p is not None and self.p < SIGNIFICANCE
 
     @property
@@ -229,7 +225,6 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """Description of the difference for tables."""
         n = self.ratio.n
         if not n:
             return "no run to pair with"
@@ -282,8 +277,6 @@ def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
 
 
 class _StrategyNoise(NamedTuple):
-    """Variance and degrees of freedom of one strategy, and pooled over all others."""
-
     variance: float
     df: int
     others_variance: float
@@ -338,7 +331,6 @@ class Equivalence:
     reason: str
 
     def text(self) -> str:
-        """Return the verdict with difference, margin, n and p."""
         if self.mean_difference is None:
             return self.reason
         measured = f"mean difference {self.mean_difference:+.2g}, margin {self.margin:.2g}, n = {self.n}"
@@ -378,12 +370,12 @@ def seeds_needed(claim: float, spread: float) -> int | None:
         raise ValueError(f"claim {claim} or spread {spread} is out of range")
     if spread == 0:
         return 2
+
+    def power(n: int) -> float:
+        """Power of a paired t test; NaN close to 1, which does not compare as less than the required power."""
+        t, shift = t_quantile(1 - SIGNIFICANCE / 2, n - 1), claim / spread * math.sqrt(n)
+        return float(special.nctdtr(n - 1, shift, -t) + 1 - special.nctdtr(n - 1, shift, t))
+
     choices = range(2, _MAX_SEEDS + 1)
-    place = bisect.bisect_left(choices, POWER, key=functools.partial(_power, claim / spread))
+    place = bisect.bisect_left(choices, POWER, key=power)
     return choices[place] if place < len(choices) else None
-
-
-def _power(effect: float, n: int) -> float:
-    """Power of a paired t test; NaN close to 1, which does not compare as less than the required power."""
-    t, shift = t_quantile(1 - SIGNIFICANCE / 2, n - 1), effect * math.sqrt(n)
-    return float(special.nctdtr(n - 1, shift, -t) + 1 - special.nctdtr(n - 1, shift, t))

@@ -33,7 +33,6 @@ class StrategyRuns:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether this strategy is the baseline of the workload."""
         return self.name == self.baseline
 
     @property
@@ -70,12 +69,10 @@ class StrategyRuns:
 
     @property
     def ranks(self) -> int:
-        """World size; 0 if it was not recorded."""
         return int(self.value("world_size") or 0)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the strategy offloads optimizer states or parameters."""
         return any(self.value(f"offload_{what}") for what in ("optimizer", "param"))
 
     @property
@@ -87,7 +84,6 @@ class StrategyRuns:
         return None if plain.empty else str(plain.iloc[0])
 
     def state_mib(self, places: Sequence[str] = STATE_PLACES) -> float:
-        """Return the model state of the largest rank, in MiB."""
         return state_bytes(self.ok_runs, places) / 2**20
 
     @property
@@ -97,11 +93,9 @@ class StrategyRuns:
         return (self.median("host_peak_rss_gib"), "host process") if pd.isna(device) else (device, "device")
 
     def format_baseline_ratio(self, figure: str) -> str:
-        """Return the paired ratio to the baseline as a table cell."""
         return f"1 ({self.role})" if self.is_baseline else ratio_text(self.ratio(figure))
 
     def row(self, figures: Row, confound: str = "confounded") -> Row:
-        """Return a table row with these figures between the common columns."""
         return {
             "Workload": self.workload, "Strategy": self.name, "Runs": len(self.runs), **figures,
             "Outcome": outcome(self.runs), "Comparable": comparability(self.runs, self.baseline, confound),
@@ -187,10 +181,7 @@ def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Return the throughput of each strategy in percent of the baseline of its workload and world size.
-
-    `place` is the value of the column: the batch size, or millions of parameters.
-    """
+    """Return each strategy's throughput in percent of its baseline, by batch size or millions of parameters."""
     rows, judged = [], {}
     runs = runs_with_several(runs, column)
     # Keys of workloads without the column.

@@ -80,7 +80,6 @@ class RankSummary:
 
     @classmethod
     def from_run(cls, run: Run) -> RankSummary:
-        """Return the summary of a run directory."""
         (rank,) = run.memory["ranks"]
         state = rank["state"] or {}
         collectives = run.traffic["collectives"]
@@ -102,10 +101,7 @@ class RankSummary:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> RankSummary:
-        """Return the summary of a row of the table of runs, from a successful run with an instrumented step.
-
-        Empty cells of the row are None.
-        """
+        """Return the summary of a successful run's row of the table of runs, whose empty cells are None."""
         collectives = json.loads(row["collectives"])
         values = {
             **row,
@@ -130,7 +126,6 @@ class RankSummary:
 
     @property
     def state_bytes_total(self) -> float | None:
-        """Bytes of all model state; None if a part is unknown."""
         return total(size for places in self.state_bytes_per_rank.values() for size in places.values())
 
     @property
@@ -139,7 +134,6 @@ class RankSummary:
         return self.extrapolated.not_linear if self.extrapolated else []
 
     def document(self) -> dict[str, Any]:
-        """Return the document that `--json` prints."""
         fields = dataclasses.asdict(self)
         return {"virtual": True, **fields.pop("run_figures"), **fields, "state_bytes_total": self.state_bytes_total}
 
@@ -157,3 +151,8 @@ def total(parts: Iterable[float | None]) -> float | None:
 def ring_bytes(collectives: Mapping[str, Mapping[str, float]]) -> float:
     """Return the bytes that one rank sends with ring collectives."""
     return sum(counts["wire_bytes_per_rank"] for counts in collectives.values())
+
+
+def largest(values: Iterable[float | None]) -> float | None:
+    """Return the largest of the values; None if all are None."""
+    return max((value for value in values if value is not None), default=None)

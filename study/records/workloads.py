@@ -53,10 +53,19 @@ def name_workloads(rows: Sequence[Columns]) -> list[dict[str, Any]]:
     worlds: defaultdict[Any, set[Any]] = defaultdict(set)
     for row in labelled:
         worlds[row["workload_key"], row["strategy"]].add(row["world_size"])
-    return [
-        row | {"arm": _arm(row, worlds[row["workload_key"], row["strategy"]], _differing(values, experiments[values]))}
-        for row, values in zip(labelled, exact, strict=True)
-    ]
+    for row, values in zip(labelled, exact, strict=True):
+        name = row["strategy"] or "unknown"
+        if len(worlds[row["workload_key"], row["strategy"]] - {None}) > 1 and row["world_size"] is not None:
+            name += f" x{row['world_size']}"
+        if row["virtual_rank"]:
+            name += f", rank {row['virtual_rank']}"
+        trainer = "" if row["trainer"] in (None, "study") else row["trainer"]
+        # The profiler slows the last steps, so a profiled run is not a repeat of other runs.
+        profiled = "profiled" if row["profile_steps"] else ""
+        overrides = json.loads(row["engine_override"] or "[]")
+        words = (format_setting(field, value) for field, value in _differing(values, experiments[values]))
+        row["arm"] = ", ".join(part for part in (name, trainer, profiled, *overrides, *words) if part)
+    return labelled
 
 
 def _asked(field: str, value: Any) -> Any:
@@ -127,20 +136,6 @@ def workload_names(keys: Sequence[str]) -> dict[str, str]:
             words = [format_setting(field, values[field]) for field in fields if values[field] not in (None, False)]
             texts[key] = ", ".join(words) if task else "workload not recorded"
     return texts
-
-
-def _arm(row: Columns, worlds: set[Any], differing: Values) -> str:
-    name = row["strategy"] or "unknown"
-    if len(worlds - {None}) > 1 and row["world_size"] is not None:
-        name += f" x{row['world_size']}"
-    if row["virtual_rank"]:
-        name += f", rank {row['virtual_rank']}"
-    trainer = "" if row["trainer"] in (None, "study") else row["trainer"]
-    # The profiler slows the last steps, so a profiled run is not a repeat of other runs.
-    profiled = "profiled" if row["profile_steps"] else ""
-    overrides = json.loads(row["engine_override"] or "[]")
-    words = (format_setting(field, value) for field, value in differing)
-    return ", ".join(part for part in (name, trainer, profiled, *overrides, *words) if part)
 
 
 def strategy_order(strategy: Any) -> int:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from study.config.errors import UserError
 from study.config.printing import print_page
 from study.config.strategies import STRATEGY_NAMES
 from study.host.folders import folder_argument
-from study.host.machine import Machine, detect_machine
+from study.host.machine import detect_machine
 from study.host.stacks import check_training_packages, is_of_today, package_version, release_key, stacks
 from study.releases.causes import PACKAGES, find_races, read_causes
-from study.releases.verdict import Reference, Verdict, trace_at
+from study.releases.verdict import Reference, trace_at
 from study.sweep.cell import Cell
 from study.sweep.cell_outcome import cell_state
 from study.sweep.execute import run_cells
@@ -37,7 +37,6 @@ class BisectResult:
     first_good: str | None
 
     def lines(self) -> list[str]:
-        """Return the result as lines for the terminal."""
         before = f"; {self.last_good} is good" if self.last_good else ": nothing older in this range is good"
         after = f"first good after it: {self.first_good}; {self.last_bad} is bad" if self.first_good else \
             f"still bad in {self.last_bad}, the newest of this range that ran"  # fmt: skip
@@ -49,14 +48,33 @@ class Bisection:
 
     def __init__(self, strategy: str, micro_steps: int, runs: int, root: Path):
         self._box, self._root, self._runs = detect_machine(), root, runs
-        self._cell, self._single = _cells(strategy, micro_steps, self._box)
         self.known: dict[str, bool | None] = {}
+        # The suite's cell of the strategy in fp32 with clipping, and that of one process.
+        cells = [cell for cell in plan_cells(read_suite(find_suite(SUITE)), self._box) if isinstance(cell, Cell)]
+        cells = [cell for cell in cells if cell.config.precision == "fp32" and cell.config.max_grad_norm]
+        steps = {cell.plan.gradient_accumulation_steps: cell for cell in cells if cell.strategy == strategy}
+        if not steps or strategy == "single":
+            names = sorted({cell.strategy for cell in cells} - {"single"}, key=STRATEGY_NAMES.index)
+            raise UserError(f"the suite {SUITE} does not compare {strategy!r}", f"use one of {', '.join(names)}")
+        if micro_steps not in steps:
+            problem = f"the suite {SUITE} has no --accumulation {micro_steps}"
+            raise UserError(problem, f"use {' or '.join(map(str, sorted(steps)))}")
+        self._cell, self._single = steps[micro_steps], next(cell for cell in cells if cell.strategy == "single")
 
     def is_bad(self, stack: str) -> bool | None:
         """Whether the release diverges; None if it rejects the run, crashes or is not installable, or if its runs are
         equal and it has a known race condition."""
         if stack not in self.known:
-            verdicts = self._verdicts(stack)
+            single = dataclasses.replace(self._single, stack=stack)
+            cells = [dataclasses.replace(self._cell, stack=stack, repeat=1 + repeat) for repeat in range(self._runs)]
+            pending = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_final(retry=False)]
+            if pending:
+                # Raises UserError for a stack that is not installed.
+                stacks()[stack].install_error()
+                if run_cells(pending, self._root, self._box).stopped:
+                    raise KeyboardInterrupt
+            reference = Reference("fp32", trace_at(self._root / single.id))
+            verdicts = [reference.judge(trace_at(self._root / cell.id)) for cell in cells]
             worst = next((verdict for verdict in verdicts if verdict.kind == "different"), verdicts[0])
             self.known[stack] = {"equal": False, "different": True}.get(worst.kind)
             note = ""
@@ -68,43 +86,23 @@ class Bisection:
             print_page([f"{stack}: {worst.describe}{note}"])
         return self.known[stack]
 
-    def _verdicts(self, stack: str) -> list[Verdict]:
-        single = dataclasses.replace(self._single, stack=stack)
-        cells = [dataclasses.replace(self._cell, stack=stack, repeat=1 + repeat) for repeat in range(self._runs)]
-        pending = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_final(retry=False)]
-        if pending:
-            # Raises UserError for a stack that is not installed.
-            stacks()[stack].install_error()
-            if run_cells(pending, self._root, self._box).stopped:
-                raise KeyboardInterrupt
-        reference = Reference("fp32", trace_at(self._root / single.id))
-        return [reference.judge(trace_at(self._root / cell.id)) for cell in cells]
-
 
 def bisect(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> BisectResult | None:
-    """Return the good releases nearest to a bad one, on both sides; None if no release is bad.
-
-    `releases` are in order, the oldest first.
-    """
-    bad = next((release for release in _halving(releases) if is_bad(release)), None)
-    if bad is None:
-        return None
-    index = releases.index(bad)
-    last_good, first_bad = _edge(releases[: index + 1][::-1], is_bad)
-    first_good, last_bad = _edge(releases[index:], is_bad)
-    return BisectResult(last_good, first_bad, last_bad, first_good)
-
-
-def _halving(releases: Sequence[str]) -> list[str]:
-    """Return the releases in search order: both ends, then the middle of each remaining span."""
-    order, spans = [releases[0], releases[-1]], [(0, len(releases) - 1)]
+    """Return the good releases nearest to a bad one, on both sides; None if none is bad. The oldest comes first."""
+    # Both ends, then the middle of each remaining span.
+    order, spans = [0, len(releases) - 1], [(0, len(releases) - 1)]
     while spans:
         low, high = spans.pop(0)
         if high - low > 1:
             middle = (low + high) // 2
-            order.append(releases[middle])
+            order.append(middle)
             spans += [(low, middle), (middle, high)]
-    return order
+    bad = next((index for index in order if is_bad(releases[index])), None)
+    if bad is None:
+        return None
+    last_good, first_bad = _edge(releases[: bad + 1][::-1], is_bad)
+    first_good, last_bad = _edge(releases[bad:], is_bad)
+    return BisectResult(last_good, first_bad, last_bad, first_good)
 
 
 def _edge(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> tuple[str | None, str]:
@@ -122,31 +120,13 @@ def _edge(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> tupl
         low, high = (middle, high) if is_bad(releases[middle]) else (low, middle)
 
 
-def _cells(strategy: str, micro_steps: int, box: Machine) -> tuple[Cell, Cell]:
-    """Return the strategy's cell of the suite in fp32 with clipping, and that of one process."""
-    cells = [cell for cell in plan_cells(read_suite(find_suite(SUITE)), box) if isinstance(cell, Cell)]
-    cells = [cell for cell in cells if cell.config.precision == "fp32" and cell.config.max_grad_norm]
-    strategy_cells = [cell for cell in cells if cell.strategy == strategy]
-    steps = {cell.plan.gradient_accumulation_steps: cell for cell in strategy_cells}
-    if not strategy_cells or strategy == "single":
-        strategies = {cell.strategy for cell in cells} - {"single"}
-        names = ", ".join(sorted(strategies, key=STRATEGY_NAMES.index))
-        raise UserError(f"the suite {SUITE} does not compare {strategy!r}", f"use one of {names}")
-    if micro_steps not in steps:
-        raise UserError(
-            f"the suite {SUITE} has no --accumulation {micro_steps}", f"use {' or '.join(map(str, sorted(steps)))}"
-        )
-    return steps[micro_steps], next(cell for cell in cells if cell.strategy == "single")
-
-
 def releases_between(ends: Sequence[str] | None) -> list[str]:
     """Return the stacks of stacks.yaml with today's Accelerate and torch, the oldest first."""
     names = sorted(filter(is_of_today, stacks()), key=release_key)
     for end in ends or ():
         if end not in names:
-            raise UserError(
-                f"--between: there is no stack {end!r}", f"use two of {', '.join(names)}, or add it to stacks.yaml"
-            )
+            problem = f"--between: there is no stack {end!r}"
+            raise UserError(problem, f"use two of {', '.join(names)}, or add it to stacks.yaml")
     first, last = sorted(map(release_key, ends)) if ends else (release_key(names[0]), release_key(names[-1]))
     selected = [name for name in names if first <= release_key(name) <= last]
     if len(selected) < 2:
@@ -156,22 +136,19 @@ def releases_between(ends: Sequence[str] | None) -> list[str]:
 
 def describe_changes(result: BisectResult, strategy: str, micro_steps: int) -> list[str]:
     """Describe the known causes that were introduced or fixed at the boundaries of a bad span."""
-    causes = [
-        cause for cause in read_causes() if cause.optimizer == "adamw" and cause.shows_in(strategy, micro_steps, "fp32")
-    ]
-
-    def lines(word: str, name: str, before: str | None, after: str | None) -> Iterator[str]:
+    lines = []
+    for word, name, before, after in (
+        ("introduced in", "entered", result.last_good, result.first_bad),
+        ("fixed in", "left", result.last_bad, result.first_good),
+    ):
         if before is None or after is None:
-            return
-        for cause in causes:
-            change = getattr(cause, name)
-            if release_key(before) < release_key(change.release) <= release_key(after):
-                yield f"{cause.title}: {word} {change.release} {change.change}".rstrip()
-
-    return [
-        *lines("introduced in", "entered", result.last_good, result.first_bad),
-        *lines("fixed in", "left", result.last_bad, result.first_good),
-    ]
+            continue
+        for cause in read_causes():
+            change, is_possible = getattr(cause, name), cause.shows_in(strategy, micro_steps, "fp32")
+            is_between = release_key(before) < release_key(change.release) <= release_key(after)
+            if cause.optimizer == "adamw" and is_possible and is_between:
+                lines.append(f"{cause.title}: {word} {change.release} {change.change}".rstrip())
+    return lines
 
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:

@@ -83,7 +83,6 @@ class Cause:
 
     @property
     def where(self) -> str:
-        """Affected strategies, for tables."""
         return ", ".join(self.strategies) + ", with accumulation" * (self.accumulation == "several")
 
     def is_in(self, versions: Mapping[str, str | None]) -> bool:
@@ -96,7 +95,6 @@ class Cause:
         )
 
     def shows_in(self, strategy: str, micro_steps: int, precision: str) -> bool:
-        """Whether a run of this strategy can show the cause."""
         return (
             strategy in self.strategies
             and (self.accumulation == "any" or micro_steps > 1)
@@ -145,34 +143,34 @@ def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause
 @functools.cache
 def read_causes(file: Path | None = None) -> tuple[Cause, ...]:
     """Read and check causes.yaml; raises UserError with the line of an invalid entry."""
-    file = file or FILE
-    top = as_section(read_document(file, Section), str(file), {"causes"}, Section)
-    return tuple(_cause(entry, top.key_place("causes")) for entry in top["causes"])
-
-
-def _cause(entry: Any, place: str) -> Cause:
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-    keys = {field.name for field in dataclasses.fields(Cause)} - {"releases"} | set(PACKAGES)
-    section = as_section(entry, place, keys, Section)
-    section.require_keys(*_NEEDED)
-    for key in PACKAGES:
-        try:
-            SpecifierSet(section.get(key, ""))
-        except (InvalidSpecifier, TypeError, AttributeError):
-            raise section.refusal(key, f"is {section[key]!r}", 'use releases such as ">=0.18.3,<0.19.4"') from None
-    values: dict[str, Any] = {key: value for key, value in section.items() if key not in PACKAGES}
-    for key, choices in _CHOICES.items():
-        setting = section.get(key, ())
-        names = (setting,) if isinstance(setting, str) else tuple(setting)
-        if unknown := set(names) - set(choices):
-            raise section.refusal(key, f"names {unknown.pop()!r}", f"use {', '.join(choices)}")
-        if key in _LISTS:
-            values[key] = names
-    values["threads"] = tuple(section.get("threads", ()))
-    for key in ("entered", "left"):
-        values[key] = Change(**as_section(section.get(key, Section("")), place, {"release", "change"}, Section))
-    fields = {field.name for field in dataclasses.fields(SourceLines)}
-    lines = [as_section(line, section.key_place("lines"), fields, Section) for line in section.get("lines", ())]
-    values["lines"] = tuple(SourceLines(**line) for line in lines)
-    return Cause(**values, releases={package: section[package] for package in PACKAGES if package in section})
+    file = file or FILE
+    top = as_section(read_document(file, Section), str(file), {"causes"}, Section)
+    place, causes = top.key_place("causes"), list[Cause]()
+    for entry in top["causes"]:
+        keys = {field.name for field in dataclasses.fields(Cause)} - {"releases"} | set(PACKAGES)
+        section = as_section(entry, place, keys, Section)
+        section.require_keys(*_NEEDED)
+        for key in PACKAGES:
+            try:
+                SpecifierSet(section.get(key, ""))
+            except (InvalidSpecifier, TypeError, AttributeError):
+                raise section.refusal(key, f"is {section[key]!r}", 'use releases such as ">=0.18.3,<0.19.4"') from None
+        values: dict[str, Any] = {key: value for key, value in section.items() if key not in PACKAGES}
+        for key, choices in _CHOICES.items():
+            setting = section.get(key, ())
+            names = (setting,) if isinstance(setting, str) else tuple(setting)
+            if unknown := set(names) - set(choices):
+                raise section.refusal(key, f"names {unknown.pop()!r}", f"use {', '.join(choices)}")
+            if key in _LISTS:
+                values[key] = names
+        values["threads"] = tuple(section.get("threads", ()))
+        for key in ("entered", "left"):
+            values[key] = Change(**as_section(section.get(key, Section("")), place, {"release", "change"}, Section))
+        fields = {field.name for field in dataclasses.fields(SourceLines)}
+        lines = [as_section(line, section.key_place("lines"), fields, Section) for line in section.get("lines", ())]
+        values["lines"] = tuple(SourceLines(**line) for line in lines)
+        releases = {package: section[package] for package in PACKAGES if package in section}
+        causes.append(Cause(**values, releases=releases))
+    return tuple(causes)

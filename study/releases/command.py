@@ -63,9 +63,11 @@ def releases_text(
         "faults that only CPUs have are left out; \N{DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
     ]
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
-    causes = [
-        f"{letter}: {_describe(cause)} {cause.left.change}".rstrip() for letter, cause in sorted(by_letter.items())
-    ]
+    causes = []
+    for letter, cause in sorted(by_letter.items()):
+        fixed = f"; fixed in {cause.left.release}" if cause.left.release else ""
+        where = f"{cause.where}{_precisions(cause)}{fixed}"
+        causes.append(f"{letter}: {cause.title} ({where}) {cause.left.change}".rstrip())
     more = [] if details else ["--details prints all tested releases"]
     return [verdict, "", table, "", *causes, *notes, document["tested"], *more]
 
@@ -112,11 +114,6 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
     notes += [f"use {next(iter(tested))}"] * bool(wrong)
     where = f", {strategy}" if strategy else ""
     return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}{where}: {'; '.join(notes)}", faults
-
-
-def _describe(cause: Cause) -> str:
-    fixed = f"; fixed in {cause.left.release}" if cause.left.release else ""
-    return f"{cause.title} ({cause.where}{_precisions(cause)}{fixed})"
 
 
 def _precisions(cause: Cause) -> str:

@@ -85,7 +85,7 @@ def install(layers: Iterable[str]) -> set[str]:
     cache, pins, failed = cache_directory(), read_pins(), set()
     for layer in layers:
         folder = layer_folder(cache, layer)
-        if layer_state(cache, layer).is_installed:
+        if layer_state(cache, layer).sha256 is not None:
             continue
         try:
             digests = install_layer(layer, folder, pins.get(layer))
@@ -127,14 +127,12 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
         result = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
             if _NO_NETWORK.search(result.stderr):
-                raise UserError(
-                    f"{layer} cannot be installed: pip does not reach its index", "run it on a machine with a network"
-                )
+                problem = f"{layer} cannot be installed: pip does not reach its index"
+                raise UserError(problem, "run it on a machine with a network")
             if fault := _OF_THE_BOX.search(result.stderr):
                 line = next(line for line in result.stderr.splitlines() if fault[0] in line)
-                raise UserError(
-                    f"{layer} cannot be installed: {line[:200]}", "fix this problem, then run `study prepare` again"
-                )
+                problem = f"{layer} cannot be installed: {line[:200]}"
+                raise UserError(problem, "fix this problem, then run `study prepare` again")
             errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
             raise NotInstallable(errors[-1].removeprefix("ERROR: ")[:300])
         archives = json.loads(report.read_text())["install"]

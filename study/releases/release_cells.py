@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -59,7 +59,6 @@ class ReleaseCell:
 
     @property
     def is_contemporary(self) -> bool:
-        """Whether other packages, too, are contemporary releases."""
         return not is_of_today(self.stack)
 
     @property
@@ -69,7 +68,6 @@ class ReleaseCell:
 
     @property
     def worst_run(self) -> str:
-        """Name of the run with the worst verdict."""
         return self.runs[self.verdicts.index(self.verdict)]
 
     @property
@@ -87,7 +85,6 @@ class ReleaseCell:
 
     @property
     def hides_on_gpu(self) -> bool:
-        """Whether a GPU hides every known cause."""
         return bool(self.causes) and all(cause.gpu == "hidden" for cause in self.causes)
 
     @property
@@ -97,12 +94,10 @@ class ReleaseCell:
 
     @property
     def races(self) -> tuple[Cause, ...]:
-        """Known race conditions that can change the weights."""
         return tuple(cause for cause in self._causes("weights") if cause.sometimes)
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """Known causes of the verdict."""
         return self._causes(self.verdict.differs)
 
     def _causes(self, differs: str | None) -> tuple[Cause, ...]:
@@ -117,7 +112,15 @@ def release_cells(records: Records) -> list[ReleaseCell]:
         return []
     steps = steps_by_run(records)
     rows: list[Row] = runs.to_dict("records")
-    versions = _versions(rows)
+    # Package versions by stack, from all of its runs: a run that never began has recorded none.
+    versions: dict[str, dict[str, str | None]] = {}
+    for row in rows:
+        packages = versions.setdefault(
+            row["stack"], dict.fromkeys(PACKAGES) | {"deepspeed": deepspeed_release(row["stack"])}
+        )
+        for name in PACKAGES[1:]:
+            if isinstance(version := row[f"{name}_version"], str):
+                packages[name] = version
     repeats_by_cell: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row["strategy"] != "single" and isinstance(row["strategy"], str):
@@ -189,19 +192,6 @@ def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> TrainingTrace:
         losses, norms, columns["lr"], row["status_state"], row["status_reason"] or "",
         weights if isinstance(weights, str) else None, columns["samples_hash"], _number(row["max_grad_norm"]),
     )  # fmt: skip
-
-
-def _versions(rows: Iterable[Row]) -> dict[str, dict[str, str | None]]:
-    """Return package versions by stack, from all of its runs: a run that never began has recorded none."""
-    versions: dict[str, dict[str, str | None]] = {}
-    for row in rows:
-        packages = versions.setdefault(row["stack"], dict.fromkeys(PACKAGES))
-        for name in PACKAGES:
-            if isinstance(version := row[f"{name}_version"], str):
-                packages[name] = version
-    for stack, packages in versions.items():
-        packages["deepspeed"] = deepspeed_release(stack)
-    return versions
 
 
 def _micro_steps(row: Row) -> int:

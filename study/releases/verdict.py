@@ -45,11 +45,7 @@ class Tolerance:
 # Measured in fp32: 6e-7 of a loss and 1e-5 of a norm; a relevant fault changes the loss by 1e-3 or more. bf16 has 8
 # bits: 3e-4 and 6e-3; tests/test_equivalence.py derives 2**-9. bf16-engine also rounds weights, activations and
 # gradients, while `single` uses autocast over fp32: 3e-3 and 2e-2.
-ROUNDING = {
-    "fp32": Tolerance(1e-5, 1e-4),
-    "bf16": Tolerance(2**-9, 2**-6),
-    "bf16-engine": Tolerance(2**-7, 2**-4),
-}
+ROUNDING = {"fp32": Tolerance(1e-5, 1e-4), "bf16": Tolerance(2**-9, 2**-6), "bf16-engine": Tolerance(2**-7, 2**-4)}
 # A tolerance is at least _NOISE_FACTOR times the difference of `ddp` to `single`, because the kernels of some machines
 # sum in varying order. A difference of more than _MOST_NOISE tolerances is a fault of ddp, and is not used.
 _NOISE_FACTOR, _MAX_NOISE = 4, 10
@@ -92,7 +88,6 @@ class Verdict:
 
     @property
     def describe(self) -> str:
-        """One-line description of the verdict."""
         if self.kind == "equal":
             return f"equal (to {self.size:.0e})" if self.size else "equal (to the last digit)"
         if self.kind != "different":
@@ -111,8 +106,10 @@ def trace_at(folder: Path) -> TrainingTrace:
     except RecordError as error:
         # The sweep has already reported why.
         return TrainingTrace([], [], [], "failed", f"it left no record ({error.reason})")
+    # With Muon, DeepSpeed's stages report the norm of the updates instead of the gradients.
+    norms = [None if run.config.get("optimizer") == "muon" else row["grad_norm"] for row in run.steps]
     return TrainingTrace(
-        [row["loss"] for row in run.steps], [row["grad_norm"] for row in run.steps], [row["lr"] for row in run.steps],
+        [row["loss"] for row in run.steps], norms, [row["lr"] for row in run.steps],
         run.state, run.status["reason"], run.engine.get("initial_weights_sha256"),
         [row["samples_hash"] for row in run.steps], run.config.get("max_grad_norm") or 0.0,
     )  # fmt: skip
@@ -142,11 +139,9 @@ class Reference:
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
-        """Tolerance of this precision on this machine."""
         return find_tolerance(self.precision, self.single, self.ddp)
 
     def judge(self, trace: TrainingTrace) -> Verdict:
-        """Return the verdict on a run."""
         return judge(trace, self.single, self.tolerance)
 
 
@@ -171,22 +166,18 @@ def judge(trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance) -> 
         return Verdict("not judged", reason="its initial weights differ from those of `single`")
     if list(trace.samples) != list(single.samples)[: len(trace.samples)]:
         return Verdict("not judged", reason="its samples differ from those of `single`")
-    return _compared(trace, single, tolerance, int(not_finite[1]) if not_finite else None)
-
-
-def _compared(
-    trace: TrainingTrace, single: TrainingTrace, tolerance: Tolerance, not_finite_step: int | None
-) -> Verdict:
     size = _max_difference(trace.losses, single.losses)
-    bad_loss = _first_beyond(trace.losses, single.losses, tolerance.loss) or not_finite_step
+    bad_loss = _first_beyond(trace.losses, single.losses, tolerance.loss)
+    if bad_loss is None and not_finite:
+        bad_loss = int(not_finite[1])
     bad_norm = _first_beyond(trace.norms, single.norms, tolerance.norm)
     if bad_loss is None and bad_norm is None:
         return Verdict("equal", size=size)
     right, wrong = (run.norms[bad_norm - 1] if bad_norm else None for run in (single, trace))
     return Verdict(
         "different", _what(trace, single, tolerance, bad_loss, bad_norm), min(filter(None, (bad_loss, bad_norm))),
-        None if not_finite_step else size, wrong / right if right and wrong is not None else None,
-        trace.reason if not_finite_step else "",
+        None if not_finite else size, wrong / right if right and wrong is not None else None,
+        trace.reason if not_finite else "",
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from study.predictor.hardware import parse_int
 from study.records.directory import find_runs, read_json
 from study.records.schema import RecordError
 from study.releases.causes import GRID, PACKAGES, Cause, find_causes, find_races, known_faults
-from study.releases.verdict import Reference, TrainingTrace, Verdict, reference_precision, trace_at
+from study.releases.verdict import Reference, Verdict, reference_precision, trace_at
 from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
 from study.sweep.plan import RANKS_WITHOUT_A_GPU
@@ -83,12 +83,10 @@ class VerifyRow:
 
     @property
     def name(self) -> str:
-        """The strategy, after the option if there is one."""
         return f"{self.option} {self.strategy}".lstrip()
 
     @property
     def is_fine(self) -> bool:
-        """Whether the cell gives no reason to distrust its strategy."""
         return self.kind in _FINE
 
     @property
@@ -98,14 +96,12 @@ class VerifyRow:
 
     @property
     def says(self) -> str:
-        """One-line description of the verdict and its known causes."""
         titles = "; ".join(cause.title for cause in self.causes)
         description = BY_LUCK if self.kind == BY_LUCK else self.verdict.describe
         return f"{description} (known: {titles})" if titles else description
 
     @property
     def place(self) -> str:
-        """Precision and accumulation, as a column heading."""
         return f"{self.precision}, {self.micro_steps} micro-step{'s'[: self.micro_steps > 1]}"
 
 
@@ -139,11 +135,7 @@ def run(options: argparse.Namespace) -> int:
     _check_packages(strategies, stack, extras)
     cache_directory()
     with contextlib.ExitStack() as scope:
-        try:
-            root = options.runs_dir or Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
-        except OSError as error:
-            problem = f"the folder for records cannot be created ({error.strerror})"
-            raise UserError(problem, "name a folder with --runs_dir") from None
+        root = options.runs_dir or Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
         box = detect_machine()
         _check_same_stack(root, stack, box)
         ranks = options.world_size or box.gpus or RANKS_WITHOUT_A_GPU
@@ -182,7 +174,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_packages(strategies: Sequence[str], stack: Mapping[str, str | None], extras: Sequence[Option]) -> None:
-    """Raise UserError if a package that the runs import is not installed."""
     uses_deepspeed = "muon" in extras or any(read_strategy(name).deepspeed for name in strategies)
     needed = [*(PACKAGES if uses_deepspeed else PACKAGES[1:]), *ENGINE_PACKAGES, *["peft"] * ("lora" in extras)]
     if lacking := [name for name in dict.fromkeys(needed) if package_version(name) is None]:
@@ -205,7 +196,6 @@ class Verification:
 
     @property
     def names(self) -> list[str]:
-        """The strategies, then those with an option."""
         return list(dict.fromkeys([*self.strategies, *(row.name for row in self.rows)]))
 
     @property
@@ -223,7 +213,6 @@ class Verification:
 
     @property
     def unverified(self) -> list[str]:
-        """Strategies without any judged cell."""
         judged = {row.name for row in self.rows if row.kind not in ("refuses", "not judged")}
         return [name for name in self.names if name not in judged]
 
@@ -236,7 +225,6 @@ class Verification:
 
     @property
     def answer(self) -> str:
-        """One-line answer: PASS, FAIL or NOT JUDGED."""
         notes = f"; not judged here: {', '.join(self.unverified)}" if self.unverified else ""
         if by_chance := self._by_chance_on_cpus:
             notes = f"; {_names(by_chance)} {BY_LUCK} ({_faults(by_chance)}){notes}"
@@ -244,18 +232,15 @@ class Verification:
             return f"NOT JUDGED: no engine of DeepSpeed could run here{notes}"
         if self.agrees:
             return f"PASS: every strategy that runs here reproduces one process{notes}"
-        return f"FAIL: {'; '.join(self._diverging())}{notes}"
-
-    def _diverging(self) -> Iterator[str]:
-        """Yield the strategies that diverge alike: with or without accumulation, and their known causes."""
+        # Strategies that diverge alike: with or without accumulation, and with the same known causes.
         groups: dict[tuple[str, str], list[VerifyRow]] = {}
         for name in self.not_trusted:
             wrong = [row for row in self.rows if row.name == name and not row.is_fine]
             is_both = len({row.micro_steps for row in wrong}) > 1
             where = "" if is_both else f" with{'out' * (wrong[0].micro_steps == 1)} accumulation"
             groups.setdefault((where, _faults(wrong)), []).extend(wrong)
-        for (where, faults), rows in groups.items():
-            yield f"{_names(rows)}{where} ({faults})"
+        diverging = (f"{_names(rows)}{where} ({faults})" for (where, faults), rows in groups.items())
+        return f"FAIL: {'; '.join(diverging)}{notes}"
 
 
 def _names(rows: Sequence[VerifyRow]) -> str:
@@ -268,7 +253,6 @@ def _faults(rows: Sequence[VerifyRow]) -> str:
 
 
 def _fault(cause: Cause) -> str:
-    """Describe a cause as in the grid of releases."""
     letter = json.loads(GRID.read_text(encoding="utf-8"))["letters"].get(cause.id, cause.id)
     limits = ["on CPUs only"] * (cause.gpu == "hidden") + [f"fixed in {cause.left.release}"] * bool(cause.left.release)
     return "; ".join([f"cause {letter}: {cause.title}", *limits])
@@ -298,7 +282,6 @@ class VerifyMatrix:
 
     @property
     def where(self) -> str:
-        """Ranks and devices of the cells."""
         where = f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'CPU cores'}"
         return where if self.ranks > 1 else f"{where}, so faults between ranks are not detected"
 
@@ -306,16 +289,25 @@ class VerifyMatrix:
         """Run the cells of the strategies and their reference cells, in one sweep that imports the engines once."""
         cells = [(strategy, *cell) for strategy in strategies for cell in self.cells(strategy)]
         pairs = dict.fromkeys((precision, option) for _, precision, _, option in cells)
-        self._run(
-            [*(cell for pair in pairs for cell in self._reference_cells(*pair)), *(self._cell(*cell) for cell in cells)]
-        )
+        needed = [
+            *(cell for pair in pairs for cell in self._reference_cells(*pair)),
+            *(self._cell(*cell) for cell in cells),
+        ]
+        # Each once per process, those without a successful record: the failures of an earlier call are retried.
+        todo = list({cell.id: cell for cell in needed if cell.id not in self._asked}.values())
+        self._asked.update(cell.id for cell in todo)
+        if todo and run_cells(todo, self.root, self.box, retry=True, is_kept=self.is_kept, allow_forks=True).stopped:
+            raise KeyboardInterrupt
 
     def rows(self, strategy: str) -> Iterator[VerifyRow]:
         """Run the cells of a strategy and yield their verdicts."""
         self.run([strategy])
         for precision, micro_steps, option in self.cells(strategy):
-            reference = self._reference(precision, option)
-            verdict = reference.judge(self._trace(self._cell(strategy, precision, micro_steps, option)))
+            if (precision, option) not in self.references:
+                single, *ddp = (trace_at(self.root / cell.id) for cell in self._reference_cells(precision, option))
+                self.references[precision, option] = Reference(precision, single, tuple(ddp))
+            reference = self.references[precision, option]
+            verdict = reference.judge(trace_at(self.root / self._cell(strategy, precision, micro_steps, option).id))
             if reference.single.state != "ok":
                 verdict = Verdict("not judged", reason=f"the run of one process failed: {reference.single.reason}")
             optimizer = "muon" if option == "muon" else "adamw"
@@ -325,26 +317,17 @@ class VerifyMatrix:
             yield VerifyRow(strategy, precision, micro_steps, verdict, causes, option)
 
     def cells(self, strategy: str) -> list[tuple[Precision, int, Option]]:
-        """Return precision, accumulation and option of each cell; half precision only with accumulation.
-
-        Most faults need accumulation.
-        """
+        """Return precision, accumulation and option of each cell; half precision only with accumulation."""
         options = [option for option in self._extras if _supports(strategy, **_FLAGS[option])]
-        half = [name for name in self._precisions if name in _HALF and self._has(strategy, name)]
+        half = [
+            name for name in self._precisions if name in _HALF
+            and (_supports(strategy, precision=name) if self._chosen else strategy in _HALF[name])
+        ]  # fmt: skip
         return [
             *(("fp32", steps, "") for steps in MICRO_STEPS if "fp32" in self._precisions),
             *(("fp32", steps, option) for option in options for steps in MICRO_STEPS),
             *((precision, MICRO_STEPS[-1], "") for precision in half),
         ]  # fmt: skip
-
-    def _has(self, strategy: str, precision: Precision) -> bool:
-        return _supports(strategy, precision=precision) if self._chosen else strategy in _HALF[precision]
-
-    def _reference(self, precision: Precision, option: Option) -> Reference:
-        if (precision, option) not in self.references:
-            single, *ddp = map(self._trace, self._reference_cells(precision, option))
-            self.references[precision, option] = Reference(precision, single, tuple(ddp))
-        return self.references[precision, option]
 
     def _reference_cells(self, precision: Precision, option: Option) -> list[Cell]:
         plain = cast(Precision, reference_precision(precision))
@@ -363,18 +346,6 @@ class VerifyMatrix:
         )
         config = resolve_config(request, accelerator_visible=self.box.gpus > 0)
         return Cell(strategy, ranks, config, request, repeat=1, time_limit_s=_TIME_LIMIT_S)
-
-    def _trace(self, cell: Cell) -> TrainingTrace:
-        trace = trace_at(self.root / cell.id)
-        # With Muon, DeepSpeed's stages report the norm of the updates instead of the gradients.
-        return dataclasses.replace(trace, norms=[None] * len(trace.norms)) if cell.config.optimizer == "muon" else trace
-
-    def _run(self, cells: Sequence[Cell]) -> None:
-        """Run cells without a successful record, each once per process: the failures of an earlier call are retried."""
-        todo = list({cell.id: cell for cell in cells if cell.id not in self._asked}.values())
-        self._asked.update(cell.id for cell in todo)
-        if todo and run_cells(todo, self.root, self.box, retry=True, is_kept=self.is_kept, allow_forks=True).stopped:
-            raise KeyboardInterrupt
 
 
 def _check_imports(strategy: str) -> None:

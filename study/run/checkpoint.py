@@ -128,10 +128,8 @@ def latest_checkpoint(output_dir: Path) -> Path:
     if not complete:
         raise UserError(f"{output_dir} has no complete checkpoint", "leave --resume_from_checkpoint out")
     if not current:
-        raise UserError(
-            f"{output_dir} has no complete checkpoint of its current run, only of an earlier one",
-            f"leave --resume_from_checkpoint out, or name the folder: {complete[-1]}",
-        )
+        problem = f"{output_dir} has no complete checkpoint of its current run, only of an earlier one"
+        raise UserError(problem, f"leave --resume_from_checkpoint out, or name the folder: {complete[-1]}")
     return current[-1]
 
 
@@ -161,7 +159,5 @@ def check_files(folder: Path, saved: Mapping[str, str]) -> None:
             problems = [f"{error.filename} cannot be read ({error.strerror})"]
     if problems:
         earlier = sorted(file.parent for file in folder.parent.glob(f"step_*/{MANIFEST}") if file.parent < folder)
-        raise UserError(
-            f"the checkpoint {folder} is damaged: {problems[0]}",
-            f"resume from an earlier one, such as {earlier[-1]}" if earlier else "start from scratch",
-        )
+        fix = f"resume from an earlier one, such as {earlier[-1]}" if earlier else "start from scratch"
+        raise UserError(f"the checkpoint {folder} is damaged: {problems[0]}", fix)

@@ -37,10 +37,7 @@ Refuse = Callable[[RunConfig, Launch], None]
 def resolve_run_request(
     trainer: str, config: RunConfig, launch: Launch, check_trainer: Refuse | None, print_line: Callable[[str], None]
 ) -> RunRequest:
-    """Return the request after all checks, the cheapest first; raise UserError at the first problem.
-
-    `print_line` prints on the terminal.
-    """
+    """Return the request after all checks, the cheapest first; raise UserError at the first problem."""
     from study.engine.virtual_rank import check_host_memory
     from study.host.environment import prepare_devices
     from study.host.operators import build_operators
@@ -105,19 +102,14 @@ def check_nvme_swap(config: RunConfig, strategy: Strategy, ranks: int) -> None:
 
 
 def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> tuple[Launch, Strategy]:
-    """Return the launch with swap buffers as large as the model needs, and its strategy with the run's overrides.
-
-    Raise UserError if --engine_override makes them too small.
-    """
+    """Return launch and strategy with swap buffers for the model; raise UserError if an override is too small."""
     from study.workloads.architecture import model_size
 
     part = -(-model_size(config).largest_parameter // launch.world_size)
     strategy = launch.strategy.with_swap_buffers(part)
     if (overridden := strategy.with_overrides(config)) != overridden.with_swap_buffers(part):
-        raise UserError(
-            f"--engine_override sets buffer_size below the {part:,} elements of the largest parameter on a rank",
-            "leave it out, or set it larger",
-        )
+        problem = f"--engine_override sets buffer_size below the {part:,} elements of the largest parameter on a rank"
+        raise UserError(problem, "leave it out, or set it larger")
     return dataclasses.replace(launch, strategy=strategy), overridden
 
 
@@ -144,26 +136,18 @@ def check_output_dir(config: RunConfig, output_dir: Path) -> None:
     try:
         finished = is_finished(output_dir)
     except RecordError as error:
-        raise UserError(
-            f"--output_dir is a damaged run ({error})", "remove it, or add --overwrite_output_dir"
-        ) from None
+        problem = f"--output_dir is a damaged run ({error})"
+        raise UserError(problem, "remove it, or add --overwrite_output_dir") from None
     if finished:
-        raise UserError(
-            f"--output_dir {output_dir} has a finished run",
-            "name another, or add --overwrite_output_dir to replace it",
-        )
+        problem = f"--output_dir {output_dir} has a finished run"
+        raise UserError(problem, "name another, or add --overwrite_output_dir to replace it")
 
 
 def check_devices(launch: Launch, gpus: int) -> str | None:
-    """Return a notice if GPUs stay idle, else None; raise Unsupported for more ranks than GPUs.
-
-    Without a GPU any number of ranks is allowed.
-    """
+    """Return a notice if GPUs stay idle, else None; raise Unsupported for more ranks than GPUs, if there are any."""
     if gpus and launch.local_world_size > gpus:
-        raise Unsupported(
-            f"{launch.local_world_size} ranks were launched on a machine with {gpus} GPU{'s'[: gpus > 1]}",
-            f"run: {launch.command(gpus, launch.machines)}",
-        )
+        problem = f"{launch.local_world_size} ranks were launched on a machine with {gpus} GPU{'s'[: gpus > 1]}"
+        raise Unsupported(problem, f"run: {launch.command(gpus, launch.machines)}")
     if launch.local_world_size < gpus and launch.strategy.name != "single" and not launch.virtual:
         command = launch.command(gpus, launch.machines)
         return f"{gpus - launch.local_world_size} of {gpus} GPUs stay idle; to use all: {command}"
@@ -189,23 +173,19 @@ def check_request(config: RunConfig, launch: Launch) -> None:
             raise Unsupported("--device_memory_cap_gib caps a GPU's memory; no GPU is visible", "leave the flag out")
         total_gib = torch.cuda.get_device_properties(launch.local_rank).total_memory / 2**30
         if cap_gib > total_gib:
-            raise Unsupported(
-                f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB", "use a smaller cap"
-            )
+            problem = f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB"
+            raise Unsupported(problem, "use a smaller cap")
     if config.report_to != "none":
         from accelerate.tracking import get_available_trackers
 
         available = [tracker.value for tracker in get_available_trackers()]
         if config.report_to not in available:
-            raise UserError(
-                f"--report_to {config.report_to}: no such tracker is installed",
-                f"install it, or use one of: {', '.join(['none', *available])}",
-            )
+            problem = f"--report_to {config.report_to}: no such tracker is installed"
+            raise UserError(problem, f"install it, or use one of: {', '.join(['none', *available])}")
     if strategy.uses_nvme:
         if not is_libaio_installed():
-            raise Unsupported(
-                "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
-            )
+            problem = "DeepSpeed cannot build its asynchronous I/O: libaio is missing"
+            raise Unsupported(problem, "run: apt-get install libaio-dev")
         locked = required_pinned_bytes(strategy)
         if not can_lock(locked):
             # Without this check DeepSpeed would abort the process.
@@ -237,10 +217,8 @@ def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[
     ):
         requested = environment.get(f"ACCELERATE_{key.upper()}", "no").lower()
         if requested not in ("no", expected):
-            raise UserError(
-                f"the launch sets {key} {requested}, and --{flag} sets {expected}",
-                f"remove {key} from the Accelerate file or the launcher's flags: only --{flag} sets it",
-            )
+            fix = f"remove {key} from the Accelerate file or the launcher's flags: only --{flag} sets it"
+            raise UserError(f"the launch sets {key} {requested}, and --{flag} sets {expected}", fix)
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         # Accelerate exports these flags but uses DeepSpeed's file instead.
         for key, fix in _OVERRULED_BY_DEEPSPEEDS_FILE.items():

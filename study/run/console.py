@@ -38,7 +38,6 @@ class Console:
         os.dup2(stderr_fd, 2)
 
     def log_to(self, path: Path) -> None:
-        """Append the output so far to `path`, and redirect the rest there."""
         # The streams' buffers belong to the spool and would be lost with it.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -50,22 +49,18 @@ class Console:
         self.log_path = path
 
     def print_from_main(self, text: str) -> None:
-        """Print one line on the terminal, from the main process only."""
         if self.speaks:
             self.print_from_any_rank(text)
 
     def print_from_any_rank(self, text: str) -> None:
-        """Print one line on the terminal, from any process."""
         # After `| head -1`, or in a closed terminal, a write fails: the run continues, and its record is written.
         with contextlib.suppress(OSError):
             print(text, file=self.terminal)
 
     def progress(self, total_steps: int, first_step: int) -> StepProgress:
-        """Return the display of the run's progress, which starts at `first_step`."""
         return StepProgress(self, total_steps, first_step)
 
     def restore(self) -> None:
-        """Undo the redirection of stdout and stderr."""
         self._redirect(self._stdout_fd, self._stderr_fd)
 
 
@@ -79,7 +74,6 @@ class StepProgress:
             self._bar = tqdm(total=total_steps, initial=first_step, file=console.terminal, unit="step", leave=False)
 
     def show(self, step: int, loss: float | None, tokens_per_s: float | None, peak_memory_gib: float) -> None:
-        """Print the latest step's loss and speed, and the peak memory so far."""
         speed = "" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s, "
         figures = f"loss {'?' if loss is None else f'{loss:.4f}'}, {speed}peak {peak_memory_gib:.2f} GiB"
         if self._bar is not None:

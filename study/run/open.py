@@ -53,10 +53,7 @@ if TYPE_CHECKING:
 def open_run(
     trainer: str, arguments: Sequence[str] | None = None, check_trainer: Refuse | None = None
 ) -> Iterator[OpenRun]:
-    """Yield the run of a checked request, and record its ending; a wrong request exits with status 2.
-
-    `check_trainer` raises UserError for requests that this trainer does not support.
-    """
+    """Yield the run of a request that passes all checks, also the trainer's, and record its ending."""
     opened = time.perf_counter()
     try:
         check_process()
@@ -228,7 +225,6 @@ class OpenRun:
 
     @property
     def step_numbers(self) -> range:
-        """Numbers of the remaining steps."""
         return range(self.first_step + 1, self.total_steps + 1)
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
@@ -248,34 +244,26 @@ class OpenRun:
         )
 
     def start_clock(self) -> None:
-        """Mark the end of start-up. steps() calls it."""
         self._loop_started = time.perf_counter()
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation follows this step."""
         is_due = step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
         return is_due and not self.launch.virtual and not is_engines_only()
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint follows this step."""
         return bool(self.config.checkpointing_steps and step % self.config.checkpointing_steps == 0)
 
     def flushes_after(self, step: int) -> bool:
-        """Whether pending rows are written after this step."""
         is_due = step == self.total_steps or step % self.config.logging_steps == 0
         return is_due or self.evaluates_after(step) or self.saves_after(step)
 
     def redirect_output_to_log(self) -> None:
-        """Redirect all output to log.txt in the main process's folder.
-
-        Other machines write separate files: two machines that append to one file on NFS may overwrite lines.
-        """
+        """Redirect all output to log.txt; other machines have separate files, because NFS may lose lines."""
         if self._sees_record:
             machine = os.environ.get("GROUP_RANK", "0") if rendezvous.machine_count() > 1 else "0"
             self.console.log_to(self.output_dir / ("log.txt" if machine == "0" else f"log.{machine}.txt"))
 
     def write_engine(self, audited: dict[str, Any]) -> None:
-        """Write engine.json: the audit's result, the provenance of weights and data, and the trainer."""
         data, initial = self.context.data, self.context.initial
         if (record := self.context.record) is not None:
             floor = dataclasses.asdict(data.floor) if data.floor else None
@@ -284,7 +272,6 @@ class OpenRun:
             record.write("engine.json", audited | provenance | {"trainer": self.trainer})
 
     def write_evaluation(self, step: int, evaluation: dict[str, float | None]) -> None:
-        """Append one evaluation to evals.jsonl."""
         if (record := self.context.record) is not None:
             record.append("evals.jsonl", {"step": step, **evaluation})
             record.flush()

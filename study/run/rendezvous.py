@@ -98,10 +98,7 @@ def sync_as_main(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[st
 def sync_with_main(
     agreed: Mapping[str, Any], machine: Mapping[str, Any], look_at_folder: Callable[[Mapping[str, Any]], object]
 ) -> None:
-    """Wait for the main process to begin the run; raise UserError if the requests differ. Called on all other ranks.
-
-    `look_at_folder` may reject the folder that the main process has locked.
-    """
+    """Wait for the main process to begin; raise UserError if requests differ. Called on all other ranks."""
     rank = int(os.environ["RANK"])
     with _lost_store_as_refusal():
         (expected,) = _get_all(["main"])
@@ -138,10 +135,7 @@ def _publish(key: str, value: Any) -> None:
 
 
 def _get_all(keys: list[str], print_line: Say | None = None) -> list[Any]:
-    """Return the values of the keys once all ranks have set them; raise the refusal of a rank if there is one.
-
-    After _SILENCE_S a line names the missing ranks.
-    """
+    """Return the values of the keys once all ranks have set them; raise the refusal of a rank if there is one."""
     store, started = _store(), time.monotonic()
     while not store.check(keys):
         if store.check(["refusal"]):
@@ -163,6 +157,5 @@ def _lost_store_as_refusal() -> Iterator[None]:
     try:
         yield
     except RuntimeError:
-        raise UserError(
-            "the main process exited before this run began", "read the output of its machine, and restart all"
-        ) from None
+        problem = "the main process exited before this run began"
+        raise UserError(problem, "read the output of its machine, and restart all") from None

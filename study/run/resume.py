@@ -70,29 +70,21 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
     try:
         manifest = read_manifest(folder)
     except RecordError as error:
-        raise UserError(
-            f"--resume_from_checkpoint {folder} is not a complete checkpoint ({error})",
-            "name a folder that has a checkpoint.json, or `latest`",
-        ) from None
+        problem = f"--resume_from_checkpoint {folder} is not a complete checkpoint ({error})"
+        raise UserError(problem, "name a folder that has a checkpoint.json, or `latest`") from None
     # Flags that were added after the checkpoint had their defaults.
     saved, saved_strategy = RunConfig().to_dict() | with_new_names(manifest["config"]), manifest["strategy"]
     if saved_strategy != launch.strategy.name:
-        raise UserError(
-            f"the checkpoint was saved by {saved_strategy}, but this run is {launch.strategy.name}",
-            f"run: accelerate launch --config_file accelerate_configs/{saved_strategy}.yaml ...",
-        )
+        problem = f"the checkpoint was saved by {saved_strategy}, but this run is {launch.strategy.name}"
+        raise UserError(problem, f"run: accelerate launch --config_file accelerate_configs/{saved_strategy}.yaml ...")
     settings = launch.strategy.deepspeed
     if manifest.get("deepspeed") != (json.loads(json.dumps(settings)) if settings else None):
-        raise UserError(
-            f"the DeepSpeed settings of {launch.strategy.name} differ from those of the checkpoint",
-            "restore the JSON file that the launched file names, or start from scratch",
-        )
+        problem = f"the DeepSpeed settings of {launch.strategy.name} differ from those of the checkpoint"
+        raise UserError(problem, "restore the JSON file that the launched file names, or start from scratch")
     for key, value in config.to_dict().items():
         if key not in _FREE_KEYS and value != saved.get(key):
-            raise UserError(
-                f"the checkpoint was saved with {key} {saved.get(key)}, but this run has {value}",
-                f"{format_flag(key, saved.get(key))}, or start from scratch",
-            )
+            problem = f"the checkpoint was saved with {key} {saved.get(key)}, but this run has {value}"
+            raise UserError(problem, f"{format_flag(key, saved.get(key))}, or start from scratch")
     saved_by = manifest["world_size"]
     if config.optimizer == "muon" and launch.strategy.zero_stage and saved_by != launch.world_size:
         raise UserError(
@@ -113,10 +105,8 @@ def check_continues(run: RunContext) -> None:
     folder, manifest = run.checkpoint
     total = run.config.total_steps(len(run.data.train))
     if manifest["step"] >= total:
-        raise UserError(
-            f"the checkpoint {folder} is at step {manifest['step']} of {total}: no step is left",
-            "resume from an earlier one, or start a longer run from scratch",
-        )
+        problem = f"the checkpoint {folder} is at step {manifest['step']} of {total}: no step is left"
+        raise UserError(problem, "resume from an earlier one, or start a longer run from scratch")
     saved, now = manifest["tokens_sha256"], run.data.source["tokens_sha256"]
     if saved != now:
         changed = " and ".join(split for split in now if saved.get(split) != now[split])
@@ -126,10 +116,8 @@ def check_continues(run: RunContext) -> None:
             "restore them, or start from scratch",
         )
     if manifest["initial_weights_sha256"] != run.initial.sha256:
-        raise UserError(
-            f"the checkpoint {folder} began from other initial weights, which have changed or were drawn again",
-            "start from scratch",
-        )
+        problem = f"the checkpoint {folder} began from other initial weights, which have changed or were drawn again"
+        raise UserError(problem, "start from scratch")
     same_ranks = manifest["world_size"] == run.launch.world_size
     before, current = (_hardware(entry, same_ranks) for entry in (manifest["environment"], describe_environment()))
     if differ := [name for name in sorted({*before, *current}) if before.get(name) != current.get(name)]:

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed
-from study.records.directory import finite_or_none
+from study.records.directory import finite_or_none, read_rows
 from study.workloads.metrics import summarize_evaluation
 from study.workloads.tasks import sample_hashes
 
@@ -28,13 +28,13 @@ class StepLog:
 
     def __init__(self, run: RunContext, accelerator: Accelerator):
         self._accelerator, self._record = accelerator, run.record
-        self._is_group_leader = run.launch.is_group_leader
+        self._is_group_leader = run.launch.rank % run.launch.strategy.group_size == 0
         self._tokens_per_step = run.config.global_batch_size * run.config.seq_length
         # A virtual rank computes on data that no rank sent: its losses and norms are not recorded.
         self._virtual = run.launch.virtual
         self._pending: list[tuple[int, torch.Tensor, float, Any, int, bool]] = []
         # Rows before the steps of a resumed run.
-        earlier = run.record.steps_so_far() if run.record else []
+        earlier = read_rows(run.record.folder)[0] if run.record else []
         self.first_loss: float | None = earlier[0]["loss"] if earlier else None
         self.skipped_before = sum("skipped" in row for row in earlier)
         self.skipped_steps = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from study.config.flags import RunConfig
 from study.host.memory import GIB
 from study.records.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL
+from study.records.virtual_summary import largest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -83,14 +83,14 @@ def summarize(
         if steps_per_s is not None and torch.cuda.is_available()
         else None,
         **{
-            key: _largest(phase[figure] for rank in ranks for phase in rank["phases"].values())
+            key: largest(phase[figure] for rank in ranks for phase in rank["phases"].values())
             for key, figure in PEAKS.items()
         },
-        "avg_memory_gib_device": _largest(rank["device_mean_over_steps"] for rank in ranks),
+        "avg_memory_gib_device": largest(rank["device_mean_over_steps"] for rank in ranks),
         "state_bytes_per_rank": {
             kind: {
                 # None if a loss scaler skipped the watched step and all later ones.
-                place: _largest(rank["state"]["state_bytes"][kind][place] for rank in ranks if rank["state"])
+                place: largest(rank["state"]["state_bytes"][kind][place] for rank in ranks if rank["state"])
                 for place in STATE_PLACES
             }
             for kind in STATE_KINDS
@@ -107,10 +107,6 @@ def summarize(
     expected_keys = {*SUMMARY_KEYS, *SUMMARY_OPTIONAL}
     assert set(summary) == expected_keys, set(summary) ^ expected_keys
     return summary
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def _gib(size: float | None) -> float | None:

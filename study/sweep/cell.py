@@ -49,7 +49,6 @@ class Cell:
 
     @functools.cached_property
     def id(self) -> str:
-        """Name of the cell's directory, from the run's settings and the repeat."""
         return f"{self.config.run_id(self.arm, self.ranks)}-r{self.repeat}"
 
     @property
@@ -72,12 +71,10 @@ class Cell:
 
     @property
     def total_steps(self) -> int | None:
-        """Number of optimizer steps; None if it depends on the data."""
         is_set = self.config.max_steps or self.config.train_samples
         return self.config.total_steps(self.config.train_samples or self.config.global_batch_size) if is_set else None
 
     def flags(self, output_dir: Path) -> list[str]:
-        """Return the arguments of study/train.py for this run."""
         flags = []
         for field in dataclasses.fields(RunConfig):
             value = getattr(self.requested, field.name)

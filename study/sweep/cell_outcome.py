@@ -48,7 +48,6 @@ class ExitEvidence:
 
     @property
     def text(self) -> str:
-        """The run's log and output."""
         return f"{self.log}\n{self.printed}"
 
 
@@ -72,8 +71,12 @@ def classify_outcome(evidence: ExitEvidence) -> Outcome:
         return Outcome("interrupted", f"Slurm ended it{why}", "run it again")
     if _OOM_BY_SLURM.search(printed):
         return Outcome("oom", "the memory limit of the Slurm job was reached on a node", HOST_OOM_HINT)
-    killed = _signals(printed, evidence.launcher_status)
-    if 9 in killed:
+    # Signals of ranks as torchrun and Accelerate report them, and of the launcher: a shell, the supervisor and srun
+    # return 137 if it was killed.
+    status_of_launcher = evidence.launcher_status
+    killed = {int(next(filter(None, match.groups()))) for match in _SIGNALLED.finditer(printed)}
+    killed |= {-status_of_launcher} if status_of_launcher < 0 else set()
+    if signal.SIGKILL in killed or status_of_launcher == 128 + signal.SIGKILL:
         return _judge_sigkill(evidence)
     if ran_out := outcome_from_log(reported.reason if reported else evidence.text, evidence.text):
         # The run may have reported it itself.
@@ -82,7 +85,7 @@ def classify_outcome(evidence: ExitEvidence) -> Outcome:
     if reported is not None and not (reported.state == "interrupted" and _EXIT_STATUS.search(printed)):
         return reported
     lines = last_lines(evidence.text, 3)
-    how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {evidence.launcher_status}"
+    how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {status_of_launcher}"
     return Outcome("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
 
 
@@ -97,15 +100,6 @@ def _judge_sigkill(evidence: ExitEvidence) -> Outcome:
                 killer = "the cgroup's memory limit was reached, and the kernel"
             return Outcome("oom", f"{killer} killed a process{place}", HOST_OOM_HINT)
     return Outcome("interrupted", "a process was ended by SIGKILL, but not for its memory", "run it again")
-
-
-def _signals(printed: str, launcher_status: int) -> set[int]:
-    """Return the signals that ended the supervisor, or a rank as torchrun and Accelerate report it."""
-    numbers = {int(next(filter(None, match.groups()))) for match in _SIGNALLED.finditer(printed)}
-    if launcher_status == 128 + signal.SIGKILL:
-        # The launcher itself was killed; a shell, the supervisor and srun return this status.
-        numbers.add(signal.SIGKILL)
-    return numbers | ({-launcher_status} if launcher_status < 0 else set())
 
 
 def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:

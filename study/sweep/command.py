@@ -20,7 +20,7 @@ from study.host.slurm import check_single_slurm_task, job_resources
 from study.host.stacks import check_training_packages
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
-from study.sweep.forecast import Forecast, earlier_durations, estimate, forecast_for, oom_warnings, pending_items
+from study.sweep.forecast import earlier_durations, estimate, forecast_for, oom_warnings, pending_items
 from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, pending_runs
 from study.sweep.tables import fit_screen, result_tables, series_tables, status_tables, status_verdict
@@ -113,14 +113,17 @@ def run(options: argparse.Namespace) -> int:
         not_all_was_run |= sweep.stopped or sweep.refused > 0
         if sweep.pending:
             break
-    return 1 if not_all_was_run or any(_any_failed(part) for part in plan.slices) else 0
+    for part in plan.slices:
+        for cell in part.cells:
+            # For a probe, or a cell that demonstrates it, out of memory is an answer.
+            oom = {"oom"} if isinstance(cell, Search) or cell.expect == "oom" else set[str]()
+            states = {record.state for _, record in cell_states([cell], part.root)}
+            not_all_was_run |= bool(states - {"ok", "unsupported", "to do"} - oom)
+    return int(not_all_was_run)
 
 
 def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, list[Cell | Search]]]:
-    """Yield the slices with cells to run, first all cells that were never tried, then those that were.
-
-    Otherwise a cell that hangs until a call is over would block the others in every call.
-    """
+    """Yield the slices with cells to run, first all cells that were never tried: another may hang in every call."""
     second = []
     for part in parts:
         new, tried = new_and_tried(part.cells, part.root, retry)
@@ -150,36 +153,25 @@ def _dry_run(plan: Plan, retry: bool, box: Machine, hardware: str | None) -> int
         if plan.is_series:
             print(f"# {part.title}: {estimate(remaining_of_slice, bool(part.searches))}")
         forecast = forecast_for(part.suite, box, earlier_durations(part.root), hardware)
-        for cell in part.cells:
-            _print_commands(cell, part.root, retry, forecast)
+        for item in part.cells:
+            cell: Cell | None
+            if isinstance(item, Cell):
+                cell = item
+            elif (cell := next(item.probes(part.root, retry), None)) is None:
+                print(f"# {item.id} is answered: {item.what_fits(part.root).answer}")
+                continue
+            else:
+                sizes = f"{item.rungs[0]} to {item.rungs[-1]}"
+                print(f"# {item.id} searches {sizes}: its next probe, which decides those after it")
+            expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
+            command = shlex.join(launch_command(cell, part.root / cell.id))
+            print(f"{command}  # {forecast.describe(cell)}{expected}")
         training_s += sum(forecast.training_s(cell) or 0.0 for cell, _ in remaining_of_slice if isinstance(cell, Cell))
     total = estimate(remaining, any(part.searches for part in plan.slices))
     if training_s and not any(seconds for _, seconds in remaining):
         total += f"; predicted training steps: {format_duration(training_s)}, plus start-up and evaluation of each cell"
     print(f"# {total}", file=sys.stderr)
     return 0
-
-
-def _print_commands(cell: Cell | Search, root: Path, retry: bool, forecast: Forecast) -> None:
-    following: Cell | None = cell if isinstance(cell, Cell) else next(cell.probes(root, retry), None)
-    if isinstance(cell, Search):
-        if following is None:
-            print(f"# {cell.id} is answered: {cell.what_fits(root).answer}")
-            return
-        print(f"# {cell.id} searches {cell.rungs[0]} to {cell.rungs[-1]}: its next probe, which decides those after it")
-    assert following is not None
-    expected = "  # expected to run out of memory" if following.expect == "oom" else ""
-    print(f"{shlex.join(launch_command(following, root / following.id))}  # {forecast.describe(following)}{expected}")
-
-
-def _any_failed(part: Slice) -> bool:
-    """Whether a cell failed. For a probe, or a cell that demonstrates it, out of memory is an answer."""
-    fine = {"ok", "unsupported", "to do"}
-    return any(
-        record.state not in (fine | {"oom"} if isinstance(cell, Search) or cell.expect == "oom" else fine)
-        for cell in part.cells
-        for _, record in cell_states([cell], part.root)
-    )
 
 
 def weights(options: argparse.Namespace) -> int:

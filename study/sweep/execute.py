@@ -149,10 +149,7 @@ class Sweep:
             self.finished += 1
 
     def run_cell(self, cell: Cell, order: int) -> Outcome:
-        """Run the cell, note the attempt and return its ending.
-
-        Raise UserError if the cell's folder is not a run's, or if another run uses it.
-        """
+        """Run the cell and return its ending; raise UserError if its folder is not a run's, or in use."""
         directory = self.root / cell.id
         lock.check_is_run_directory(directory, str(directory), "move them away, or name another --runs_dir")
         lock.check_not_active(directory, str(directory))
@@ -174,10 +171,16 @@ class Sweep:
         job = current_job()
         nodes = None if job is None else [lock.digest_of_host(name) for name in job.nodes[:node_count]]
         foreign = {"before": self._foreign_gpu_processes()}
-        started_at, steps = utc_now(), _Lines(directory / "steps.jsonl")
+        started_at = utc_now()
+
+        def watch() -> None:
+            # Before the first step the run may not have created the file.
+            with suppress(FileNotFoundError):
+                self.progress.step(cell, (directory / "steps.jsonl").read_bytes().count(b"\n"))
+
         may_fork = (cell.stack is not None or self.allow_forks) and not self.box.gpus and not is_in_job()
         forks = self.forks if may_fork else None
-        ended = run_cell(cell, self.root, lambda: self.progress.step(cell, steps.count()), forks, self.progress.show)
+        ended = run_cell(cell, self.root, watch, forks, self.progress.show)
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
@@ -203,7 +206,8 @@ class Sweep:
                 remove_stale_swap_folders(WORKING_FOLDER / resolve_path(cell.config.nvme_path))
             if ended.stopped_by == "user":
                 raise Stopped("stopped")
-            if is_in_job() and ended.was_terminated:
+            is_by_signal = ending.reason.startswith(("Slurm ended it", "ended by SIGTERM"))
+            if is_in_job() and ending.state == "interrupted" and is_by_signal:
                 # Slurm ends a job's steps first: the next cell would use the time that remains for an orderly end.
                 raise Stopped("stopped: Slurm ends this job")
         return ending
@@ -276,21 +280,6 @@ def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
             write_json(file, document | notes)
 
 
-class _Lines:
-    """Counter of the lines of a growing file, which it reads only once."""
-
-    def __init__(self, file: Path):
-        self._file, self._offset, self._lines = file, 0, 0
-
-    def count(self) -> int:
-        with suppress(OSError), self._file.open("rb") as stream:
-            stream.seek(self._offset)
-            new = stream.read()
-            self._offset += len(new)
-            self._lines += new.count(b"\n")
-        return self._lines
-
-
 class SweepProgress:
     """Display of finished, failed and remaining cells and the current one's step: bars, or lines without a terminal."""
 
@@ -316,7 +305,6 @@ class SweepProgress:
         self._bars.stop()
 
     def show(self, text: str) -> None:
-        """Print a line above the bars."""
         self._bars.console.print(text)
 
     def begin(self, cell: Cell, one_more: bool = False) -> None:
@@ -328,7 +316,6 @@ class SweepProgress:
             self.show(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
 
     def step(self, cell: Cell, step: int) -> None:
-        """Show the cell's number of finished steps."""
         if step and not self._step:
             # The remaining time is estimated from the steps, without start-up.
             self._bars.reset(self._cell)
@@ -348,7 +335,6 @@ class SweepProgress:
         self.show(f"{name}{ending.state} after {format_duration(seconds)}{why}")
 
     def end_search(self, answer: str) -> None:
-        """Print the answer of a search."""
         self._searches -= 1
         self.show(answer)
 

@@ -55,10 +55,7 @@ def _alike(config: RunConfig, arm: str, ranks: int) -> tuple[tuple[str, ...], tu
 
 
 def expected_s(cell: Cell, durations: Durations) -> float:
-    """Return the median seconds of runs that differ only in seed and repeat.
-
-    Without such runs it is the suite's estimate, else the median of similar runs, else of all runs, else 0.
-    """
+    """Return the median seconds of equal runs, else the suite's estimate, else that of similar runs or all, else 0."""
     exactly, roughly = _alike(cell.config, cell.arm, cell.ranks)
     if exactly not in durations and cell.expected_s is not None:
         return cell.expected_s
@@ -122,7 +119,6 @@ class Forecast:
         return self.host.nodes_for(cell.world_size) or 1
 
     def describe(self, cell: Cell) -> str:
-        """Return a one-line forecast of memory, time and outcome."""
         texts, request = [], self.request(cell)
         if self.box is not None and self._nodes(cell) > self.box.nodes:
             texts.append(f"{cell.world_size} ranks need as many GPUs, and {self.box.name} has {self.box.ranks}")
@@ -187,7 +183,6 @@ class Forecast:
         return memory if exceeds else None
 
     def request(self, cell: Cell) -> Request | None:
-        """Return the request of a prediction; None if `unpredicted` gives a reason."""
         if unsupported_reason(cell.strategy, cell.config):
             return None
         plan = cell.plan

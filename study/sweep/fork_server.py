@@ -53,9 +53,18 @@ class ForkServer:
         """Return the command to run instead of a launch or a script; itself if the stack's libraries do not import."""
         if self._process is None or self._process.poll() is not None or self._stack != stack:
             self.close()
-            self._start(stack, environment)
-        if self._process is None or self._folder is None:
-            return command
+            self._stack, self._folder = stack, tempfile.TemporaryDirectory()
+            # torch and DeepSpeed read these at import: one thread per rank, like the launcher, and no compilation.
+            read_at_import = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, self._address], env={**environment, **read_at_import},
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            while not Path(self._address).exists():
+                if self._process.poll() is not None:
+                    self.close()
+                    return command
+                time.sleep(0.05)
         from study.config.places import WORKING_FOLDER
 
         script = next(place for place, word in enumerate(command) if word.endswith(".py"))
@@ -66,10 +75,14 @@ class ForkServer:
         }  # fmt: skip
         file = printed.with_name("request.json")
         file.write_text(json.dumps(request))
-        return [sys.executable, "-ES", __file__, str(Path(self._folder.name) / "socket"), str(file)]
+        return [sys.executable, "-ES", __file__, self._address, str(file)]
+
+    @property
+    def _address(self) -> str:
+        assert self._folder is not None
+        return str(Path(self._folder.name) / "socket")
 
     def close(self) -> None:
-        """Stop the server and delete its folder."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -77,21 +90,6 @@ class ForkServer:
         if self._folder is not None:
             self._folder.cleanup()
         self._process = self._folder = None
-
-    def _start(self, stack: str | None, environment: Mapping[str, str]) -> None:
-        self._stack, self._folder = stack, tempfile.TemporaryDirectory()
-        address = Path(self._folder.name) / "socket"
-        # torch and DeepSpeed read these at import: one thread per rank, like the launcher, and no compilation.
-        read_at_import = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(address)], env={**environment, **read_at_import},
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        while not address.exists():
-            if self._process.poll() is not None:
-                self.close()
-                return
-            time.sleep(0.05)
 
 
 def ask(address: str, file: str) -> int:
@@ -190,39 +188,33 @@ def _run_rank(request: dict[str, Any], rank: int) -> None:
     os.environ.update(request["environment"])
     script, sys.argv = request["command"][0], request["command"]
     if request["launch"]:
-        launched = [*request["launch"], *request["command"]]
-        os.environ.update(_rank_environment(launched, request["port"], rank, request["agent_store"]))
+        # The variables that the launchers of Accelerate and torch set; a test compares them with a real launch.
+        launcher = importlib.import_module("accelerate.commands.launch")
+        utils = importlib.import_module("accelerate.utils")
+        words = [*request["launch"], *request["command"]]
+        args, defaults, _ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(words))
+        if args.use_deepspeed:
+            args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+            _, variables = utils.prepare_deepspeed_cmd_env(args)
+        elif args.multi_gpu or args.use_fsdp:
+            variables = utils.prepare_multi_gpu_env(args)
+        else:
+            _, variables = utils.prepare_simple_launcher_cmd_env(args)
+        os.environ.update(variables)
+        if args.use_deepspeed or args.multi_gpu or args.use_fsdp:
+            os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) | dict.fromkeys(
+                ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(args.num_processes)
+            ) | {
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["port"]), "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none",
+                # Whether the ranks connect to an existing store, or to one that rank 0 creates.
+                "TORCHELASTIC_USE_AGENT_STORE": str(request["agent_store"]), "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+                "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            })  # fmt: skip
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
-
-
-def _rank_environment(launched: list[str], port: int, rank: int, agent_store: bool) -> dict[str, str]:
-    """Return the variables that the launchers of Accelerate and torch set for a rank.
-
-    A test compares them with a real launch.
-    """
-    launcher = importlib.import_module("accelerate.commands.launch")
-    utils = importlib.import_module("accelerate.utils")
-    args, defaults, _ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(launched))
-    environment: dict[str, str]
-    if args.use_deepspeed:
-        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        _, environment = utils.prepare_deepspeed_cmd_env(args)
-    elif args.multi_gpu or args.use_fsdp:
-        environment = utils.prepare_multi_gpu_env(args)
-    else:
-        _, environment = utils.prepare_simple_launcher_cmd_env(args)
-        return environment
-    return environment | dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) | dict.fromkeys(
-        ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(args.num_processes)
-    ) | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none",
-        # Whether the ranks connect to an existing store, or to one that rank 0 creates.
-        "TORCHELASTIC_USE_AGENT_STORE": str(agent_store), "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

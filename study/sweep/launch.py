@@ -49,18 +49,14 @@ _NOT_FOR_A_RUN = re.compile(
 
 
 def lock_sweep_directory(directory: Path) -> FileLock:
-    """Return the directory's lock; raise UserError if another sweep has it.
-
-    Tasks of a job array share it, and each locks one cell's folder at a time.
-    """
+    """Return the directory's lock, which tasks of a job array share; raise UserError if another sweep has it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         problem = f"another sweep is active in {directory}"
         return FileLock(directory / LOCK_NAME, problem, shared=is_array_task())
     except OSError as error:
-        raise UserError(
-            f"{directory} is not writable ({error.strerror})", "use a --runs_dir that you may write"
-        ) from None
+        problem = f"{directory} is not writable ({error.strerror})"
+        raise UserError(problem, "use a --runs_dir that you may write") from None
 
 
 def _process_marker(directory: Path) -> str:
@@ -71,28 +67,23 @@ def _process_marker(directory: Path) -> str:
 
 def kill_stale_processes(directory: Path) -> int:
     """End all processes of an earlier sweep on this directory; return their number."""
-    ended: set[int] = set()
+    marker, ended = _process_marker(directory), set[int]()
     deadline = time.monotonic() + _PATIENCE_S
-    while leftovers := _find_processes(directory):
+    while True:
+        left = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                is_ours = process.environ().get(MARKER) == marker and process.status() != psutil.STATUS_ZOMBIE
+                if is_ours and process.pid != os.getpid():
+                    left.append(process.pid)
+                    process.kill()
+        if not left:
+            return len(ended)
         if time.monotonic() > deadline:
-            pids = ", ".join(str(process.pid) for process in leftovers)
-            raise UserError(f"processes of an earlier sweep on {directory} do not end: {pids}", "restart the machine")
-        for process in leftovers:
-            ended.add(process.pid)
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+            problem = f"processes of an earlier sweep on {directory} do not end: {', '.join(map(str, left))}"
+            raise UserError(problem, "restart the machine")
+        ended.update(left)
         time.sleep(0.05)
-    return len(ended)
-
-
-def _find_processes(directory: Path) -> list[psutil.Process]:
-    marker, processes = _process_marker(directory), []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            is_ours = process.environ().get(MARKER) == marker and process.status() != psutil.STATUS_ZOMBIE
-            if is_ours and process.pid != os.getpid():
-                processes.append(process)
-    return processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +96,7 @@ class FinishedCell(ExitEvidence):
 
     @functools.cached_property
     def ending(self) -> Outcome:
-        """State, reason and hint of the run."""
         return classify_outcome(self)
-
-    @property
-    def was_terminated(self) -> bool:
-        """Whether Slurm or a SIGTERM from outside the sweep ended it."""
-        is_by_signal = self.ending.reason.startswith(("Slurm ended it", "ended by SIGTERM"))
-        return self.ending.state == "interrupted" and is_by_signal
 
     def write_end(self, directory: Path) -> None:
         """Write the run's ending to the record if its processes could not, and append its output to the log.
@@ -243,12 +227,10 @@ def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
 
 
 def _logs(directory: Path) -> list[Path]:
-    """Return the logs of all machines, the main process's first."""
     return sorted(directory.glob("log*.txt"))
 
 
 def _tail(file: Path, start: int) -> str:
-    """Return the end of the text after offset `start`."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(start, os.fstat(stream.fileno()).st_size - _LOG_TAIL_BYTES))

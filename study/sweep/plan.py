@@ -5,7 +5,6 @@ Records of a slice are in the folder of its suite, so that a series and its suit
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -50,19 +49,14 @@ class Slice:
 
     @property
     def title(self) -> str:
-        """The suite's name, with the series' selection."""
         return " ".join([self.suite.name, *self.only])
 
     @property
     def searches(self) -> list[Search]:
-        """The searches among the cells."""
         return [cell for cell in self.cells if isinstance(cell, Search)]
 
     def runs_of_others(self) -> str | None:
-        """Return a notice about runs in the folder that are not cells of the suite; None without such runs.
-
-        They come from another suite of this name or from another version of this suite.
-        """
+        """Return a notice about runs of another suite or version in the folder; None without such runs."""
         cell_ids = {run.id for item in self.planned for run in list_runs(item)}
         run_ids = sorted({file.parent.name for file in self.root.glob("*/status.json")} - cell_ids)
         if not run_ids:
@@ -83,15 +77,11 @@ class Plan:
     slices: list[Slice]
 
     def roots(self) -> list[Path]:
-        """Return the folders of the slices' records, each once."""
         return list(dict.fromkeys(part.root for part in self.slices))
 
 
 def plan_suite(name: str, box: Machine, runs_dir: Path, only: Sequence[str] = (), *, rehearse: bool = False) -> Plan:
-    """Return the plan of a suite or series; each cell is in the first slice that selects it.
-
-    A rehearsal has all cells of every suite, each suite once.
-    """
+    """Return the plan of a suite or series; each cell is in the first slice that selects it."""
     file = suite_file.find_suite(name)
     suite = suite_file.read_suite(file)
     is_series = bool(suite.slices)
@@ -127,11 +117,9 @@ def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceSpec]]:
     for part in series.slices:
         if part.suite in read:
             continue
-        has_sibling, sibling = False, file.parent / f"{part.suite}.yaml"
+        sibling = file.parent / f"{part.suite}.yaml"
         try:
-            with contextlib.suppress(OSError):
-                has_sibling = sibling.is_file()
-            suite = suite_file.read_suite(sibling if has_sibling else suite_file.find_suite(part.suite))
+            suite = suite_file.read_suite(sibling if sibling.is_file() else suite_file.find_suite(part.suite))
         except UserError as refusal:
             raise UserError(f"{part.place}: {refusal.problem}", refusal.fix) from None
         if suite.slices:
@@ -143,39 +131,26 @@ def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceSpec]]:
 
 
 def missing_requirement(suite: Suite, box: Machine, cells: Sequence[Cell | Search] = ()) -> UserError | None:
-    """Return an error about the first requirement that the machine lacks, or None.
-
-    If cells are selected, the GPUs of the largest of them are enough.
-    """
+    """Return an error about the first requirement that the machine lacks for these cells, by default all; or None."""
     requires = suite.requires
     if cells:
         largest = max(representative_cell(cell).world_size for cell in cells)
         gpus, per_node = min(requires.gpus, largest), min(requires.gpus_per_node, largest)
         requires = dataclasses.replace(requires, gpus=gpus, gpus_per_node=per_node)
     smallest_gib = min(box.gpu_memory_gib[: requires.gpus], default=0.0)
-    elsewhere = "run it on a machine that has them, or use --dry_run for a forecast"
-    for is_met, needs, has, fix in (
-        (
-            box.gpus >= requires.gpus, f"{requires.gpus} GPU{'s'[: requires.gpus > 1]}",
-            f"this machine shows {box.gpus}", elsewhere,
-        ),
-        (
-            box.gpus_per_node >= requires.gpus_per_node,
-            f"{requires.gpus_per_node} GPUs on each node", f"here are {box}", elsewhere,
-        ),
-        (
-            not requires.gpus or smallest_gib >= requires.gpu_memory_gib,
-            f"GPUs of {requires.gpu_memory_gib:g} GiB", f"one here has {smallest_gib:.0f}", elsewhere,
-        ),
-        (
-            box.host_memory_gib >= requires.host_memory_gib,
-            f"{requires.host_memory_gib:g} GiB of host memory", f"here are {box.host_memory_gib:.0f}",
-            f"run it on a machine with more, or set {HOST_MEMORY_VARIABLE} to the memory that this one can use",
-        ),
-    ):  # fmt: skip
-        if not is_met:
-            return UserError(f"{suite.name} needs {needs}, and {has}", fix)
-    return None
+    fix = "run it on a machine that has them, or use --dry_run for a forecast"
+    if box.gpus < requires.gpus:
+        lacks = f"{requires.gpus} GPU{'s'[: requires.gpus > 1]}, and this machine shows {box.gpus}"
+    elif box.gpus_per_node < requires.gpus_per_node:
+        lacks = f"{requires.gpus_per_node} GPUs on each node, and here are {box}"
+    elif requires.gpus and smallest_gib < requires.gpu_memory_gib:
+        lacks = f"GPUs of {requires.gpu_memory_gib:g} GiB, and one here has {smallest_gib:.0f}"
+    elif box.host_memory_gib < requires.host_memory_gib:
+        lacks = f"{requires.host_memory_gib:g} GiB of host memory, and here are {box.host_memory_gib:.0f}"
+        fix = f"run it on a machine with more, or set {HOST_MEMORY_VARIABLE} to the memory that this one can use"
+    else:
+        return None
+    return UserError(f"{suite.name} needs {lacks}", fix)
 
 
 def _smallest_box_for(suite: Suite, box: Machine) -> Machine:
@@ -199,10 +174,8 @@ def plan_cells(suite: Suite, box: Machine) -> list[Cell | Search]:
         raise UserError(f"the suite {suite.name} has no cell: its grids exclude all of them", "exclude fewer cells")
     # Virtual ranks have no losses: among real runs they would look like runs whose losses are missing.
     if len({bool(cell.config.virtual_world_size) for cell in cells.values() if isinstance(cell, Cell)}) > 1:
-        raise UserError(
-            f"the suite {suite.name} mixes virtual ranks with real runs",
-            "put the cells with virtual_world_size in a separate suite",
-        )
+        problem = f"the suite {suite.name} mixes virtual ranks with real runs"
+        raise UserError(problem, "put the cells with virtual_world_size in a separate suite")
     # Cells of one stack are adjacent, because they share a process that has imported its libraries.
     blocks: dict[tuple[str, int, int], list[Cell | Search]] = {}
     for cell in cells.values():
@@ -215,24 +188,28 @@ def plan_cells(suite: Suite, box: Machine) -> list[Cell | Search]:
 
 
 def filter_cells(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell | Search]:
-    """Return the cells that match every pattern, in their order."""
-    return [cell for cell in cells if all(_is_match(cell, pattern) for pattern in only)]
-
-
-def _is_match(cell: Cell | Search, pattern: str) -> bool:
-    """Whether a pattern matches the cell's id, or KEY=PATTERN a flag or another setting of it."""
-    key, has_key, text = pattern.partition("=")
-    if not has_key:
-        return fnmatch(cell.id, pattern)
-    example = representative_cell(cell)
-    values = example.config.to_dict() | {
-        "strategy": example.strategy, "trainer": example.trainer, "world_size": example.world_size,
-        "repeat": example.repeat, "stack": example.stack or "",
-    }  # fmt: skip
-    if key not in values:
-        raise UserError(f"--only {pattern}: no run has a {key}", "use a flag of study/train.py, strategy or repeat")
-    value = values[key]
-    return fnmatch(f"{value:g}" if isinstance(value, float) else str(value).lower(), text.lower())
+    """Return the cells that match every pattern: their id, or with KEY=PATTERN a flag or another setting."""
+    chosen = list(cells)
+    for pattern in only:
+        key, has_key, text = pattern.partition("=")
+        if not has_key:
+            chosen = [cell for cell in chosen if fnmatch(cell.id, pattern)]
+            continue
+        matching = []
+        for cell in chosen:
+            example = representative_cell(cell)
+            values = example.config.to_dict() | {
+                "strategy": example.strategy, "trainer": example.trainer, "world_size": example.world_size,
+                "repeat": example.repeat, "stack": example.stack or "",
+            }  # fmt: skip
+            if key not in values:
+                fix = "use a flag of study/train.py, strategy or repeat"
+                raise UserError(f"--only {pattern}: no run has a {key}", fix)
+            value = values[key]
+            if fnmatch(f"{value:g}" if isinstance(value, float) else str(value).lower(), text.lower()):
+                matching.append(cell)
+        chosen = matching
+    return chosen
 
 
 def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Search]:
@@ -321,14 +298,11 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Machine, place: str) -> C
                 cell_settings["world_size"],
             )
             if requested.per_device_train_batch_size is not None:
-                raise UserError(
-                    f"{suite_file.ACCUMULATION} and per_device_train_batch_size are both set", "keep one of the two"
-                )
+                problem = f"{suite_file.ACCUMULATION} and per_device_train_batch_size are both set"
+                raise UserError(problem, "keep one of the two")
             if batch % (ranks * steps):
-                raise UserError(
-                    f"{suite_file.ACCUMULATION} {steps} does not divide global_batch_size {batch}",
-                    f"use a global_batch_size that is a multiple of {ranks * steps}",
-                )
+                problem = f"{suite_file.ACCUMULATION} {steps} does not divide global_batch_size {batch}"
+                raise UserError(problem, f"use a global_batch_size that is a multiple of {ranks * steps}")
             requested = dataclasses.replace(requested, per_device_train_batch_size=int(batch // (ranks * steps)))
         config = resolve_config(requested, accelerator_visible=box.gpus > 0)
         # `auto` is resolved here, so that the id and the run agree.

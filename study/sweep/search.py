@@ -72,7 +72,6 @@ class SearchAnswer:
 
     @property
     def state(self) -> str:
-        """State of the search: `to do`, `searching`, `stopped` or `found`."""
         if self.bracket.stopped_by is not None:
             return "stopped"
         if self.bracket.next is not None:
@@ -126,17 +125,14 @@ class Search:
 
     @functools.cached_property
     def start(self) -> int:
-        """Position of the first probe, which is the predicted answer."""
         return self.guess()
 
     @property
     def first(self) -> Cell:
-        """The cell of the smallest size."""
         return self.probe_at(0)
 
     @property
     def last(self) -> int:
-        """Position of the largest size."""
         return len(self.rungs) - 1
 
     def states(
@@ -169,7 +165,6 @@ class Search:
             yield self.probe_at(place)
 
     def what_fits(self, root: Path) -> SearchAnswer:
-        """Return the answer from the records below `root`."""
         # An interrupted run has no result, and runs again.
         states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "at work"))
         return SearchAnswer(self._examine(states), self.last, self.rungs.__getitem__, states)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -150,21 +149,28 @@ class _Section(Section):
         return value
 
     def section(self, key: str, keys: Collection[str] = _SETTINGS) -> _Section:
-        """Return the mapping at this key; empty if the key is missing."""
         return as_section(self.get(key, _Section(self.place)), self.key_place(key), keys, _Section)
 
     def sections(self, key: str, keys: Collection[str] = _SETTINGS) -> list[_Section]:
-        """Return the mappings in the list at this key."""
         return [as_section(entry, self.key_place(key), keys, _Section) for entry in self.value(key, [])]
 
     def settings(self, key: str, keys: Collection[str] = _SETTINGS) -> dict[str, Any]:
-        """Return the checked settings in the mapping at this key."""
         section = self.section(key, keys)
         return {name: section.value(name) for name in section}
 
-    def choices(self, key: str) -> dict[str, list[Any]]:
-        """Return a list of checked values for each setting in the mapping at this key."""
-        return _choices(self.section(key))
+    def choices(self) -> dict[str, list[Any]]:
+        """Return a list of checked values per key; `all`, `today` and `then` are expanded to strategies or stacks."""
+        choices = {}
+        for key, value in self.items():
+            if key == "strategy" and value == "all":
+                value = list(STUDIED_STRATEGIES)
+            if key == "stack" and value in ("all", "today", "then"):
+                value = [name for name in stacks() if value == "all" or is_of_today(name) == (value == "today")]
+            options = value if isinstance(value, list) and key != "engine_override" else [value]
+            if not options:
+                raise self.refusal(key, "is an empty list", "list at least one value")
+            choices[key] = [self.checked(key, option) for option in options]
+        return choices
 
 
 def find_suite(name: str) -> Path:
@@ -172,9 +178,8 @@ def find_suite(name: str) -> Path:
     shipped = {file.stem: file for file in SUITE_DIRECTORY.glob("*.yaml")}
     if name in shipped:
         return shipped[name]
-    with contextlib.suppress(OSError):
-        if Path(name).is_file():
-            return Path(name)
+    if Path(name).is_file():
+        return Path(name)
     fix = f"{did_you_mean(name, shipped)}{os.path.relpath(SUITE_DIRECTORY)}/ has a file for each suite, or give a path"
     raise UserError(f"no suite is named {clip(name)}, and no file has this path", fix)
 
@@ -199,7 +204,7 @@ def read_suite(file: Path) -> Suite:
 
 
 def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
-    fixed, axes = grid.settings("fixed"), grid.choices("axes")
+    fixed, axes = grid.settings("fixed"), grid.section("axes").choices()
     for key in axes:
         if key in fixed:
             raise grid["axes"].refusal(key, "is fixed and an axis", "keep one of the two")
@@ -217,8 +222,8 @@ def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
         fixed={key: value for key, value in {**shared, **fixed}.items() if key not in axes},
         axes=axes,
         repeats=grid.value("repeats", 1),
-        overrides=tuple(Override(rule.choices("where"), rule.settings("fixed")) for rule in rules),
-        exclude=tuple(map(_choices, grid.sections("exclude"))),
+        overrides=tuple(Override(rule.section("where").choices(), rule.settings("fixed")) for rule in rules),
+        exclude=tuple(rule.choices() for rule in grid.sections("exclude")),
         ladder=ladder,
     )
 
@@ -242,21 +247,6 @@ def _ladder(grid: _Section) -> Ladder:
             fix = "use {from: 1, to: 512}, or an ascending list such as [1, 2, 4, 8]"
         raise section.refusal(axis, f"is {value!r}", fix)
     return Ladder(axis, tuple(rungs))
-
-
-def _choices(section: _Section) -> dict[str, list[Any]]:
-    """Return a list of values per key; `strategy: all` and `stack: today` are expanded to all strategies or stacks."""
-    choices = {}
-    for key, value in section.items():
-        if key == "strategy" and value == "all":
-            value = list(STUDIED_STRATEGIES)
-        if key == "stack" and value in ("all", "today", "then"):
-            value = [name for name in stacks() if value == "all" or is_of_today(name) == (value == "today")]
-        options = value if isinstance(value, list) and key != "engine_override" else [value]
-        if not options:
-            raise section.refusal(key, "is an empty list", "list at least one value")
-        choices[key] = [section.checked(key, option) for option in options]
-    return choices
 
 
 # A rehearsal runs the same grids and commands with tiny models, each once, in a separate folder.
@@ -321,7 +311,6 @@ def _small_grid(grid: Grid) -> Grid:
 
 
 def _small_choices(choices: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the choices of a tiny model, each value once."""
     return {
         key: list(dict.fromkeys(_small(key, option) for option in options))
         for key, options in choices.items()

@@ -72,18 +72,13 @@ def fit_screen(tables: Sequence[TextTable], details: bool) -> Iterator[str | Tex
     for table, most in zip(tables, row_counts, strict=True):
         rows = table.rows if details else table.rows[:most]
         if is_full and not details:
-            rows = [_cut(row, table) for row in rows]
+            widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
+            room = max(_WIDTH - sum(width + 2 for width in widths[:-1]), 20)
+            rows = [[*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 3]}..."] for row in rows]
         yield dataclasses.replace(table, rows=rows)
         if len(rows) < len(table.rows):
             more = f"and {len(table.rows) - len(rows)} more; --details prints all"
             yield more if table is tables[-1] else f"{more}\n"
-
-
-def _cut(row: Sequence[str], table: TextTable) -> list[str]:
-    """Return a row whose last text is cut to fit a line."""
-    widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
-    room = max(_WIDTH - sum(width + 2 for width in widths[:-1]), 20)
-    return [*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 3]}..."]
 
 
 def status_verdict(plan: Plan, run_flags: str, report_flags: str, lack: str = "") -> str:

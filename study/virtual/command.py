@@ -69,7 +69,6 @@ class VirtualRequest:
     box: Machine
 
     def cell(self, strategy: str, model: str | None = None) -> Cell:
-        """Return the cell of one virtual rank; `model` replaces the requested model."""
         precision = self.config.precision
         if precision == "bf16":
             # Without DeepSpeed bf16 is always autocast.
@@ -148,13 +147,11 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _strategies(text: str) -> tuple[str, ...]:
-    """Return the named strategies without duplicates."""
     studied = [name for name in STUDIED_STRATEGIES if name != "single"]
     names = [name for part in text.split(",") for name in (studied if part == "all" else [part])]
     if "single" in names:
-        raise UserError(
-            "--strategy single has one rank and cannot run as a virtual rank", "use ddp, zero0 to zero3, or fsdp2"
-        )
+        problem = "--strategy single has one rank and cannot run as a virtual rank"
+        raise UserError(problem, "use ddp, zero0 to zero3, or fsdp2")
     for name in names:
         read_strategy(name)
     return tuple(dict.fromkeys(names))
@@ -212,7 +209,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
-    """Measure the whole model if it fits this machine, else extrapolate from three depths."""
     cell = request.cell(strategy)
     if request.depths:
         return _keep(request, cell, _line(request, cell, request.depths))
@@ -271,9 +267,8 @@ def _folder_of_lines(request: VirtualRequest) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"{folder} cannot be created as a folder ({error.strerror})", "move it away, or set another --runs_dir"
-        ) from None
+        problem = f"{folder} cannot be created as a folder ({error.strerror})"
+        raise UserError(problem, "move it away, or set another --runs_dir") from None
     return folder
 
 

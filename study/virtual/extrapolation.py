@@ -237,7 +237,6 @@ def _larger_gradients(figures: Mapping[str, list[Any]], line: dict[str, float], 
 
 
 def _fields(summaries: Sequence[RankSummary], line: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return summary fields from extrapolated figures; other keys of summary.json are kept if all depths agree."""
     shared = {
         name: value if all(shallow.run_figures.get(name) == value for shallow in summaries) else None
         for name, value in summaries[0].run_figures.items()

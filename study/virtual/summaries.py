@@ -84,7 +84,6 @@ def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
 
 
 def _summary(row: Mapping[Any, Any]) -> Summary:
-    """Return the summary of a row of the table of runs, with its labels in reports."""
     model = re.sub(r"-\d+layers$", "", str(row["model_name_or_path"]).rsplit("/", 1)[-1])
     rank = RankSummary.from_row({column: None if pd.isna(cell) else cell for column, cell in row.items()})
     return {
@@ -163,7 +162,6 @@ def rank_state_bytes(summary: Summary, before_step: bool = False) -> float:
 
 
 def _sum(sizes: Iterable[float | None]) -> float:
-    """Return the sum; NaN if one of them is unknown, for example not linear in depth."""
     return float(sum(math.nan if size is None else size for size in sizes))
 
 
