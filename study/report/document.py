@@ -179,12 +179,12 @@ def table_markdown(frame: pd.DataFrame) -> str:
     """Return a data frame as a Markdown table."""
     columns = [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
     lines = [columns, ["---"] * len(columns), *frame.itertuples(index=False, name=None)]
-    return "".join(f"| {' | '.join(map(_cell_markdown, line))} |\n" for line in lines)
 
+    def text(cell: object) -> str:
+        text = markdown_text(cell_text(cell))
+        return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
 
-def _cell_markdown(cell: object) -> str:
-    text = markdown_text(cell_text(cell))
-    return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
+    return "".join(f"| {' | '.join(map(text, line))} |\n" for line in lines)
 
 
 # A name between backticks, without characters that a record could use for markup.
