@@ -42,7 +42,7 @@ def sent_mib(arm: StrategyRuns) -> float:
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
-def _memory_answer(records: Records) -> Answer | None:
+def memory_answer(records: Records) -> Answer | None:
     relative = comparison.compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
     if relative is None:
         return None
@@ -82,13 +82,13 @@ def memory_table(records: Records) -> pd.DataFrame:
 
 
 MEMORY = Question(
-    "memory", "How much memory does a rank need?", _memory_answer,
+    "memory", "How much memory does a rank need?", memory_answer,
     no_data="No run here succeeded with its model state measured.", tables={"memory": memory_table},
     figures=("model_state", "peak_memory"), notebook="peak_memory",
 )  # fmt: skip
 
 
-def _offload_answer(records: Records) -> Answer | None:
+def offload_answer(records: Records) -> Answer | None:
     offloaded = {}
     for workload, arms in comparison.workloads(records).items():
         moved = [arm for arm in arms if arm.is_offloaded]
@@ -155,13 +155,13 @@ def offload_table(records: Records) -> pd.DataFrame:
 
 
 OFFLOAD = Question(
-    "offload", "What does offload free, and what does it cost?", _offload_answer,
+    "offload", "What does offload free, and what does it cost?", offload_answer,
     no_data="No workload here has a stage both with offload and without it.", tables={"offload": offload_table},
     figures=("offload",), notebook="offload",
 )  # fmt: skip
 
 
-def _traffic_answer(records: Records) -> Answer | None:
+def traffic_answer(records: Records) -> Answer | None:
     relative = comparison.compare_with_reference(records, sent_mib)
     if relative is None:
         return None
@@ -204,7 +204,7 @@ def _by_collective(arm: StrategyRuns) -> str:
 
 
 TRAFFIC = Question(
-    "traffic", "How much does a rank send in one step?", _traffic_answer,
+    "traffic", "How much does a rank send in one step?", traffic_answer,
     no_data="No run of several ranks here recorded its collectives.", tables={"traffic": traffic_table},
     figures=("traffic",), notebook="runtime",
 )  # fmt: skip
@@ -213,7 +213,7 @@ _STAGES = {"zero1", "zero2", "zero3"}
 _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 
 
-def _neighbours_answer(records: Records) -> Answer | None:
+def neighbours_answer(records: Records) -> Answer | None:
     # The details have the other numbers of ranks.
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
@@ -288,7 +288,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
 
 
 NEIGHBOURS = Question(
-    "neighbours", "How much memory and communication do alternatives to ZeRO need?", _neighbours_answer,
+    "neighbours", "How much memory and communication do alternatives to ZeRO need?", neighbours_answer,
     no_data="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
     tables={"neighbours": neighbours_table}, figures=("neighbours",), notebook="neighbours",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
 
 
-def _remaining_answer(records: Records) -> Answer | None:
+def remaining_answer(records: Records) -> Answer | None:
     slices = records.remaining
     if not slices:
         return None
@@ -65,7 +65,7 @@ def left_table(records: Records) -> pd.DataFrame:
 
 
 REMAINING = Question(
-    "remaining", "How much of this study is measured, and what remains?", _remaining_answer,
+    "remaining", "How much of this study is measured, and what remains?", remaining_answer,
     no_data="These records are not part of a plan in slices.", tables={"slices": slices_table, "left": left_table},
 )  # fmt: skip
 
@@ -100,7 +100,7 @@ CLAIMS = Question(
 )  # fmt: skip
 
 
-def _runs_answer(records: Records) -> Answer | None:
+def runs_answer(records: Records) -> Answer | None:
     runs = records.runs
     if runs.empty:
         return None
@@ -162,6 +162,6 @@ def _noise_text(estimate: Noise | None) -> str:
 
 
 RUNS = Question(
-    "runs", "Which runs is this report based on?", _runs_answer, no_data="There is no readable run here.",
+    "runs", "Which runs is this report based on?", runs_answer, no_data="There is no readable run here.",
     tables={"summary": summary_table, "controls": controls_table},
 )  # fmt: skip

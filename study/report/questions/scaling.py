@@ -30,7 +30,7 @@ from study.virtual.summaries import STRONG, WEAK, over_nodes
 SPEED = "tokens_per_s"
 
 
-def _ranks_answer(records: Records) -> Answer | None:
+def ranks_answer(records: Records) -> Answer | None:
     by_workload = {workload: arms for workload, arms in comparison.workloads(records).items() if _has_several(arms[0])}
     speeds = comparison.Comparison(by_workload, SPEED, _one_device)
     several = [
@@ -85,7 +85,7 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
 
 
 RANKS = Question(
-    "ranks", "What do more ranks bring?", _ranks_answer,
+    "ranks", "What do more ranks bring?", ranks_answer,
     no_data="No workload here ran both on one device and on several ranks.",
     tables={"single_vs_multi": single_vs_multi_table}, figures=("scaling",), notebook="single_vs_multi",
 )  # fmt: skip
@@ -98,7 +98,7 @@ _PLANNED = (
 )
 
 
-def _nodes_answer(records: Records) -> Answer | None:
+def nodes_answer(records: Records) -> Answer | None:
     rows, table = over_nodes(records), nodes_table(records)
     if rows.empty:
         return None
@@ -139,13 +139,13 @@ def nodes_table(records: Records) -> pd.DataFrame:
 
 
 NODES = Question(
-    "nodes", "What do more machines bring?", _nodes_answer,
+    "nodes", "What do more machines bring?", nodes_answer,
     no_data="Nothing here ran on one machine and, otherwise alike, on several.", tables={"nodes": nodes_table},
     figures=("nodes",), notebook="scaling",
 )  # fmt: skip
 
 
-def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
+def speed_answer(column: str, words: str, records: Records) -> Answer | None:
     """Return the answer for the subject with most strategies; the details have the others."""
     speed = format_speed_ratio(real_runs(records).runs, column)
     if speed.empty:
@@ -223,13 +223,13 @@ def model_size_table(records: Records) -> pd.DataFrame:
 
 BATCH_SIZE = Question(
     "batch_size", "Does a larger batch reduce the cost of communication?",
-    functools.partial(_speed_answer, "global_batch_size", "batch {:g}"),
+    functools.partial(speed_answer, "global_batch_size", "batch {:g}"),
     no_data="No workload here ran with more than one global batch.", tables={"batch_size": batch_size_table},
     figures=("batch_size",), first_figure="batch_size", notebook="batch_size",
 )  # fmt: skip
 MODEL_SIZE = Question(
     "model_size", "Does ZeRO cost more on a larger model?",
-    functools.partial(_speed_answer, "model_name_or_path", "{:.3g} M parameters"),
+    functools.partial(speed_answer, "model_name_or_path", "{:.3g} M parameters"),
     no_data="No task here was run with more than one model.", tables={"model_size": model_size_table},
     figures=("model_size",), first_figure="model_size", notebook="model_size",
 )  # fmt: skip

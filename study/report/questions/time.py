@@ -22,7 +22,7 @@ from study.report.questions import comparison
 from study.report.questions.memory import STEP, step_s
 
 
-def _time_answer(records: Records) -> Answer | None:
+def time_answer(records: Records) -> Answer | None:
     relative = comparison.compare_with_reference(records, step_s)
     if relative is None:
         return None
@@ -82,7 +82,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
 
 
 TIME = Question(
-    "time", "How long does a step take?", _time_answer, no_data="No successful run here has timed steps.",
+    "time", "How long does a step take?", time_answer, no_data="No successful run here has timed steps.",
     tables={"runtime": runtime_table}, figures=("step_time", "frontier"), notebook="runtime",
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ def _profiled_arms(records: Records) -> Iterator[Profiled]:
             yield arm, json.loads(profiled.iloc[0])
 
 
-def _profile_answer(records: Records) -> Answer | None:
+def profile_answer(records: Records) -> Answer | None:
     rows = []
     for arm, profile in _profiled_arms(records):
         wall_s = profile["wall_s_per_step"]
@@ -166,14 +166,14 @@ def kernels_table(records: Records) -> pd.DataFrame:
 
 
 PROFILE = Question(
-    "profile", "Where does the time of a step go?", _profile_answer,
+    "profile", "Where does the time of a step go?", profile_answer,
     no_data="No run here was profiled: --profile_steps does that.",
     tables={"step_profile": step_profile_table, "profile": kernels_table}, figures=("step_profile",),
     first_figure="step_profile", notebook="runtime",
 )  # fmt: skip
 
 
-def _advice_answer(records: Records) -> Answer | None:
+def advice_answer(records: Records) -> Answer | None:
     # Profiling slows a run down, so profiled runs are excluded.
     unprofiled = records.runs[~records.runs["profile_steps"].fillna(0).gt(0)]
     by_workload = comparison.workloads(dataclasses.replace(records, runs=unprofiled))
@@ -236,6 +236,6 @@ def _advice_sentence(best: Sequence[list[str]], workloads_timed: int, has_unjudg
 
 
 ADVICE = Question(
-    "advice", "Which configuration should I use on this machine?", _advice_answer,
+    "advice", "Which configuration should I use on this machine?", advice_answer,
     no_data="There is no recommendation: no timed run succeeded.", tables={},
 )  # fmt: skip

@@ -39,7 +39,7 @@ from study.virtual.summaries import (
 _NEAR = 0.01
 
 
-def _table1_answer(records: Records) -> Answer | None:
+def table1_answer(records: Records) -> Answer | None:
     paper_models = [row for row in table1_rows(records) if not math.isnan(rank_state_bytes(row))]
     # Else other models as shipped, with the formula for their parameters.
     rows = paper_models or [
@@ -116,7 +116,7 @@ def table1_table(records: Records) -> pd.DataFrame:
 
 
 TABLE1 = Question(
-    "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", _table1_answer,
+    "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", table1_answer,
     no_data="No virtual run here is of a ZeRO stage in the paper's mixed precision.", tables={"table1": table1_table},
     figures=("table1",), notebook="virtual_cluster",
 )  # fmt: skip
@@ -146,7 +146,7 @@ def _figures(row: Summary) -> dict[str, float]:
     }
 
 
-def _settings_answer(records: Records) -> Answer | None:
+def settings_answer(records: Records) -> Answer | None:
     shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
     for row in summaries(records):
         if row["setting"] == AS_SHIPPED and row["strategy"] in STAGES:
@@ -226,14 +226,14 @@ def setting_effects_table(records: Records) -> pd.DataFrame:
 
 
 SETTINGS = Question(
-    "settings", "Where does the engine differ from the paper, and by which setting?", _settings_answer,
+    "settings", "Where does the engine differ from the paper, and by which setting?", settings_answer,
     no_data="No virtual run here is of a ZeRO stage as shipped, with its traffic.",
     tables={"settings": settings_table, "setting_effects": setting_effects_table}, figures=("settings",),
     notebook="virtual_cluster",
 )  # fmt: skip
 
 
-def _layers_answer(records: Records) -> Answer | None:
+def layers_answer(records: Records) -> Answer | None:
     runs = virtual_runs(records).runs
     if runs.empty:
         return None
@@ -303,7 +303,7 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
 
 
 LAYERS = Question(
-    "layers", "How were these virtual ranks measured, and what do they not show?", _layers_answer,
+    "layers", "How were these virtual ranks measured, and what do they not show?", layers_answer,
     no_data="No run here is virtual.",
     tables={"lines_beside_whole_models": lines_table, "virtual_runs": virtual_runs_table}, notebook="virtual_cluster",
 )  # fmt: skip
