@@ -174,7 +174,9 @@ def traffic_answer(records: Records) -> Answer | None:
     columns: comparison.Columns = {
         "Ring bytes (NCCL), MiB": sent_mib, f"x {relative.plain_names}": relative.cell(times_text),
     }  # fmt: skip
-    notes = ["Ring bytes: what one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."]
+    notes = [
+        "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."
+    ]
     if any(arm.name.partition(" ")[0] == "zero3" and ratio < 1.25 for ratio, arm in relative.ratios):
         notes.append(
             "`zero3` keeps tensors below `stage3_param_persistence_threshold` gathered, in a small model nearly all. It"
