@@ -196,11 +196,8 @@ def table() -> pd.DataFrame:
     rows = pd.DataFrame([{**dataclasses.asdict(figure), "error": abs(figure.error)} for figure in compare_figures()])
     # Runs without other communication still send a few bytes of norms and flags.
     rows = rows[~((rows["figure"] == SENT) & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]
-    errors = rows.groupby("figure", sort=False)["error"]
-    return pd.DataFrame({
-        "figure": list(errors.groups), "records": errors.count().to_list(),
-        "median error": errors.median().to_list(), "worst error": errors.max().to_list(),
-    })  # fmt: skip
+    errors = rows.groupby("figure", sort=False)["error"].agg(["count", "median", "max"]).reset_index()
+    return errors.set_axis(["figure", "records", "median error", "worst error"], axis="columns")
 
 
 def saving_table() -> pd.DataFrame:

@@ -96,12 +96,9 @@ def max_offload_slowdown() -> float:
 
 def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
     """Add an interval to a value, except its exact part `certain`; no interval if the figure was not validated."""
-    row, uncertain = _table().get(figure), value - certain
-    return (
-        Estimate(value)
-        if row is None
-        else Estimate(value, certain + uncertain * row["low"], certain + uncertain * row["high"])
-    )
+    if (row := _table().get(figure)) is None:
+        return Estimate(value)
+    return Estimate(value, *(certain + (value - certain) * row[bound] for bound in ("low", "high")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,15 +66,9 @@ def format_names(arms: Sequence[str]) -> str:
     return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
-def times_text(value: float) -> str:
-    """Return a ratio with two decimals."""
-    return f"{value:.2f}"
-
-
-def change_text(fraction: float) -> str:
-    """Return a relative change in percent, with its sign."""
-    return percent(fraction, signed=True)
-
+# A ratio with two decimals, and a relative change in percent with its sign.
+times_text = "{:.2f}".format
+change_text = functools.partial(percent, signed=True)
 
 Table = Callable[[Records], pd.DataFrame]
 

@@ -191,9 +191,8 @@ def expected_review_scores(seq_length: int) -> tuple[float, float]:
     grows by one convolution per word; the sum over lengths and margins is exact.
     """
     word = np.array([SENTIMENT_SHARE * (1 - AGREEMENT), 1 - SENTIMENT_SHARE, SENTIMENT_SHARE * AGREEMENT])
-    kept_lengths = [
-        min(length, max(seq_length - 2, 0)) for length in range(SHORTEST_REVIEW_WORDS, LONGEST_REVIEW_WORDS + 1)
-    ]
+    lengths = range(SHORTEST_REVIEW_WORDS, LONGEST_REVIEW_WORDS + 1)
+    kept_lengths = [min(length, max(seq_length - 2, 0)) for length in lengths]
     distribution, loss, accuracy = np.ones(1), 0.0, 0.0
     for words in range(max(kept_lengths) + 1):
         margins = np.arange(-words, words + 1)
