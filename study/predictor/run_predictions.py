@@ -166,7 +166,6 @@ class FigureComparison:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
         return self.predicted / self.measured - 1 if self.measured else float(self.predicted > 0)
 
 

@@ -46,7 +46,6 @@ def excess_bytes(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> fl
 
 
 def fits(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> bool:
-    """Whether a predicted memory fits the hardware."""
     return excess_bytes(memory, box, at_upper) <= 0
 
 
@@ -290,7 +289,6 @@ def _nvme_s(request: Request) -> float:
 
 
 def _notes(request: Request, memory: MemoryUse | None) -> tuple[str, ...]:
-    """Return notes about the assumptions of a predicted time."""
     device, name = request.box.device, request.precision.removesuffix("-engine")
     notes = [
         "MFU counts every product at the full sequence length, without savings by causal masking and without"

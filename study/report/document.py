@@ -146,7 +146,6 @@ TEMPLATES = Path(__file__).parent / "site" / "templates"
 
 
 def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
-    """Return the page as Markdown."""
     return render_markdown("page.md.j2", title=title, sections=sections)
 
 
@@ -170,7 +169,6 @@ def as_markdown(value: object) -> Markup:
 
 
 def table_markdown(frame: pd.DataFrame) -> str:
-    """Return a data frame as a Markdown table."""
     columns = [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
     lines = [columns, ["---"] * len(columns), *frame.itertuples(index=False, name=None)]
 

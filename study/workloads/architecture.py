@@ -145,7 +145,6 @@ def resolve_attention(config: RunConfig, architecture: PreTrainedConfig) -> str:
 
 
 def uses_sliding_window(architecture: PreTrainedConfig) -> bool:
-    """Whether any layer has sliding-window attention."""
     text = architecture.get_text_config()
     windowed = {kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"}
     return bool(windowed or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)))

@@ -60,7 +60,6 @@ class Preset:
 
     @property
     def base(self) -> str:
-        """The name without a depth."""
         return re.sub(r"-\d+layers$", "", self.name)
 
     @property
@@ -70,12 +69,10 @@ class Preset:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return int(self.architecture[self._layers_field])
 
     @property
     def has_published_weights(self) -> bool:
-        """Whether the hub has weights for this depth."""
         return self.hub_id is not None and self.name == self.base
 
     def with_layers(self, layers: int) -> Preset:

@@ -107,7 +107,6 @@ def _recomputing(row: Measurement) -> Request:
 
 
 def predicted_fit(row: Measurement) -> bool:
-    """Whether the row's request is predicted to fit its device."""
     return device_bytes(predict_memory(_recomputing(row))) <= usable_bytes(row.request.box)
 
 
@@ -165,7 +164,6 @@ def refused_sources() -> list[dict[str, str]]:
 
 
 def published_rows() -> list[Measurement]:
-    """Return all published measurements."""
     return [
         _measured(group["id"], {"url": group["url"], **group["common"], **row})
         for group in _document()["groups"]

@@ -63,7 +63,6 @@ class ReferenceComparison:
 
     @property
     def names(self) -> str:
-        """Names of the references, as code."""
         return format_names([base.name for base in self.references.values()])
 
     @property
@@ -184,7 +183,6 @@ def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:
 def arm_table(
     strategies: Iterable[StrategyRuns], figures: Callable[[StrategyRuns], Row], confound: str = "confounded"
 ) -> pd.DataFrame:
-    """Return a table with one row per strategy."""
     return to_table(arm.row(figures(arm), confound) for arm in strategies)
 
 

@@ -68,7 +68,6 @@ class Fit:
         return None if self.bracket.fits is None else self.rungs[self.bracket.fits]
 
     def value(self, place: int | None) -> str:
-        """Return the size of a probe as a text."""
         return "" if place is None else f"{self.rungs[place][_VALUE[self.axis]]}"
 
     @property
