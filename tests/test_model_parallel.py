@@ -18,7 +18,7 @@ from study.config.strategies import WITH_GROUPS, read_strategy
 from study.engine.model_parallel import check_group
 from study.records.directory import Run
 from study.workloads.architecture import model_config
-from study.workloads.presets import TINY_POSITIONS
+from study.workloads.presets import PRESETS
 
 GPT = ("--task", "gpt-wikitext")
 LLAMA = (*GPT, "--model_name_or_path", "llama-tiny")
@@ -113,7 +113,7 @@ def test_a_rank_has_its_share_of_the_state_and_a_virtual_one_the_same(
     single, grouped = by_one_rank(get_run, "gpt-wikitext"), get_run(strategy, *GPT)
     full_state, rank_state = (run.summary["state_bytes_per_rank"] for run in (single, grouped))
     # Tensor parallelism leaves the position embedding, the norms and some biases undivided.
-    on_all = 4 * TINY_POSITIONS * 256 if strategy == "tp" else 0
+    on_all = 4 * PRESETS["gpt-tiny"].architecture["n_positions"] * 256 if strategy == "tp" else 0
     for kind, copies in (("params", 1), ("grads", 1), ("optimizer", 2)):
         expected = (full_state[kind]["device"] + copies * on_all) / 2
         assert rank_state[kind]["device"] == pytest.approx(expected, rel=2e-3)

@@ -106,7 +106,6 @@ class RecordedTrainer(Trainer):
         return [send_to_device(batch, self.args.device) for batch in self.step_batches], items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run one micro-batch and store its loss."""
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.step_losses.append(loss)
         return loss

@@ -241,7 +241,14 @@ def _unknown(name: str) -> UserError:
 
 def _this() -> Hardware:
     """Return the hardware of the local machine: its GPUs, or without any its CPU cores, one per rank."""
-    gpus, copied = gpu_names(), _copy_gb_per_s()
+    # Memory bandwidth of a copy, read plus written: the best of three.
+    source, seconds = b"1" * (256 * 2**20), math.inf
+    target = memoryview(bytearray(source))
+    for _ in range(3):
+        started = time.perf_counter()
+        target[:] = source
+        seconds = min(seconds, time.perf_counter() - started)
+    gpus, copied = gpu_names(), 2 * len(source) / seconds / 1e9
     box = Hardware("this", CPU_CORE, len(gpus), host_gib_per_node=host_memory().total_gib, host_memory_gb_per_s=copied)
     if gpus:
         if len(names := sorted(set(gpus))) > 1:
@@ -269,14 +276,3 @@ def _this() -> Hardware:
         CPU_CORE, memory_bandwidth_gb_per_s=copied / cores, matmul_tflops=rates, pcie_gb_per_s=copied / 6
     )
     return dataclasses.replace(box, device=device, gpus_per_node=cores, gloo_copies_gathers=True)
-
-
-def _copy_gb_per_s(mebibytes: int = 256) -> float:
-    """Measure the memory bandwidth of a copy, read plus written: the best of three."""
-    source, best = b"1" * (mebibytes * 2**20), math.inf
-    target = memoryview(bytearray(source))
-    for _ in range(3):
-        started = time.perf_counter()
-        target[:] = source
-        best = min(best, time.perf_counter() - started)
-    return 2 * len(source) / best / 1e9

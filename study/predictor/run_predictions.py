@@ -124,38 +124,34 @@ def ended_runs() -> list[tuple[Any, Request]]:
 
 
 def study_rows() -> list[Measurement]:
-    """Return this project's measurements, for the table that has the published ones as well."""
-    return [_gpu_row(*pair) if pair[1].box.device.memory_gib else _process_row(*pair) for pair in _records()]
+    """Return this project's measurements, for the table that has the published ones as well. The peak is that of the
+    steps, without start and evaluations."""
+    return [_measurement(run, request) for run, request in _records()]
 
 
-def _process_row(run: Any, request: Request) -> Measurement:
-    """Return the measured peak of a run without a GPU."""
-    evaluated: Literal["never", "between", "last"] = "never"
-    if 0 < run.eval_steps < run.steps:
-        evaluated = "between"
-    elif not pd.isna(run.eval_loss_final) and str(run.git_commit).startswith(_WITH_LAST_EVALUATION):
-        evaluated = "last"
-    return Measurement(
-        source="own", name=f"{run.suite} {run.run}", request=request, evaluated=evaluated,
-        peak_bytes=run.memory_steady_host_gib * GIB, peak_kind="resident_returned" if run.virtual else "resident",
-    )  # fmt: skip
-
-
-def _gpu_row(run: Any, request: Request) -> Measurement:
-    """Return the measured peak and step time of a GPU run. The time is left out of virtual runs, of profiled runs, and
-    of runs with NVMe, whose bandwidth no record has. The peak is that of the steps, without start and evaluations."""
-    is_ok, is_timed = run.status_state == "ok", not (run.virtual or run.profile_steps or request.strategy.uses_nvme)
+def _measurement(run: Any, request: Request) -> Measurement:
+    name = f"{run.suite} {run.run}"
+    if not request.box.device.memory_gib:
+        evaluated: Literal["never", "between", "last"] = "never"
+        if 0 < run.eval_steps < run.steps:
+            evaluated = "between"
+        elif not pd.isna(run.eval_loss_final) and str(run.git_commit).startswith(_WITH_LAST_EVALUATION):
+            evaluated = "last"
+        return Measurement(
+            "own", name, request, run.memory_steady_host_gib * GIB,
+            "resident_returned" if run.virtual else "resident", evaluated,
+        )  # fmt: skip
     if not pd.isna(run.device_memory_cap_gib):
         # A cap limits the allocator, which does not include the context.
         context = predict_memory(request).device_parts["context"] / GIB
         device = dataclasses.replace(request.box.device, visible_gib=run.device_memory_cap_gib + context)
         request = dataclasses.replace(request, box=dataclasses.replace(request.box, device=device))
-    peak = float(np.nanmax([run.memory_first_step_allocated_gib, run.memory_steady_allocated_gib])) if is_ok else None
-    return Measurement(
-        source="own", name=f"{run.suite} {run.run}", request=request, fits=is_ok,
-        peak_bytes=None if peak is None else peak * GIB,
-        step_s=run.step_time_s_median if is_ok and is_timed else None,
-    )  # fmt: skip
+    if run.status_state != "ok":
+        return Measurement("own", name, request, fits=False)
+    peak = float(np.nanmax([run.memory_first_step_allocated_gib, run.memory_steady_allocated_gib])) * GIB
+    # Profiling slows a run down, and no record has the bandwidth of its NVMe.
+    is_timed = not (run.virtual or run.profile_steps or request.strategy.uses_nvme)
+    return Measurement("own", name, request, peak, step_s=run.step_time_s_median if is_timed else None, fits=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +166,6 @@ class FigureComparison:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
         return self.predicted / self.measured - 1 if self.measured else float(self.predicted > 0)
 
 
@@ -200,11 +195,8 @@ def table() -> pd.DataFrame:
     rows = pd.DataFrame([{**dataclasses.asdict(figure), "error": abs(figure.error)} for figure in compare_figures()])
     # Runs without other communication still send a few bytes of norms and flags.
     rows = rows[~((rows["figure"] == SENT) & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]
-    errors = rows.groupby("figure", sort=False)["error"]
-    return pd.DataFrame({
-        "figure": list(errors.groups), "records": errors.count().to_list(),
-        "median error": errors.median().to_list(), "worst error": errors.max().to_list(),
-    })  # fmt: skip
+    errors = rows.groupby("figure", sort=False)["error"].agg(["count", "median", "max"]).reset_index()
+    return errors.set_axis(["figure", "records", "median error", "worst error"], axis="columns")
 
 
 def saving_table() -> pd.DataFrame:

@@ -46,7 +46,6 @@ def excess_bytes(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> fl
 
 
 def fits(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> bool:
-    """Whether a predicted memory fits the hardware."""
     return excess_bytes(memory, box, at_upper) <= 0
 
 
@@ -96,12 +95,9 @@ def max_offload_slowdown() -> float:
 
 def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
     """Add an interval to a value, except its exact part `certain`; no interval if the figure was not validated."""
-    row, uncertain = _table().get(figure), value - certain
-    return (
-        Estimate(value)
-        if row is None
-        else Estimate(value, certain + uncertain * row["low"], certain + uncertain * row["high"])
-    )
+    if (row := _table().get(figure)) is None:
+        return Estimate(value)
+    return Estimate(value, *(certain + (value - certain) * row[bound] for bound in ("low", "high")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +289,6 @@ def _nvme_s(request: Request) -> float:
 
 
 def _notes(request: Request, memory: MemoryUse | None) -> tuple[str, ...]:
-    """Return notes about the assumptions of a predicted time."""
     device, name = request.box.device, request.precision.removesuffix("-engine")
     notes = [
         "MFU counts every product at the full sequence length, without savings by causal masking and without"

@@ -66,15 +66,9 @@ def format_names(arms: Sequence[str]) -> str:
     return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
-def times_text(value: float) -> str:
-    """Return a ratio with two decimals."""
-    return f"{value:.2f}"
-
-
-def change_text(fraction: float) -> str:
-    """Return a relative change in percent, with its sign."""
-    return percent(fraction, signed=True)
-
+# A ratio with two decimals, and a relative change in percent with its sign.
+times_text = "{:.2f}".format
+change_text = functools.partial(percent, signed=True)
 
 Table = Callable[[Records], pd.DataFrame]
 
@@ -152,7 +146,6 @@ TEMPLATES = Path(__file__).parent / "site" / "templates"
 
 
 def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
-    """Return the page as Markdown."""
     return render_markdown("page.md.j2", title=title, sections=sections)
 
 
@@ -176,15 +169,14 @@ def as_markdown(value: object) -> Markup:
 
 
 def table_markdown(frame: pd.DataFrame) -> str:
-    """Return a data frame as a Markdown table."""
     columns = [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
     lines = [columns, ["---"] * len(columns), *frame.itertuples(index=False, name=None)]
-    return "".join(f"| {' | '.join(map(_cell_markdown, line))} |\n" for line in lines)
 
+    def text(cell: object) -> str:
+        text = markdown_text(cell_text(cell))
+        return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
 
-def _cell_markdown(cell: object) -> str:
-    text = markdown_text(cell_text(cell))
-    return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
+    return "".join(f"| {' | '.join(map(text, line))} |\n" for line in lines)
 
 
 # A name between backticks, without characters that a record could use for markup.

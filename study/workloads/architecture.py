@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import UserError, first_line
 from study.config.flags import RunConfig
-from study.workloads.presets import (
-    DROPOUT_FIELDS,
-    FAMILY_OF_TASK,
-    OTHER_MODEL,
-    OTHER_TOKENIZER,
-    Preset,
-    check_depth,
-    find_model,
-    load_from,
-)
+from study.workloads import presets
+from study.workloads.presets import FAMILY_OF_TASK, OTHER_MODEL, OTHER_TOKENIZER, Preset, find_model, load_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -153,7 +145,6 @@ def resolve_attention(config: RunConfig, architecture: PreTrainedConfig) -> str:
 
 
 def uses_sliding_window(architecture: PreTrainedConfig) -> bool:
-    """Whether any layer has sliding-window attention."""
     text = architecture.get_text_config()
     windowed = {kind for kind in getattr(text, "layer_types", None) or () if kind != "full_attention"}
     return bool(windowed or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)))
@@ -191,7 +182,7 @@ def _check_architecture(architecture: PreTrainedConfig, config: RunConfig) -> No
         expected = "an encoder such as bert-large-uncased"
     if not fits:
         raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {expected}")
-    check_depth(getattr(architecture, "num_hidden_layers", 1), name)
+    presets.check_depth(getattr(architecture, "num_hidden_layers", 1), name)
     if getattr(architecture, "quantization_config", None) is not None:
         # transformers silently ignores some quantization methods and trains on the stored integers as weights.
         raise UserError(f"{name} has quantized weights (quantization_config), which are not supported", OTHER_MODEL)
@@ -211,13 +202,12 @@ def with_run_settings(architecture: PreTrainedConfig, config: RunConfig) -> PreT
         # sdpa has no softcapping: transformers 5.17 would silently omit it.
         architecture._attn_implementation = "eager"
     if config.dropout >= 0:
-        fields = DROPOUT_FIELDS.get(architecture.model_type)
-        if fields is None:
+        if (model_type := architecture.model_type) not in presets.DROPOUT_FIELDS:
             raise UserError(
-                f"--dropout {config.dropout} cannot be set for {architecture.model_type} models",
-                "use --dropout -1 for the model's default, or one of: " + ", ".join(sorted(DROPOUT_FIELDS)),
+                f"--dropout {config.dropout} cannot be set for {model_type} models",
+                f"use --dropout -1 for the model's default, or one of: {', '.join(sorted(presets.DROPOUT_FIELDS))}",
             )
-        for field in fields:
+        for field in presets.DROPOUT_FIELDS[model_type]:
             setattr(architecture, field, config.dropout)
     return architecture
 

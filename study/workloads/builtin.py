@@ -122,7 +122,6 @@ class MarkovChain:
 
 @functools.cache
 def language_chain() -> MarkovChain:
-    """Return the Markov chain of the language corpus."""
     generator = _stream("chain")
     # Permutations, so that every word has equally many predecessors and none is a dead end.
     successors = np.stack([generator.permutation(WORDS) for _ in range(SUCCESSORS_PER_WORD)], axis=1)
@@ -191,9 +190,8 @@ def expected_review_scores(seq_length: int) -> tuple[float, float]:
     grows by one convolution per word; the sum over lengths and margins is exact.
     """
     word = np.array([SENTIMENT_SHARE * (1 - AGREEMENT), 1 - SENTIMENT_SHARE, SENTIMENT_SHARE * AGREEMENT])
-    kept_lengths = [
-        min(length, max(seq_length - 2, 0)) for length in range(SHORTEST_REVIEW_WORDS, LONGEST_REVIEW_WORDS + 1)
-    ]
+    lengths = range(SHORTEST_REVIEW_WORDS, LONGEST_REVIEW_WORDS + 1)
+    kept_lengths = [min(length, max(seq_length - 2, 0)) for length in lengths]
     distribution, loss, accuracy = np.ones(1), 0.0, 0.0
     for words in range(max(kept_lengths) + 1):
         margins = np.arange(-words, words + 1)
@@ -213,7 +211,6 @@ def review_margins(input_ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int6
 
 
 def review_floor(eval_input_ids: npt.NDArray[np.int64], eval_labels: npt.NDArray[np.int64]) -> LossFloor:
-    """Return the best scores on the evaluation reviews."""
     expected_loss, expected_accuracy = expected_review_scores(eval_input_ids.shape[1])
     margins = review_margins(eval_input_ids, eval_labels)
     return LossFloor(

@@ -22,6 +22,7 @@ from study.config.strategies import Strategy, read_strategy
 from study.host.folders import atomic_folder, cache_directory, check_disk_space, content_digest, with_digest
 from study.host.stacks import import_libraries, is_at_least
 from study.records.outcome import Terminated, raise_on_signals
+from study.workloads import presets
 from study.workloads.architecture import (
     add_adapters,
     build_model,
@@ -31,16 +32,7 @@ from study.workloads.architecture import (
     select_attention,
     with_run_settings,
 )
-from study.workloads.presets import (
-    FAMILY_OF_TASK,
-    NO_NETWORK,
-    OTHER_MODEL,
-    Preset,
-    find_model,
-    hub_files,
-    hub_place,
-    load_from,
-)
+from study.workloads.presets import FAMILY_OF_TASK, OTHER_MODEL, Preset, find_model
 from study.workloads.tensor_plans import build_stand_in_shards, is_sharded_on_load, keep_own_shards, loading_options
 
 if TYPE_CHECKING:
@@ -239,12 +231,12 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
     cls = model_class(config, architecture)
     source = find_model(config.model_name_or_path)
     if not isinstance(source, Path):
-        files = hub_files(*hub_place(source))
+        name, revision = presets.hub_place(source)
+        files = presets.hub_files(name, revision)
         if files is not None and not any(file.endswith(".safetensors") for file in files):
-            name = hub_place(source)[0]
-            raise UserError(f"{name} publishes no safetensors, and pickle files are not loaded", NO_NETWORK)
+            raise UserError(f"{name} publishes no safetensors, and pickle files are not loaded", presets.NO_NETWORK)
     options = {"config": architecture, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-    model, keys = load_from(source, cls.from_pretrained, "weights", **options)
+    model, keys = presets.load_from(source, cls.from_pretrained, "weights", **options)
     # The task's head is new and initialized from the seed; a missing tensor elsewhere would be a random layer.
     holes = [key for key in keys["missing_keys"] if key.startswith(f"{cls.base_model_prefix}.")]
     if holes:

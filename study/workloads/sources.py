@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,8 +68,7 @@ def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
     else:
         dataset = read_local_reviews(config.data, cache_dir)
         provenance = {"data": "local", "path": config.data}
-    _check_text(dataset, ("text", "label"), config.data, IMDB)
-    _check_labels(dataset, config.data)
+    _check_columns(dataset, ("text", "label"), config.data, IMDB)
     if len(dataset) < 5:
         raise UserError(f"{config.data} has {len(dataset)} reviews, too few to split 80/20", "use more data")
     # The documents' 80/20 split, applied to row numbers: applied to the data, `datasets` would write files next to it.
@@ -94,7 +94,7 @@ def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
         splits = read_local_rows(config.data, name, cache_dir)
         provenance = {"data": "local", "path": config.data}
     for dataset in splits.values():
-        _check_text(dataset, ("text",), config.data, WIKITEXT)
+        _check_columns(dataset, ("text",), config.data, WIKITEXT)
     train, evaluation = splits["train"], splits.get("eval", splits.get("test"))
     if evaluation is None:
         held_out = max(1, int(HELD_OUT_SHARE * len(train)))
@@ -136,11 +136,9 @@ def _hub_dataset(repository: str, revision: str, files: list[str], cache_dir: Pa
     location: dict[str, Any] = {"repo_id": repository, "repo_type": "dataset", "revision": revision}
     paths = []
     for file in files:
-        try:
+        with contextlib.suppress(LocalEntryNotFoundError):
             paths.append(hf_hub_download(filename=file, local_files_only=True, **location))
             continue
-        except LocalEntryNotFoundError:
-            pass
         try:
             HfApi().dataset_info(repository, revision=revision, timeout=PROBE_TIMEOUT_S)
             paths.append(hf_hub_download(filename=file, **location))
@@ -153,33 +151,24 @@ def _hub_dataset(repository: str, revision: str, files: list[str], cache_dir: Pa
     return read_files([Path(path) for path in paths], "parquet", cache_dir)
 
 
-def _check_text(dataset: Dataset, needed: tuple[str, ...], data: str, schema: str) -> None:
-    """Raise UserError unless the dataset has the columns, and complete UTF-8 text."""
+def _check_columns(dataset: Dataset, needed: tuple[str, ...], data: str, schema: str) -> None:
+    """Raise UserError unless the dataset has the columns, with complete UTF-8 text and labels 0 or 1."""
     fix = f"rename its columns, or give the data in the schema of {schema} on the hub"
     columns = dataset.column_names
     if not set(needed) <= set(columns):
         raise UserError(f"--data {data} has the columns {', '.join(columns)}; needed: {', '.join(needed)}", fix)
-    kind = _column_type(dataset, "text")
-    if kind not in ("string", "large_string") or dataset.data.column("text").null_count:
-        raise UserError(f"--data {data} has a `text` column of {kind} that is not text or has missing values", fix)
+    kinds = {name: str(getattr(feature, "dtype", feature)) for name, feature in dataset.features.items()}
+    texts = dataset.data.column("text")
+    if kinds["text"] not in ("string", "large_string") or texts.null_count:
+        problem = f"--data {data} has a `text` column of {kinds['text']} that is not text or has missing values"
+        raise UserError(problem, fix)
     try:
-        dataset.data.column("text").validate(full=True)
+        texts.validate(full=True)
     except ValueError as error:
-        raise UserError(
-            f"--data {data} has text that is not UTF-8 ({first_line(error)})", "save it as UTF-8"
-        ) from error
-
-
-def _check_labels(dataset: Dataset, data: str) -> None:
-    """Raise UserError unless all labels are 0 or 1."""
-    kind = _column_type(dataset, "label")
-    labels = dataset.unique("label") if kind.startswith(("int", "uint")) else [kind]
-    if not set(labels) <= {0, 1}:
-        examples = ", ".join(map(repr, sorted(labels, key=repr)[:5]))
-        raise UserError(f"--data {data} has a `label` column of {examples}", "label reviews 0 (bad) or 1 (good)")
-
-
-def _column_type(dataset: Dataset, column: str) -> str:
-    """Return the name of a column's type."""
-    feature = dataset.features[column]
-    return str(getattr(feature, "dtype", feature))
+        problem = f"--data {data} has text that is not UTF-8 ({first_line(error)})"
+        raise UserError(problem, "save it as UTF-8") from error
+    if "label" in needed:
+        labels = dataset.unique("label") if kinds["label"].startswith(("int", "uint")) else [kinds["label"]]
+        if not set(labels) <= {0, 1}:
+            examples = ", ".join(map(repr, sorted(labels, key=repr)[:5]))
+            raise UserError(f"--data {data} has a `label` column of {examples}", "label reviews 0 (bad) or 1 (good)")

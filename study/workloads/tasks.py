@@ -132,8 +132,8 @@ TASKS = {
 def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None) -> TaskData:
     """Load the run's training and evaluation samples. Converted files are cached under `cache_dir`.
 
-    `local_samples_per_step` is the number of samples per step of a virtual rank. Only those are loaded; the samples of
-    the other ranks, which are not read, are repeats of them.
+    `own_samples` is the number of samples per step of a virtual rank. Only those are loaded, and repeated for the other
+    ranks, which do not read them.
     """
     if own_samples is not None:
         data = load_data(dataclasses.replace(config, train_samples=own_samples), cache_dir)

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import UserError
 from study.config.strategies import read_strategy
 from study.config.strategy_names import apply_overrides
 from study.config.yaml_sections import load_package_yaml
@@ -108,7 +107,6 @@ def _recomputing(row: Measurement) -> Request:
 
 
 def predicted_fit(row: Measurement) -> bool:
-    """Whether the row's request is predicted to fit its device."""
     return device_bytes(predict_memory(_recomputing(row))) <= usable_bytes(row.request.box)
 
 
@@ -157,8 +155,7 @@ _KEYS = {
 
 def sources() -> list[dict[str, str]]:
     """Return the pages whose measurements are used: id, title, url and note."""
-    return [{"note": "", **{key: group[key] for key in ("id", "title", "url", "note") if key in group}}
-            for group in _document()["groups"]]  # fmt: skip
+    return [{key: group.get(key, "") for key in ("note", "id", "title", "url")} for group in _document()["groups"]]
 
 
 def refused_sources() -> list[dict[str, str]]:
@@ -167,12 +164,10 @@ def refused_sources() -> list[dict[str, str]]:
 
 
 def published_rows() -> list[Measurement]:
-    """Return all published measurements."""
-    document = _document()
     return [
-        _measured(group, number, {"url": group["url"], **group["common"], **row}, document["models"])
-        for group in document["groups"]
-        for number, row in enumerate(group["rows"], 1)
+        _measured(group["id"], {"url": group["url"], **group["common"], **row})
+        for group in _document()["groups"]
+        for row in group["rows"]
     ]
 
 
@@ -181,10 +176,8 @@ def _document() -> dict[str, Any]:
     return dict(load_package_yaml(FILE.read_text(encoding="utf-8")))
 
 
-def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], models: Mapping[str, str]) -> Measurement:
-    if unknown := sorted(row.keys() - _KEYS):
-        place = f"{FILE.name}, {group['id']}, row {number}"
-        raise UserError(f"{place} has the unknown key {unknown[0]!r}", f"use {', '.join(sorted(_KEYS))}")
+def _measured(source: str, row: Mapping[str, Any]) -> Measurement:
+    assert row.keys() <= _KEYS, f"unknown keys in {source}: {row.keys() - _KEYS}"
     box, strategy = to_box(str(row["box"])), read_strategy(row["strategy"])
     box = dataclasses.replace(
         box, device=dataclasses.replace(box.device, **row.get("device", {})),
@@ -194,9 +187,10 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
         assert strategy.deepspeed is not None
         strategy = dataclasses.replace(strategy, deepspeed=apply_overrides(strategy.deepspeed, row["override"]))
     request = Request(
-        shape=model_shape(models[row["model"]]), strategy=strategy, box=box, sequence_length=row["sequence"],
-        micro_batch=row["micro_batch"], accumulation=row["accumulation"], precision=row["precision"],
-        gradient_checkpointing=row["checkpointing"] is True, **{name: row[name] for name in _OF_TRAINER if name in row},
+        shape=model_shape(_document()["models"][row["model"]]), strategy=strategy, box=box,
+        sequence_length=row["sequence"], micro_batch=row["micro_batch"], accumulation=row["accumulation"],
+        precision=row["precision"], gradient_checkpointing=row["checkpointing"] is True,
+        **{name: row[name] for name in _OF_TRAINER if name in row},
     )  # fmt: skip
     units = {"memory_gib": GIB, "memory_mib": 2**20, "memory_bytes": 1.0}
     selective = row["checkpointing"] == "selective"
@@ -206,7 +200,7 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
         *["selective" if selective else "checkpointing"] * bool(row["checkpointing"]),
     ]  # fmt: skip
     return Measurement(
-        source=group["id"], name=", ".join(words), request=request,
+        source=source, name=", ".join(words), request=request,
         peak_bytes=next((float(row[name]) * unit for name, unit in units.items() if name in row), None),
         peak_kind=row.get("memory_kind", "allocated"), step_s=_step_s(row, request), fits=not row.get("out_of_memory"),
         use=row.get("use", "score"), use_memory=row.get("use_memory", "score"), selective=selective,

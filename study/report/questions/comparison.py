@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pandas as pd
@@ -41,11 +42,6 @@ def fair_arms(strategies: Iterable[StrategyRuns], confound: str = "confounded") 
     return [arm for arm in strategies if arm.baseline is not None and not arm.is_baseline and arm.is_fair(confound)]
 
 
-def is_plain(arm: StrategyRuns) -> bool:
-    """Whether the strategy is a baseline."""
-    return arm.value("strategy") in BASELINES
-
-
 @dataclasses.dataclass(frozen=True)
 class ReferenceComparison:
     """A figure of the sharding strategies relative to the reference, in the workloads whose reference has it."""
@@ -67,12 +63,10 @@ class ReferenceComparison:
 
     @property
     def names(self) -> str:
-        """Return the names of the references, as code."""
         return format_names([base.name for base in self.references.values()])
 
     @property
     def plain_names(self) -> str:
-        """Return the names of the references, as plain text."""
         return self.names.replace("`", "")
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
@@ -91,18 +85,16 @@ def compare_with_reference(
     grouped, references, sharding = workloads(records), {}, []
     for workload, strategies in grouped.items():
         ddp = [arm for arm in strategies if arm.name.split(" ")[0] == "ddp" and ", " not in arm.name and arm.is_fair()]
-        base = max(
-            ddp,
-            key=lambda arm: arm.ranks,
-            default=next((arm for arm in strategies if arm.is_baseline and len(arm.ok_runs)), None),
-        )
+        baseline = next((arm for arm in strategies if arm.is_baseline and len(arm.ok_runs)), None)
+        base = max(ddp, key=lambda arm: arm.ranks, default=baseline)
         if base is None or not figure(base) > 0:
             continue
         references[workload] = base
+        takes_any = on_any_ranks and base.value("strategy") in BASELINES
         sharding += [
             arm for arm in strategies
-            if arm.name != base.name and arm.is_fair() and not arm.is_offloaded and not is_plain(arm)
-            and (arm.ranks == base.ranks or (on_any_ranks and is_plain(base)))
+            if arm.name != base.name and arm.is_fair() and not arm.is_offloaded
+            and arm.value("strategy") not in BASELINES and (takes_any or arm.ranks == base.ranks)
         ]  # fmt: skip
     if not references:
         return None
@@ -191,7 +183,6 @@ def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:
 def arm_table(
     strategies: Iterable[StrategyRuns], figures: Callable[[StrategyRuns], Row], confound: str = "confounded"
 ) -> pd.DataFrame:
-    """Return a table with one row per strategy."""
     return to_table(arm.row(figures(arm), confound) for arm in strategies)
 
 
@@ -209,24 +200,23 @@ def side_by_side(sentence: str, by_workload: Workloads, columns: Columns, *notes
     strategies = [arm for workload in chosen for arm in by_workload[workload]]
     places = {arm.name: strategy_order(arm.value("strategy")) for arm in strategies}
     order = sorted(places, key=lambda name: places[name])
+
+    def cell(arm: StrategyRuns, heading: str) -> str:
+        if not len(arm.ok_runs):
+            return str(arm.value("status_state")) if heading == next(iter(columns)) else NOT_MEASURED
+        text = cell_text(columns[heading](arm))
+        return text if arm.is_fair() or text == NOT_MEASURED else text + _CONFOUNDED
+
     cells = {("", "Strategy"): order}
-    for workload in chosen:
-        for place, (heading, value) in enumerate(columns.items()):
-            texts = {arm.name: _cell(arm, value, place == 0) for arm in by_workload[workload]}
-            cells[workload, heading] = [texts.get(name, NOT_MEASURED) for name in order]
+    for workload, heading in itertools.product(chosen, columns):
+        texts = {arm.name: cell(arm, heading) for arm in by_workload[workload]}
+        cells[workload, heading] = [texts.get(name, NOT_MEASURED) for name in order]
     table = pd.DataFrame(cells)
     if len(chosen) == 1:
         table.columns = table.columns.droplevel(0)
     more = len(by_workload) - len(chosen)
     hidden = (f"In the details: {more} more of the workloads.",) if more else ()
     return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden))
-
-
-def _cell(arm: StrategyRuns, value: Callable[[StrategyRuns], str | float], is_first: bool) -> str:
-    if not len(arm.ok_runs):
-        return str(arm.value("status_state")) if is_first else NOT_MEASURED
-    text = cell_text(value(arm))
-    return text if arm.is_fair() or text == NOT_MEASURED else text + _CONFOUNDED
 
 
 def arm_notes(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:

@@ -42,12 +42,12 @@ class Fit:
 
     @property
     def probe(self) -> Row:
-        """Return the record of one probe, for the settings that all of them share."""
+        """Record of one probe, for the settings that all of them share."""
         return next(iter(self.rungs.values()))
 
     @property
     def cap_gib(self) -> float | None:
-        """Return the memory limit in GiB; None without a limit."""
+        """Memory limit in GiB; None without a limit."""
         cap = self.probe["device_memory_cap_gib"]
         return None if pd.isna(cap) else float(cap)
 
@@ -68,7 +68,6 @@ class Fit:
         return None if self.bracket.fits is None else self.rungs[self.bracket.fits]
 
     def value(self, place: int | None) -> str:
-        """Return the size of a probe as a text."""
         return "" if place is None else f"{self.rungs[place][_VALUE[self.axis]]}"
 
     @property
@@ -87,13 +86,12 @@ class Fit:
 
     def over_plain(self, results: Sequence[Fit]) -> float:
         """Return its size over that of plain training; NaN if either is only a lower bound."""
-        plain = [fit for fit in results if fit._limits == self._limits and fit.arm == "single" and fit.size > 0]
-        return NAN if not plain or plain[0].what_fits.is_open or self.what_fits.is_open else self.size / plain[0].size
 
-    @property
-    def _limits(self) -> tuple[Any, ...]:
-        repeat = self.id.rpartition("-r")[2]
-        return self.subject, self.cap_gib, repeat, self.probe["devices"]
+        def limits(fit: Fit) -> tuple[Any, ...]:
+            return fit.subject, fit.cap_gib, fit.id.rpartition("-r")[2], fit.probe["devices"]
+
+        plain = [fit for fit in results if limits(fit) == limits(self) and fit.arm == "single" and fit.size > 0]
+        return NAN if not plain or plain[0].what_fits.is_open or self.what_fits.is_open else self.size / plain[0].size
 
 
 def fits(records: Records) -> list[Fit]:
@@ -115,28 +113,25 @@ def fits(records: Records) -> list[Fit]:
         differing = [key for key in settings if len({str(row[key]) for _, row in searches}) > 1]
         for search, row in searches:
             words = [format_setting(key, row[key]) for key in differing if not pd.isna(row[key])]
-            results.append(_fit(search, rungs[search["id"]], ", ".join([kind, *words])))
+            placed = dict(sorted(rungs[search["id"]].items()))
+            # An interrupted probe is not evidence.
+            states = {at: row["status_state"] for at, row in placed.items() if row["status_state"] != "interrupted"}
+            bracket = next_bracket(states, search["last"])
+            # The search may have started at another rung: a failed probe ended it, so there is no next one.
+            low, high = (-1 if bracket.fits is None else bracket.fits), bracket.too_large or search["last"] + 1
+            stopped = [at for at, state in states.items() if low < at < high and state not in ("ok", "oom")]
+            if bracket.next is not None and stopped:
+                bracket = dataclasses.replace(bracket, next=None, stopped_by=stopped[0])
+            subject = ", ".join([kind, *words])
+            results.append(Fit(search["id"], search["axis"], search["last"], placed, bracket, subject))
     return sorted(results, key=lambda fit: (
         fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.probe["strategy"]), fit.arm, fit.id,
     ))  # fmt: skip
 
 
-def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
-    # An interrupted probe is not evidence.
-    states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
-    bracket = next_bracket(states, search["last"])
-    # The search may have started at another rung: a failed probe ended it, so there is no next one.
-    low, high = (-1 if bracket.fits is None else bracket.fits), bracket.too_large or search["last"] + 1
-    stopped = [place for place, state in states.items() if low < place < high and state not in ("ok", "oom")]
-    if bracket.next is not None and stopped:
-        bracket = dataclasses.replace(bracket, next=None, stopped_by=min(stopped))
-    return Fit(search["id"], search["axis"], search["last"], dict(sorted(rungs.items())), bracket, subject)
-
-
 def answer(records: Records) -> Answer | None:
     """Return the sizes that fit, by strategy and memory limit; None without a search."""
-    results = fits(records)
-    if not results:
+    if not (results := fits(records)):
         return None
     ratios = [(ratio, fit) for fit in results if (ratio := fit.over_plain(results)) > 0 and fit.arm != "single"]
     sentence = f"{len(results)} searches ran, and none is comparable with plain training under the same memory limit."
@@ -146,12 +141,8 @@ def answer(records: Records) -> Answer | None:
             f"`{best.arm}` fits at most {ratio:.1f} times what plain training fits on one device"
             f" ({best.what_fits.answer} within {best.limit})."
         )
-    table = pd.DataFrame(
-        {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.limit, "answer": fit.what_fits.answer}
-        for fit in results
-    )
-    table = table.pivot_table(
-        index=["Workload", "Strategy"], columns="within", values="answer", aggfunc=", ".join, sort=False
+    table = fits_table(records).pivot_table(
+        "Largest that fits", ["Workload", "Strategy"], "Memory limit", aggfunc=", ".join, sort=False
     )
     notes = [
         f"`{fit.arm}` within {fit.limit}: a larger one fits too, so the order of sizes is not the order of memory."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -79,21 +79,20 @@ def avoid_table(records: Records) -> pd.DataFrame:
                     and (cell.micro_steps > 1) == several]  # fmt: skip
             column = f"{'Accumulating' if several else 'One micro-step'}, {KINDS[is_contemporary]}"
             columns[column] = None
-            if matching:
-                row[column] = _avoided(matching)
+            is_hidden: dict[str, bool] = {}
+            for cell in matching:
+                if cell.verdict.kind == "different" or cell.is_equal_by_chance:
+                    hides = is_hidden.get(cell.release, True) and (cell.is_equal_by_chance or cell.hides_on_gpu)
+                    is_hidden[cell.release] = hides
+            parts = [", ".join(name for name in is_hidden if not is_hidden[name])]
+            if any(is_hidden.values()):
+                parts.append(f"on a CPU {', '.join(name for name in is_hidden if is_hidden[name])}")
+            if any(cell.verdict.kind in ("equal", "different") for cell in matching):
+                row[column] = "; ".join(filter(None, parts)) or "none"
+            elif matching:
+                row[column] = "none of them runs"
         rows.append(row)
     return pd.DataFrame(rows, columns=list(columns)).dropna(axis="columns", how="all").fillna("not run")
-
-
-def _avoided(cells: Sequence[ReleaseCell]) -> str:
-    if not any(cell.verdict.kind in ("equal", "different") for cell in cells):
-        return "none of them runs"
-    bad: dict[str, bool] = {}
-    for cell in cells:
-        if cell.verdict.kind == "different" or cell.is_equal_by_chance:
-            bad[cell.release] = bad.get(cell.release, True) and (cell.is_equal_by_chance or cell.hides_on_gpu)
-    everywhere, on_a_cpu = (", ".join(name for name in bad if bad[name] is hidden) for hidden in (False, True))
-    return "; ".join(filter(None, [everywhere, on_a_cpu and f"on a CPU {on_a_cpu}"])) or "none"
 
 
 def verdict_table(records: Records) -> pd.DataFrame:

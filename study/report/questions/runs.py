@@ -10,13 +10,12 @@ import pandas as pd
 from study.config.text import format_duration, percent
 from study.records.frames import Records, SliceProgress
 from study.records.statistics import Noise, estimate_noise, paired_ratio, repeat_noise
-from study.records.strategy_runs import StrategyRuns
 from study.report.document import Answer, Link, Question
 from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
 
 
-def _remaining_answer(records: Records) -> Answer | None:
+def remaining_answer(records: Records) -> Answer | None:
     slices = records.remaining
     if not slices:
         return None
@@ -60,13 +59,13 @@ def slices_table(records: Records) -> pd.DataFrame:
 
 def left_table(records: Records) -> pd.DataFrame:
     """Return the remaining runs of each slice."""
-    rows = [{"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)}
-            for item, part in _parts(records) if item.left]  # fmt: skip
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        {"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)} for item, part in _parts(records) if item.left
+    )
 
 
 REMAINING = Question(
-    "remaining", "How much of this study is measured, and what remains?", _remaining_answer,
+    "remaining", "How much of this study is measured, and what remains?", remaining_answer,
     no_data="These records are not part of a plan in slices.", tables={"slices": slices_table, "left": left_table},
 )  # fmt: skip
 
@@ -101,7 +100,7 @@ CLAIMS = Question(
 )  # fmt: skip
 
 
-def _runs_answer(records: Records) -> Answer | None:
+def runs_answer(records: Records) -> Answer | None:
     runs = records.runs
     if runs.empty:
         return None
@@ -142,13 +141,18 @@ def controls_table(records: Records) -> pd.DataFrame:
     """Return the noise of each workload, and DeepSpeed's overhead at stage 0."""
     rows = []
     for workload, strategies in workloads(records).items():
-        runs = strategies[0].workload_runs
+        runs, fair = strategies[0].workload_runs, [arm for arm in strategies if arm.is_fair()]
+        plain = {arm.ranks: arm.name for arm in fair if arm.value("strategy") in ("single", "ddp")}
+        stage0 = [arm for arm in fair if arm.value("strategy") == "zero0" and arm.ranks in plain]
         for figure, words in (("eval_loss_final", "evaluation loss"), (STEP, "step time")):
+            # Stage 0 over plain training on as many ranks isolates DeepSpeed's overhead.
+            ratios = [paired_ratio(runs, figure, arm.name, plain[arm.ranks]) for arm in stage0]
+            overhead = ", ".join(ratio.brief("{:.4g}".format) for ratio in ratios if ratio.n)
             rows.append({
                 "Workload": workload, "Figure": words,
                 "Residual SD after removing strategy and seed effects": _noise_text(estimate_noise(runs, figure)),
                 "SD of reruns of the same strategy and seed": _noise_text(repeat_noise(runs, figure)),
-                "Stage 0, x no engine": _overhead(strategies, figure),
+                "Stage 0, x no engine": overhead or "not run",
             })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -157,20 +161,7 @@ def _noise_text(estimate: Noise | None) -> str:
     return "not run" if estimate is None else f"{percent(estimate.log_sd)} ({estimate.df} df)"
 
 
-def _overhead(group: Sequence[StrategyRuns], figure: str) -> str:
-    """Return the ratio of stage 0 to plain training on as many ranks, which isolates DeepSpeed's overhead."""
-    strategies = [(arm, arm.value("strategy")) for arm in group if arm.is_fair()]
-    plain = {arm.ranks: arm.name for arm, strategy in strategies if strategy in ("single", "ddp")}
-    ratios = [
-        ratio.brief("{:.4g}".format)
-        for arm, strategy in strategies
-        if strategy == "zero0" and arm.ranks in plain
-        and (ratio := paired_ratio(arm.workload_runs, figure, arm.name, plain[arm.ranks])).n
-    ]  # fmt: skip
-    return ", ".join(ratios) or "not run"
-
-
 RUNS = Question(
-    "runs", "Which runs is this report based on?", _runs_answer, no_data="There is no readable run here.",
+    "runs", "Which runs is this report based on?", runs_answer, no_data="There is no readable run here.",
     tables={"summary": summary_table, "controls": controls_table},
 )  # fmt: skip

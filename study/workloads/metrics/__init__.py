@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,8 +13,9 @@ if TYPE_CHECKING:
 def load_metric(name: str) -> Any:
     """Load a metric; only at the first evaluation, since importing `evaluate` takes most of a second."""
     # evaluate.load() would copy the module into HF_HOME first, which may be full or read-only.
-    module = importlib.import_module(f"{__name__}.{name}")
-    return getattr(module, name.title())(keep_in_memory=True)
+    from study.workloads.metrics import local
+
+    return getattr(local, name.title())(keep_in_memory=True)
 
 
 def summarize_evaluation(
