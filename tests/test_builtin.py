@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -81,15 +80,6 @@ def test_the_entropy_rate_agrees_with_a_sum_by_hand() -> None:
     assert chain.entropy_rate == pytest.approx(fair / 3 + 2 * biased / 3)
 
 
-def test_other_predictors_lose_more_than_the_floor() -> None:
-    chain, walk = builtin.language_chain(), eval_walk()
-    previous, following = walk[:-1], walk[1:]
-    oracle = chain.surprisal_nats[previous, following].mean()
-    frequencies = -np.log(chain.stationary)[following].mean()
-    blurred = -np.log(0.9 * chain.transition + 0.1 / builtin.WORDS)[previous, following].mean()
-    assert oracle < blurred < frequencies < math.log(builtin.WORDS)
-
-
 def test_a_batch_is_pinned_on_a_gpu_machine_and_unchanged_elsewhere(language: TaskData) -> None:
     batch = language.train.__getitems__([3, 1])
     pinned = pin_batch(batch)
@@ -149,14 +139,6 @@ def test_bayes_scores_agree_with_the_scores_of_all_reviews(seq_length: int, tmp_
         (0.5, labels.astype(float)),
     ):
         assert observed.mean() == pytest.approx(expected, abs=5 * observed.std() / math.sqrt(len(observed)))
-
-
-def test_other_weights_of_the_evidence_lose_more_than_bayes(reviews: TaskData) -> None:
-    labels = reviews.train.tensors["labels"].numpy()
-    margins: Any = builtin.review_margins(reviews.train.tensors["input_ids"].numpy(), labels)
-    bayes = builtin.margin_losses(margins).mean()
-    for factor in (0.0, 0.5, 2.0):
-        assert bayes < builtin.margin_losses(margins * factor).mean()
 
 
 def test_reviews_are_framed_padded_and_cut_as_bert_wants_them(reviews: TaskData) -> None:
@@ -316,10 +298,3 @@ def test_a_sample_hash_sees_every_tensor_and_nothing_but_its_own_row(reviews: Ta
         changed = {key: tensor.clone() for key, tensor in batch.items()}
         changed[name][1].view(-1)[-1] += 1
         assert [a == b for a, b in zip(sample_hashes(changed), hashes, strict=True)] == [True, False, True]
-
-
-def test_a_data_loader_with_a_batch_sampler_gets_whole_batches(reviews: TaskData) -> None:
-    loader = torch.utils.data.DataLoader(reviews.train, batch_sampler=[[3, 1], [2, 0]], collate_fn=lambda batch: batch)
-    first, _ = list(loader)
-    assert first["input_ids"].shape == (2, 64)
-    assert torch.equal(first["input_ids"][1], reviews.train[1]["input_ids"])

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines import run_in_terminal
 from study import cli
 from study.config.text import format_duration
 from study.host.folders import COMPILES
@@ -296,27 +295,10 @@ def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path, caps
     assert (printed.count("\n"), "--runs_dir" in printed) == (1, True)
 
 
-def run_in_terminal(command: Sequence[str]) -> str:
-    parent, child = pty.openpty()
-    output = b""
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=child, stdout=subprocess.DEVNULL, stderr=child, start_new_session=True,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},
-    ) as process:  # fmt: skip
-        os.close(child)
-        try:
-            while part := os.read(parent, 65536):
-                output += part
-        except OSError:
-            pass
-    assert process.returncode == 0
-    return output.decode()
-
-
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "max_steps": 100, "logging_steps": 1})
     command = [sys.executable, "-c", WITH_STUBS, "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
-    text = run_in_terminal(command)
+    text = run_in_terminal(command, COLUMNS="160")
     assert all(words in text for words in ("0 done, 0 failed, 1 left", "starting"))
     assert re.search(r"step \d+/100.*0:\d\d:\d\d.*0:\d\d:\d\d", text), "the time so far, and what remains"
 
