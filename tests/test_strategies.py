@@ -83,8 +83,9 @@ def _among(understood: Any, requested: Any) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [
-    ("single", 1), ("ddp", 2), ("zero3_nvme", 1),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (("ddp", 1), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2))),
+    ("ddp", 2), ("zero3_nvme", 1),
+    *(pytest.param(*case, marks=pytest.mark.long)
+      for case in (("single", 1), ("ddp", 1), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2))),
 ])  # fmt: skip
 def test_a_launched_process_knows_its_strategy_and_its_place_and_a_forked_one_of_the_tests_does_too(
     strategy: str, ranks: int

@@ -43,6 +43,14 @@ def end_probe(search: Search, root: Path, value: int, state: State, reason: str 
     RunWriter(root / search.probe_at(place).id).close(state, reason)
 
 
+def write_probe(search: Search, root: Path, place: int, **values: Any) -> None:
+    """Write the whole record of a probe, and its note of the sweep."""
+    probe = search.probe_at(place)
+    flags = {key: value for key, value in probe.requested.to_dict().items() if key != "scale"}
+    write_run(root, "single", name=probe.id, ranks=1, config=flags, **values)
+    append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
+
+
 @pytest.mark.parametrize("rungs", [2, 3, 7, 16, 100, 512])
 def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
     for fitting in {0, 1, rungs - 1, rungs, *random.Random(rungs).sample(range(rungs + 1), min(rungs, 20))}:
@@ -90,11 +98,7 @@ def test_on_a_gpu_a_search_begins_at_the_predicted_size(tmp_path):
 def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tmp_path):
     file = write_suite(tmp_path, {"strategy": "single"}, {**UNSIZED, "world_size": 1}, search=LADDER["search"])
     search = dataclasses.replace(plan_search(file), guess=lambda: 5)
-    flags = {key: value for key, value in search.probe_at(5).requested.to_dict().items() if key != "scale"}
-    write_run(
-        tmp_path / "runs", "single", name=search.probe_at(5).id, ranks=1, state="failed", reason="no luck", config=flags
-    )
-    append_attempt(tmp_path / "runs" / search.probe_at(5).id, search.probe_at(5), ["accelerate"], {"attempt": 1})
+    write_probe(search, tmp_path / "runs", 5, state="failed", reason="no luck")
     note_searches([search], tmp_path / "runs")
     (fit,) = fits(read_runs(tmp_path / "runs"))
     assert fit.what_fits.limiting_reason == search.what_fits(tmp_path / "runs").limiting_reason
@@ -208,11 +212,8 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
     assert len(probes) == 3, "the smallest is shared"
     for search in cells:
         for place, state in ((0, "ok"), (1, "oom")):
-            probe = search.probe_at(place)
-            if not (root / probe.id).exists():
-                flags = {key: value for key, value in probe.requested.to_dict().items() if key != "scale"}
-                write_run(root, "single", name=probe.id, ranks=1, steps=3, state=state, reason="full", config=flags)
-                append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
+            if not (root / search.probe_at(place).id).exists():
+                write_probe(search, root, place, steps=3, state=state, reason="full")
     note_searches(cells, root)
     answers = {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}
     assert answers == {search.axis: search.what_fits(root).answer for search in cells}
