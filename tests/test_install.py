@@ -44,7 +44,7 @@ def split_command(line: str) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[: start - 1]), words[start:]
 
 
-@pytest.mark.parametrize("is_kept_from_looking", [False, True])
+@pytest.mark.parametrize("is_kept_from_looking", [pytest.param(False, marks=pytest.mark.long), True])
 def test_deepspeed_builds_on_a_gpu_machine_without_a_toolkit(is_kept_from_looking: bool, tmp_path: Path) -> None:
     """pip runs the first part of the build to find an archive's dependencies."""
     variables, _ = recipe(".[train]")
