@@ -24,7 +24,6 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
-import forked
 from damage import flip_a_bit, no_file_larger_than
 from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
@@ -578,15 +577,3 @@ def test_an_interrupted_draw_leaves_no_half_written_model(tmp_path: Path) -> Non
         drawing.terminate()
         assert drawing.wait(60) == 128 + signal.SIGTERM
     assert [path.suffix for path in (tmp_path / "initial_weights").iterdir()] == [".lock"]
-
-
-def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [*DRAW, "gpt-tiny", "--seed", "7", "--precision", "bf16", "--max_steps", "3"]
-    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path))
-    result = forked.run_module(command, check=True)
-    assert result.returncode == 0
-    (drawn,) = (path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir())
-    written = drawn.stat().st_ctime_ns
-    assert str(drawn) in result.stdout
-    assert materialize_initial_weights(run_config("gpt-tiny", seed=7), tmp_path).path == drawn
-    assert drawn.stat().st_ctime_ns == written

@@ -31,6 +31,7 @@ from study.sweep.launch import launch_directly
 from study.sweep.plan import missing_requirement, plan_cells, plan_suite
 from study.sweep.search import Search, list_runs
 from study.sweep.suite_file import find_suite, read_suite, shrink_suite
+from study.workloads.initial import materialize_initial_weights
 from sweeps import ROOT, TINY, box_for, planned, shipped, write_suite
 from synthetic_records import write_run
 
@@ -409,6 +410,9 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
         "gpt-wikitext-gpt-tiny-1layers-random-seed42", "gpt-wikitext-gpt-tiny-random-seed42"
     ]  # fmt: skip
     assert len([line for line in capfd.readouterr().out.splitlines() if line.startswith("gpt-tiny")]) == 2
+    # Each run starts from them.
+    configs = [cell.config for cell in plan(file) if not isinstance(cell, Search)]
+    assert {materialize_initial_weights(config, cache).path.name for config in configs} == {folders[1]}
     fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
     assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
     assert "no remaining cell of tiny needs initial weights" in capfd.readouterr().out
