@@ -52,7 +52,7 @@ def launch(
 
 
 def run_in_terminal(command: Sequence[str], **variables: str) -> str:
-    """Run a command on a pseudo-terminal and return what it printed there."""
+    """Run a command on a pseudo-terminal and return its output."""
     parent, child = pty.openpty()
     output = b""
     environment = os.environ | ONE_THREAD | {"TERM": "xterm", **variables}

@@ -215,13 +215,13 @@ def test_the_bound_catches_a_model_that_has_seen_the_evaluation(language: TaskDa
 def test_no_run_of_the_laptop_study_beats_the_floor() -> None:
     runs = read_parquet(REPOSITORY / "reports" / "laptop").runs
     for task, predictions in (("gpt-wikitext", 63), ("bert-imdb", 1)):
-        of_task = runs[runs["task"].eq(task) & runs["status_state"].eq("ok")]
-        assert len(of_task) >= 20
-        bound = [least_loss(run.floor_eval_loss, run.eval_samples * predictions) for run in of_task.itertuples()]
-        assert (of_task["eval_loss_final"] >= bound).all()
+        judged_runs = runs[runs["task"].eq(task) & runs["status_state"].eq("ok")]
+        assert len(judged_runs) >= 20
+        bound = [least_loss(run.floor_eval_loss, run.eval_samples * predictions) for run in judged_runs.itertuples()]
+        assert (judged_runs["eval_loss_final"] >= bound).all()
     # Accuracy has no such bound: by chance a classifier may beat the best one, by this many standard errors.
-    error = (of_task["floor_accuracy"] * (1 - of_task["floor_accuracy"]) / of_task["eval_samples"]) ** 0.5
-    assert (of_task["eval_accuracy"] < of_task["floor_accuracy"] + 5 * error).all()
+    error = (judged_runs["floor_accuracy"] * (1 - judged_runs["floor_accuracy"]) / judged_runs["eval_samples"]) ** 0.5
+    assert (judged_runs["eval_accuracy"] < judged_runs["floor_accuracy"] + 5 * error).all()
 
 
 # The samples of each step.

@@ -74,8 +74,8 @@ def test_quick_finds_a_fault_in_each_stage_and_none_under_muon_and_imports_the_e
         **{(strategy, "muon", steps): equal for strategy in QUICK_STRATEGIES for steps in (1, 4)},
     }  # fmt: skip
     rows = document["rows"]
-    found = {(row["strategy"], row["option"], row["micro_steps"]): (row["kind"], row["what"]) for row in rows}
-    assert found == expected
+    verdicts = {(row["strategy"], row["option"], row["micro_steps"]): (row["kind"], row["what"]) for row in rows}
+    assert verdicts == expected
     assert [row["norm_ratio"] for row in rows if row["what"] == "scale"] == [pytest.approx(0.25, rel=1e-3)]
     assert {row["precision"] for row in rows} == {"fp32"}
 
@@ -169,10 +169,10 @@ def test_an_option_needs_its_package_only_when_it_is_asked_for(
 def test_records_of_another_device_or_stack_are_not_continued(tmp_path: Path) -> None:
     write_run(tmp_path, "ddp", gpu=True)
     packages = read_json(next(tmp_path.glob("*/environment.json")))["packages"]
-    stack, here = {name: packages.get(name) for name in PACKAGES}, detect_machine()
+    stack, machine = {name: packages.get(name) for name in PACKAGES}, detect_machine()
     with pytest.raises(UserError, match="has runs on GPUs, unlike this machine"):
-        _check_same_stack(tmp_path, stack, dataclasses.replace(here, gpu_memory_gib=()))
-    on_gpus = dataclasses.replace(here, gpu_memory_gib=(80.0,))
+        _check_same_stack(tmp_path, stack, dataclasses.replace(machine, gpu_memory_gib=()))
+    on_gpus = dataclasses.replace(machine, gpu_memory_gib=(80.0,))
     _check_same_stack(tmp_path, stack, on_gpus)
     with pytest.raises(UserError, match=r"has runs of another stack \(deepspeed not installed\)"):
         _check_same_stack(tmp_path, stack | {"deepspeed": "9.0"}, on_gpus)
@@ -184,15 +184,15 @@ def test_every_strategy_of_the_pinned_releases_matches_one_process(tmp_path: Pat
     four = verify("--world_size", "4", "--only", "zero2", "--precision", "fp32", *options, "--json")
     assert four.returncode == 0, four.stderr
     assert "4 ranks on CPU cores" in four.stderr
-    kept = ("--runs_dir", str(tmp_path))
-    result = verify("--json", *kept)
+    runs_dir = ("--runs_dir", str(tmp_path))
+    result = verify("--json", *runs_dir)
     document = json.loads(result.stdout)
     assert result.returncode == 0, document["not_trusted"]
     assert {row["kind"] for row in document["rows"]} <= {"equal", "refuses"}
     assert sum(row["kind"] == "equal" for row in document["rows"]) >= 20
     # The same stack continues from its records.
-    again = verify("--only", "ddp", *kept)
-    assert again.stdout.startswith("PASS: every strategy that runs here reproduces one process (")
+    second = verify("--only", "ddp", *runs_dir)
+    assert second.stdout.startswith("PASS: every strategy that runs here reproduces one process (")
 
 
 @pytest.mark.parametrize(
