@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,24 @@ def launch(
         process.communicate()
         raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def run_in_terminal(command: Sequence[str], **variables: str) -> str:
+    """Run a command on a pseudo-terminal and return its output."""
+    parent, child = pty.openpty()
+    output = b""
+    environment = os.environ | ONE_THREAD | {"TERM": "xterm", **variables}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=child, stdout=child, stderr=child, start_new_session=True
+    ) as process:
+        os.close(child)
+        # An OSError is the end: the other end of the pseudo-terminal is closed.
+        with contextlib.suppress(OSError):
+            while part := os.read(parent, 65536):
+                output += part
+    os.close(parent)
+    assert process.returncode == 0, output
+    return output.decode()
 
 
 def printed_json(result: subprocess.CompletedProcess[str], marker: str = "PROBE ") -> list[Any]:

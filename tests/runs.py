@@ -104,4 +104,5 @@ def assert_same_training(arm: Run, single: Run) -> None:
         assert row == pytest.approx(expected_row, rel=FP32_RELATIVE)
     for key in ("initial_weights_sha256", "optimizer_settings"):
         assert arm.engine[key] == single.engine[key], key
-    assert arm.summary["tokens"] == single.summary["tokens"]
+    for key in ("tokens", "model_flops_per_step"):
+        assert arm.summary[key] == single.summary[key], key

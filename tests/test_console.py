@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from engines import ROOT
+from engines import ROOT, run_in_terminal
 
 # Every channel of a library's output: streams, descriptors, warnings, logging, another process, C's buffer.
 NOISE = """
@@ -110,24 +109,8 @@ def test_progress_without_a_terminal_is_a_line_every_tenth(tmp_path: Path) -> No
 
 def test_progress_on_a_terminal_is_a_bar_with_step_loss_speed_and_memory(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    parent, terminal = pty.openpty()
-    command = [
-        sys.executable,
-        "-c",
-        NOISE + START + "console.log_to(log)\n" + SLOWLY + PROGRESS + 'noise("there")',
-        str(log),
-    ]
-    environment = _as_in_a_shell() | {"COLUMNS": "120"}
-    subprocess.run(command, env=environment, stdout=terminal, stderr=terminal, timeout=60, check=True)
-    os.close(terminal)
-    text = b""
-    try:
-        while part := os.read(parent, 65536):
-            text += part
-    except OSError:  # the other end of a pseudo-terminal is closed
-        pass
-    os.close(parent)
-    bar = text.decode()
+    code = NOISE + START + "console.log_to(log)\n" + SLOWLY + PROGRESS + 'noise("there")'
+    bar = run_in_terminal([sys.executable, "-c", code, str(log)], COLUMNS="120", PYTHONUNBUFFERED="")
     assert "loss 1.5000" in bar
     assert "1,234 tokens/s" in bar
     assert "peak 0.25 GiB" in bar

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from runs import FP32_RELATIVE, assert_same_training, by_one_rank, losses, trained
+from runs import FP32_RELATIVE, assert_same_training, by_one_rank, losses
 from strategy_files import default_ranks
 from study.config.strategies import WITH_REPLICAS, read_strategy
 
@@ -52,21 +52,10 @@ def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(get_run,
     assert max(row["grad_norm"] for row in single.steps) > 0.5, "clipping must bite, or its differences are not seen"
 
 
-def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_on(get_run, tmp_path):
-    cut = ("--task", "gpt-wikitext", "--per_device_train_batch_size", "1")
-    run = trained("zero2_cpu", tmp_path / "run", *cut, script="tests/probes/dropped_micro_steps.py")
-    values, expected = losses(run), losses(by_one_rank(get_run, "gpt-wikitext"))
-    # The schedule warms up from 0, so the first two steps have the same weights.
-    assert values[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
-    assert all(
-        abs(loss - base) > 10 * FP32_RELATIVE * base for loss, base in zip(values[2:], expected[2:], strict=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("strategy", "task"),
-    [(strategy, "gpt-wikitext") for strategy in ("zero0", "zero2", "zero3", "fsdp2")]
-    + [pytest.param(strategy, "gpt-wikitext", marks=pytest.mark.long) for strategy in ("ddp", "zero1", "zero3_cpu")]
+    [(strategy, "gpt-wikitext") for strategy in ("zero0", "zero3", "fsdp2")]
+    + [pytest.param(name, "gpt-wikitext", marks=pytest.mark.long) for name in ("ddp", "zero1", "zero2", "zero3_cpu")]
     + [pytest.param(strategy, "bert-imdb", marks=pytest.mark.long) for strategy in ("ddp", "zero2", "zero3", "fsdp2")],
 )
 def test_bf16_like_for_like_differs_by_roundings_only(get_run, strategy, task):

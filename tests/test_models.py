@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
-import forked
 from damage import flip_a_bit, no_file_larger_than
 from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
@@ -287,69 +285,6 @@ def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) 
     save_file(tensors, initial.path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"classifier\.bias"):
         load_initial_model(config, initial)
-
-
-def run_forked(script: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return forked.fork_script(script, *arguments, folder=script.parent, environment=os.environ | env, read_at_import={})
-
-
-def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
-    script = tmp_path / "materialize.py"
-    script.write_text(
-        "import sys, pathlib; from study.config.flags import RunConfig, resolve_config; "
-        "from study.workloads.initial import materialize_initial_weights as materialize; "
-        "print(materialize(resolve_config(RunConfig(scale='laptop'), False), pathlib.Path(sys.argv[1])).sha256)"
-    )
-    with ThreadPoolExecutor() as pool:
-        ranks = list(pool.map(lambda _: run_forked(script, str(tmp_path)), range(2)))
-    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
-    folders = [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
-    assert len(folders) == 1
-    assert {rank.stdout.split()[-1] for rank in ranks} == {json.loads((folders[0] / RECORD_NAME).read_text())["sha256"]}
-
-
-ZERO3 = """
-import sys, pathlib, deepspeed, torch
-from safetensors.torch import load_file
-from transformers.integrations import HfDeepSpeedConfig
-from study.host.operators import build_operators
-from study.config.flags import RunConfig, resolve_config
-from study.config.strategies import read_strategy
-from study.metrics.flops import model_flops_per_sample
-from study.workloads.initial import load_initial_model, materialize_initial_weights
-cache = pathlib.Path(sys.argv[1])
-config = resolve_config(RunConfig(task=sys.argv[2], scale="laptop"), False)
-initial = materialize_initial_weights(config, cache)
-flops = model_flops_per_sample(config)
-build_operators(read_strategy("zero3"), cache)
-rendezvous = f"file://{cache}/rendezvous"
-deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=rendezvous, rank=0, world_size=1)
-zero3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
-live = HfDeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero3})
-model = load_initial_model(config, initial)
-saved = load_file(initial.path / "model.safetensors")
-assert {name for name, _ in model.named_parameters()} == set(saved)
-for name, parameter in model.named_parameters():
-    assert parameter.numel() == 0, "not partitioned"
-    with deepspeed.zero.GatheredParameters([parameter]):
-        assert torch.equal(parameter.data, saved[name]), name
-assert model_flops_per_sample(config) == flops, "counting was partitioned"
-try:
-    materialize_initial_weights(config, cache)
-except AssertionError as refused:
-    assert "before ZeRO-3" in str(refused)
-else:
-    sys.exit("drew weights under ZeRO-3")
-deepspeed.comm.destroy_process_group()
-print("held")
-"""
-
-
-@pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=pytest.mark.long)])
-def test_under_zero3_the_weights_are_partitioned_and_the_same(task: str, tmp_path: Path) -> None:
-    (tmp_path / "zero3.py").write_text(ZERO3)
-    ran = run_forked(tmp_path / "zero3.py", str(tmp_path), task, LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
-    assert ran.stdout.strip().endswith("held"), ran.stdout + ran.stderr
 
 
 def local_bert(folder: Path) -> Path:
@@ -642,15 +577,3 @@ def test_an_interrupted_draw_leaves_no_half_written_model(tmp_path: Path) -> Non
         drawing.terminate()
         assert drawing.wait(60) == 128 + signal.SIGTERM
     assert [path.suffix for path in (tmp_path / "initial_weights").iterdir()] == [".lock"]
-
-
-def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [*DRAW, "gpt-tiny", "--seed", "7", "--precision", "bf16", "--max_steps", "3"]
-    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path))
-    result = forked.run_module(command, check=True)
-    assert result.returncode == 0
-    (drawn,) = (path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir())
-    written = drawn.stat().st_ctime_ns
-    assert str(drawn) in result.stdout
-    assert materialize_initial_weights(run_config("gpt-tiny", seed=7), tmp_path).path == drawn
-    assert drawn.stat().st_ctime_ns == written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,21 +17,9 @@ import pytest
 from engines import FAKE_GPU, ROOT
 from study.config.errors import Unsupported, UserError
 from study.config.strategies import read_strategy
+from study.host import operators
 from study.host.folders import COMPILES
 from study.host.machine import operator_build_folder
-from study.host.operators import (
-    _cache_cpu_info,
-    _clear_dead_build,
-    _short_torch_header,
-    build_folder,
-    build_operators,
-    configure_build_environment,
-    is_libaio_installed,
-    lacks_toolkit,
-    load_operator,
-    symlink_loaded_libraries,
-    toolkit_version,
-)
 from study.records.directory import read_json
 
 LOAD = """
@@ -42,16 +31,18 @@ build_operators(read_strategy(sys.argv[1]), cache_directory())
 """
 
 
-@pytest.mark.alone
 # DeepSpeed itself loads the last one, before its asynchronous I/O.
 @pytest.mark.parametrize(("strategy", "operator"), [("zero0", "deepspeed_shm_comm"), ("zero3_nvme", "pin_memory")])
-def test_a_lock_of_a_killed_run_delays_no_other_run(strategy, operator):
-    if strategy == "zero3_nvme" and not is_libaio_installed():
+def test_a_lock_of_a_killed_run_delays_no_other_run(strategy, operator, tmp_path, monkeypatch):
+    if strategy == "zero3_nvme" and not operators.is_libaio_installed():
         pytest.skip("libaio is not installed")
-    folder = build_folder(operator)
-    (folder / "lock").touch()
+    # Runs of other tests use the folder itself at the same time.
+    built = shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], tmp_path / "operators")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(built))
+    lock = built / operator / "lock"
+    lock.touch()
     subprocess.run([sys.executable, "-c", LOAD, strategy], check=True, timeout=240)
-    assert not (folder / "lock").exists()
+    assert not lock.exists()
 
 
 def test_machines_that_share_a_cache_build_for_the_cpu_that_each_has(tmp_path, monkeypatch):
@@ -78,7 +69,7 @@ def test_builds_with_visible_gpus_are_separate_and_nothing_compiles_without_the_
     without_gpus = with_a_gpu("-c", ask, str(tmp_path), CUDA_VISIBLE_DEVICES="").strip()
     assert without_gpus == str(operator_build_folder(tmp_path))
     assert with_a_gpu("-c", ask, str(tmp_path)).strip() not in ("", without_gpus)
-    if toolkit_version() is not None or not is_libaio_installed():
+    if operators.toolkit_version() is not None or not operators.is_libaio_installed():
         pytest.skip("a CUDA toolkit is here, or libaio is not installed")
     printed = with_a_gpu("-m", "study.host.operators", "zero3_nvme", ZERO_STUDY_CACHE=str(tmp_path))
     assert (
@@ -117,7 +108,7 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "own_operator", nullptr, -1,
 PyMODINIT_FUNC PyInit_own_operator() { return PyModule_Create(&module); }""")
     printed: list[str] = []
     for _ in range(2):
-        assert load_operator(built, printed.append).__name__ == "own_operator"
+        assert operators.load_operator(built, printed.append).__name__ == "own_operator"
     assert printed == [f"{COMPILES} own_operator: once per installation, usually 1 to 2 minutes on two cores"]
 
 
@@ -125,10 +116,10 @@ def test_compiling_another_operator_leaves_the_first_up_to_date(operator):
     """A load of an operator compiles it again if one of its headers is newer."""
     built = operator("""#include <torch/extension.h>
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", [](torch::Tensor t) { return t.size(0); }); }""")
-    load_operator(built)
-    with _short_torch_header(build_folder("another_operator")):
+    operators.load_operator(built)
+    with operators._short_torch_header(operators.build_folder("another_operator")):
         pass
-    ninja = ["ninja", "-n", "-C", str(build_folder("own_operator"))]
+    ninja = ["ninja", "-n", "-C", str(operators.build_folder("own_operator"))]
     assert "no work to do" in subprocess.run(ninja, capture_output=True, text=True, check=True).stdout
 
 
@@ -136,7 +127,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", [](torch::Tensor t) { r
 def test_an_operator_that_needs_the_front_end_of_torch_is_compiled_with_it(operator):
     built = operator("""#include <torch/extension.h>
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", [] { return torch::nn::Linear(2, 3)->weight.size(0); }); }""")
-    assert load_operator(built).rows() == 3
+    assert operators.load_operator(built).rows() == 3
 
 
 @pytest.mark.parametrize(
@@ -154,7 +145,7 @@ def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_the_packa
         monkeypatch.setattr(type(built), "extra_ldflags", lambda self: ["-lnowhere"])
     monkeypatch.setattr("study.host.operators.builders", lambda strategy: [built])
     with pytest.raises(Unsupported, match="own_operator does not build") as refused:
-        build_operators(read_strategy("zero1"), tmp_path)
+        operators.build_operators(read_strategy("zero1"), tmp_path)
     assert says in refused.value.problem
     assert refused.value.fix.startswith(f"install {fix}")
 
@@ -163,23 +154,23 @@ def test_an_invalid_build_folder_is_named_instead_of_a_missing_compiler(tmp_path
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "builds"))
     with pytest.raises(UserError, match=r"TORCH_EXTENSIONS_DIR .*/file/builds cannot be a folder") as refused:
-        configure_build_environment(tmp_path)
+        operators.configure_build_environment(tmp_path)
     assert "unset it" in refused.value.fix
 
 
 def test_on_a_gpu_only_asynchronous_io_needs_the_cuda_toolkit():
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-    if toolkit_version() is not None:
+    if operators.toolkit_version() is not None:
         pytest.skip("a CUDA toolkit is here")
     builders = {name: CUDA_Accelerator().create_op_builder(f"{name}Builder") for name in ("AsyncIO", "CPUAdam")}
     builders["AsyncIO"].build_for_cpu = False
     with pytest.raises(TypeError):
         builders["AsyncIO"].include_paths()
-    assert {name: lacks_toolkit(builder, on_gpu=True) for name, builder in builders.items()} == {
+    assert {name: operators.lacks_toolkit(builder, on_gpu=True) for name, builder in builders.items()} == {
         "AsyncIO": True, "CPUAdam": False
     }  # fmt: skip
-    assert not lacks_toolkit(builders["AsyncIO"], on_gpu=False)
+    assert not operators.lacks_toolkit(builders["AsyncIO"], on_gpu=False)
 
 
 def test_an_operator_linked_with_cuda_finds_the_loaded_library(tmp_path, monkeypatch):
@@ -193,7 +184,7 @@ def test_an_operator_linked_with_cuda_finds_the_loaded_library(tmp_path, monkeyp
     link = ["gcc", str(source), "-ldriverlike", "-o", str(tmp_path / "main")]
     assert subprocess.run(link, capture_output=True).returncode
     for _ in range(2):
-        symlink_loaded_libraries(tmp_path / "loaded", ["libdriverlike"])
+        operators.symlink_loaded_libraries(tmp_path / "loaded", ["libdriverlike"])
     subprocess.run(link, check=True)
     subprocess.run([str(tmp_path / "main")], check=True, env={"LD_LIBRARY_PATH": str(tmp_path)})
     assert [file.name for file in (tmp_path / "loaded").iterdir()] == ["libdriverlike.so"]
@@ -203,7 +194,7 @@ def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):
     (tmp_path / "lock").touch()
     compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], cwd=tmp_path)
     started = time.monotonic()
-    _clear_dead_build(tmp_path)
+    operators._clear_dead_build(tmp_path)
     assert time.monotonic() - started > 0.5
     # The compiler is a zombie until `wait`, and no longer works then.
     assert compiler.wait() == 0
@@ -221,7 +212,7 @@ def test_the_cpu_is_queried_once_and_again_if_the_cached_answer_is_damaged(tmp_p
     def answer() -> dict:
         """Return the answer of a new process."""
         monkeypatch.setattr(cpuinfo, "get_cpu_info", counting)
-        _cache_cpu_info(tmp_path)
+        operators._cache_cpu_info(tmp_path)
         return cpuinfo.get_cpu_info()
 
     info = answer()

@@ -108,7 +108,7 @@ def test_a_resumed_run_continues_with_its_loss_scale(
 @needs_fp16
 @pytest.mark.parametrize("trainer", ["hf_trainer", "bare_loop"])
 def test_other_loops_skip_the_same_steps(get_run: RunFactory, trainer: str, tmp_path: Path) -> None:
-    study = get_run("single", *GPT, *FP16, *OVERFLOWS)
+    study = get_run("single", *GPT, *FP16, *OVERFLOWS, *SAVES)
     run = trained("single", tmp_path / "run", *GPT, *FP16, *OVERFLOWS, script=f"study/baselines/{trainer}.py")
     assert skipped(run)[:2] == skipped(study)[:2] == [2, 3]
     assert [row["lr"] for row in run.steps][:4] == pytest.approx([row["lr"] for row in study.steps][:4])

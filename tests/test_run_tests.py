@@ -33,30 +33,30 @@ def run_tests(folder: Path, *flags: str, **files: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.strip().splitlines()
 
 
-def test_a_flaky_test_keeps_the_run_green_and_is_named_with_its_first_failure(tmp_path: Path) -> None:
-    status, lines = run_tests(tmp_path, "--retry", one=FLAKY.format(1), passing=PASSING)
-    assert status == 0
-    assert lines[-1].startswith(
-        "FLAKY (passed alone): tests/test_one.py::test_flaky_1: AssertionError: only the first time"
-    )
-    assert sum("1 passed" in line for line in lines) == 2
+FLAKY_LINE = "FLAKY (passed alone): tests/test_one.py::test_flaky_1: AssertionError: only the first time"
+ONE = {"one": FLAKY.format(1), "passing": PASSING}
 
 
-def test_a_test_that_fails_twice_is_red_and_named_last(tmp_path: Path) -> None:
-    status, lines = run_tests(tmp_path, "--retry", one=FLAKY.format(1), two=FAILING, passing=PASSING)
-    assert status == 1
-    assert [line.split(": ")[0] for line in lines[-2:]] == ["FLAKY (passed alone)", "FAILED"]
-    assert lines[-1] == "FAILED: tests/test_two.py::test_failing: assert (1 + 1) == 3"
-
-
-@pytest.mark.parametrize(("flags", "count"), [(("--retry",), 4), ((), 1)])
-def test_a_fourth_flaky_test_is_red_and_so_is_one_without_a_second_try(
-    flags: tuple[str, ...], count: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("flags", "files", "status", "last"),
+    [
+        (("--retry",), ONE, 0, [FLAKY_LINE]),
+        (("--retry",), ONE | {"two": FAILING}, 1,
+         [FLAKY_LINE, "FAILED: tests/test_two.py::test_failing: assert (1 + 1) == 3"]),
+        (("--retry",), {f"flaky_{number}": FLAKY.format(number) for number in range(4)}, 1,
+         ["4 flaky tests, more than 3"]),
+        ((), ONE, 1, ["FAILED: tests/test_one.py::test_flaky_1: "]),
+    ],
+    ids=["flaky", "flaky and failing", "four flaky", "without a second try"],
+)  # fmt: skip
+def test_the_last_lines_name_flaky_and_failing_tests_and_up_to_three_flaky_ones_are_green(
+    flags: tuple[str, ...], files: dict[str, str], status: int, last: list[str], tmp_path: Path
 ) -> None:
-    files = {f"flaky_{number}": FLAKY.format(number) for number in range(count)}
-    status, lines = run_tests(tmp_path, *flags, **files)
-    assert status == 1
-    assert lines[-1] == "4 flaky tests, more than 3" if flags else lines[-1].startswith("FAILED: tests/test_flaky_0.py")
+    ended, lines = run_tests(tmp_path, *flags, **files)
+    assert ended == status
+    assert all(line.startswith(start) for line, start in zip(lines[-len(last) :], last, strict=True)), lines
+    # The pass of tests marked `alone`, and the second try.
+    assert sum("1 passed" in line for line in lines) == ("passing" in files) * (1 + ("--retry" in flags))
 
 
 def test_a_file_that_does_not_import_is_red_with_its_reason(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
 from study.sweep.launch import run_cell
 from study.sweep.plan import plan_cells
-from study.sweep.suite_file import find_suite, read_suite
+from study.sweep.suite_file import read_suite
 from sweeps import TINY, write_suite
 
 NO_GPU = Machine((), 16.0)
@@ -225,22 +225,3 @@ def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path,
     assert notes["stack"] == VERIFIED[-1][1]
     assert notes["attempts"][-1]["launcher"] == ("accelerate" if detect_machine().gpus else "forked")
     assert notes["command"] == [word.replace("/launched/", "/forked/") for word in launched.command]
-
-
-@pytest.mark.long
-def test_under_the_pinned_release_every_strategy_has_the_losses_of_single(tmp_path, prepared):
-    suite = read_suite(find_suite("releases"))
-    box = detect_machine()
-    cells = [cell for cell in plan_cells(suite, box) if isinstance(cell, Cell) and cell.stack == VERIFIED[-1][1]]
-    run_cells(cells, tmp_path, box)
-    losses: dict[tuple[str, float | None], dict[str, list[float]]] = {}
-    for cell in cells:
-        run = read_run(tmp_path / cell.id)
-        assert run.state == "ok", (cell.id, run.status["reason"])
-        rules = cell.config.precision.removesuffix("-engine"), cell.config.max_grad_norm
-        losses.setdefault(rules, {})[cell.id] = [row["loss"] for row in run.steps]
-    for (precision, _), arms in losses.items():
-        (single,) = (values for name, values in arms.items() if "-single-" in name)
-        assert len(arms) > 3
-        for name, values in arms.items():
-            assert values == pytest.approx(single, rel=1e-5 if precision == "fp32" else 2**-9), name

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines import run_in_terminal
 from study import cli
 from study.config.text import format_duration
 from study.host.folders import COMPILES
@@ -30,7 +28,7 @@ from study.sweep.forecast import earlier_durations, expected_s
 from study.sweep.launch import clean_environment
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import read_suite
-from sweeps import ROOT, TINY, WITH_STUBS, contents, run, write_suite
+from sweeps import TINY, WITH_STUBS, contents, run, write_suite
 from synthetic_records import write_run
 
 # DeepSpeed's ranks on CPU cores need this operator.
@@ -108,16 +106,6 @@ def test_a_second_call_does_nothing_and_is_quick(swept):
     assert {file: file.stat().st_mtime_ns for file in runs.glob("tiny/*/*")} == before
 
 
-@pytest.mark.long
-def test_a_suite_can_have_another_trainer_s_loop_run_its_cells(swept, tmp_path):
-    suite = write_suite(tmp_path, {"strategy": "single", "trainer": "hf_trainer"})
-    assert run(suite, tmp_path / "runs").returncode == 0
-    theirs, ours = read_run(find_cell(tmp_path / "runs", "single")), read_run(find_cell(swept[1], "single"))
-    assert (theirs.engine["trainer"], ours.engine["trainer"]) == ("hf_trainer", "study")
-    assert read_json(theirs.path / "sweep.json")["trainer"] == "hf_trainer"
-    assert [row["samples_hash"] for row in theirs.steps] == [row["samples_hash"] for row in ours.steps]
-
-
 def test_no_variable_of_another_launch_reaches_a_run(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
@@ -128,20 +116,6 @@ def test_no_variable_of_another_launch_reaches_a_run(tmp_path, monkeypatch):
     assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
     assert "7" not in environment.values()
     assert user_variables.items() <= environment.items()
-
-
-@pytest.mark.long
-def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, capsys):
-    suite, runs, _ = swept
-    assert cli.main(["run", str(suite), "--runs_dir", str(tmp_path), "--only", "*-single-*", "--dry_run"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(line, shell=True, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
-    (pasted,) = (tmp_path / "tiny").iterdir()
-    swept_cell = find_cell(runs, "single")
-    assert pasted.name == swept_cell.name
-    assert [row["loss"] for row in read_run(pasted).steps] == [row["loss"] for row in read_run(swept_cell).steps]
-    assert Path(shlex.split(line)[0]).name == "accelerate"
 
 
 @pytest.mark.parametrize(
@@ -296,27 +270,10 @@ def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path, caps
     assert (printed.count("\n"), "--runs_dir" in printed) == (1, True)
 
 
-def run_in_terminal(command: Sequence[str]) -> str:
-    parent, child = pty.openpty()
-    output = b""
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=child, stdout=subprocess.DEVNULL, stderr=child, start_new_session=True,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},
-    ) as process:  # fmt: skip
-        os.close(child)
-        try:
-            while part := os.read(parent, 65536):
-                output += part
-        except OSError:
-            pass
-    assert process.returncode == 0
-    return output.decode()
-
-
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "max_steps": 100, "logging_steps": 1})
     command = [sys.executable, "-c", WITH_STUBS, "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
-    text = run_in_terminal(command)
+    text = run_in_terminal(command, COLUMNS="160")
     assert all(words in text for words in ("0 done, 0 failed, 1 left", "starting"))
     assert re.search(r"step \d+/100.*0:\d\d:\d\d.*0:\d\d:\d\d", text), "the time so far, and what remains"
 

@@ -31,7 +31,8 @@ from study.sweep.launch import launch_directly
 from study.sweep.plan import missing_requirement, plan_cells, plan_suite
 from study.sweep.search import Search, list_runs
 from study.sweep.suite_file import find_suite, read_suite, shrink_suite
-from sweeps import ROOT, TINY, shipped, write_suite
+from study.workloads.initial import materialize_initial_weights
+from sweeps import ROOT, TINY, box_for, planned, shipped, write_suite
 from synthetic_records import write_run
 
 CPU_BOX = Machine((), 16.0)
@@ -267,21 +268,19 @@ def test_a_cell_starts_the_launcher_without_the_other_commands_of_accelerate() -
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_suite_plans_on_every_box_that_meets_it(name):
-    suite = read_suite(find_suite(name))
-    assert suite.name == name
-    box = Machine((max(suite.requires.gpu_memory_gib, 16.0),) * max(suite.requires.gpus, 0), 4096.0)
-    assert missing_requirement(suite, box) is None
-    assert plan_cells(suite, box)
+def test_a_shipped_suite_plans_on_the_smallest_box_that_meets_it(name):
+    assert shipped()[name].name == name
+    assert missing_requirement(shipped()[name], box_for(name)) is None
+    assert planned(name)
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name != "laptop"])
 def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
-    suite = shrink_suite(read_suite(find_suite(name)))
+    suite = shrink_suite(shipped()[name])
     assert suite.name == f"{name}-rehearsal"
     assert missing_requirement(suite, CPU_BOX) is None
     cells = plan_cells(suite, CPU_BOX)
-    full = plan_cells(read_suite(find_suite(name)), box_with(8))
+    full = plan_cells(shipped()[name], box_with(8))
     for cell in cells:
         first_cell = cell.first if isinstance(cell, Search) else cell
         config = first_cell.config
@@ -307,7 +306,7 @@ def launch_kind(cell):
 def test_every_arm_of_a_suite_that_trains_can_be_judged_by_its_loss(name):
     """Masks differ between strategies with dropout, so only means over seeds are comparable."""
     groups = defaultdict(list)
-    for cell in plan_cells(read_suite(find_suite(name)), box_with(8)):
+    for cell in plan_cells(shipped()[name], box_with(8)):
         if not isinstance(cell, Search) and not cell.config.virtual_world_size:
             same = dataclasses.replace(cell.config, seed=0, dropout=0.0)
             groups[same, cell.world_size].append(cell)
@@ -411,6 +410,9 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
         "gpt-wikitext-gpt-tiny-1layers-random-seed42", "gpt-wikitext-gpt-tiny-random-seed42"
     ]  # fmt: skip
     assert len([line for line in capfd.readouterr().out.splitlines() if line.startswith("gpt-tiny")]) == 2
+    # Each run starts from them.
+    configs = [cell.config for cell in plan(file) if not isinstance(cell, Search)]
+    assert {materialize_initial_weights(config, cache).path.name for config in configs} == {folders[1]}
     fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
     assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
     assert "no remaining cell of tiny needs initial weights" in capfd.readouterr().out

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import random
-import re
 import resource
 import shutil
 import signal
@@ -22,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from study.records.directory import Run, read_json, read_run, read_status
+from study.records.directory import read_json, read_run, read_status
 from study.sweep import supervise
 from sweeps import ENDLESS, ROOT, TINY, list_processes, list_ranks, only_cell, run, start, wait_until, write_suite
 
@@ -97,36 +95,32 @@ def endless(
         process.communicate()
 
 
-def test_a_run_out_of_host_memory_is_oom_and_one_that_raises_is_failed_with_its_last_lines(tmp_path):
+def test_a_run_out_of_host_memory_is_oom_with_its_last_lines(tmp_path):
     # Attention over 1024 x 1024 scores for 128 samples exceeds the limit of the process.
     large = {"seq_length": 1024, "global_batch_size": 128, "train_samples": 128, "attn_implementation": "eager"}
-    rules = [
-        {"where": {"seed": 1}, "fixed": large},
-        {"where": {"seed": 2}, "fixed": {"learning_rate": 1e30, "max_steps": 20}},
-    ]
-    suite = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2]}, TINY, overrides=rules)
+    suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, **large})
     limit, runs = 2 * 2**30, tmp_path / "runs"
     result = run(suite, runs, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
     assert result.returncode == 1
-    cells = {read_json(file.with_name("config.json"))["seed"]: file.parent for file in runs.glob("tiny/*/status.json")}
-    status = read_status(cells[1])
+    cell = only_cell(runs)
+    status = read_status(cell)
     assert (status["state"], "host" in status["reason"]) == ("oom", True), status
-    assert read_status(cells[2])["reason"].startswith("the loss is NaN")
-    assert any("the loss is NaN" in line for line in read_json(cells[2] / "sweep.json")["attempts"][0]["last_lines"])
-    assert "failed: the loss is NaN" in (cells[2] / "log.txt").read_text()
-    second = run(suite, runs, "--only", "seed=1")
+    (attempt,) = read_json(cell / "sweep.json")["attempts"]
+    assert any(status["reason"] in line for line in attempt["last_lines"]), attempt
+    assert f"oom: {status['reason']}" in (cell / "log.txt").read_text()
+    second = run(suite, runs)
     assert (second.returncode, second.stderr) == (1, ""), "out of memory is an answer"
 
 
 def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_processes(tmp_path):
-    with endless(tmp_path, time_limit_s=10) as (process, runs):
+    with endless(tmp_path, time_limit_s=6) as (process, runs):
         wait_until(lambda: len(list_ranks(runs)) == 2)
         list_ranks(runs)[1].suspend()
         family = {member.pid for member in list_processes(runs)}
         process.communicate(timeout=120)
     assert process.returncode == 1
     status = read_status(only_cell(runs))
-    assert (status["state"], status["reason"]) == ("timeout", "ended after its 10 s")
+    assert (status["state"], status["reason"]) == ("timeout", "ended after its 6 s")
     assert len(family) >= 3
     assert not [pid for pid in family if psutil.pid_exists(pid)]
 
@@ -160,7 +154,7 @@ def test_a_second_sweep_names_the_first_one_which_ctrl_c_ends_in_order(tmp_path)
 
 
 def test_the_next_sweep_ends_the_orphans_of_a_killed_sweep_and_supervisor(tmp_path):
-    with endless(tmp_path, "single", time_limit_s=10) as (process, runs):
+    with endless(tmp_path, "single", time_limit_s=6) as (process, runs):
         (supervisor,) = [child for child in list_processes(runs) if child.ppid() == process.pid]
         process.send_signal(signal.SIGSTOP)
         supervisor.kill()
@@ -213,14 +207,10 @@ def test_a_full_disk_stops_the_sweep_and_nothing_finished_is_lost(tmp_path):
 KILLS, CELLS, STEPS = 6, 12, 40
 
 
-def records(runs: Path, suite: str = "tiny") -> dict[str, Run]:
-    return {file.parent.name: read_run(file.parent) for file in sorted((runs / suite).glob("*/status.json"))}
-
-
-def finished(runs: Path, suite: str = "tiny", state: str = "unsupported") -> dict[str, dict[str, Any]]:
-    """Return the statuses of finished runs: of stubs, which all end as unsupported, or of real ones, which are ok."""
-    statuses = {file.parent.name: read_status(file.parent) for file in (runs / suite).glob("*/status.json")}
-    return {name: status for name, status in statuses.items() if status["state"] == state}
+def finished(runs: Path) -> dict[str, dict[str, Any]]:
+    """Return the statuses of finished stubs, which all end as unsupported."""
+    statuses = {file.parent.name: read_status(file.parent) for file in (runs / "tiny").glob("*/status.json")}
+    return {name: status for name, status in statuses.items() if status["state"] == "unsupported"}
 
 
 def test_kills_at_random_moments_change_no_finished_record(tmp_path):
@@ -228,9 +218,16 @@ def test_kills_at_random_moments_change_no_finished_record(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single", "seed": list(range(CELLS))}, fixed)
     chance = random.Random(20191004)
     done: dict[str, dict[str, Any]] = {}
-    for _ in range(KILLS):
+
+    def one_more_is_finished() -> bool:
+        return len(finished(runs)) > len(done)
+
+    for number in range(KILLS):
         sweep = start(suite, runs, stubs=True)
-        time.sleep(chance.uniform(0.3, 2))
+        if number % 2:
+            # Also on a slow machine some cells are finished before the last kill.
+            wait_until(one_more_is_finished)
+        time.sleep(chance.uniform(0.3, 1.5))
         assert sweep.poll() is None, "the sweep was done before it had been killed often enough: make its cells longer"
         family = list_processes(runs)
         if family and chance.random() < 0.5:
@@ -250,83 +247,3 @@ def test_kills_at_random_moments_change_no_finished_record(tmp_path):
         states = [attempt["state"] for attempt in read_json(notes)["attempts"]] if notes.exists() else []
         assert states.count("unsupported") <= 1
     assert list_processes(tmp_path) == []
-
-
-# `study` in the recipe of `make study`, with a suite of a few short cells in place of laptop.
-STUDY = """#!{python}
-import os, sys
-sys.path.insert(0, "{root}")
-from study.cli import main
-sys.exit(main(["{suite}" if word == "laptop" else word for word in sys.argv[1:]]))
-"""
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGKILL)
-
-
-def make_study(folder: Path) -> subprocess.Popen[str]:
-    folder.mkdir(exist_ok=True)
-    command = ["make", "-f", str(ROOT / "Makefile"), "-o", "install", "study", f"BIN={folder.parent / 'bin'}"]
-    log = (folder / "log.txt").open("a")
-    return subprocess.Popen(command, cwd=folder, text=True, stdout=log, stderr=log, start_new_session=True)
-
-
-def missing_from_page(folder: Path) -> int | None:
-    """Return how many runs the page lacks by its own words; None without a page. A page with a damaged file fails."""
-    page = folder / "runs" / "laptop" / "report"
-    if not (page / "index.html").exists():
-        return None
-    for name, digest in read_json(page / "files.json")["files"].items():
-        assert hashlib.sha256((page / name).read_bytes()).hexdigest() == digest, name
-    text = (page / "summary.md").read_text(encoding="utf-8")
-    lacking = re.search(r"(\d+) of 12 runs have no record yet", text)
-    return int(lacking[1]) if lacking else 0
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_make_study_stopped_at_five_random_moments_loses_nothing_and_leaves_whole_pages(tmp_path):
-    axes = {"strategy": ["single", "ddp", "zero2", "zero3"], "seed": [42, 43, 44]}
-    suite = write_suite(tmp_path, axes, {**TINY, "max_steps": 6, "logging_steps": 1})
-    suite = suite.rename(tmp_path / "laptop.yaml")
-    suite.write_text(suite.read_text().replace("name: tiny", "name: laptop"))
-    (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin" / "study"
-    command.write_text(STUDY.format(python=sys.executable, root=ROOT, suite=suite))
-    command.chmod(0o755)
-    started = time.monotonic()
-    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
-    assert make_study(undisturbed).wait(timeout=1500) == 0, (undisturbed / "log.txt").read_text()
-    cell_s = (time.monotonic() - started) / 12
-    seed = random.randrange(10**6)
-    chance, pages = random.Random(seed), []
-    done: dict[str, dict[str, Any]] = {}
-
-    def trained() -> dict[str, dict[str, Any]]:
-        return finished(stopped / "runs", "laptop", "ok")
-
-    for number in STOPS:
-        study = make_study(stopped)
-        # After none or one more run, in the next one or the page before it.
-        goal = min(12, len(done) + chance.choice((0, 1)))
-        while len(trained()) < goal:
-            time.sleep(0.2)
-        time.sleep(cell_s * chance.uniform(0.05, 0.6))
-        assert study.poll() is None, f"seed {seed}: the study was done before it had been stopped often enough"
-        # Ctrl-C and the end of a session reach all processes of the group; SIGTERM is sent to one.
-        study.terminate() if number == signal.SIGTERM else os.killpg(study.pid, number)
-        study.wait(timeout=300)
-        wait_until(lambda: list_processes(stopped) == [], 120)
-        assert done.items() <= trained().items(), f"seed {seed}: a finished run was lost"
-        done = trained()
-        pages.append((signal.Signals(number).name, len(done), missing_from_page(stopped)))
-    assert make_study(stopped).wait(timeout=1500) == 0, f"seed {seed}: {(stopped / 'log.txt').read_text()}"
-    print(f"seed {seed}, {12 * cell_s:.0f} s undisturbed; signal, finished runs, runs that the page lacks: {pages}")
-    assert done.items() <= trained().items(), f"seed {seed}: a finished run was run again"
-    results, expected = records(stopped / "runs", "laptop"), records(undisturbed / "runs", "laptop")
-    assert list(results) == list(expected)
-    assert len(results) == 12
-    for name, record in expected.items():
-        assert results[name].state == record.state == "ok"
-        for key in ("loss", "grad_norm", "lr", "samples_hash"):
-            assert [row[key] for row in results[name].steps] == [row[key] for row in record.steps], (seed, name)
-        assert results[name].evals == record.evals
-    assert missing_from_page(stopped) == 0

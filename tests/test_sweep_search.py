@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import resource
 import shlex
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import yaml
 
 from study import cli
 from study.host.machine import Machine, detect_machine
-from study.records.directory import RunWriter, read_json, read_run, read_status
+from study.records.directory import RunWriter, read_run, read_status
 from study.records.frames import read_runs, real_runs
 from study.records.schema import State
 from study.report.questions.fits import fits
@@ -24,7 +23,7 @@ from study.sweep.execute import append_attempt, note_searches, run_cells
 from study.sweep.plan import plan_cells, plan_suite
 from study.sweep.search import Search, cell_states, next_bracket
 from study.sweep.suite_file import read_suite, shrink_suite
-from sweeps import ROOT, TINY, list_processes, run, shipped, start, wait_until, write_suite
+from sweeps import ROOT, TINY, shipped, write_suite
 from synthetic_records import write_run
 
 CPU_BOX = Machine((), 16.0)
@@ -42,6 +41,14 @@ def end_probe(search: Search, root: Path, value: int, state: State, reason: str 
     """Write the record of a run that ended before its first step."""
     place = list(search.rungs).index(value)
     RunWriter(root / search.probe_at(place).id).close(state, reason)
+
+
+def write_probe(search: Search, root: Path, place: int, **values: Any) -> None:
+    """Write the whole record of a probe, and its note of the sweep."""
+    probe = search.probe_at(place)
+    flags = {key: value for key, value in probe.requested.to_dict().items() if key != "scale"}
+    write_run(root, "single", name=probe.id, ranks=1, config=flags, **values)
+    append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
 
 
 @pytest.mark.parametrize("rungs", [2, 3, 7, 16, 100, 512])
@@ -91,11 +98,7 @@ def test_on_a_gpu_a_search_begins_at_the_predicted_size(tmp_path):
 def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tmp_path):
     file = write_suite(tmp_path, {"strategy": "single"}, {**UNSIZED, "world_size": 1}, search=LADDER["search"])
     search = dataclasses.replace(plan_search(file), guess=lambda: 5)
-    flags = {key: value for key, value in search.probe_at(5).requested.to_dict().items() if key != "scale"}
-    write_run(
-        tmp_path / "runs", "single", name=search.probe_at(5).id, ranks=1, state="failed", reason="no luck", config=flags
-    )
-    append_attempt(tmp_path / "runs" / search.probe_at(5).id, search.probe_at(5), ["accelerate"], {"attempt": 1})
+    write_probe(search, tmp_path / "runs", 5, state="failed", reason="no luck")
     note_searches([search], tmp_path / "runs")
     (fit,) = fits(read_runs(tmp_path / "runs"))
     assert fit.what_fits.limiting_reason == search.what_fits(tmp_path / "runs").limiting_reason
@@ -209,11 +212,8 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
     assert len(probes) == 3, "the smallest is shared"
     for search in cells:
         for place, state in ((0, "ok"), (1, "oom")):
-            probe = search.probe_at(place)
-            if not (root / probe.id).exists():
-                flags = {key: value for key, value in probe.requested.to_dict().items() if key != "scale"}
-                write_run(root, "single", name=probe.id, ranks=1, steps=3, state=state, reason="full", config=flags)
-                append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
+            if not (root / search.probe_at(place).id).exists():
+                write_probe(search, root, place, steps=3, state=state, reason="full")
     note_searches(cells, root)
     answers = {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}
     assert answers == {search.axis: search.what_fits(root).answer for search in cells}
@@ -225,46 +225,6 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
     note_searches([*cells, cells[0].probe_at(0)], root)
     assert real_runs(read_runs(root)).runs["run"].tolist() == [cells[0].probe_at(0).id]
     assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == answers
-
-
-@pytest.mark.long
-def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_continues_from_them(tmp_path):
-    """Attention over 1024 x 1024 scores exhausts host memory between 4 and 64 samples."""
-    fixed = {**UNSIZED, "seq_length": 1024, "attn_implementation": "eager", "max_steps": 2, "logging_steps": 1}
-    suite = write_suite(tmp_path, {"strategy": "single"}, fixed, search={"largest_micro_batch": [1, 2, 4, 64]})
-    search, runs = plan_search(suite), tmp_path / "runs"
-    directories = [runs / "tiny" / search.probe_at(place).id for place in range(4)]
-    limit = 4 * 2**30
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-    sweep = start(suite, runs, preexec_fn=limited)
-    wait_until(lambda: (directories[1] / "status.json").exists())
-    sweep.kill()
-    sweep.communicate()
-    wait_until(lambda: not list_processes(runs), 30)
-    first = read_status(directories[0])
-    assert first["state"] == "ok"
-
-    result = run(suite, runs, preexec_fn=limited)
-    assert result.returncode == 0, "that a probe does not fit is an answer"
-    assert f"{search.id}: 4 (64: the host" in result.stderr
-    assert "[1/1+] " in result.stderr
-    assert "[3/3+] " in result.stderr, "how many probes there will be shows while they run"
-    finding = search.what_fits(runs / "tiny")
-    assert (finding.state, finding.answer, len(finding.states)) == ("found", "4", 4)
-    assert [read_run(directory).state for directory in directories] == ["ok", "ok", "ok", "oom"]
-    assert read_status(directories[0]) == first
-    orders = [read_json(directory / "sweep.json")["attempts"][-1]["order"] for directory in directories]
-    assert orders[1] < orders[3] < orders[2], "64 is tried before 4: doubling comes first"
-    assert "largest_micro_batch" in result.stdout
-    (fit,) = fits(read_runs(runs / "tiny"))
-    assert (fit.what_fits.answer, fit.value(fit.bracket.too_large), len(fit.rungs)) == ("4", "64", 4)
-
-    second = run(suite, runs)
-    assert (second.returncode, second.stderr) == (0, "")
-    assert second.stdout == result.stdout
 
 
 @pytest.mark.long

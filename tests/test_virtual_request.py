@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from study.cli import main
+from study.config.errors import UserError
 from study.config.flags import RunConfig, check_virtual_run_flags, resolve_config
-from study.config.launch_context import Launch
+from study.config.launch_context import Launch, virtual_launch
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.engine.virtual_rank import max_layers_that_fit, needed_host_bytes
 from study.host.machine import Machine
@@ -111,6 +112,11 @@ def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
     # Half of the model in bf16, its gradients, and fp32 weights with two moments: 16 bytes per parameter.
     assert offloaded - on_device > 16 * 19.9e9 / 2
     assert on_device < on_nvme < offloaded
+
+
+def test_more_processes_than_the_one_are_refused() -> None:
+    with pytest.raises(UserError, match="a virtual rank is one process, but 2 were launched"):
+        virtual_launch(Launch(read_strategy("zero1"), 2, 0, 0, 2), 8, 0)
 
 
 def test_memory_that_does_not_depend_on_depth_leaves_no_layers() -> None:

@@ -1,8 +1,7 @@
-"""On PYTHONPATH, lets the installed DeepSpeed train wrongly, in another way at each stage.
+"""On PYTHONPATH, lets the installed DeepSpeed train wrongly under AdamW, in another way at each stage.
 
 Stage 1 drops the second micro-step of a step, stage 2 skips clipping, stage 3 divides by the accumulation steps twice.
-PLANTED=known plants faults c, b and a of the grid of releases instead. Packages that `study verify` must not import
-cannot be imported here.
+Packages that `study verify` must not import cannot be imported here.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 from typing import Any
 
@@ -39,10 +37,9 @@ def _plant(engine_class: Any) -> None:
     def backward(self: Any, loss: Any, **options: Any) -> Any:
         stage, micro_steps = self.zero_optimization_stage(), self.gradient_accumulation_steps()
         self.backwards = getattr(self, "backwards", 0) + 1
-        is_known, is_last = os.environ.get("PLANTED") == "known", self.backwards % micro_steps == 0
-        if is_known and stage in (1, 2):
-            loss = loss if is_last else loss * micro_steps * (stage == 1)
-        elif stage == 1 and micro_steps > 1 and self.backwards % micro_steps == 2:
+        if "Muon" in type(self.basic_optimizer).__name__:
+            stage = 0
+        if stage == 1 and micro_steps > 1 and self.backwards % micro_steps == 2:
             loss = 0 * loss
         elif stage == 2:
             self.optimizer.clip_grad = 0.0
