@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 import synthetic_records
-from damage import leaves, set_leaf
 from engines import ROOT
 from study.config.errors import RunFailed, UserError, first_line
 from study.records import schema
@@ -44,6 +43,7 @@ from synthetic_records import reseal, without_seal
 STEPS = 6
 SEAL = "was changed after the run had closed its record"
 DOCUMENTS = ("status", "config", "environment", "engine", "summary", "memory", "traffic")
+FILES = (*(f"{name}.json" for name in DOCUMENTS), "steps.jsonl", "evals.jsonl")
 with tempfile.TemporaryDirectory() as _folder:
     _RUN = read_run(synthetic_records.write_run(Path(_folder), "zero3_cpu", steps=STEPS))
 CONFIG, ENVIRONMENT, ENGINE, SUMMARY = _RUN.config, _RUN.environment, _RUN.engine, _RUN.summary
@@ -97,11 +97,8 @@ def test_a_run_reads_back_as_it_was_written(run_directory: Path) -> None:
     assert run.status["started_at"] <= run.status["ended_at"]
     assert is_finished(run_directory)
     assert {*SUMMARY_KEYS, "sent_bytes_per_step", "gloo_sent_bytes_per_step"} <= set(SUMMARY)
-
-
-def test_the_run_directory_holds_the_files_of_the_design_and_no_leftover(run_directory: Path) -> None:
-    expected = {f"{name}.json" for name in DOCUMENTS} | {"steps.jsonl", "evals.jsonl"}
-    assert {file.name for file in run_directory.iterdir()} == expected
+    # The files of the design and no leftover.
+    assert {file.name for file in run_directory.iterdir()} == {*FILES}
     assert {file.stat().st_mode & 0o777 for file in run_directory.glob("*.json")} == {0o644}
 
 
@@ -252,10 +249,7 @@ def test_a_resumed_attempt_continues_from_the_rows_of_its_checkpoint(run_directo
     for row in ROWS[4:]:
         writer.append("steps.jsonl", row)
     writer.append("evals.jsonl", EVALS[1])
-    for name, document in (
-        ("config", CONFIG), ("environment", ENVIRONMENT), ("engine", ENGINE), ("memory", MEMORY), ("traffic", TRAFFIC),
-        ("summary", SUMMARY),
-    ):  # fmt: skip
+    for name, document in zip(DOCUMENTS[1:], (CONFIG, ENVIRONMENT, ENGINE, SUMMARY, MEMORY, TRAFFIC), strict=True):
         writer.write(f"{name}.json", document)
     writer.close("ok")
     assert (read_run(run_directory).steps, read_run(run_directory).evals) == (ROWS, EVALS)
@@ -308,35 +302,20 @@ def test_the_first_reason_of_a_failed_run_stays(tmp_path: Path) -> None:
 
 def test_ranks_that_fail_at_once_leave_one_complete_reason(tmp_path: Path) -> None:
     for number in range(20):
-        path = write_run(tmp_path / str(number), steps=1, end=False)
-        barrier = threading.Barrier(4)
-        statuses: list[dict[str, Any]] = []
+        path, barrier = write_run(tmp_path / str(number), steps=1, end=False), threading.Barrier(4)
 
-        def fail(
-            rank: int,
-            path: Path = path,
-            barrier: threading.Barrier = barrier,
-            statuses: list[dict[str, Any]] = statuses,
-        ) -> None:
+        def fail(rank: int, path: Path = path, barrier: threading.Barrier = barrier) -> dict[str, Any]:
             barrier.wait()
             end_interrupted_run(path, "failed", f"rank {rank}", f"hint {rank}")
-            statuses.append(read_status(path))
+            return read_status(path)
 
-        threads = [threading.Thread(target=fail, args=(rank,)) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        reasons = {word["reason"] for word in statuses if word["ended_at"] is not None}
-        assert len(reasons) == 1
+        with ThreadPoolExecutor(4) as pool:
+            statuses = list(pool.map(fail, range(4)))
+        assert len({status["reason"] for status in statuses if status["ended_at"] is not None}) == 1
         assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []
 
 
 # Invalid records. Each entry damages one file, and the error must name that file.
-
-NOT_NUMBERS: dict[str, Any] = {
-    "a string": "0.5", "a list": [0.5], "an object": {"a": 0.5}, "true": True, "false": False, "a negative": -0.5,
-}  # fmt: skip
 
 
 def assert_refused(path: Path, file: str, reason: str = "") -> None:
@@ -350,36 +329,7 @@ def assert_refused(path: Path, file: str, reason: str = "") -> None:
     assert isinstance(refusal.value, ValueError)
 
 
-@pytest.mark.parametrize("damage", NOT_NUMBERS)
-def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run_directory: Path) -> None:
-    documents = {"summary": SUMMARY, "memory": MEMORY, "traffic": TRAFFIC}
-    may_be_negative = {"train_loss_first", "train_loss_final", "eval_loss_final"}
-    for name, original in documents.items():
-        file = run_directory / f"{name}.json"
-        before = file.read_text()
-        for path, _ in leaves(original):
-            if path == ("unit",) or (damage == "a negative" and path[-1] in may_be_negative):
-                continue
-            # These are trees of figures.
-            if damage in ("a list", "an object") and {"buffer_bytes", "time"} & set(path):
-                continue
-            document = copy.deepcopy(original)
-            set_leaf(document, path, NOT_NUMBERS[damage])
-            file.write_text(json.dumps(document))
-            assert_refused(run_directory, file.name, str(path[-1]))
-        file.write_text(before)
-    for name, rows in (("steps", ROWS), ("evals", EVALS)):
-        file = run_directory / f"{name}.jsonl"
-        before = file.read_text()
-        for key in rows[1]:
-            if key != "samples_hash" and not (damage == "a negative" and key in ("loss", "eval_loss")):
-                rewrite_row(file, 1, methodcaller("update", {key: NOT_NUMBERS[damage]}))
-                assert_refused(run_directory, file.name, key)
-                file.write_text(before)
-    read_run(run_directory)
-
-
-@pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_directory: Path) -> None:
     file = run_directory / name
     content = file.read_bytes()
@@ -408,12 +358,17 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "gradient_clipping": [None, -1], "buckets": [[]], "initial_weights_sha256": ["abc"], "warnings": ["a", [1]],
         "model_layers": ["many"],
     },
-    "summary.json": {"steps": [1.5], "eval_accuracy": [1.5], "step_time_median": [1]},
-    "memory.json": {"unit": ["MiB"], "ranks": [[{}]]},
+    "summary.json": {
+        "steps": [1.5, "6", [6], True, -1], "eval_accuracy": [1.5], "step_time_median": [1], "tokens_per_s": ["1", -1],
+        "state_bytes_per_rank": [{"params": 3}, {"params": {"device": "1"}}, {"params": {"device": -1.0}}],
+    },
+    "memory.json": {"unit": ["MiB"], "ranks": [[{}], [MEMORY["ranks"][0] | {"rank": "0"}], {}]},
+    "traffic.json": {"world_size": ["2", 0], "collectives": [[], {"all_reduce": {"calls": -1}}]},
 }  # fmt: skip
 WRONG_ROWS: dict[str, list[dict[str, Any]]] = {
     "steps.jsonl": [
-        {"step": 1}, {"step": 4}, {"step": True}, {"samples_hash": "xyz"}, {"lr": None}, {"tokens": 64.5}, {"note": 1}
+        {"step": 1}, {"step": 4}, {"step": True}, {"samples_hash": "xyz"}, {"lr": None}, {"tokens": 64.5}, {"note": 1},
+        {"loss": "0.5"}, {"loss": [0.5]}, {"step_time_s": -0.5},
     ],
     "evals.jsonl": [{"step": 3}, {"step": 2}, {"eval_loss": None}, {"accuracy": 1.5}, {"bleu": 1.0}],
 }  # fmt: skip
@@ -444,7 +399,7 @@ def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> 
             file.write_text(before)
 
 
-@pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "9" * 5000])
+@pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", "1" + "0" * 400])
 def test_a_number_that_is_not_finite_and_a_key_that_is_there_twice_are_refused(token: str, run_directory: Path) -> None:
     file, rows = run_directory / "summary.json", run_directory / "steps.jsonl"
     before = file.read_text()
@@ -468,7 +423,7 @@ def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_direct
         assert_refused(run_directory, file.name, SEAL if short else "")
 
 
-@pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_sealed_record_is_refused_when_any_file_of_it_was_changed(name: str, run_directory: Path) -> None:
     file = run_directory / name
     if name == "status.json":
