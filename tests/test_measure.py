@@ -572,7 +572,7 @@ def test_zero1_has_whole_gradients_until_backward_ends_and_zero2_and_ddp_in_thei
     # A bucket of 5e8 elements contains every gradient of a small model before the first reduction.
     assert zero2["grads_in_bucket_bytes"] == full
     assert zero2["buffer_bytes"]["reduce_bucket.device"] == 500_000_000 * FP32
-    # DDP has a second copy of the gradients in its buckets.
+    # DDP copies all gradients into its buckets.
     assert states(get_run("ddp", *GPT))[0]["buffer_bytes"] == {"ddp_reducer_buckets.device": full}
 
 

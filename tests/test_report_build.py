@@ -99,7 +99,7 @@ def test_the_notebook_of_claims_runs_with_another_finding(tmp_path: Path) -> Non
     assert {"image/png", "text/html"} <= {kind for output in outputs for kind in output.get("data", {})}
 
 
-def figures_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+def find_figures(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
     return [output for output in outputs if output.get("metadata", {}).get("figure")]
 
@@ -107,10 +107,10 @@ def figures_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 @pytest.mark.parametrize(("name", "report"), IN_GIT.items())
 def test_the_figures_of_a_report_in_git_are_drawn_again_with_the_same_words(name: str, report: str) -> None:
     folder = REPOSITORY / "reports" / report
-    kept = [
-        (output.metadata.figure, output.data["text/plain"]) for output in figures_of(read(folder / f"{name}.ipynb"))
+    words = [
+        (output.metadata.figure, output.data["text/plain"]) for output in find_figures(read(folder / f"{name}.ipynb"))
     ]
-    assert [(drawing.name, drawing.alt) for drawing in drawn(name, read_parquet(folder))] == kept
+    assert [(drawing.name, drawing.alt) for drawing in drawn(name, read_parquet(folder))] == words
 
 
 REPORTS = sorted(file.parent.name for file in (REPOSITORY / "reports").glob("*/runs.parquet"))
@@ -119,22 +119,22 @@ REPORTS = sorted(file.parent.name for file in (REPOSITORY / "reports").glob("*/r
 @pytest.mark.parametrize("name", [name for name in REPORTS if name != "releases"])  # its pages: test_releases_page.py
 def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Every sentence, table and list of every page, around the figures of its executed notebooks."""
-    kept, records = REPOSITORY / "reports" / name, read_parquet(REPOSITORY / "reports" / name)
+    source, records = REPOSITORY / "reports" / name, read_parquet(REPOSITORY / "reports" / name)
 
     def copy_notebooks(names: list[str], _: Path, folder: Path, *__: Any) -> dict[str, str]:
         for stem in names:
-            document, numbers = read(kept / f"{stem}.ipynb"), Counter[str]()
-            for output in figures_of(document):
+            document, numbers = read(source / f"{stem}.ipynb"), Counter[str]()
+            for output in find_figures(document):
                 numbers.update([figure := output.metadata.figure])
-                svg = kept / "figures" / f"{figure}_{numbers[figure]}.svg"
+                svg = source / "figures" / f"{figure}_{numbers[figure]}.svg"
                 # A page shows only the figures of the questions that its records answer.
                 output.data["image/svg+xml"] = svg.read_text(encoding="utf-8") if svg.exists() else ""
             nbformat.write(document, folder / f"{stem}.ipynb")
         return {}
 
     monkeypatch.setattr("study.report.site.build._run_notebooks", copy_notebooks)
-    build(records, name, tmp_path / "report", claims=dependent_claims(records, name, kept))
-    before, after = contents(kept), contents(tmp_path / "report")
+    build(records, name, tmp_path / "report", claims=dependent_claims(records, name, source))
+    before, after = contents(source), contents(tmp_path / "report")
     listed = json.loads(before["files.json"])["files"]
     assert listed == {file: sha256(before[file]).hexdigest() for file in after if file != "files.json"}
     changed = [file for file in listed if file.endswith((".html", ".md")) and before[file] != after[file]]

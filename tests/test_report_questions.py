@@ -339,7 +339,7 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
 
 
 def test_with_a_gpu_offload_frees_its_memory(tmp_path: Path) -> None:
-    """Of 20 bytes per parameter and rank under DDP; the committed records are of machines without a GPU."""
+    """Bytes per parameter and rank under DDP: 20. The committed records are of machines without a GPU."""
     write(tmp_path, dict.fromkeys(("ddp", "zero3", "zero3_cpu"), 1.0), (42,))
     by_name = read_answers(tmp_path)
     assert row(by_name["offload"].table, "zero3_cpu")["Freed"] == "80 %"

@@ -238,5 +238,5 @@ def test_seeds_needed_have_bounds() -> None:
 
 
 def test_the_smaller_a_share_the_more_decimals_it_has() -> None:
-    shown = [percent(share, signed=True) for share in (0.5, 0.025, -0.001, 1e-8, -1e-8, 0)]
-    assert shown == ["+50 %", "+2.5 %", "-0.10 %", "+0.000001 %", "-0.000001 %", "+0.00 %"]
+    texts = [percent(fraction, signed=True) for fraction in (0.5, 0.025, -0.001, 1e-8, -1e-8, 0)]
+    assert texts == ["+50 %", "+2.5 %", "-0.10 %", "+0.000001 %", "-0.000001 %", "+0.00 %"]
