@@ -95,7 +95,7 @@ def test_every_link_of_the_page_has_a_target(open_page: Page, file: Path) -> Non
 
 def test_the_page_fits_the_screen_and_has_every_claim_with_its_words_and_checks(open_page, file, full_board):
     size = open_page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
-    assert size[0] == open_page.viewport_size["width"]  # type: ignore[index]
+    assert size[0] == open_page.viewport_size["width"]
     assert size[0] < 1400 or size[1] <= 8000
     assert open_page.locator(".claim").count() == len(full_board.judged)
     counts = [int(re.match(r"\d+", text)[0]) for text in open_page.locator(".overview title").all_text_contents()]  # type: ignore[index]
