@@ -76,6 +76,8 @@ def test_depths_of_different_settings_are_never_extrapolated_together(blank: Rec
     assert lines(together(*rows, row(blank, "zero2", 16, 4, "zero_optimization.reduce_bucket_size=5"))) == 0
     assert lines(together(*rows, row(blank, "zero2", 16, 4, seq_length=32))) == 0
     assert lines(together(*rows, row(blank, "zero2", 16, 4))) == 1
+    four = TABLES["table1"](together(*rows, *(row(blank, "zero2", 16, layers) for layers in (4, 5))))
+    assert four[["Made by", "Line off by"]].to_numpy().tolist() == [["layers 2, 3 of 36", "0.00 % at 4"]]
 
 
 def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(blank: Records) -> None:
