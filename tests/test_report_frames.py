@@ -242,6 +242,16 @@ def test_strategies_are_named_by_their_differences(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_workloads_name_the_settings_that_vary(tmp_path: Path) -> None:
+    for batch in (16, 32):
+        for strategy in ("single", "zero3"):
+            write_run(tmp_path, strategy, config={"global_batch_size": batch})
+    write_run(tmp_path, "single", config={"task": "bert-imdb"})
+    assert read_records(tmp_path).runs["workload"].unique().tolist() == [
+        "bert-imdb, bert-tiny", "gpt-wikitext, gpt-tiny, batch 16", "gpt-wikitext, gpt-tiny, batch 32"
+    ]  # fmt: skip
+
+
 def test_text_columns_are_text_for_any_record(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "ddp", state="failed", reason="half a pair \ud83d, a bell \x07, <i>")
     write_parquet(read_records(tmp_path / "runs"), tmp_path)
