@@ -40,15 +40,11 @@ def two_gpus(request, monkeypatch):
         return by_place[place]
 
     answers = {
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetCount": lambda: len(by_place),
-        "nvmlDeviceGetHandleByIndex": at_place,
-        "nvmlDeviceGetHandleByUUID": by_uuid,
-        "nvmlDeviceGetUUID": lambda handle: handle,
+        "nvmlInit": lambda: None, "nvmlDeviceGetCount": lambda: len(by_place), "nvmlDeviceGetHandleByIndex": at_place,
+        "nvmlDeviceGetHandleByUUID": by_uuid, "nvmlDeviceGetUUID": lambda handle: handle,
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * GIB, free=FREE_GIB[handle] * GIB),
-        "nvmlSystemGetDriverVersion": lambda: "550.54.15",
-        "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
-    }
+        "nvmlSystemGetDriverVersion": lambda: "550.54.15", "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
+    }  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

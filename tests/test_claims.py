@@ -128,18 +128,6 @@ def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> 
     assert Region(high=1).judge(Figure(math.nan)) == "not judged"
 
 
-def test_every_claim_has_its_number_and_a_verdict(full_board: Scoreboard) -> None:
-    numbers = {"S0": 17, "S1": 30, "S2": 17, "S3": 12, "Z0": 6}
-    assert [judged.claim.id for judged in full_board.judged] == [
-        f"{code}-{number:02}" for code, last in numbers.items() for number in range(1, last + 1)
-    ]
-    assert dict(full_board.counts())["all"].total() == sum(numbers.values())
-    kinds = {"arithmetic", "consistency", "virtual", "measured"}
-    assert len([judged for judged in full_board.judged if set(judged.kinds) & kinds]) >= 45
-    for judged in full_board.judged:
-        assert judged.sentence.strip(". ")
-
-
 def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
     record_names = {f"{report.name}/{run}" for report in REPORTS.iterdir()
              if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
@@ -267,39 +255,20 @@ def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) 
     assert PAGE.read_text(encoding="utf-8") == page(full_board), "run `make claims`"
 
 
-def test_a_check_of_two_claims_does_not_decide_which_is_wrong(full_board: Scoreboard) -> None:
-    disputed = [(row, finding) for row in full_board.judged for finding in row.results if finding.answer == "disputed"]
-    assert {row.claim.id for row, _ in disputed} >= {"S1-04", "S1-10", "S1-11", "S1-19"}
-    for row, finding in disputed:
-        assert finding.kind == "consistency"
-        # S1-19 is refuted by another part: offload costs more than its 25 %, by published pairs.
-        statuses = {part.status for part in row.finding.parts} - {"disputed"}
-        assert row.finding.kind == ("does not hold" if "does not hold" in statuses else "undecided")
-
-
-def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
-    full_board: Scoreboard, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(full_board, monkeypatch, capsys):
     # `--json` above judges; these only print.
     monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
     claims = len(read_ledger().claims)
-    assert main(["claims"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{claims} claims: ")
-    assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == claims
-    assert lines[2].split("  ")[-1] == "claims"
-    assert sum(int(line.split()[-1]) for line in lines[3:8] if line.split()[-1] != "-") == claims
-    assert [line.split()[0] for line in lines[9:16]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
-    assert (len(lines) <= 25, max(map(len, lines)) <= 120) == (True, True)
     assert main(["claims", "--details"]) == 0
-    details = capsys.readouterr().out.splitlines()[len(lines) - 1 :]
-    assert max(map(len, details)) <= 120
-    assert [line[:5] for line in details if not line.startswith(" ")] == [row.claim.id for row in full_board.judged]
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == claims
+    assert [line.split()[0] for line in lines[9:16]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
+    assert max(map(len, lines)) <= 120
+    ids = [line[:5] for line in lines if re.match(r"[SZ]\d-\d\d", line)]
+    assert ids == [row.claim.id for row in full_board.judged]
 
 
-def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(
-    full_board: Scoreboard, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_board, monkeypatch, capsys):
     monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
     for names, ids in (
         (["s3"], [f"S3-{number:02}" for number in range(1, 13)]),
@@ -314,18 +283,6 @@ def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(
         (line,) = capsys.readouterr().err.splitlines()
         assert f"error: '{name}' is neither a document nor a claim" in line
         assert nearest in line.partition("did you mean ")[2].partition("?")[0]
-
-
-def test_contradictions_name_the_other_claims_only(full_board: Scoreboard) -> None:
-    partners = {
-        claim: [ids for ids, _ in full_board.find_contradictions(claim)] for claim in ("Z0-04", "S0-07", "S1-06")
-    }
-    assert partners == {"Z0-04": ["S0-07"], "S0-07": ["Z0-04, Z0-05"], "S1-06": ["S0-11", "itself"]}
-
-
-def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(full_board: Scoreboard) -> None:
-    figures = [finding.figure for finding in find_claim(full_board, "Z0-06").results]
-    assert [figure and figure.n for figure in (figures[3], figures[1])] == [1, 3]
 
 
 # Changed ledgers
@@ -344,9 +301,7 @@ def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(full_board
         ("S2-07", 0, {"value": 2}, "contradicts itself", "holds"),
     ],
 )
-def test_changed_numbers_change_the_answer(
-    full_board: Scoreboard, claim: str, place: int, numbers: dict[str, object], before: str, after: str
-) -> None:
+def test_changed_numbers_change_the_answer(full_board, claim, place, numbers, before, after):
     judged = find_claim(full_board, claim)
     checks = list(judged.claim.checks)
     checks[place] = dataclasses.replace(checks[place], numbers={**checks[place].numbers, **numbers})
@@ -375,42 +330,26 @@ RATIO = "form: ratio, of: 1, to: 2"
 STATE = "form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8, at_most: 1"
 PAIRED = ("form: paired, report: r, task: t, strategy: zero1, over: ddp, figure: eval_loss_final, least_pairs: 3,"
           " at_most: 1")  # fmt: skip
-CORRECTION = minimal() + 'corrections: [{date: "2026-11-21", claim: S0-01, what: a, why: b}]\n'
+# The ledger is this project's own file: one wrong key or value of each kind.
 REFUSED = [
     (minimal(sayz="so"), 12, "unknown key 'sayz'"),
     (minimal(says=""), 5, "says is missing"),
     (minimal(id="S1-01"), 5, "no document has that code"),
-    (minimal(id="S0-1"), 5, "id is 'S0-1'"),
-    (minimal(checks=""), 5, "checks are missing"),
-    (minimal(settle="{command: study doctor, box: any}"), 11, "minutes is missing"),
-    (minimal(settle=""), 5, "settle is missing"),
     (minimal(says="[so]"), 7, "valid string"),
     (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
-    (minimal().replace("contradictions: []", "contradictions: [{between: [S0-01], why: so}]"), 12, "between is"),
     (minimal() + "claims: []\n", 13, "claims appears twice"),
-    (CORRECTION.replace("2026-11-21", "2026"), 13, "date is '2026'"),
-    (CORRECTION.replace("S0-01, what", "S9-01, what"), 13, "claim names 'S9-01'"),
 ]
 # Each is the only check of a claim.
 REFUSED_CHECKS = [
     ("form: guess, at_most: 1", "form is 'guess'"),
     ("form: ratio, of: 1, at_most: 1", "to is missing"),
-    ("form: ratio, of: .nan, to: 2, at_most: 1", "finite number"),
-    ("form: ratio, of: true, to: 2, at_most: 1", "valid number"),
     ("form: ratio, of: 1, to: 0, at_most: 1", "divide by zero"),
     (f"{RATIO}, away: 3, at_most: 1", "unknown key 'away'"),
     (RATIO, "region of the figure is incomplete"),
-    (f"{RATIO}, about: 3", "region of the figure is incomplete"),
-    (f"{RATIO}, at_most: one", "write a number"),
     (f"{RATIO}, at_least: 3, at_most: 1", "lower limit is above"),
-    (f"{RATIO}, about: 3, within: -0.1", "write a fraction of about, 0 or more"),
     (f"{RATIO}, at_most: 1, against: S9-09", "against names 'S9-09'"),
-    (f"{RATIO}, at_most: 1, necessary: 1", "valid boolean"),
     (STATE.replace("zero3", "zero4"), "zero4"),
-    (STATE.replace("gpus: 8", "gpus: 8.5"), "valid integer"),
-    (f"{STATE}, precision: int8", "int8"),
     (PAIRED.replace("eval_loss_final", "speed"), "speed"),
-    (f"{PAIRED}, where: size=1", "size=1"),
     ("form: missing, needs: more, at_most: 1", "does not apply"),
 ]
 
@@ -502,15 +441,6 @@ def test_a_finding_follows_the_runs(full_board: Scoreboard, change: Change, labe
     assert {claim: finding.parts[0].proxy for claim, finding in findings.items()} == labels
 
 
-def test_a_measured_verdict_shows_its_interval_and_its_pairs(full_board: Scoreboard) -> None:
-    judged = judge(find_claim(full_board, "S3-04").claim, Evidence(REPORTS).with_records("laptop", seeded(0.01)))
-    document = judged.document()
-    low, high = document["checks"][0]["interval"]
-    assert low < document["checks"][0]["figure"] < high
-    assert (document["n"], len(document["records"])) == (3, 6)
-    assert "], n = 3 (gpt-tiny on 2 ranks" in judged.sentence
-
-
 def wobble(run: pd.Series) -> float:
     return 1 + 0.001 * int(np.random.default_rng(zlib.crc32(run["run"].encode())).integers(-5, 6))
 
@@ -556,18 +486,19 @@ def test_an_answer_follows_the_runs(full_board: Scoreboard, claim: str, form: st
         assert "no fair pair" in matches[0].sentence
 
 
-@pytest.mark.parametrize(("slope", "answer"), [(-0.3, "fails"), (0.0, "inside noise"), (0.2, "holds")])
-def test_the_slope_of_a_ratio_over_sizes_is_recovered(full_board: Scoreboard, slope: float, answer: str) -> None:
-    def speed(run: pd.Series) -> float:
-        ratio = 1.0 if run["strategy"] == "single" else 0.8 * run["model_parameters"] ** slope
-        return float(5e8 / run["model_parameters"] * wobble(run) * ratio)
-
+def test_the_slope_of_a_ratio_over_sizes_is_recovered(full_board: Scoreboard) -> None:
     check = next(item for item in find_claim(full_board, "S2-02").claim.checks if item.form == "ratio_slope")
-    finding = check.find(changed("claims", column("tokens_per_s", speed)))
-    assert finding.figure is not None
-    # Two speeds with 0.5 % noise at each end of sizes that differ by a factor of five.
-    assert finding.figure.value == pytest.approx(slope, abs=4 * 0.005 / np.log(5))
-    assert (finding.figure.n, finding.answer) == (3, answer)
+    for slope, answer in ((-0.3, "fails"), (0.0, "inside noise"), (0.2, "holds")):
+
+        def speed(run: pd.Series, slope: float = slope) -> float:
+            ratio = 1.0 if run["strategy"] == "single" else 0.8 * run["model_parameters"] ** slope
+            return float(5e8 / run["model_parameters"] * wobble(run) * ratio)
+
+        finding = check.find(changed("claims", column("tokens_per_s", speed)))
+        assert finding.figure is not None
+        # Two speeds with 0.5 % noise at each end of sizes that differ by a factor of five.
+        assert finding.figure.value == pytest.approx(slope, abs=4 * 0.005 / np.log(5))
+        assert (finding.figure.n, finding.answer) == (3, answer)
 
 
 def test_an_unfair_partner_removes_no_other_pair_of_its_seed(full_board: Scoreboard) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from study.claims.published import TABLES, check, check_table, published_tables, read_table
+from study.claims.published import TABLES, check_table, published_tables, read_table
 from study.cli import main
 from study.config.errors import UserError
 from study.predictor.state import paper_state_bytes
@@ -31,26 +30,23 @@ def table(tmp_path: Path, *rows: str, header: str = "model,gpus,strategy,gb,devi
         # 20 B without ZeRO in 48 GB, although weights and gradients need 40 GB each.
         ("s1_20b.md", ["impossible", "possible", "possible"]),
         # Adam's states are assumed to be as large as the parameters.
-        ("s3_scenarios.md", ["suspicious"] * 4),
-        ("z0_table1.md", ["possible"] * 9),
+        ("s3_scenarios.md", ["suspicious"] * 4), ("z0_table1.md", ["possible"] * 9),
         # 4 x 28 GB in fp32; the page counts three of the four.
         ("adhdecode_7b.md", ["suspicious"]),
         # 8 B: 128 GB with Adam, 16 GB of weights; 70 B in 4 bits are 35 GB on two GPUs.
         ("axolotl_llama3.md", ["suspicious", "impossible", "possible", "possible"]),
         ("belle_issue.md", ["possible"] * 6),
         # 13 x 16 / 4 = 52 GB.
-        ("datafield_case_study.md", ["suspicious", "possible"]),
-        ("deepspeed_estimator.md", ["possible"] * 5),
+        ("datafield_case_study.md", ["suspicious", "possible"]), ("deepspeed_estimator.md", ["possible"] * 5),
         ("fine_tuning_gist.md", ["possible"] * 10),
         # 8 x 16 GB over 2, 4 and 8 GPUs: 64, 32 and 16 GB, and 15.63 GiB are 16.8.
         ("minicpm_finetune.md", ["suspicious", "suspicious", "possible", "possible", "possible"]),
         ("piphipsi_7b.md", ["suspicious"]),
         # 139.2 and 215.4 GB on GPUs of 80, unless they are sums over GPUs.
         ("qwen_readme.md", ["possible", "impossible", *["possible"] * 5, "impossible", "possible", "possible"]),
-        ("transformers_deepspeed.md", ["possible"] * 6),
-        ("zero_offload_paper.md", ["possible", "possible"]),
+        ("transformers_deepspeed.md", ["possible"] * 6), ("zero_offload_paper.md", ["possible", "possible"]),
     ],
-)
+)  # fmt: skip
 def test_published_tables_are_judged_as_by_hand(name: str, expected: list[str]) -> None:
     assert [row.plausibility for row in check_table(TABLES / name)] == expected
 
@@ -74,41 +70,25 @@ def test_the_floors_are_the_papers(tmp_path: Path) -> None:
     ("row", "expected"),
     [
         # Weights and gradients of 10 B need 40 GB; 37 in GiB are slightly less, 38 are more.
-        ("10B,8,ddp,36,", "impossible"),
-        ("10B,8,ddp,37,", "suspicious"),
-        ("10B,8,ddp,147,", "suspicious"),
+        ("10B,8,ddp,36,", "impossible"), ("10B,8,ddp,37,", "suspicious"), ("10B,8,ddp,147,", "suspicious"),
         ("10B,8,ddp,160,", "possible"),
         # Impossible on a smaller device, unless the table itself lists it as out of memory.
-        ("10B,8,ddp,160,80 GB", "impossible"),
-        ("10B,8,ddp,160 (OOM),80 GB", "possible"),
+        ("10B,8,ddp,160,80 GB", "impossible"), ("10B,8,ddp,160 (OOM),80 GB", "possible"),
         ("10B,8,zero3,21,T4", "impossible"),
         # The name is a prefix of the RTX 3080 Ti, which has 12.
-        ("10B,8,zero3,11,RTX 3080", "impossible"),
-        ("10B,8,zero3,21,H100 SXM", "possible"),
-        ("10B,8,zero3,4,", "impossible"),
-        ("10B,8,zero3_cpu,1,", "possible"),
+        ("10B,8,zero3,11,RTX 3080", "impossible"), ("10B,8,zero3,21,H100 SXM", "possible"),
+        ("10B,8,zero3,4,", "impossible"), ("10B,8,zero3_cpu,1,", "possible"),
         # Adapters need only their frozen weights. Stages 1 and 2 keep every weight on every GPU, stage 3 does not.
-        ("10B,1,single,19,,adapters", "possible"),
-        ("10B,1,single,18,,adapters", "impossible"),
-        ('10B,1,single,11,,"adapters, 8-bit"', "possible"),
-        ('10B,1,single,8,,"adapters, 8-bit"', "impossible"),
-        ('10B,1,single,5,,"adapters, 4-bit"', "possible"),
-        ("10B,4,zero2,5,,adapters", "impossible"),
+        ("10B,1,single,19,,adapters", "possible"), ("10B,1,single,18,,adapters", "impossible"),
+        ('10B,1,single,11,,"adapters, 8-bit"', "possible"), ('10B,1,single,8,,"adapters, 8-bit"', "impossible"),
+        ('10B,1,single,5,,"adapters, 4-bit"', "possible"), ("10B,4,zero2,5,,adapters", "impossible"),
         ("10B,4,zero3,5,,adapters", "possible"),
     ],
-)
+)  # fmt: skip
 def test_a_row_moves_with_its_figures(tmp_path: Path, row: str, expected: str) -> None:
     header = "model,gpus,strategy,gb,device" + ",trains" * ("adapters" in row)
     (only,) = check_table(table(tmp_path, row, header=header))
     assert only.plausibility == expected
-
-
-def test_more_memory_is_never_less_plausible_without_a_device(tmp_path: Path) -> None:
-    order = ("impossible", "suspicious", "possible")
-    for strategy in ("ddp", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_nvme", "fsdp2"):
-        rows = [f"7.5B,8,{strategy},{gb}," for gb in range(1, 200, 7)]
-        places = [order.index(check(row).plausibility) for row in read_table(table(tmp_path, *rows))]
-        assert places == sorted(places)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +111,11 @@ def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, la
         ("model,gpus,strategy,gb", "", "no table"),
         ("model,gpus,gb\n7B,8,10", ":1", "no column has the strategy"),
         ("model,gpus,strategy,gb\n7B,8,zero3", ":2", "3 cells"),
-        ("model,gpus,strategy,gb\nseven,8,zero3,10", ":2", "contains no model size"),
         ("model,gpus,strategy,gb\n0B,8,zero3,10", ":2", "contains no model size"),
-        ("model,gpus,strategy,gb\n7B,none,zero3,10", ":2", "not a valid GPU count"),
         ("model,gpus,strategy,gb\n7B,0,zero3,10", ":2", "not a valid GPU count"),
         ("model,gpus,strategy,gb\n7B,2-8,zero3,10", ":2", "not a valid GPU count"),
         ("model,gpus,strategy,gb\n7B,8,zero3,1e9", ":2", "not one size"),
         ("model,gpus,strategy,gb\n7B,8,zero3,45 of 80", ":2", "not one size"),
-        (f"model,gpus,strategy,gb\n7B,{'9' * 5000},zero3,10", ":2", "not a valid GPU count"),
-        (f"model,gpus,strategy,gb\n{'9' * 400}B,8,zero3,10", ":2", "contains no model size"),
-        (f"model,gpus,strategy,gb\n7B,8,zero3,{'9' * 400}", ":2", "not one size"),
         ("model,gpus,strategy,gb\n7B,8,magic,10", ":2", "not a strategy"),
         ("model,gpus,strategy,gb\n7B,8,zero1 + NVMe,10", ":2", "not a strategy of this study"),
         ("model,gpus,strategy,gb\n\n7B,8,zero3,much", ":3", "not one size"),
@@ -149,10 +124,10 @@ def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, la
         ("| model | gpus | strategy | gb |\n| --- | --- | --- | --- |\n| 7B | 8 | zero9 | 1 |", ":3", "not a strategy"),
     ],
 )
-def test_a_table_that_is_not_understood_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, place: str, words: str
-) -> None:
+def test_a_table_that_is_not_understood_is_refused_in_one_line(tmp_path, capsys, text, place, words):
     file = tmp_path / "table.csv"
+    with pytest.raises(UserError, match="not readable"):
+        read_table(file)
     file.write_text(text)
     assert main(["claims", "check-table", str(file)]) == 2
     out, err = capsys.readouterr()
@@ -167,13 +142,6 @@ def test_numbers_may_have_commas(tmp_path: Path) -> None:
     assert (row.gpus, row.gb, row.rounding_gb) == (1024, 4011.5, 0.05)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not readable"):
-        read_table(tmp_path / "none.csv")
-    with pytest.raises(UserError, match="not readable"):
-        read_table(tmp_path)
-
-
 @pytest.mark.parametrize(
     "arguments", [["claims", "check-table", "FILE", "--json"], ["claims", "--json", "check-table", "FILE"]]
 )
@@ -184,9 +152,3 @@ def test_json_has_every_row_with_its_floors(capsys: pytest.CaptureFixture[str], 
     assert [row["plausibility"] for row in rows] == ["suspicious", "possible", "possible"]
     assert rows[0]["row"]["parameters"] == 9241705984
     assert rows[0]["adam_gb"] == pytest.approx(147.87, abs=0.01)
-
-
-def test_a_table_that_may_never_end_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="it is not a file"):
-        read_table(tmp_path / "pipe")

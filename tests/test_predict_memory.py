@@ -99,17 +99,10 @@ def test_mpt_has_no_bias_and_ties_its_head():
     assert [(param.elements, param.rows) for param in shape.params] == tensors
 
 
-@pytest.mark.parametrize(
-    ("precision", "attention"),
-    [
-        *itertools.product(("fp32", "bf16", "bf16-engine"), ["sdpa"]),
-        ("bf16", "eager"),
-        *(pytest.param(precision, "eager", marks=pytest.mark.long) for precision in ("fp32", "bf16-engine")),
-    ],
-)
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mistral"])
-def test_the_formula_of_activations_matches_the_traced_code(model_type, precision, attention):
-    for checkpointing in (False, True):
+def test_the_formula_of_activations_matches_the_traced_code(model_type):
+    cases = (("fp32", "sdpa"), ("bf16-engine", "sdpa"), ("bf16", "eager"))
+    for (precision, attention), checkpointing in itertools.product(cases, (False, True)):
         request = make_request(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
         assert_activations_as_traced(request, rel=0.03)
 
@@ -280,9 +273,7 @@ def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(t
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name", ["mixtral", "mistralai/Mixtral-8x7B-v0.1", "qwen3_moe", "qwen3-30b-a3b", "t5", "gemma-3-4b"]
-)
+@pytest.mark.parametrize("name", ["mistralai/Mixtral-8x7B-v0.1", "qwen3_moe", "gemma-3-4b"])
 def test_no_model_of_another_architecture_is_suggested(name, capsys, tmp_path):
     arguments = ["predict", "--hardware", "8xH100", "--strategy", "zero2", "--model_name_or_path"]
     assert main([*arguments, name]) == 2

@@ -14,7 +14,6 @@ from study.config.strategy_names import apply_overrides
 from study.metrics.flops import model_flops_per_sample
 from study.predictor import activations as flops
 from study.predictor.communication import (
-    Collective,
     bus_bandwidth_gb_per_s,
     collective_s,
     communication_time,
@@ -121,9 +120,7 @@ def test_checkpointing_adds_hardware_flops_and_no_model_flops() -> None:
         ("8xH200", "all_gather", 2**34, 362), ("4xH200", "all_reduce", 2**34, 362),
     ],
 )  # fmt: skip
-def test_bandwidth_is_the_measured_one_if_there_is_one(
-    box: str, collective: Collective, payload: int, expected: float
-) -> None:
+def test_bandwidth_is_the_measured_one_if_there_is_one(box, collective, payload, expected):
     assert bus_bandwidth_gb_per_s(to_box(box), collective, payload) == pytest.approx(expected)
 
 

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from synthetic_records import reseal, without_seal
 STEPS = 6
 SEAL = "was changed after the run had closed its record"
 DOCUMENTS = ("status", "config", "environment", "engine", "summary", "memory", "traffic")
+FILES = (*(f"{name}.json" for name in DOCUMENTS), "steps.jsonl", "evals.jsonl")
 with tempfile.TemporaryDirectory() as _folder:
     _RUN = read_run(synthetic_records.write_run(Path(_folder), "zero3_cpu", steps=STEPS))
 CONFIG, ENVIRONMENT, ENGINE, SUMMARY = _RUN.config, _RUN.environment, _RUN.engine, _RUN.summary
@@ -97,11 +99,8 @@ def test_a_run_reads_back_as_it_was_written(run_directory: Path) -> None:
     assert run.status["started_at"] <= run.status["ended_at"]
     assert is_finished(run_directory)
     assert {*SUMMARY_KEYS, "sent_bytes_per_step", "gloo_sent_bytes_per_step"} <= set(SUMMARY)
-
-
-def test_the_run_directory_holds_the_files_of_the_design_and_no_leftover(run_directory: Path) -> None:
-    expected = {f"{name}.json" for name in DOCUMENTS} | {"steps.jsonl", "evals.jsonl"}
-    assert {file.name for file in run_directory.iterdir()} == expected
+    # The files of the design and no leftover.
+    assert {file.name for file in run_directory.iterdir()} == {*FILES}
     assert {file.stat().st_mode & 0o777 for file in run_directory.glob("*.json")} == {0o644}
 
 
@@ -252,10 +251,7 @@ def test_a_resumed_attempt_continues_from_the_rows_of_its_checkpoint(run_directo
     for row in ROWS[4:]:
         writer.append("steps.jsonl", row)
     writer.append("evals.jsonl", EVALS[1])
-    for name, document in (
-        ("config", CONFIG), ("environment", ENVIRONMENT), ("engine", ENGINE), ("memory", MEMORY), ("traffic", TRAFFIC),
-        ("summary", SUMMARY),
-    ):  # fmt: skip
+    for name, document in zip(DOCUMENTS[1:], (CONFIG, ENVIRONMENT, ENGINE, SUMMARY, MEMORY, TRAFFIC), strict=True):
         writer.write(f"{name}.json", document)
     writer.close("ok")
     assert (read_run(run_directory).steps, read_run(run_directory).evals) == (ROWS, EVALS)
@@ -308,35 +304,20 @@ def test_the_first_reason_of_a_failed_run_stays(tmp_path: Path) -> None:
 
 def test_ranks_that_fail_at_once_leave_one_complete_reason(tmp_path: Path) -> None:
     for number in range(20):
-        path = write_run(tmp_path / str(number), steps=1, end=False)
-        barrier = threading.Barrier(4)
-        statuses: list[dict[str, Any]] = []
+        path, barrier = write_run(tmp_path / str(number), steps=1, end=False), threading.Barrier(4)
 
-        def fail(
-            rank: int,
-            path: Path = path,
-            barrier: threading.Barrier = barrier,
-            statuses: list[dict[str, Any]] = statuses,
-        ) -> None:
+        def fail(rank: int, path: Path = path, barrier: threading.Barrier = barrier) -> dict[str, Any]:
             barrier.wait()
             end_interrupted_run(path, "failed", f"rank {rank}", f"hint {rank}")
-            statuses.append(read_status(path))
+            return read_status(path)
 
-        threads = [threading.Thread(target=fail, args=(rank,)) for rank in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        reasons = {word["reason"] for word in statuses if word["ended_at"] is not None}
-        assert len(reasons) == 1
+        with ThreadPoolExecutor(4) as pool:
+            statuses = list(pool.map(fail, range(4)))
+        assert len({status["reason"] for status in statuses if status["ended_at"] is not None}) == 1
         assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []
 
 
 # Invalid records. Each entry damages one file, and the error must name that file.
-
-NOT_NUMBERS: dict[str, Any] = {
-    "a string": "0.5", "a list": [0.5], "an object": {"a": 0.5}, "true": True, "false": False, "a negative": -0.5,
-}  # fmt: skip
 
 
 def assert_refused(path: Path, file: str, reason: str = "") -> None:
@@ -350,36 +331,34 @@ def assert_refused(path: Path, file: str, reason: str = "") -> None:
     assert isinstance(refusal.value, ValueError)
 
 
-@pytest.mark.parametrize("damage", NOT_NUMBERS)
-def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run_directory: Path) -> None:
-    documents = {"summary": SUMMARY, "memory": MEMORY, "traffic": TRAFFIC}
-    may_be_negative = {"train_loss_first", "train_loss_final", "eval_loss_final"}
-    for name, original in documents.items():
+@pytest.mark.parametrize("wrong", ["0.5", [0.5], True, -0.5], ids=str)
+def test_a_figure_of_another_type_is_refused_wherever_it_stands(wrong: Any, run_directory: Path) -> None:
+    for name, original in {"summary": SUMMARY, "memory": MEMORY, "traffic": TRAFFIC}.items():
         file = run_directory / f"{name}.json"
         before = file.read_text()
         for path, _ in leaves(original):
-            if path == ("unit",) or (damage == "a negative" and path[-1] in may_be_negative):
-                continue
-            # These are trees of figures.
-            if damage in ("a list", "an object") and {"buffer_bytes", "time"} & set(path):
-                continue
-            document = copy.deepcopy(original)
-            set_leaf(document, path, NOT_NUMBERS[damage])
-            file.write_text(json.dumps(document))
-            assert_refused(run_directory, file.name, str(path[-1]))
+            # Losses may be negative, and some values are trees of figures.
+            is_valid = (wrong == -0.5 and "loss" in str(path[-1])) or (
+                wrong == [0.5] and {"buffer_bytes", "time"} & set(path)
+            )
+            if path != ("unit",) and not is_valid:
+                document = copy.deepcopy(original)
+                set_leaf(document, path, wrong)
+                file.write_text(json.dumps(document))
+                assert_refused(run_directory, file.name, str(path[-1]))
         file.write_text(before)
     for name, rows in (("steps", ROWS), ("evals", EVALS)):
         file = run_directory / f"{name}.jsonl"
         before = file.read_text()
         for key in rows[1]:
-            if key != "samples_hash" and not (damage == "a negative" and key in ("loss", "eval_loss")):
-                rewrite_row(file, 1, methodcaller("update", {key: NOT_NUMBERS[damage]}))
+            if key != "samples_hash" and not (wrong == -0.5 and "loss" in key):
+                rewrite_row(file, 1, methodcaller("update", {key: wrong}))
                 assert_refused(run_directory, file.name, key)
                 file.write_text(before)
     read_run(run_directory)
 
 
-@pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_directory: Path) -> None:
     file = run_directory / name
     content = file.read_bytes()
@@ -409,7 +388,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "model_layers": ["many"],
     },
     "summary.json": {"steps": [1.5], "eval_accuracy": [1.5], "step_time_median": [1]},
-    "memory.json": {"unit": ["MiB"], "ranks": [[{}]]},
+    "memory.json": {"unit": ["MiB"], "ranks": [[{}]]}, "traffic.json": {"collectives": [[]]},
 }  # fmt: skip
 WRONG_ROWS: dict[str, list[dict[str, Any]]] = {
     "steps.jsonl": [
@@ -444,7 +423,7 @@ def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> 
             file.write_text(before)
 
 
-@pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "9" * 5000])
+@pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", "1" + "0" * 400])
 def test_a_number_that_is_not_finite_and_a_key_that_is_there_twice_are_refused(token: str, run_directory: Path) -> None:
     file, rows = run_directory / "summary.json", run_directory / "steps.jsonl"
     before = file.read_text()
@@ -468,7 +447,7 @@ def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_direct
         assert_refused(run_directory, file.name, SEAL if short else "")
 
 
-@pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_sealed_record_is_refused_when_any_file_of_it_was_changed(name: str, run_directory: Path) -> None:
     file = run_directory / name
     if name == "status.json":

@@ -6,19 +6,21 @@ import dataclasses
 import json
 import re
 import sys
+from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import nbformat
-import papermill
 import pytest
 
-from report_folders import committed, contents, few, laptop
+from report_folders import committed, contents, drawn, few, laptop
 from study import cli
+from study.claims.command import dependent_claims
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
-from study.records.frames import Records, read_runs, write_parquet
+from study.records.frames import read_parquet, read_runs, write_parquet
 from study.report.questions import QUESTIONS, answers
 from study.report.site import command
 from study.report.site.build import NOTEBOOKS, NotebookFailed, build, execute
@@ -30,16 +32,10 @@ from synthetic_records import write_run
 
 # Some of the laptop's records.
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
-# Other parameters of each notebook than its own; without a folder, records of four strategies or of a search.
-OTHERS: dict[str, dict[str, Any]] = {
-    "batch_size": {"records_dir": "reports/claims", "baseline": "zero2"}, "claims": {"finding": "holds"},
-    "loss_curves": {"baseline": "zero2"},
-    "model_size": {"records_dir": "reports/claims", "baseline": "zero3_cpu_optimizer"},
-    "neighbours": {"records_dir": "reports/virtual_neighbours", "baseline": "zero1"}, "offload": {"baseline": "ddp"},
-    "peak_memory": {"baseline": "zero2"}, "prediction": {}, "releases": {"strategy": "zero2"},
-    "runtime": {"baseline": "single"}, "scaling": {"fewest": 2},
-    "single_vs_multi": {"baseline": "zero2"}, "virtual_cluster": {"records_dir": "reports/virtual_lora"},
-    "what_fits": {},
+# A report in git with the figures of each notebook; `what_fits`, `claims` and `prediction` are tested elsewhere.
+IN_GIT = dict.fromkeys(NAMES, "laptop") | {
+    "batch_size": "claims", "model_size": "claims", "neighbours": "neighbours", "releases": "releases",
+    "scaling": "virtual_scaling", "virtual_cluster": "virtual_settings",
 }  # fmt: skip
 FIGURE = """
 from study.report import canvas
@@ -78,56 +74,71 @@ def read(file: Path) -> nbformat.NotebookNode:
     return nbformat.read(file, as_version=4)
 
 
-def searches() -> Records:
-    """Return probes of one search for the largest micro-batch."""
-    records = laptop()
-    about = {"id": "a-r1", "axis": "largest_micro_batch", "last": 2}
-    notes = [json.dumps([about | {"place": place}]) for place in range(3)]
-    runs = records.runs.head(3).assign(searches=notes, per_device_train_batch_size=[4, 8, 16])
-    runs.loc[2, "status_state"] = "oom"
-    return dataclasses.replace(records, runs=runs, steps=records.steps[records.steps["run"].isin(runs["run"][:2])])
-
-
-def test_every_notebook_has_other_parameters_here() -> None:
-    assert {file.stem for file in NOTEBOOKS.glob("*.ipynb")} == {*OTHERS, "colab"}
-
-
-@pytest.mark.parametrize("name", [*OTHERS, "colab"])
-def test_a_notebook_in_git_has_no_output_takes_parameters_and_shows_its_own_code(name: str) -> None:
-    file = NOTEBOOKS / f"{name}.ipynb"
-    document = read(file)
-    nbformat.validate(document)
-    assert (document.nbformat, document.nbformat_minor) == (4, 5)
-    assert document.metadata.kernelspec.name == "python3"
-    code = [cell for cell in document.cells if cell.cell_type == "code"]
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
-    assert [cell.metadata.get("tags") for cell in document.cells].count(["parameters"]) == 1
-    parameters = papermill.inspect_notebook(str(file))
-    if name not in ("colab", "claims", "prediction"):
-        assert "records_dir" in parameters
-    if name != "colab":
+def test_notebooks_in_git_have_no_output_take_parameters_and_show_their_own_code() -> None:
+    files = {file.stem: file for file in NOTEBOOKS.glob("*.ipynb")}
+    assert files.keys() == {*IN_GIT, "claims", "colab", "prediction", "what_fits"}
+    for name, file in files.items():
+        document = read(file)
+        nbformat.validate(document)
+        assert (document.nbformat, document.nbformat_minor) == (4, 5)
+        assert document.metadata.kernelspec.name == "python3"
+        code = [cell for cell in document.cells if cell.cell_type == "code"]
+        assert all(cell.outputs == [] and cell.execution_count is None for cell in code), name
+        assert [cell.metadata.get("tags") for cell in document.cells].count(["parameters"]) == 1
         text = "\n".join(cell.source for cell in code)
-        assert "plt.show()" in text or "display(canvas.finish(" in text
-        assert any(word in text for word in ("groupby(", "pivot_table(", "crosstab("))
+        assert name == "colab" or any(word in text for word in ("groupby(", "pivot_table(", "crosstab(")), name
         # A page has the figures of its notebook: their names are those of its questions.
         figures = {figure for question in QUESTIONS if question.notebook == name for figure in question.figures}
         assert set(re.findall(r"""name["']?[=:] ?["'](\w+)["']""", text)) >= figures
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_notebook_runs_with_other_parameters_and_draws(name: str, tmp_path: Path) -> None:
-    parameters = dict(OTHERS[name])
-    if name in (*NAMES, "what_fits"):
-        write_parquet(searches() if name == "what_fits" else few(), tmp_path / "records")
-        parameters["records_dir"] = str(tmp_path / "records")
-    execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / "out.ipynb", parameters, NOTEBOOKS, 120)
+def test_the_notebook_of_claims_runs_with_another_finding(tmp_path: Path) -> None:
+    execute(NOTEBOOKS / "claims.ipynb", tmp_path / "out.ipynb", {"finding": "holds"}, NOTEBOOKS, 120)
     outputs = [output for cell in read(tmp_path / "out.ipynb").cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output.output_type in ("error", "stream")]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert any("text/html" in output.get("data", {}) for output in outputs)
-    if "baseline" in parameters:
-        findings = [output.data["text/plain"] for output in outputs if output.get("metadata", {}).get("figure")]
-        assert any(parameters["baseline"] in finding for finding in findings)
+    assert {"image/png", "text/html"} <= {kind for output in outputs for kind in output.get("data", {})}
+
+
+def find_figures(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
+    return [output for output in outputs if output.get("metadata", {}).get("figure")]
+
+
+@pytest.mark.parametrize(("name", "report"), IN_GIT.items())
+def test_the_figures_of_a_report_in_git_are_drawn_again_with_the_same_words(name: str, report: str) -> None:
+    folder = REPOSITORY / "reports" / report
+    words = [
+        (output.metadata.figure, output.data["text/plain"]) for output in find_figures(read(folder / f"{name}.ipynb"))
+    ]
+    assert [(drawing.name, drawing.alt) for drawing in drawn(name, read_parquet(folder))] == words
+
+
+REPORTS = sorted(file.parent.name for file in (REPOSITORY / "reports").glob("*/runs.parquet"))
+
+
+@pytest.mark.parametrize("name", [name for name in REPORTS if name != "releases"])  # its pages: test_releases_page.py
+def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Every sentence, table and list of every page, around the figures of its executed notebooks."""
+    source, records = REPOSITORY / "reports" / name, read_parquet(REPOSITORY / "reports" / name)
+
+    def copy_notebooks(names: list[str], _: Path, folder: Path, *__: Any) -> dict[str, str]:
+        for stem in names:
+            document, numbers = read(source / f"{stem}.ipynb"), Counter[str]()
+            for output in find_figures(document):
+                numbers.update([figure := output.metadata.figure])
+                svg = source / "figures" / f"{figure}_{numbers[figure]}.svg"
+                # A page shows only the figures of the questions that its records answer.
+                output.data["image/svg+xml"] = svg.read_text(encoding="utf-8") if svg.exists() else ""
+            nbformat.write(document, folder / f"{stem}.ipynb")
+        return {}
+
+    monkeypatch.setattr("study.report.site.build._run_notebooks", copy_notebooks)
+    build(records, name, tmp_path / "report", claims=dependent_claims(records, name, source))
+    before, after = contents(source), contents(tmp_path / "report")
+    listed = json.loads(before["files.json"])["files"]
+    assert listed == {file: sha256(before[file]).hexdigest() for file in after if file != "files.json"}
+    changed = [file for file in listed if file.endswith((".html", ".md")) and before[file] != after[file]]
+    assert not changed, f"rebuild it: study report {name}"
 
 
 def test_an_unknown_notebook_parameter_is_an_error(tmp_path):
@@ -183,11 +194,6 @@ def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(built):
     assert [file.name for file in report.parent.iterdir()] == ["report"]
 
 
-def test_a_place_that_cannot_be_written_is_refused_in_one_line():
-    with pytest.raises(UserError, match="--output /proc/report is not writable"):
-        build(few(), "laptop", Path("/proc/report"))
-
-
 def test_a_build_that_breaks_leaves_the_old_report(tmp_path):
     output = committed(tmp_path)
     before = contents(output)
@@ -223,6 +229,7 @@ def test_a_report_is_rebuilt_and_leaves_every_file_that_it_did_not_make(built, n
     [
         (["nosuch"], "no suite is named 'nosuch'"),
         (["laptop", "--output", "file"], "argument --output: file is not a folder"),
+        (["laptop", "--output", "/proc/report"], "--output /proc/report is not writable"),
         (["colab"], "there are no records of colab: neither runs/colab nor reports/colab/runs.parquet is there"),
         (["broken"], "runs.parquet is not readable"),
         (["empty"], "empty has no record"),

@@ -58,12 +58,8 @@ def test_it_leads_from_a_clean_virtual_environment_to_a_report(tmp_path):
     python = bare / "bin" / "python"
     call(python, "-m", "pip", "install", "--quiet", "-c", REPOSITORY / "constraints.txt", "papermill", "ipykernel")
     parameters = {
-        "source": archive,
-        "suite": suite,
-        "only": "*-2x-*",
-        "time_budget": "20m",
-        "work_dir": tmp_path / "work",
-    }
+        "source": archive, "suite": suite, "only": "*-2x-*", "time_budget": "20m", "work_dir": tmp_path / "work",
+    }  # fmt: skip
     chosen = [str(part) for name, value in parameters.items() for part in ("-p", name, value)]
     output = tmp_path / "out.ipynb"
     environment = {name: value for name, value in os.environ.items() if name not in _THIS_INSTALLATION}
@@ -132,9 +128,7 @@ def test_without_a_source_it_uses_the_newest_archive_next_to_it_without_a_prompt
 @pytest.mark.parametrize(
     ("torch", "driver"), [("2.12.1", "12.4"), ("2.10.0", "12.4"), ("2.10.0", "13.0"), (None, None)]
 )
-def test_packages_of_the_runtime_stay_and_a_new_enough_torch_is_reused(
-    torch: str | None, driver: str | None, tmp_path: Path
-) -> None:
+def test_packages_of_the_runtime_stay_and_a_new_enough_torch_is_reused(torch, driver, tmp_path):
     packages, work = tmp_path / "packages", tmp_path / "work"
     if torch:
         about = packages / f"torch-{torch}.dist-info"

@@ -153,9 +153,7 @@ COMMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "REPOSITORY", tmp_path)
     monkeypatch.setattr(environment, "IMPORT_ROOT", tmp_path)
     monkeypatch.setattr(environment, "PACKAGE", tmp_path / "study")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 
 import numpy as np
 import numpy.typing as npt
@@ -143,20 +142,6 @@ def test_another_baseline_changes_the_finding_and_no_measured_value(notebook):
         assert name not in before or after[name].alt == before[name].alt
 
 
-def test_curves_that_agree_are_one_line_of_the_common_seeds_and_one_that_does_not_is_named():
-    records = changed()
-    assert records.runs.groupby("strategy")["seed"].nunique().nunique() > 1
-    text = texts(laptops("loss_curves")["loss"].figure)
-    assert "13 of 13 strategies lie on one line" in text
-    assert "Faint: other seeds" in text
-    run = records.runs.loc[records.runs["strategy"] == "zero3", "run"].iloc[0]
-    steps = records.steps.copy()
-    steps.loc[steps["run"] == run, "loss"] += 0.5
-    text = texts(figures("loss_curves", dataclasses.replace(records, steps=steps))["loss"].figure)
-    assert "12 of 13 strategies lie on one line" in text
-    assert "single + 11 more" in text
-
-
 def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
     records = changed()
     runs = records.runs[records.runs["seed"] == records.runs["seed"].min()]
@@ -166,35 +151,3 @@ def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
     lines = [line for line in figure.axes[0].lines if len(np.asarray(line.get_xdata())) > 100]
     assert max(len(np.asarray(line.get_xdata())) for line in lines) <= 300
     assert np.mean(np.asarray(lines[0].get_ydata())) == pytest.approx(rows["loss"].mean(), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "alt"),
-    [
-        ("batch_size", {"global_batch_size": 32}, "ddp 100 % at 16, 100 % at 32"),
-        ("model_size", {"model_name_or_path": "gpt-larger"}, "ddp 100 % at 2.69, 100 % at 5.39"),
-    ],
-)
-def test_speed_against_batch_and_model_size_needs_two_of_them(name, change, alt):
-    records = changed()
-    twice = {column: records.runs[column] * 2 for column in ("tokens_per_s", "model_parameters")}
-    keys = records.runs["workload_key"].map(lambda key: json.dumps(json.loads(key) | change))
-    more = records.runs.assign(workload="other", workload_key=keys, run=records.runs["run"] + "-2", **twice | change)
-    runs = pd.concat([records.runs, more], ignore_index=True)
-    drawing = drawn(name, dataclasses.replace(records, runs=runs))[0]
-    assert alt in drawing.alt
-    assert "zero3 100 %" not in drawing.alt
-    baselines = drawn(name, dataclasses.replace(records, runs=runs), baseline="zero2")
-    assert any("zero2 100 % at" in drawing.alt for drawing in baselines)
-
-
-def test_the_figure_of_traffic_has_ring_bytes_and_lines_at_multiples_of_the_parameters():
-    """Stage 3 on two ranks sends as much as plain data parallelism, with twice the payload."""
-    drawing = laptops("runtime")["traffic"]
-    sizes = dict(part.split(" ")[:2] for part in drawing.alt.partition(": ")[2].split(", "))
-    assert sizes["zero3"] == sizes["ddp"]
-    payload = changed().runs.groupby("strategy")["comm_bytes_per_step"].first()
-    assert payload["zero3"] == pytest.approx(2 * payload["ddp"], rel=0.01)
-    assert "multiples of the parameters" in texts(drawing.figure)
-    sharded = dataclasses.replace(changed(), runs=changed().runs[changed().runs["strategy"] == "zero3"])
-    assert "multiples of the parameters" not in texts(figures("runtime", sharded)["traffic"].figure)

@@ -16,7 +16,7 @@ import pytest
 from scipy import stats
 
 from report_folders import figures
-from study.records.frames import Records, read_parquet, read_records
+from study.records.frames import Records, read_records
 from study.records.statistics import estimate_noise
 from study.report import questions
 from study.report.document import Answer, Question, cell_text
@@ -24,7 +24,7 @@ from study.report.questions import QUESTIONS, TABLES, answers
 from study.report.questions.loss import largest_step_difference
 from study.report.questions.runs import DependentClaim
 from study.report.site.build import NOTEBOOKS, build
-from synthetic_records import REPOSITORY, with_steps, write_run
+from synthetic_records import with_steps, write_run
 
 STAGES = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu")
 
@@ -84,41 +84,6 @@ def test_a_new_question_is_one_file_and_its_place_in_the_list(tmp_path: Path, mo
     assert [file.name for file in (tmp_path / "report").glob("*.html")] == ["index.html"]
 
 
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    root = tmp_path_factory.mktemp("stages")
-    write(root, dict.fromkeys(STAGES, 1.0), (42,))
-    return read_answers(root)
-
-
-def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]) -> None:
-    # Bytes per parameter: 4 + 4 + 8 with DDP; stage 1 halves 12 of optimizer, 2 also gradients, 3 also parameters.
-    memory, traffic, time, offload = (stages[name] for name in ("memory", "traffic", "time", "offload"))
-    assert memory.sentence == "Sharding reduces the model state of a rank to 62 % of `ddp`'s (`zero3`)."
-    shares = {arm: row(memory.table, arm)["State, % of ddp"] for arm in ("ddp", "zero1", "zero2", "zero3")}
-    assert shares == {"ddp": "100 %", "zero1": "88 %", "zero2": "75 %", "zero3": "62 %"}
-    assert traffic.sentence == (
-        "Sharding sends 1.00 to 2.00 times the ring bytes (NCCL) of `ddp` per step, most with `zero3`."
-    )
-    assert row(traffic.table, "zero3")["x ddp"] == "2.00"
-    assert "gathered" not in notes(traffic)
-    assert row(traffic.table, "single")["Ring bytes (NCCL), MiB"] == "0"
-    assert time.sentence == "The step time of sharding strategies differs from `ddp`, but is not significant."
-    assert float(row(time.table, "zero3")["x ddp"].removeprefix("~ ")) == pytest.approx(1.5, abs=0.1)
-    assert float(row(time.table, "zero1")["x ddp"].removeprefix("~ ")) == pytest.approx(1.1, abs=0.06)
-    assert "~: not significant.\nOne run of each strategy: the noise is not known" in notes(time)
-    # Offload is a separate question.
-    assert "zero3_cpu" not in {*memory.table["Strategy"], *traffic.table["Strategy"], *time.table["Strategy"]}
-    assert row(offload.table, "zero3_cpu")["Freed"] == "80 %"
-    assert offload.sentence.startswith("Offload frees 80 % of the model state on the device")
-
-
-def test_the_traffic_of_zero3_is_explained_where_parameters_stay_gathered() -> None:
-    traffic = read_answers(read_parquet(REPOSITORY / "reports" / "laptop"))["traffic"]
-    assert list(row(traffic.table.droplevel(0, axis=1), "zero3")["x ddp"]) == ["0.99", "1.00"]
-    assert "`stage3_param_persistence_threshold`" in notes(traffic)
-
-
 # The loss ends at 1.7 + 4 exp(-8/12) plus a little noise: a shift of 0.1 is largest relative to the smallest loss.
 @pytest.mark.parametrize(
     ("shift", "config", "sentence", "same"),
@@ -131,9 +96,7 @@ def test_the_traffic_of_zero3_is_explained_where_parameters_stay_gathered() -> N
         (0.006 * 3.75, {"precision": "bf16"}, "Yes, under 1 of 6", "5 of 6"),
     ],
 )
-def test_a_loss_is_the_same_within_the_margin_of_its_precision(
-    tmp_path: Path, shift: float, config: dict[str, str], sentence: str, same: str
-) -> None:
+def test_a_loss_is_the_same_within_the_margin_of_its_precision(tmp_path, shift, config, sentence, same):
     for strategy in STAGES:
         write_run(tmp_path, strategy, loss_shift=shift if strategy == "zero2" else 0.0, config=config)
     loss = read_answers(tmp_path)["loss"]
@@ -148,7 +111,7 @@ def test_a_step_is_compared_with_the_loss_of_that_step(tmp_path: Path) -> None:
     def change(step: dict[str, Any], first: float, later: float) -> dict[str, Any]:
         return step | {"loss": first if step["step"] == 1 else later}
 
-    for strategy, first, later in (("ddp", 5.0, 0.01), ("zero2", 5.005, 0.01), ("zero3", 5.0, 0.0101)):
+    for strategy, first, later in (("ddp", 5.0, 0.01), ("zero2", 5.005, 0.01), ("zero3", 5.001, 0.0101)):
         path = write_run(tmp_path, strategy, name=strategy)
         with_steps(path, functools.partial(change, first=first, later=later))
     loss = read_answers(tmp_path)["loss"]
@@ -270,37 +233,6 @@ def test_confounded_and_failed_strategies_are_named_and_in_no_answer(tmp_path: P
     assert cell_text(failed["Comparable"]) == "-"
 
 
-@pytest.fixture(scope="module")
-def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """Return answers for four seeds: stage 0 is as fast as DDP, stage 3 takes 1.5 times as long."""
-    root = tmp_path_factory.mktemp("seeds")
-    write(root, dict.fromkeys(("single", "ddp", "zero0", "zero3"), 1.0), (42, 43, 44, 45))
-    write_run(root, "ddp", seed=42, repeat=2)
-    return read_answers(root)
-
-
-def test_seeds_are_tested_for_equivalence_and_reruns_measure_chance(seeds: dict[str, Answer]) -> None:
-    (line,) = seeds["loss"].table.to_dict("records")
-    assert line["Equivalent"] == "3 of 3"
-    assert "seed by seed (n = 4)." in notes(seeds["loss"])
-    assert notes(seeds["runs"]) == "4 to 5 runs of each strategy."
-    # Two reruns differ by the noise of a synthetic record: 1e-7 of a loss of about 4.
-    assert 0 < float(line["Rerun"].removesuffix(" %")) < 1e-4
-    # The margin is 0.12 % of the loss, whose floor is 1.7.
-    (margin_percent,) = re.findall(r"The margin is at most ([\d.]+) %", notes(seeds["loss"]))
-    assert 0.12 < float(margin_percent) < 0.25
-
-
-def test_a_significant_difference_in_time_is_named_with_its_interval(seeds: dict[str, Answer]) -> None:
-    time = seeds["time"]
-    middle, low, high = map(float, re.findall(r"[\d.]+\d", row(time.table, "zero3")["x ddp"]))
-    assert time.sentence == f"A step with sharded state takes {middle:.2f} times as long as one of `ddp`."
-    assert low < 1.5 < high
-    assert middle == pytest.approx(1.5, abs=0.05)
-    assert row(time.table, "zero0")["x ddp"].startswith("~ ")
-    assert re.search(r"Residual SD of like runs: [\d.]+ % \(\d+ degrees of freedom\)\. With 4 seeds", notes(time))
-
-
 def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test_s_power(tmp_path: Path) -> None:
     for seed, factor in ((1, 0.94), (2, 1.0), (3, 1.06), (4, 1.0)):
         write(tmp_path, {"ddp": factor, "zero2": 2 - factor, "zero0": 1.0}, (seed,))
@@ -320,27 +252,6 @@ def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test
     sentence = r"the least significant difference is ([\d.]+) %, which is found half of the time"
     (least,) = re.findall(sentence, notes(by_name["time"]))
     assert float(least) == pytest.approx(100 * math.expm1(beyond * spread.log_sd * math.sqrt(2 / 4)), rel=0.02)
-
-
-def test_strategies_with_three_seeds_are_judged_where_others_have_one(tmp_path: Path) -> None:
-    """The laptop suite is such a case: with `single` as baseline, the other seeds would have no partner."""
-    several = ("ddp", "zero0", "zero1", "zero2", "zero3")
-    write(tmp_path, dict.fromkeys((*several, "single", "zero3_cpu", "fsdp2"), 1.0), (42,))
-    write(tmp_path, dict.fromkeys(several, 1.0), (43, 44))
-    for repeat in (2, 3):
-        write_run(tmp_path, "ddp", seed=42, repeat=repeat)
-    records = read_records(tmp_path)
-    assert set(records.runs["confounded"]) == {""}
-    assert set(records.runs["baseline"].str.split("-2x-").str[0]) == {"gpt-wikitext-gpt-tiny-ddp"}
-    by_name = read_answers(records)
-    assert re.fullmatch(
-        r"A step with sharded state takes 1\.[01]\d to 1\.[45]\d times as long as one of `ddp`; 1 of 4 strategies are"
-        r" not significant\.", by_name["time"].sentence,
-    ), by_name["time"].sentence  # fmt: skip
-    assert row(by_name["time"].table, "fsdp2")["x ddp"].startswith("~ ")
-    assert "Fewer than three seeds, so not judged: `single`, `zero3_cpu` and `fsdp2`." in notes(by_name["advice"])
-    (line,) = by_name["loss"].table.to_dict("records")
-    assert (line["Same loss"], line["Equivalent"]) == ("7 of 7", "4 of 4")
 
 
 THREE = (1, 2, 3)
@@ -373,35 +284,14 @@ def test_advice_names_the_strategies_that_none_is_significantly_faster_than(case
     assert line["Least model state"].startswith(least)
 
 
-def test_without_a_gpu_cpu_offload_frees_nothing(tmp_path: Path) -> None:
-    """Host memory replaces the device's. NVMe offload frees the optimizer's 12 of 20 bytes per parameter."""
-    write(tmp_path, dict.fromkeys(("zero3", "zero3_cpu", "zero3_nvme_optimizer"), 1.0), gpu=False)
-    offload = read_answers(tmp_path)["offload"]
-    assert row(offload.table, "zero3_cpu")["Freed"] == "0.00 %"
-    assert row(offload.table, "zero3_nvme_optimizer")["Freed"] == "60 %"
-    assert offload.sentence.startswith(
-        "Without a GPU, CPU offload frees nothing; NVMe offload frees 60 % of the model state; offload changes"
-    )
-
-
-def test_speed_by_batch_is_relative_to_the_baseline_of_the_same_batch(tmp_path: Path) -> None:
-    def write_seed(seed: int) -> None:
-        for batch, factor in ((16, 1.0), (64, 0.8)):
-            write(tmp_path, {"ddp": 1.0, "zero3": factor}, (seed,), config={"global_batch_size": batch})
-
-    write_seed(42)
-    sentence = read_answers(tmp_path)["batch_size"].sentence
-    assert sentence == "The speed of `zero3` differs from `ddp`, but at both ends it is not significant."
-    write_seed(43)
-    write_seed(44)
+def test_a_confounded_batch_size_has_no_speed_of_its_own(tmp_path: Path) -> None:
+    for seed, (batch, factor) in itertools.product((42, 43, 44), ((16, 1.0), (64, 0.8))):
+        write(tmp_path, {"ddp": 1.0, "zero3": factor}, (seed,), config={"global_batch_size": batch})
     records = read_records(tmp_path)
-    answer = read_answers(records)["batch_size"]
-    small, large = (int(cell.removesuffix(" %")) for cell in row(answer.table, "zero3").tolist()[1:])
-    assert (small, large) == (pytest.approx(100 / 1.5, abs=3), pytest.approx(100 / 1.2, abs=4))
-    assert row(answer.table, "ddp").tolist() == ["ddp", "100 %", "100 %"]
-    assert answer.sentence == (
-        f"The speed of `zero3` in percent of `ddp`: {small} % at batch 16 and {large} % at batch 64."
-    )
+    sentence = read_answers(dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 42]))[
+        "batch_size"
+    ].sentence
+    assert sentence == "The speed of `zero3` differs from `ddp`, but at both ends it is not significant."
     runs = records.runs
     runs.loc[(runs["strategy"] == "zero3") & (runs["global_batch_size"] == 64), "confounded"] = "clipping"
     answer = read_answers(records)["batch_size"]
@@ -434,11 +324,8 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     write_run(tmp_path, "zero3", state="failed", reason="x")
     assert list(read_answers(tmp_path)) == ["runs"]
     virtual: dict[str, Any] = {
-        "virtual": True,
-        "ranks": 64,
-        "config": {"global_batch_size": 64},
-        "environment": {"cpu": "Another"},
-    }
+        "virtual": True, "ranks": 64, "config": {"global_batch_size": 64}, "environment": {"cpu": "Another"},
+    }  # fmt: skip
     write_run(tmp_path / "v", "zero3", **virtual)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "status.json").write_text("{")
@@ -451,12 +338,11 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     assert "there is no loss, no accuracy, and no throughput" in notes(by_name["layers"])
 
 
-def test_the_committed_records_have_short_answers() -> None:
-    by_name = read_answers(read_parquet(REPOSITORY / "reports" / "laptop"))
-    assert set(by_name) == {"loss", "memory", "time", "traffic", "offload", "advice", "ranks", "runs"}
-    for name, answer in by_name.items():
-        text = "\n".join([answer.sentence, answer.table.to_csv(), *answer.notes])
-        assert "nan" not in text, name
-        assert "<NA>" not in text, name
-        assert len(answer.sentence) < 160, name
-        assert len(answer.table) <= 10, name
+def test_with_a_gpu_offload_frees_its_memory(tmp_path: Path) -> None:
+    """Bytes per parameter and rank under DDP: 20. The committed records are of machines without a GPU."""
+    write(tmp_path, dict.fromkeys(("ddp", "zero3", "zero3_cpu"), 1.0), (42,))
+    by_name = read_answers(tmp_path)
+    assert row(by_name["offload"].table, "zero3_cpu")["Freed"] == "80 %"
+    assert by_name["offload"].sentence.startswith("Offload frees 80 % of the model state on the device")
+    assert row(by_name["memory"].table, "zero3")["State, % of ddp"] == "62 %"
+    assert "zero3_cpu" not in {*by_name["memory"].table["Strategy"], *by_name["time"].table["Strategy"]}

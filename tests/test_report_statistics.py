@@ -40,18 +40,6 @@ def frame(rows: Sequence[tuple[str, int, int, float]], **more: object) -> pd.Dat
     return runs.assign(strategy=strategies, world_size=2, **{LOSS: runs[TIME]}, **(columns | more))
 
 
-@pytest.mark.parametrize("n", [3, 5, 8])
-def test_intervals_of_log_normal_noise_cover_the_truth_as_often_as_they_say(n: int) -> None:
-    """The coverage of 5000 draws has a standard deviation of 0.3 %. Measured: 94.6, 95.4 and 95.1 %; with the heavy
-    tails of Student's t with 4 degrees of freedom 96.0, 95.9 and 95.7 %.
-    """
-    logs = np.random.default_rng(n).normal(math.log(1.5), 0.05, size=(5000, n))
-    intervals = [interval(np.exp(sample)) for sample in logs]
-    bounds = [(item.low, item.high) for item in intervals]
-    covered = np.mean([low is not None and high is not None and low <= 1.5 <= high for low, high in bounds])
-    assert 0.93 < covered < 0.97
-
-
 def test_an_interval_is_that_of_t_on_logs_around_the_geometric_mean() -> None:
     values = [1.0, 2.0, 2.5, 7.0, 3.0]
     result = interval(values)
@@ -214,19 +202,6 @@ def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confo
         assert (few.p, few.words) == (None, f"not significant ({words})")
 
 
-def test_half_the_least_significant_difference_is_seldom_significant_and_twice_that_often_is() -> None:
-    rng, seeds = np.random.default_rng(9), 4
-    spread = estimate_noise(as_runs(drawn(rng, 400)), TIME)
-    assert spread is not None
-    smallest = spread.least_significant_difference(seeds, len(AGAINST_THE_FIRST))
-    assert smallest is not None
-    for times, (least, most) in ((0.5, (0.0, 0.2)), (1, (0.3, 0.7)), (2, (0.9, 1.0))):
-        effect = np.array([0.0] * 12 + [math.log1p(times * smallest)])
-        families = (drawn(rng, seeds, effect=effect) for _ in range(150))
-        detected = np.mean([corrected_p(logs, AGAINST_THE_FIRST)[ARMS[12], ARMS[0]] < 0.05 for logs in families])
-        assert least <= detected <= most, times
-
-
 def test_equivalence_is_shown_inside_the_margin_only() -> None:
     rng = np.random.default_rng(5)
     baselines: Any = rng.normal(2.0, 0.1, size=8)
@@ -254,30 +229,14 @@ def test_one_run_each_is_no_test() -> None:
     assert (same.verdict, same.p) == ("equivalent", None)
 
 
-def test_seeds_needed_give_the_power_they_promise() -> None:
-    n = seeds_needed(0.0118, 0.01)
-    assert n is not None
-    samples = np.random.default_rng(11).normal(0.0118, 0.01, size=(4000, n))
-    power, fewer = ((stats.ttest_1samp(samples[:, :count], 0, axis=1).pvalue < 0.05).mean() for count in (n, n - 1))
-    assert 0.78 <= power <= 0.90
-    assert fewer < 0.82
-    assert n < seeds_needed(0.0118, 0.02) < seeds_needed(0.0118, 0.04)  # type: ignore[operator]
+def test_seeds_needed_have_bounds() -> None:
+    # The power of the number between them: test_report_questions.py.
     assert seeds_needed(0.5, 0) == seeds_needed(0.5, 1e-9) == 2
     assert seeds_needed(1e-6, 1.0) is None
     with pytest.raises(ValueError, match="is out of range"):
         seeds_needed(0, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("fraction", "text"),
-    [
-        (0.5, "+50 %"),
-        (0.025, "+2.5 %"),
-        (-0.001, "-0.10 %"),
-        (1e-8, "+0.000001 %"),
-        (-1e-8, "-0.000001 %"),
-        (0, "+0.00 %"),
-    ],
-)
-def test_the_smaller_a_share_the_more_decimals_it_has(fraction: float, text: str) -> None:
-    assert percent(fraction, signed=True) == text
+def test_the_smaller_a_share_the_more_decimals_it_has() -> None:
+    texts = [percent(fraction, signed=True) for fraction in (0.5, 0.025, -0.001, 1e-8, -1e-8, 0)]
+    assert texts == ["+50 %", "+2.5 %", "-0.10 %", "+0.000001 %", "-0.000001 %", "+0.00 %"]

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from scipy import stats
 
 from report_folders import drawn
-from study.config.places import REPOSITORY
-from study.config.strategies import WITH_REPLICAS
 from study.predictor.run_predictions import predict_run
-from study.records.frames import Records, read_parquet, read_records
+from study.records.frames import Records, read_records
 from study.report.questions import QUESTIONS, TABLES, answers
-from study.report.questions.memory import NEIGHBOURS, neighbours_table
 from study.report.questions.scaling import NODES
-from synthetic_records import PARAMETERS, answered, state_bytes, write_run
+from synthetic_records import PARAMETERS, answered, write_run
 
 MIB = 2**20
 ALL = ("summary", "loss", "memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")
@@ -44,42 +39,6 @@ def row(table: pd.DataFrame, arm: str) -> pd.Series:
     return match
 
 
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """Return records of every strategy with two batches of two models."""
-    root = tmp_path_factory.mktemp("several")
-    for batch in (16, 64):
-        for model in ("gpt2", "gpt-tiny"):
-            for strategy in ("single", "ddp", "zero3", "zero3_cpu"):
-                write_run(root, strategy, config={"global_batch_size": batch, "model_name_or_path": model})
-    return read_records(root)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_table_has_its_common_columns_and_units_in_its_headings(name: str, several: Records) -> None:
-    table = TABLES[name](several)
-    assert list(table)[:3] == ["Workload", "Strategy", "Runs"]
-    assert list(table)[-2:] == ["Outcome", "Comparable"]
-    assert len(table) == (8 if name == "offload" else 16)
-    units = ("MiB", "GiB", "KiB", "ms", "/s", ", s", "tokens", "millions", "baseline", "x one device", "x without")
-    bare = {"Eval loss", "Train loss, first", "Train loss, last", "Perplexity", "Max difference in a step", "at step",
-            "Efficiency", "Calls per step", "Accumulation", "Global batch"}  # fmt: skip
-    numbers = [column for column in table if table[column].dtype.kind == "f"]
-    assert [column for column in numbers if column not in bare and not any(unit in column for unit in units)] == []
-
-
-def test_models_are_in_the_order_of_parameters_and_larger_batches_send_less_per_token(several: Records) -> None:
-    table = TABLES["model_size"](several)
-    assert table["Parameters, millions"].tolist() == [PARAMETERS / 1e6] * 16
-    assert set(table["Model"]) == {"gpt2", "gpt-tiny"}
-    table = TABLES["batch_size"](several)
-    sent = table[table["Strategy"] == "zero3"].groupby("Global batch")["Ring bytes (NCCL) per token, KiB"].max()
-    assert sent[16] == pytest.approx(8 * PARAMETERS / (16 * 64) / 1024)
-    assert sent[16] == pytest.approx(4 * sent[64])
-    # On two ranks stage 3 takes 1.5 times as long as DDP, and has half of the speed per device of a single one's 1.8.
-    assert row(table[:4], "zero3")["Throughput, x baseline"].startswith("0.6")
-
-
 @pytest.mark.parametrize("name", ["summary", "loss", "memory", "runtime", "single_vs_multi"])
 def test_failed_runs_are_rows_with_their_reasons(name: str, records: Records) -> None:
     table = TABLES[name](records)
@@ -93,39 +52,6 @@ def test_failed_runs_are_rows_with_their_reasons(name: str, records: Records) ->
     assert (table["Runs"].sum(), len(table)) == (len(records.runs), 11)
     lost = TABLES[name](Records(records.runs[records.runs["status_state"] == "oom"], records.steps.iloc[:0]))
     assert lost.empty or lost["Outcome"].tolist() == ["oom: CUDA out of memory (1)"]
-
-
-def test_the_memory_table_has_the_memory_of_the_rank_with_most(records: Records) -> None:
-    table, state = TABLES["memory"](records), state_bytes("zero3_cpu", 2)
-    offloaded = row(table, "zero3_cpu")
-    assert offloaded["Parameters (host), MiB"] == pytest.approx(state["params"]["host"] / MIB)
-    assert offloaded["Optimizer (host), MiB"] == pytest.approx(state["optimizer"]["host"] / MIB)
-    assert offloaded["Gradients, MiB"] == pytest.approx(state["grads"]["device"] / MIB)
-    assert offloaded["Optimizer, MiB"] == 0
-    single = sum(places["device"] for places in state_bytes("single", 1).values())
-    assert offloaded["State on the device, x baseline"] == pytest.approx(state["grads"]["device"] / single)
-    assert row(table, "single")["State on the device, x baseline"] == 1
-
-
-def test_the_loss_table_pairs_by_seed_and_finds_the_largest_step(records: Records) -> None:
-    table = TABLES["loss"](records)
-    same, shifted = row(table, "zero3"), row(table, "zero2")
-    assert row(table, "single")["Equivalent"] == "baseline"
-    assert same["Max difference in a step"] < 1e-6
-    assert re.match(r"equivalent \(mean difference.*n = 2, p = ", same["Equivalent"])
-    assert shifted["Max difference in a step"] == pytest.approx(0.5, abs=1e-5)
-    assert shifted["at step"] > 1
-    assert shifted["Equivalent"].startswith("equivalence is not shown")
-
-
-def test_offload_is_compared_with_the_same_stage(records: Records) -> None:
-    table = TABLES["offload"](records)
-    stages = {"zero2": "this row", "zero3": "this row", "zero2_cpu": "zero2", "zero3_cpu": "zero3",
-              "zero3_nvme": "zero3", "zero3_nvme_optimizer": "zero3"}  # fmt: skip
-    assert dict(zip(table["Strategy"], table["Without offload"], strict=True)) == stages
-    moved = row(table, "zero3_cpu")
-    assert (moved["Optimizer on"], moved["Parameters on"]) == ("cpu", "cpu")
-    assert re.fullmatch(r"0\.6[678] \(n = 2: 0\.6[5-9], 0\.6[5-9]\)", moved["Time, x without"])
 
 
 def test_one_run_of_each_strategy_has_no_test(tmp_path: Path) -> None:
@@ -155,27 +81,6 @@ def test_speed_is_a_fraction_of_the_measured_matmul_rate(tmp_path: Path) -> None
     fraction = ddp["model_flops_per_step"] * steps_per_s / 2 / 0.5e12
     assert row(table, "ddp")["Of the measured matmul rate"] == pytest.approx(fraction)
     assert all(pd.isna(row(table, arm)["Of the measured matmul rate"]) for arm in ("zero2", "zero3"))
-
-
-def test_the_runtime_table_has_significant_ratios_and_percentiles_of_the_record(tmp_path: Path) -> None:
-    for seed in (42, 43, 44):
-        for strategy, factor in (("single", 1.0), ("zero0", 1.8), ("zero3", 2.4)):
-            for repeat in (1, 2):
-                write_run(tmp_path, strategy, seed=seed, repeat=repeat, ranks=1, time_factor=factor)
-    records = read_records(tmp_path)
-    table = TABLES["runtime"](records)
-    assert row(table, "zero0")["In words"] == "not significant (n = 3)"
-    slower = row(table, "zero3")
-    # Two repeats of each of three seeds.
-    assert re.match(r"\+(99|100|101) % \(n = 3, p = ", slower["In words"])
-    middle, low, high, *points = map(float, re.findall(r"[\d.]+\d", slower["Time, x baseline"]))
-    assert low < 2 < high
-    assert middle == pytest.approx(stats.gmean(points), abs=0.01)
-    assert len(points) == 3
-    medians = records.runs.groupby("strategy")[["step_time_s_p10", "step_time_s_p90"]].median() * 1e3
-    for strategy, (p10, p90) in medians.iterrows():
-        assert row(table, str(strategy))[["p10, ms", "p90, ms"]].tolist() == pytest.approx([p10, p90])
-        assert p10 < p90
 
 
 def test_scaling_is_relative_to_the_ideal(tmp_path: Path) -> None:
@@ -220,20 +125,6 @@ def test_missing_records_have_no_row_and_no_answer(name: str, tmp_path: Path) ->
     assert (question.answer(one_run) is not None) is (has_rows and name != "loss")
 
 
-def test_predictions_for_many_machines_are_next_to_what_virtual_ranks_measured() -> None:
-    table = TABLES["nodes"](read_parquet(REPOSITORY / "reports" / "virtual_scaling"))
-    assert table["Ranks"].max() == 1024
-    assert set(WITH_REPLICAS) <= set(table["Strategy"].str.split(",").str[0])
-    for what in ("State", "Ring bytes (NCCL)"):
-        assert table[f"{what}, predicted"].tolist() == pytest.approx(table[f"{what} per rank, MiB"].tolist(), rel=1e-5)
-    efficiencies = table.pivot(index="Strategy", columns="Ranks", values="Efficiency, predicted")
-    assert (efficiencies[1024] < efficiencies[32]).all()
-    # With many machines, strategies with less traffic between them keep more of their speed.
-    fsdp2 = efficiencies.loc["fsdp2"]
-    assert efficiencies.loc["hsdp", 1024] > fsdp2[1024] / fsdp2[16]
-    assert "Tokens/s" not in table
-
-
 def test_a_run_on_gpus_has_a_predicted_speed_and_peak(tmp_path: Path) -> None:
     write_run(tmp_path, "zero3", ranks=16, machines=2, config={"model_name_or_path": "gpt2"})
     run = read_records(tmp_path).runs.iloc[0]
@@ -269,34 +160,3 @@ def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Pa
     assert planned["Efficiency"].isna().all()
     assert answered(NODES.answer(records)).sentence.startswith("On up to 2 machines the speed per rank is 7")
     assert [drawing.name for drawing in drawn("scaling", records)] == ["nodes"] * 3
-
-
-def test_neighbours_are_next_to_the_stages_with_their_memory_and_communication() -> None:
-    records = read_parquet(REPOSITORY / "reports" / "neighbours")
-    rows = neighbours_table(records)
-    llama = rows[rows["Workload"] == "gpt-wikitext, llama-tiny, fp32, clipping 1"].set_index("Strategy")
-    params, activations = llama.loc["single", ["Parameters, MiB", "Kept for backward, MiB"]]
-    # Embeddings are divided, too; only the norms are not.
-    assert llama.loc["tp", "Parameters, MiB"] == pytest.approx(params / 2, rel=0.01)
-    # Half of the samples, or half of each.
-    for arm in ("zero1 x2", "ulysses_zero1 x2", "fsdp2 x2", "cp x2"):
-        assert llama.loc[arm, "Kept for backward, MiB"] == pytest.approx(activations / 2, rel=0.08)
-    assert "all_to_all" in llama.loc["ulysses_zero3 x2", "Payload by collective, MiB"]
-    assert llama.loc["ulysses_zero3 x2", "Calls"] > llama.loc["zero3 x2", "Calls"]
-    # Counted wrong until 2026-11-23.
-    planned = neighbours_table(read_parquet(REPOSITORY / "reports" / "virtual_neighbours"))
-    assert planned.loc[planned["Strategy"].str.startswith("fsdp2"), "Kept for backward, MiB"].isna().all()
-    sentence = answered(NEIGHBOURS.answer(records)).sentence
-    assert sentence.startswith("gpt-wikitext, gpt-tiny: least per rank, of 4 ranks: state under `fsdp2 x4`")
-
-
-@pytest.mark.parametrize("report", ["neighbours", "virtual_neighbours"])
-def test_context_parallelism_sends_the_whole_payload(report: str) -> None:
-    """Records before 2026-11-23 had (N-1)/N of it, and were corrected by arithmetic."""
-    runs = read_parquet(REPOSITORY / "reports" / report).runs
-    runs = runs[(runs["strategy"] == "cp") & (runs["status_state"] == "ok")]
-    assert len(runs) >= 4
-    for run in runs.itertuples():
-        counted = json.loads(run.collectives)
-        assert counted["all_to_all"]["wire_bytes_per_rank"] == counted["all_to_all"]["payload_bytes"] > 0
-        assert run.sent_bytes_per_step == sum(counts["wire_bytes_per_rank"] for counts in counted.values())

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 
 from damage import damaged_bytes
-from study.records.directory import RunWriter
 from study.records.frames import Records, read_records
 from synthetic_records import reseal, write_run
 
@@ -74,19 +73,6 @@ def test_mutations_of_a_sealed_record_never_change_a_number(tmp_path: Path) -> N
             leftover.unlink()
         shutil.copytree(run, runs / "zero3", dirs_exist_ok=True)
     assert unharmed < 12
-
-
-def test_the_writer_seals_what_it_closes(tmp_path: Path, study: Path) -> None:
-    writer = RunWriter(tmp_path / "again" / "run")
-    for name in ("config", "environment", "engine", "memory", "traffic", "summary"):
-        writer.write(f"{name}.json", json.loads((study / "zero3" / f"{name}.json").read_text()))
-    for name in ("steps.jsonl", "evals.jsonl"):
-        for line in (study / "zero3" / name).read_text().splitlines():
-            writer.append(name, json.loads(line))
-    writer.close("ok")
-    records = read_records(tmp_path / "again")
-    assert records.refused == ()
-    assert records.runs["sealed"].tolist() == [True]
 
 
 def test_a_copy_under_another_name_is_one_run(study: Path) -> None:

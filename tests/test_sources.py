@@ -102,13 +102,10 @@ REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
     "jsonl": lambda folder: write(review_table(), folder / "any.jsonl"),
     "arrow stream": lambda folder: write(review_table(), folder / "imdb-train.arrow"),
     "arrow file": lambda folder: write(review_table(), folder / "imdb-train.arrow", pa.ipc.new_file),
-    "class labels": named_labels,
-    "hub clone": hub_clone,
-    "sharded": sharded,
-    "named twice": named_twice,
+    "class labels": named_labels, "hub clone": hub_clone, "sharded": sharded, "named twice": named_twice,
     "save_to_disk": lambda folder: saved(folder, has_splits=False),
     "save_to_disk with splits": lambda folder: saved(folder, has_splits=True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REVIEW_COPIES)
