@@ -154,13 +154,13 @@ _ALL = (
     _bert("bert-base-uncased", 768, 12, 12, "86b5e0934494bd15c9632b12f734a8a67f723594"),
     _bert("bert-tiny", 256, 2, 4, vocab_size=BUILTIN_VOCABULARY_SIZE, max_position_embeddings=TINY_POSITIONS),
     # For the words of `--data reviews`.
-    _bert("bert-4k", 128, 2, 4, vocab_size=4096),
+    _bert("bert-4k", 64, 2, 4, vocab_size=4096),
     _gpt2("gpt2", 768, 12, 12, revision="607a30d783dfa663caf39e06633721c8d4cfcd7e"),
     _gpt2("gpt2-medium", 1024, 24, 16, revision="6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
     _gpt2("gpt2-large", 1280, 36, 20, revision="32b71b12589c2f8d625668d2335a01cac3249519"),
     _gpt2("gpt2-xl", 1600, 48, 25, revision="15ea56dee5df4983c59b2538573817e1667135e2"),
     _gpt2("gpt-tiny", 256, 2, 4, _TINY | {"n_positions": TINY_POSITIONS}),
-    _gpt2("gpt-4k", 128, 2, 4, _TINY | {"vocab_size": 4096}),
+    _gpt2("gpt-4k", 64, 2, 4, _TINY | {"vocab_size": 4096}),
     Preset(
         "llama-tiny", "llama",
         _TINY | {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4,
