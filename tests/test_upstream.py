@@ -1,4 +1,4 @@
-"""The scripts of docs/upstream show what their table says, with the installed releases."""
+"""Exit status of the scripts in docs/upstream with the installed releases."""
 
 from __future__ import annotations
 

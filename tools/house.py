@@ -35,7 +35,7 @@ BUDGETS = {
     "advisor": 3_444,
     "report": 4_113,
     "autopsy": 1_500,
-    "claims": 2_210,
+    "claims": 2_208,
     "baselines": 437,
     "train": 144,
     "cli": 200,

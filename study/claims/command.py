@@ -135,9 +135,8 @@ def claim_lines(claims: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return two lines for each claim: its text, and its finding with the deciding figure."""
     lines = []
     for claim in claims:
-        evidence = ", ".join(claim["evidence"])
-        finding = f"{claim['finding_text'][:1].upper()}{claim['finding_text'][1:]} ({evidence}). {claim['sentence']}"
-        lines += [f"{claim['id']}  {claim['says']}", f"       {finding}"]
+        finding = f"{claim['finding_text'][:1].upper()}{claim['finding_text'][1:]} ({', '.join(claim['evidence'])})."
+        lines += [f"{claim['id']}  {claim['says']}", f"       {finding} {claim['sentence']}"]
     return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False) for line in lines]
 
 
