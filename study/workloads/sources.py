@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from study.config.errors import UserError, first_line
 from study.config.flags import RunConfig
 from study.workloads import builtin
+from study.workloads.film_reviews import PROVENANCE, frequent_words, read_film_reviews
 from study.workloads.local import read_files, read_local_reviews, read_local_rows
 from study.workloads.presets import PROBE_TIMEOUT_S
 
@@ -36,11 +37,12 @@ Texts = TypeVar("Texts")
 
 @dataclasses.dataclass(frozen=True)
 class Raw(Generic[Texts]):
-    """Raw texts of both splits, and their provenance for the record."""
+    """Raw texts of both splits, their provenance for the record, and words to build a tokenizer of, if it needs one."""
 
     train: Texts
     eval: Texts
     provenance: dict[str, Any]
+    words: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,9 @@ def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
     if config.data == "hub":
         dataset = _hub_dataset(IMDB, IMDB_REVISION, IMDB_FILES["train"], cache_dir)
         provenance = {"data": "hub", "dataset": IMDB, "revision": IMDB_REVISION}
+    elif config.data == "reviews":
+        dataset = datasets.Dataset.from_dict(read_film_reviews(cache_dir))
+        provenance = PROVENANCE
     else:
         dataset = read_local_reviews(config.data, cache_dir)
         provenance = {"data": "local", "path": config.data}
@@ -75,7 +80,8 @@ def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
     parts = datasets.Dataset.from_dict({"row": range(len(dataset))}).train_test_split(test_size=0.2, seed=42)
     train = _select(dataset, parts["train"], config.train_samples, "--train_samples")
     evaluation = _select(dataset, parts["test"], config.eval_samples, "--eval_samples")
-    return Raw(train, evaluation, provenance | {"rows": len(dataset)})
+    words = frequent_words(dataset.select(parts["train"]["row"])["text"]) if config.data == "reviews" else ()
+    return Raw(train, evaluation, provenance | {"rows": len(dataset)}, words)
 
 
 def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
@@ -84,6 +90,10 @@ def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
         provenance = {"data": "builtin", "corpus": "language", "seed": builtin.CORPUS_SEED}
         return Raw(builtin.language_rows("train"), builtin.language_rows("eval"), provenance)
     name = config.dataset_config_name
+    if config.data == "reviews":
+        # The same sentences train and evaluate both tasks.
+        raw = load_reviews(dataclasses.replace(config, train_samples=0, eval_samples=0), cache_dir)
+        return Raw(raw.train.texts, raw.eval.texts, raw.provenance, raw.words)
     if config.data == "hub":
         splits = {
             split: _hub_dataset(WIKITEXT, WIKITEXT_REVISION, [f"{name}/{file}" for file in files], cache_dir)

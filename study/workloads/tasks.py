@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.workloads.architecture import load_tokenizer, model_config
-from study.workloads.builtin import LossFloor, builtin_tokenizer, language_floor, review_floor
+from study.workloads.builtin import SPECIAL_TOKENS, LossFloor, builtin_tokenizer, language_floor, review_floor
 from study.workloads.sources import Raw, Reviews, load_reviews, load_rows
 
 if TYPE_CHECKING:
@@ -142,14 +142,20 @@ def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None
         return dataclasses.replace(data, train=Split(data.train.__getitems__(rows.tolist())), floor=None)
     task = TASKS[config.task]
     # Only with random weights: published weights require their vocabulary.
-    has_builtin_words = config.data == "builtin" and config.weights == "random" and config.tokenizer_name is None
+    is_free = config.weights == "random" and config.tokenizer_name is None
+    has_builtin_words = is_free and config.data == "builtin"
     # Read first: an error about missing data comes before one about the tokenizer.
     raw = task.read(config, cache_dir)
-    tokenizer = builtin_tokenizer(task.is_framed) if has_builtin_words else load_tokenizer(config)
+    vocabulary = model_config(config).vocab_size
+    if has_builtin_words:
+        tokenizer: PreTrainedTokenizerBase = builtin_tokenizer(task.is_framed)
+    elif is_free and raw.words:
+        tokenizer = builtin_tokenizer(task.is_framed, raw.words[: vocabulary - len(SPECIAL_TOKENS)])
+    else:
+        tokenizer = load_tokenizer(config)
     train = task.tokenize(raw.train, tokenizer, config, "train")
     evaluation = task.tokenize(raw.eval, tokenizer, config, "eval")
     largest = max(int(split.tensors["input_ids"].max()) for split in (train, evaluation))
-    vocabulary = model_config(config).vocab_size
     if largest >= vocabulary:
         raise UserError(
             f"the data has tokens up to {largest}, but {config.model_name_or_path} has a vocabulary of {vocabulary}",

@@ -1,0 +1,38 @@
+"""Exit status of the scripts in docs/upstream with the installed releases."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from study.config.places import REPOSITORY
+from study.host.folders import cache_directory
+from study.host.machine import operator_build_folder
+
+UPSTREAM = REPOSITORY / "docs" / "upstream"
+# Script and exit status of each row.
+ROWS = re.findall(
+    r"^\| \[(\w+\.py)\].*\| ([01]) \| [^|]+\|$", (UPSTREAM / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+)
+
+
+def test_the_table_has_every_script() -> None:
+    assert sorted(name for name, _ in ROWS) == sorted(file.name for file in UPSTREAM.glob("*.py"))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("name", "status"), ROWS)
+def test_a_fault_of_another_library_is_there_or_not_as_the_table_says(name: str, status: str) -> None:
+    built = {"TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache_directory()))}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [sys.executable, str(UPSTREAM / name)], env=os.environ | built | {"PATH": path}, capture_output=True, text=True,
+        timeout=500, check=False,
+    )  # fmt: skip
+    # A script that cannot run ends in a traceback, with exit status 1 too.
+    assert (str(done.returncode), "Traceback" in done.stderr) == (status, False), done.stdout + done.stderr
