@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
-from study.advisor.explain_check import check_files
+from study.advisor.explain_check import check_files, in_file
 from study.advisor.explain_findings import findings
 from study.advisor.predict_command import precision_under, usual_precision
 from study.advisor.user_settings import ZERO, read_user_file
@@ -32,14 +32,14 @@ EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 0.19.8, including "auto". Nothing is
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
 
---strict checks files instead, for CI. It prints the lines of errors (settings that the engine refuses, requires or
-drops; exit status 1) and of warnings (conflicts and settings without effect). It skips files that are neither, by their
-content. Without MODEL or --world_size it prints what holds for any.
+--strict checks files instead, for CI. It prints the lines of errors (what the engine refuses; exit status 1) and of
+warnings (conflicts, and settings that are dropped or without effect; exit status 3). It skips files that are neither,
+by their content. Without MODEL or --world_size it prints what holds for any.
 """
 # Kinds of findings, the most important first, with the words that count them in the first line.
 _FINDINGS = {
-    "refused": "refused by the engine", "conflict": "in conflict", "missing": "missing that the engine requires",
-    "ignored": "ignored", "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
+    "refused": "refused by the engine", "conflict": "in conflict", "ignored": "ignored",
+    "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
 }  # fmt: skip
 # --details prints the others, too.
 _MAX_COST_ROWS = 5
@@ -98,13 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--strict",
         action="store_true",
-        help="check files, and fail on settings that the engine refuses, requires or drops",
+        help="check files, and fail on errors and warnings",
     )
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the explanation; return 1 if the engine refuses the file or, with --strict, any error is found, else 0."""
+    """Print the explanation; return 1 if the engine refuses the file, 3 with warnings under --strict, else 0."""
     if options.strict and options.hardware:
         raise UserError("--strict checks files, and --hardware is for an explanation", "leave one of them out")
     if options.strict:
@@ -119,7 +119,8 @@ def run(options: argparse.Namespace) -> int:
     length = resolve_length(shape, options.seq_length)
     box = to_box(options.hardware) if options.hardware else None
     case = resolve(file, shape, options.world_size, _program_settings(options, length), box)
-    case = dataclasses.replace(case, findings=tuple(findings(case)))
+    text = resolve_path(options.config).read_text(encoding="utf-8")
+    case = dataclasses.replace(case, findings=tuple(in_file(finding, file, text) for finding in findings(case)))
     memory = predict_memory(case.request)
     document, page = functools.partial(_document, case, memory, box), _page(case, memory, options.details, box)
     print_result(options.json, document, page)
@@ -141,16 +142,16 @@ def _check(options: argparse.Namespace) -> int:
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
     length = resolve_length(model, options.seq_length) if model else options.seq_length or USUAL_LENGTH
     checked, results = check_files(names, model, options.world_size, _program_settings(options, length))
-    levels = Counter(finding.level for finding in results)
+    levels = Counter[str](finding.severity for finding in results)
     total = f"errors: {levels['error']}, warnings: {levels['warning']}; {len(checked)} configuration files checked,"
     total += f" {len(names) - len(checked)} other files skipped"
     if options.output_format == "github" and not options.json:
         # An annotation is one line, and is never wrapped.
         print("\n".join([*(finding.annotation for finding in results), total]))
     else:
-        document = {"checked": checked, "findings": [dataclasses.asdict(finding) for finding in results]}
+        document = {"checked": checked, "findings": [finding.document for finding in results]}
         print_result(options.json, lambda: document, [*(finding.line_text for finding in results), total])
-    return int(levels["error"] > 0)
+    return 1 if levels["error"] else 3 if levels["warning"] else 0
 
 
 def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> dict[str, Any]:
@@ -215,17 +216,18 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
         f" {request.accumulation}, {request.sequence_length} tokens per sample"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
-    counts = Counter[str](finding.kind for finding in case.findings)
+    shown = [finding for finding in case.findings if details or finding.rule != "default-changed"]
+    counts = Counter[str](finding.kind for finding in shown)
     counted = [
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
         for kind, words in _FINDINGS.items() if counts[kind]
     ]  # fmt: skip
     yield f"\n{', '.join(counted) or 'every setting takes effect'}"
-    if case.findings:
+    if shown:
         order = list(_FINDINGS)
         rows = [
             (finding.kind, f"{finding.key}: {finding.says}")
-            for finding in sorted(case.findings, key=lambda finding: order.index(finding.kind))
+            for finding in sorted(shown, key=lambda finding: order.index(finding.kind))
         ]
         yield TextTable(("", ""), rows, indent=2)
     if setting_costs := costs(case):
@@ -286,7 +288,8 @@ def _cost(case: ConfigCase, key: str, reason: str, device: float = 0, host: floa
     value: Any = case.zero
     for part in key.split("."):
         value = value[part]
-    return SettingCost(f"{ZERO}.{key}", value, f"{ZERO}.{key}" in case.file.explicit_keys, device, host, nvme, reason)
+    is_said = {f"{ZERO}.{key}", f"{ZERO}.{key.removeprefix('stage3_')}"} & {*case.file.explicit_keys}
+    return SettingCost(f"{ZERO}.{key}", value, bool(is_said), device, host, nvme, reason)
 
 
 def bucket_bytes(case: ConfigCase) -> float:

@@ -270,7 +270,9 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
         mixed = "bf16"
     open_kinds = [kind for kind, value in on.items() if value == "auto"]
     if open_kinds and mixed is None:
-        mixed, message = "bf16", "auto: assumed to be the value of --precision, bf16"
+        # A file that leaves only fp16 open was written for fp16: the Trainer adds no bf16 section.
+        mixed = "fp16" if open_kinds == ["fp16"] else "bf16"
+        message = f"auto: assumed to be the value of --precision, {mixed}"
         findings += [Finding("filled", f"{kind}.enabled", message) for kind in open_kinds]
     on |= {kind: mixed == kind for kind in open_kinds}
     if on["bf16"] is True and on["fp16"] is True:
