@@ -28,7 +28,7 @@ from study.advisor.explain import (
 )
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_findings import ENGINES_OPTIMIZERS, TORCHS_OPTIMIZERS, findings
-from study.advisor.user_settings import OFFLOADS, SAID_TWICE, SECTIONS, ZERO, entry_of, known_settings, read_user_file
+from study.advisor.user_settings import OFFLOADS, SAID_TWICE, SECTIONS, ZERO, known_settings, read_entry, read_user_file
 from study.cli import main
 from study.config.errors import UserError
 from study.predictor.memory import predict_memory
@@ -229,7 +229,7 @@ VALUES: tuple[Any, ...] = (
     None, True, 0, 1, 3, -1, 0.5, 2.5, 1e9, 1e400, "auto", "cpu", "1", "False", "1.0", " 2 ", "1e9", "nan", "", [],
     ["a"], [1], {}, "BF16", "sum", "warn",
 )  # fmt: skip
-# The program or another library fills it in; it depends on the machine; the engine, not its reader, refuses it.
+# The program or another library fills it in; it depends on the machine; the engine, not its reader, raises.
 BY_OTHERS = {"train_batch_size", MICRO_BATCH, ACCUMULATION, "use_gds", "sequence_parallel_size"}
 
 
@@ -317,7 +317,10 @@ SHARDING = "noted fsdp_sharding_strategy"
         # DeepSpeed asserts this while it loads the weights: 50,400 x 4096 elements, and a default buffer of 1e8.
         (NVME_PARAMETERS, "gpt-j-6b", 1, ["refused offload_param.buffer_size"], "has 206,438,400 elements"),
         (NVME_PARAMETERS, "gpt-j-6b", 4, [], ""),
-        (zero(3, offload_param={"device": "nvme"}), "gpt2", 4, ["refused offload_param.nvme_path"], "without this"),
+        (zero(3, offload_param={"device": "nvme", "max_in_cpu": 0}), "gpt2", 4, ["refused offload_param.nvme_path"],
+         "without this"),
+        (zero(3, offload_param={"device": "nvme", "nvme_path": "/nvme"}), "gpt2", 4,
+         ["conflict offload_param.max_in_cpu"], "fewer than 1,000,000,000 elements"),
         ({"bf16": {"enabled": True}, ZERO: {"stage": 1}}, "gpt2", 4, [f"refused {MICRO_BATCH}"], "train_batch_size"),
         (zero(3, zero_hpz_partition_size=3), "gpt2", 4, ["refused zero_hpz_partition_size"], "3 does not divide 4"),
         (zero(3, zero_hpz_partition_size=2), "gpt2", 4, [], ""),
@@ -364,6 +367,56 @@ def test_a_file_has_these_findings_and_no_others(
         ddp = make_case(tmp_path, {**document, "distributed_type": "MULTI_GPU", "fsdp_config": {}}, model, ranks)
         peaks = [predict_memory(item.request).peak_allocated.value for item in (case, ddp)]
         assert (peaks[0] == peaks[1]) == (document["fsdp_config"] == {"fsdp_sharding_strategy": "NO_SHARD"})
+
+
+def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> None:
+    plain, offloaded = (make_case(tmp_path, fsdp(fsdp_version=2, fsdp_offload_params=value)) for value in (False, True))
+    assert offloaded.state.device == plain.state.host == 0
+    assert offloaded.state.host == plain.state.device
+    memories = [predict_memory(case.request) for case in (plain, offloaded)]
+    state = sum(memories[0].device_parts[part] for part in ("parameters", "optimizer"))
+    assert memories[0].peak_allocated.value - memories[1].peak_allocated.value == pytest.approx(state, rel=0.01)
+    assert memories[1].host_peak.value > memories[0].host_parts["train"] + state
+
+
+@pytest.mark.parametrize("most", [0, 250_000_000, 10**9])
+def test_weights_stay_in_host_memory_up_to_max_in_cpu_by_sub_groups(most: int, tmp_path: Path) -> None:
+    """As in _create_fp16_partitions_with_defragmentation (stage3.py): whole sub-groups of a rank, the first ones."""
+    section = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": most}
+    case = make_case(tmp_path, zero(3, offload_param=section, sub_group_size=100_000_000), LLAMA_8B, 8)
+    groups = list(itertools.accumulate(sub_groups(case.request)))
+    kept = max([size for size in groups if size <= most], default=0)
+    # Shards under 1 MiB, those of norms, are never swapped.
+    swapped = (groups[-1] - kept) * 2
+    assert case.state.params_nvme <= swapped
+    assert case.state.params_nvme == pytest.approx(swapped, rel=0.001)
+
+
+@pytest.mark.parametrize("name", ["zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme", "zero3"])
+def test_an_8_bit_optimizer_is_refused_with_an_offload_of_the_optimizer(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """_configure_optimizer in DeepSpeed's engine.py; it was run with bitsandbytes in DeepSpeed 6666."""
+    is_refused = name != "zero3"
+    command = ["explain", str(ROOT / f"accelerate_configs/{name}.yaml"), "gpt2-xl", "--world_size", "2"]
+    assert main([*command, "--optimizer", "adamw_8bit"]) == int(is_refused)
+    assert ("refuses adamw_8bit" in capsys.readouterr().out) == is_refused
+    flags = ["--strategy", name, "--model_name_or_path", "gpt2-xl", "--hardware", "2xA100", "--optimizer", "adamw_8bit"]
+    assert main(["predict", *flags]) == 2 * is_refused
+    assert ("use --optimizer adamw" in capsys.readouterr().err) == is_refused
+
+
+def test_explain_counts_adapters_and_says_that_an_offload_is_not_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", str(ROOT / "accelerate_configs/zero3_cpu.yaml"), LLAMA_8B, "--hardware", "8xH100", "--json"]
+    command += ["--world_size", "8", "--precision", "bf16"]
+    documents = []
+    for flags in ((), ("--peft", "lora")):
+        main([*command, *flags])
+        documents.append(json.loads(capsys.readouterr().out))
+    full, lora = documents
+    assert lora["trained_parameters"] < full["trained_parameters"] / 100
+    assert lora["memory"]["host_parts"]["state"] < full["memory"]["host_parts"]["state"] / 3
+    assert all(any("not-needed" in finding["id"] for finding in document["findings"]) for document in documents)
 
 
 def test_accelerates_fsdp2_drops_and_refuses_the_listed_settings() -> None:
@@ -828,7 +881,7 @@ def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
     }  # fmt: skip
     baseline = predict_memory(make_case(tmp_path, zero(3), "gpt-tiny").request)
     for place, key in ((place, key) for place, entries in places.items() for key in entries):
-        entry, is_feature = entry_of(places[place], key), features.search(key) and key not in silent
+        entry, is_feature = read_entry(places[place], key), features.search(key) and key not in silent
         if place.split(".")[0] in {*values, "activation_checkpointing"} or not ("not_modelled" in entry or is_feature):
             continue
         default = entry.get("default", False)

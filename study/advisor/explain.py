@@ -13,13 +13,14 @@ from typing import Any
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_files, in_file
 from study.advisor.explain_findings import findings
-from study.advisor.predict_command import precision_under, usual_precision
+from study.advisor.predict_command import add_optimizer, precision_under, usual_precision
 from study.advisor.user_settings import ZERO, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.text import format_number, rounded
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
+from study.predictor import shape as adapters
 from study.predictor.hardware import Hardware, parse_int, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse
@@ -32,7 +33,7 @@ EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 0.19.8, including "auto". Nothing is
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
 
---strict checks files instead, for CI. It prints the lines of errors (what the engine refuses; exit status 1) and of
+--strict checks files instead, for CI. It prints the lines of errors (refusals of the engine; exit status 1) and of
 warnings (conflicts, and settings that are dropped or without effect; exit status 3). It skips files that are neither,
 by their content. Without MODEL or --world_size it prints what holds for any.
 """
@@ -92,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     add("--seq_length", type=_COUNT, metavar="T", help=length)
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
+    adapters.add_arguments(parser)
+    add_optimizer(parser)
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
@@ -115,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         raise UserError(problem, "give one CONFIG and one MODEL: study explain ds.json gpt2")
     file = read_user_file(options.config)
-    shape = model_shape(options.model[0], ask_hub=options.hub)
+    shape = adapters.apply_lora_options(model_shape(options.model[0], ask_hub=options.hub), options)
     length = resolve_length(shape, options.seq_length)
     box = to_box(options.hardware) if options.hardware else None
     case = resolve(file, shape, options.world_size, _program_settings(options, length), box)
@@ -128,8 +131,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _program_settings(options: argparse.Namespace, length: int) -> ProgramSettings:
+    checkpointing, precision = options.gradient_checkpointing, options.precision
     return ProgramSettings(
-        length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
+        length, options.micro_batch, options.accumulation, checkpointing, precision, options.optimizer
     )
 
 
@@ -157,7 +161,8 @@ def _check(options: argparse.Namespace) -> int:
 def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> dict[str, Any]:
     return {
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
-        "model": case.shape.name, "parameters": case.shape.parameters, "world_size": case.ranks,
+        "model": case.shape.name, "parameters": case.shape.parameters,
+        "trained_parameters": case.shape.trained_parameters, "world_size": case.ranks,
         "hardware": hardware and hardware.name, "fits": fits(memory, case.request.box) if hardware else None,
         "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
@@ -212,22 +217,22 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     yield f"{case.file.name}: {engine}, {request.precision}{unset}, {ranks}"
     yield (
-        f"{case.shape.name}: {case.shape.parameters:,} parameters, micro-batch {request.micro_batch} x accumulation"
-        f" {request.accumulation}, {request.sequence_length} tokens per sample"
+        f"{case.shape.name}: {case.shape.parameters:,} parameters{adapters.lora_text(case.shape)}, micro-batch"
+        f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
-    shown = [finding for finding in case.findings if details or finding.rule != "default-changed"]
-    counts = Counter[str](finding.kind for finding in shown)
+    listed = [finding for finding in case.findings if details or finding.rule != "default-changed"]
+    counts = Counter[str](finding.kind for finding in listed)
     counted = [
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
         for kind, words in _FINDINGS.items() if counts[kind]
     ]  # fmt: skip
     yield f"\n{', '.join(counted) or 'every setting takes effect'}"
-    if shown:
+    if listed:
         order = list(_FINDINGS)
         rows = [
             (finding.kind, f"{finding.key}: {finding.says}")
-            for finding in sorted(shown, key=lambda finding: order.index(finding.kind))
+            for finding in sorted(listed, key=lambda finding: order.index(finding.kind))
         ]
         yield TextTable(("", ""), rows, indent=2)
     if setting_costs := costs(case):
@@ -505,8 +510,9 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
     )
     because = (
         phases,
-        f"outside stage 3 each of a node's {per_node} processes builds the full model in fp32 before it moves it,"
-        f" {gib(4 * case.shape.parameters)} each; stage 3 shards each tensor as it is created",
+        f"outside stage 3 each of a node's {per_node} processes builds the full model before moving it, assumed in"
+        f" fp32 ({gib(4 * case.shape.parameters)} each; transformers 5 loads in the checkpoint's type); stage 3 shards"
+        " each tensor as it is created",
         f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
         " with accumulation, the gradients of its shard as full tensors",
         "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",

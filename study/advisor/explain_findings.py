@@ -15,12 +15,13 @@ from study.advisor.explain_case import (
     ranks_of_a_batch,
     read_sharding_strategy,
 )
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, entry_of, known_settings, removed
+from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings, read_entry, removed
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
-from study.predictor.state import accumulation_error
+from study.predictor.state import engine_refusal
+from study.predictor.time import device_bytes, fits, usable_bytes
 
 # DEEPSPEED_OPTIMIZERS of DeepSpeed's config.py, and the classes of torch.optim.
 ENGINES_OPTIMIZERS = ("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "muon", "musgd")
@@ -44,8 +45,18 @@ def findings(case: ConfigCase) -> list[Finding]:
         *_zero(case),
         *_batch(case),
     ]
-    if refusal := accumulation_error(case.request):
-        results.append(Finding("refused", "data_types.grad_accum_dtype", refusal))
+    if case.stage and case.request.strategy.offloads and case.request.box.device.memory_gib:
+        bare = case.at(offload_param=None, offload_optimizer=None)
+        memory = predict_memory(bare.request)
+        if fits(memory, bare.request.box, at_upper=True):
+            bound, usable = device_bytes(memory, at_upper=True) / GIB, usable_bytes(bare.request.box) / GIB
+            message = (
+                f"without an offload the 90 % bound of the peak is {bound:.0f} of {usable:.0f} GiB: none is needed"
+            )
+            where = next(what for what in OFFLOADS if case.offload(what))
+            results.append(Finding("noted", f"{ZERO}.{where}", message, rule="offload-not-needed"))
+    if refusal := engine_refusal(case.request):
+        results.append(Finding("refused", *refusal))
     return results
 
 
@@ -53,7 +64,7 @@ def _ineffective(case: ConfigCase) -> Iterator[Finding]:
     reference = known_settings()
     for key in case.file.explicit_keys:
         section, _, name = key.rpartition(".")
-        entry = entry_of(reference.get(section or "top", {}), name)
+        entry = read_entry(reference.get(section or "top", {}), name)
         first = key.removeprefix(f"{ZERO}.").split(".")[0]
         # A disabled setting causes no finding.
         is_off = (first in OFFLOADS and case.offload(first) is None) or (
@@ -141,6 +152,9 @@ def _zero(case: ConfigCase) -> Iterator[Finding]:
     if parameters and parameters["device"] == "nvme" and parameters["buffer_size"] < shard:
         message = f"the engine ends with an error: a rank's shard of {case.largest.name} has {shard:,} elements"
         yield Finding("refused", f"{ZERO}.offload_param.buffer_size", message)
+    if parameters and parameters["device"] == "nvme" and not case.state.params_nvme:
+        message = f"a rank's weights have fewer than {parameters['max_in_cpu']:,} elements, and stay in host memory"
+        yield Finding("conflict", f"{ZERO}.offload_param.max_in_cpu", message, "set 0 to move them to NVMe")
     # The engine limits it to the number of ranks (groups.py).
     if (group := min(zero["zero_hpz_partition_size"], case.ranks)) > 1 and case.ranks % group:
         message = f"the engine ends with an error: {group:,.0f} does not divide {case.ranks} ranks"

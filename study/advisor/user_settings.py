@@ -44,7 +44,7 @@ class Finding:
     key: str
     message: str
     fix: str = ""
-    # Kind of finding where it does not depend on the key.
+    # Name of the rule in the id, if that is not the key.
     rule: str = ""
     file: str = ""
     # From 1.
@@ -61,7 +61,7 @@ class Finding:
 
     @property
     def severity(self) -> Literal["error", "warning", "note"]:
-        """Whether the engine ends with an error, or a setting does not do what it says."""
+        """Whether the engine ends with an error, or a setting has another effect."""
         return "error" if self.kind == "refused" else "note" if self.kind in ("noted", "filled") else "warning"
 
     @property
@@ -200,6 +200,8 @@ def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
 
 
 def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) -> UserFile:
+    if document.get("compute_environment") == "AMAZON_SAGEMAKER":
+        raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
     kind, precision = document.get("distributed_type"), document.get("mixed_precision")
@@ -225,7 +227,8 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         mesh = _mesh(_section(document, "parallelism_config", findings), kind, findings)
     if kind == "DEEPSPEED":
         return _accelerate_deepspeed(name, document, precision, processes, findings)
-    section = _section(document, "fsdp_config", findings) if kind == "FSDP" else None
+    has_section = document.get("fsdp_config") is not None
+    section = None if kind != "FSDP" else _section(document, "fsdp_config", findings) if has_section else {}
     return UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
 
 
@@ -396,11 +399,11 @@ def convert(kind: str, value: Any) -> Any:
             return number if name == "float" else int(number)
     if "|" in name or name == "auto":
         word = str(convert("int", value)) if name[0].isdecimal() else word
-        found = (
+        choice = (
             value.lower() if kind.startswith("~") and isinstance(value, str) else word if name[0].isdecimal() else value
         )
-        if found in name.split("|"):
-            return int(found) if found.isdecimal() else found
+        if choice in name.split("|"):
+            return int(choice) if choice.isdecimal() else choice
     raise ValueError
 
 
@@ -408,15 +411,15 @@ def check_deepspeed(file: UserFile) -> None:
     """Add the findings of a file's DeepSpeed settings, and take out those with a wrong key or value."""
     settings, reference, findings = file.deepspeed, known_settings(), file.findings
     assert settings is not None
-    known = [*reference["top"], *reference["others"]]
+    names = [*reference["top"], *reference["others"]]
     for key in list(settings):
         if message := reference["removed"].get(key):
             del settings[key]
             findings.append(removed(key, message))
         # DeepSpeed drops comments, too, as their authors expect.
-        elif key not in known and key.lstrip("_") not in ("comment", "comments"):
+        elif key not in names and key.lstrip("_") not in ("comment", "comments"):
             place = next((section for section in SECTIONS if key in reference[section]), None)
-            hint = did_you_mean(key, known, cutoff=0.75).strip() or (f"it belongs in {place}" if place else "")
+            hint = did_you_mean(key, names, cutoff=0.75).strip() or (f"it belongs in {place}" if place else "")
             message = "DeepSpeed does not support it, and drops it silently"
             findings.append(Finding("ignored", key, message, hint, "unknown-key"))
     if isinstance(settings.get(ZERO), bool) and file.launcher == "deepspeed":
@@ -464,8 +467,8 @@ def _short_names(entries: Iterable[str]) -> list[str]:
     return [key.removeprefix("stage3_") for key in entries if key.startswith("stage3_")]
 
 
-def entry_of(entries: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return what known_settings.yaml says of a key, with its type at least."""
+def read_entry(entries: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the entry of a key in known_settings.yaml, with its type at least."""
     entry = entries.get(key, entries.get(f"stage3_{key}", {}))
     return {"type": entry} if isinstance(entry, str) else {"type": "any", **entry}
 
@@ -475,7 +478,7 @@ def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any
     reference = known_settings()
     entries = reference.get(place) or reference["strict_sections"].get(place) or reference["sections"][place]
     for key, value in section.items():
-        entry = entry_of(entries, key)
+        entry = read_entry(entries, key)
         if "switch" in entry:
             value = isinstance(value, Mapping) and value.get(entry["switch"])
         is_off = value in (None, "auto", {}, entry.get("default", False))
@@ -488,7 +491,7 @@ def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any
     """Take the settings with a wrong value out of a section, convert the others, and yield a finding for each."""
     is_model = place and place.removesuffix(".") not in known_settings()["sections"]
     for key, value in list(section.items()):
-        kind = entry_of(entries, key)["type"]
+        kind = read_entry(entries, key)["type"]
         # The engine's models drop "auto".
         if value == "auto" and is_model:
             continue
