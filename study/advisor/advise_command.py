@@ -235,7 +235,7 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
         only = "; fsdp_cpu_ram_efficient_loading: true limits that to one" if best.request.strategy.is_fsdp else ""
         needed = f"{loading / GIB:,.0f} GiB of a node's host memory"
-        yield f"loading needs {needed}: each process builds the full model in fp32{only}"
+        yield f"loading needs {needed} if each process loads the full model in fp32{only}"
     if (note := host_adam_note(best.request)) is not None:
         yield note
     if best.name == "zero1" and box.ranks == 1:

@@ -11,15 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
-from study.advisor.explain_check import check_files
+from study.advisor.explain_check import check_files, in_file
 from study.advisor.explain_findings import findings
-from study.advisor.predict_command import precision_under, usual_precision
+from study.advisor.predict_command import add_optimizer, precision_under, usual_precision
 from study.advisor.user_settings import ZERO, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.text import format_number, rounded
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
+from study.predictor import shape as adapters
 from study.predictor.hardware import Hardware, parse_int, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse
@@ -32,14 +33,14 @@ EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting of DeepSpeed 0.19.8, including "auto". Nothing is
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
 
---strict checks files instead, for CI. It prints the lines of errors (settings that the engine refuses, requires or
-drops; exit status 1) and of warnings (conflicts and settings without effect). It skips files that are neither, by their
-content. Without MODEL or --world_size it prints what holds for any.
+--strict checks files instead, for CI. It prints the lines of errors (refusals of the engine; exit status 1) and of
+warnings (conflicts, and settings that are dropped or without effect; exit status 3). It skips files that are neither,
+by their content. Without MODEL or --world_size it prints what holds for any.
 """
 # Kinds of findings, the most important first, with the words that count them in the first line.
 _FINDINGS = {
-    "refused": "refused by the engine", "conflict": "in conflict", "missing": "missing that the engine requires",
-    "ignored": "ignored", "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
+    "refused": "refused by the engine", "conflict": "in conflict", "ignored": "ignored",
+    "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
 }  # fmt: skip
 # --details prints the others, too.
 _MAX_COST_ROWS = 5
@@ -92,19 +93,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     add("--seq_length", type=_COUNT, metavar="T", help=length)
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
+    adapters.add_arguments(parser)
+    add_optimizer(parser)
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     add(
         "--strict",
         action="store_true",
-        help="check files, and fail on settings that the engine refuses, requires or drops",
+        help="check files, and fail on errors and warnings",
     )
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the explanation; return 1 if the engine refuses the file or, with --strict, any error is found, else 0."""
+    """Print the explanation; return 1 if the engine refuses the file, 3 with warnings under --strict, else 0."""
     if options.strict and options.hardware:
         raise UserError("--strict checks files, and --hardware is for an explanation", "leave one of them out")
     if options.strict:
@@ -115,11 +118,12 @@ def run(options: argparse.Namespace) -> int:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         raise UserError(problem, "give one CONFIG and one MODEL: study explain ds.json gpt2")
     file = read_user_file(options.config)
-    shape = model_shape(options.model[0], ask_hub=options.hub)
+    shape = adapters.apply_lora_options(model_shape(options.model[0], ask_hub=options.hub), options)
     length = resolve_length(shape, options.seq_length)
     box = to_box(options.hardware) if options.hardware else None
     case = resolve(file, shape, options.world_size, _program_settings(options, length), box)
-    case = dataclasses.replace(case, findings=tuple(findings(case)))
+    text = resolve_path(options.config).read_text(encoding="utf-8")
+    case = dataclasses.replace(case, findings=tuple(in_file(finding, file, text) for finding in findings(case)))
     memory = predict_memory(case.request)
     document, page = functools.partial(_document, case, memory, box), _page(case, memory, options.details, box)
     print_result(options.json, document, page)
@@ -127,8 +131,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _program_settings(options: argparse.Namespace, length: int) -> ProgramSettings:
+    checkpointing, precision = options.gradient_checkpointing, options.precision
     return ProgramSettings(
-        length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
+        length, options.micro_batch, options.accumulation, checkpointing, precision, options.optimizer
     )
 
 
@@ -141,22 +146,23 @@ def _check(options: argparse.Namespace) -> int:
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
     length = resolve_length(model, options.seq_length) if model else options.seq_length or USUAL_LENGTH
     checked, results = check_files(names, model, options.world_size, _program_settings(options, length))
-    levels = Counter(finding.level for finding in results)
+    levels = Counter[str](finding.severity for finding in results)
     total = f"errors: {levels['error']}, warnings: {levels['warning']}; {len(checked)} configuration files checked,"
     total += f" {len(names) - len(checked)} other files skipped"
     if options.output_format == "github" and not options.json:
         # An annotation is one line, and is never wrapped.
         print("\n".join([*(finding.annotation for finding in results), total]))
     else:
-        document = {"checked": checked, "findings": [dataclasses.asdict(finding) for finding in results]}
+        document = {"checked": checked, "findings": [finding.document for finding in results]}
         print_result(options.json, lambda: document, [*(finding.line_text for finding in results), total])
-    return int(levels["error"] > 0)
+    return 1 if levels["error"] else 3 if levels["warning"] else 0
 
 
 def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> dict[str, Any]:
     return {
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
-        "model": case.shape.name, "parameters": case.shape.parameters, "world_size": case.ranks,
+        "model": case.shape.name, "parameters": case.shape.parameters,
+        "trained_parameters": case.shape.trained_parameters, "world_size": case.ranks,
         "hardware": hardware and hardware.name, "fits": fits(memory, case.request.box) if hardware else None,
         "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
@@ -211,21 +217,22 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     yield f"{case.file.name}: {engine}, {request.precision}{unset}, {ranks}"
     yield (
-        f"{case.shape.name}: {case.shape.parameters:,} parameters, micro-batch {request.micro_batch} x accumulation"
-        f" {request.accumulation}, {request.sequence_length} tokens per sample"
+        f"{case.shape.name}: {case.shape.parameters:,} parameters{adapters.lora_text(case.shape)}, micro-batch"
+        f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
-    counts = Counter[str](finding.kind for finding in case.findings)
+    listed = [finding for finding in case.findings if details or finding.rule != "default-changed"]
+    counts = Counter[str](finding.kind for finding in listed)
     counted = [
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
         for kind, words in _FINDINGS.items() if counts[kind]
     ]  # fmt: skip
     yield f"\n{', '.join(counted) or 'every setting takes effect'}"
-    if case.findings:
+    if listed:
         order = list(_FINDINGS)
         rows = [
             (finding.kind, f"{finding.key}: {finding.says}")
-            for finding in sorted(case.findings, key=lambda finding: order.index(finding.kind))
+            for finding in sorted(listed, key=lambda finding: order.index(finding.kind))
         ]
         yield TextTable(("", ""), rows, indent=2)
     if setting_costs := costs(case):
@@ -286,7 +293,8 @@ def _cost(case: ConfigCase, key: str, reason: str, device: float = 0, host: floa
     value: Any = case.zero
     for part in key.split("."):
         value = value[part]
-    return SettingCost(f"{ZERO}.{key}", value, f"{ZERO}.{key}" in case.file.explicit_keys, device, host, nvme, reason)
+    is_said = {f"{ZERO}.{key}", f"{ZERO}.{key.removeprefix('stage3_')}"} & {*case.file.explicit_keys}
+    return SettingCost(f"{ZERO}.{key}", value, bool(is_said), device, host, nvme, reason)
 
 
 def bucket_bytes(case: ConfigCase) -> float:
@@ -502,8 +510,9 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
     )
     because = (
         phases,
-        f"outside stage 3 each of a node's {per_node} processes builds the full model in fp32 before it moves it,"
-        f" {gib(4 * case.shape.parameters)} each; stage 3 shards each tensor as it is created",
+        f"outside stage 3 each of a node's {per_node} processes builds the full model before moving it, assumed in"
+        f" fp32 ({gib(4 * case.shape.parameters)} each; transformers 5 loads in the checkpoint's type); stage 3 shards"
+        " each tensor as it is created",
         f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
         " with accumulation, the gradients of its shard as full tensors",
         "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",

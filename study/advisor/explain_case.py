@@ -11,7 +11,7 @@ from study.config.errors import UserError
 from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
-from study.predictor.request import Request, auto_bucket_sizes
+from study.predictor.request import OptimizerName, Request, auto_bucket_sizes
 from study.predictor.shape import USUAL_LENGTH, ModelShape, TensorShape
 from study.predictor.state import State, predict_state
 
@@ -31,6 +31,7 @@ class ProgramSettings:
     gradient_checkpointing: bool = False
     # Value of --precision: no, bf16 or fp16.
     mixed_precision: str | None = None
+    optimizer: OptimizerName = "adamw"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +150,19 @@ def resolve(
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
+    offloads = str(fsdp_settings(file).get("fsdp_offload_params", False)).lower() in (
+        "true",
+        "1",
+        "yes",
+        "y",
+        "on",
+        "t",
+    )
     request = Request(
         shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
+        optimizer=work.optimizer, fsdp_offloads=strategy.is_fsdp and offloads,
     )  # fmt: skip
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
 
@@ -270,7 +280,9 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
         mixed = "bf16"
     open_kinds = [kind for kind, value in on.items() if value == "auto"]
     if open_kinds and mixed is None:
-        mixed, message = "bf16", "auto: assumed to be the value of --precision, bf16"
+        # A file that leaves only fp16 open was written for fp16: the Trainer adds no bf16 section.
+        mixed = "fp16" if open_kinds == ["fp16"] else "bf16"
+        message = f"auto: assumed to be the value of --precision, {mixed}"
         findings += [Finding("filled", f"{kind}.enabled", message) for kind in open_kinds]
     on |= {kind: mixed == kind for kind in open_kinds}
     if on["bf16"] is True and on["fp16"] is True:

@@ -68,18 +68,24 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
         for item in early:
             yield replace(item, file=name, line=find_line(text, item.key) or 1)
         problem = refusal.problem.removeprefix(name)
-        says = f"{problem.lstrip(':0123456789 ')}; {refusal.fix}"
-        yield Finding("refused", "", says, name, _line_of_refusal(text, problem))
+        line = _line_of_refusal(text, problem)
+        yield Finding("refused", "", problem.lstrip(":0123456789 "), refusal.fix, "unreadable", name, line)
         return
-    by_case = [{(finding.kind, finding.key): finding.says for finding in findings(case)} for case in cases]
-    in_file = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
-    for (kind, key), says in by_case[0].items():
-        if kind not in ("noted", "filled") and all((kind, key) in case for case in by_case):
-            file_key = in_file.get(key, key) if file.launcher == "accelerate" else key
-            if key == "train_batch_size" and len(counts) > 1:
-                says = _for_any_ranks(file.deepspeed or {}) or says
-            line = find_line(text, file_key) or find_line(text, "deepspeed_config_file") or 1
-            yield Finding(kind, file_key, says, name, line)
+    by_case = [{(finding.kind, finding.key): finding for finding in findings(case)} for case in cases]
+    for place, finding in by_case[0].items():
+        if finding.severity != "note" and all(place in case for case in by_case):
+            if finding.key == "train_batch_size" and len(counts) > 1:
+                finding = replace(finding, message=_for_any_ranks(file.deepspeed or {}) or finding.message)
+            yield in_file(finding, file, text)
+
+
+def in_file(finding: Finding, file: user_settings.UserFile, text: str) -> Finding:
+    """Return a finding with the file's own name of its key, and its line."""
+    names = {key: name for name, key in user_settings.known_settings()["accelerate_deepspeed"].items() if key}
+    inner = find_line(text, "deepspeed_config_file") if file.launcher == "accelerate" else None
+    key = names.get(finding.key, finding.key) if file.launcher == "accelerate" and inner is None else finding.key
+    line = find_line(text, key) or inner or 1
+    return replace(finding, key=key, file=file.name, line=line)
 
 
 def _for_any_ranks(top: Mapping[str, Any]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from study.advisor.explain_case import (
     ACCUMULATION,
@@ -14,14 +15,14 @@ from study.advisor.explain_case import (
     ranks_of_a_batch,
     read_sharding_strategy,
 )
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings
+from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings, read_entry, removed
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
 from study.predictor.memory import predict_memory
-from study.predictor.state import accumulation_error
+from study.predictor.state import engine_refusal
+from study.predictor.time import device_bytes, fits, usable_bytes
 
-_OPTIMIZER = f"{ZERO}.offload_optimizer"
 # DEEPSPEED_OPTIMIZERS of DeepSpeed's config.py, and the classes of torch.optim.
 ENGINES_OPTIMIZERS = ("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "muon", "musgd")
 TORCHS_OPTIMIZERS = (
@@ -36,9 +37,26 @@ def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it."""
     if case.file.deepspeed is None:
         return [*case.findings, *_fsdp(case)]
-    results = [*case.findings, *_ineffective(case), *_optimizer(case), *_zero(case), *_batch(case)]
-    if refusal := accumulation_error(case.request):
-        results.append(Finding("refused", "data_types.grad_accum_dtype", refusal))
+    results = [
+        *case.findings,
+        *_ineffective(case),
+        *_type_of_optimizer(case),
+        *_rules(case),
+        *_zero(case),
+        *_batch(case),
+    ]
+    if case.stage and case.request.strategy.offloads and case.request.box.device.memory_gib:
+        bare = case.at(offload_param=None, offload_optimizer=None)
+        memory = predict_memory(bare.request)
+        if fits(memory, bare.request.box, at_upper=True):
+            bound, usable = device_bytes(memory, at_upper=True) / GIB, usable_bytes(bare.request.box) / GIB
+            message = (
+                f"without an offload the 90 % bound of the peak is {bound:.0f} of {usable:.0f} GiB: none is needed"
+            )
+            where = next(what for what in OFFLOADS if case.offload(what))
+            results.append(Finding("noted", f"{ZERO}.{where}", message, rule="offload-not-needed"))
+    if refusal := engine_refusal(case.request):
+        results.append(Finding("refused", *refusal))
     return results
 
 
@@ -46,19 +64,16 @@ def _ineffective(case: ConfigCase) -> Iterator[Finding]:
     reference = known_settings()
     for key in case.file.explicit_keys:
         section, _, name = key.rpartition(".")
-        section_settings = reference.get(section or "top", {})
-        entry = section_settings.get(name) or section_settings.get(f"stage3_{name}")
+        entry = read_entry(reference.get(section or "top", {}), name)
         first = key.removeprefix(f"{ZERO}.").split(".")[0]
         # A disabled setting causes no finding.
         is_off = (first in OFFLOADS and case.offload(first) is None) or (
             key == f"{ZERO}.{first}" and case.zero.get(first) is False
         )
-        if entry is None or is_off:
+        if is_off:
             continue
         stages = entry.get("stages", range(4))
-        if "refused" in entry:
-            yield Finding("refused", key, f"the engine ends with an error: {entry['refused']}")
-        elif "ineffective" in entry:
+        if "ineffective" in entry:
             yield Finding("ineffective", key, entry["ineffective"])
         elif case.stage not in stages and (section == ZERO or section not in case.file.explicit_keys):
             message = f"stage {case.stage} does not use it; stage {' and '.join(map(str, stages))} would"
@@ -83,8 +98,12 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
         return
     if name.lower() not in ENGINES_OPTIMIZERS and name not in TORCHS_OPTIMIZERS:
         message = f"the engine ends with an error: neither it nor torch.optim has {clip(name)}"
-        guess = did_you_mean(name, TORCHS_OPTIMIZERS)
-        yield Finding("refused", key, f"{message}; {guess}".rstrip("; "))
+        gone = known_settings()["removed"].get(name.lower())
+        yield (
+            removed(key, gone)
+            if gone
+            else Finding("refused", key, message, did_you_mean(name, TORCHS_OPTIMIZERS).strip())
+        )
         return
     yield Finding("noted", key, f"{name}: bytes here are AdamW's, which keeps two moments of each parameter")
     is_allowed = case.file.launcher == "accelerate" or case.top.get("zero_allow_untested_optimizer")
@@ -92,77 +111,56 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
         yield Finding("refused", key, f"ZeRO accepts {name} only with zero_allow_untested_optimizer: true")
 
 
-def _optimizer(case: ConfigCase) -> Iterator[Finding]:
-    yield from _type_of_optimizer(case)
-    top, in_accelerate = case.top, case.file.launcher == "accelerate"
-    if in_accelerate and "optimizer" in top:
-        message = "Accelerate accepts it only if the program's optimizer is an accelerate.utils.DummyOptim"
-        yield Finding("conflict", "optimizer", message)
-    elif in_accelerate and "scheduler" in top:
-        message = "Accelerate accepts it only if the program's scheduler is an accelerate.utils.DummyScheduler"
-        yield Finding("conflict", "scheduler", message)
-    if "zero_allow_untested_optimizer" in top:
-        if in_accelerate:
-            yield Finding("ignored", "zero_allow_untested_optimizer", "Accelerate always sets it to true")
-        elif not top["zero_allow_untested_optimizer"]:
-            message = "false: DeepSpeed refuses an optimizer that ZeRO was not tested with, such as torch's SGD"
-            yield Finding("noted", "zero_allow_untested_optimizer", message)
-    optimizer = case.offload("offload_optimizer")
-    if optimizer is None:
-        return
-    if case.stage == 0:
-        yield Finding("ineffective", _OPTIMIZER, "stage 0 keeps its optimizer on the device")
-    if top.get("zero_force_ds_cpu_optimizer", True) is False:
-        message = "false lets torch's own AdamW step on the host, which is slower than DeepSpeed's"
-        yield Finding("conflict", "zero_force_ds_cpu_optimizer", message)
-    elif not in_accelerate and "optimizer" not in top:
-        message = (
-            "deepspeed.initialize refuses torch's AdamW with an offload; Accelerate and the Trainer use DeepSpeed's"
-        )
-        yield Finding("noted", "zero_force_ds_cpu_optimizer", message)
-    if optimizer["device"] == "nvme" and case.stage in (1, 2):
-        message = f"nvme: stage {case.stage} cannot use NVMe, and keeps the state in host memory"
-        yield Finding("ignored", f"{_OPTIMIZER}.device", message)
-    if optimizer["ratio"] < 1 and case.stage != 3:
-        yield Finding("refused", f"{_OPTIMIZER}.ratio", "the engine refuses a ratio below 1 without stage 3")
+def _rules(case: ConfigCase) -> Iterator[Finding]:
+    """Yield a finding for each rule of known_settings.yaml whose conditions all hold."""
+    reference = known_settings()
+    defaults = {key: entry["default"] for key, entry in reference["top"].items() if "default" in entry}
+    top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
+    facts = {**_flat(defaults), **_flat(top), **_flat(case.zero), "launcher": case.file.launcher}
+    facts |= {"ranks": case.ranks, "precision": case.request.precision}
+    facts |= {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
+    facts |= {"set": {*case.file.explicit_keys, *_flat(case.top)}}
+    for kind, key, conditions, says, *rule in reference["rules"]:
+        if all(_holds(condition, facts) for condition in conditions):
+            yield Finding(kind, key, says, rule="".join(rule))
+
+
+def _flat(section: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    facts = {f"{place}{key}": value for key, value in section.items()}
+    for key, value in section.items():
+        facts |= _flat(value, f"{place}{key}.") if isinstance(value, Mapping) else {}
+    return facts
+
+
+def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
+    name, operator, *value = condition.split()
+    if name in ("set", "unset"):
+        return (operator in facts["set"]) == (name == "set")
+    fact, text = facts.get(name), str(facts.get(name)).lower()
+    if operator in "<>":
+        # "auto" is neither.
+        size = fact if isinstance(fact, int | float) else float("nan")
+        return size < float(value[0]) if operator == "<" else size > float(value[0])
+    return (text in value[0].split("|")) == (operator != "!=")
 
 
 def _zero(case: ConfigCase) -> Iterator[Finding]:
     zero, stage = case.zero, case.stage
-    for what in OFFLOADS:
-        section = case.offload(what)
-        if section and section["device"] == "nvme" and section["nvme_path"] is None and stage == 3:
-            yield Finding("refused", f"{ZERO}.{what}.nvme_path", "the engine ends with an error without this folder")
-    parameters, shard = case.offload("offload_param"), -(-case.shape.largest // case.ranks)
-    if parameters and parameters["device"] == "nvme" and stage == 3 and parameters["buffer_size"] < shard:
-        message = f"the engine ends with an error: a rank's shard of {case.largest.name} has {shard:,} elements"
-        yield Finding("refused", f"{ZERO}.offload_param.buffer_size", message)
-    has_offload = case.offload("offload_optimizer") is not None
-    if stage in (1, 2) and not zero["contiguous_gradients"]:
-        if has_offload:
-            yield Finding("ignored", f"{ZERO}.contiguous_gradients", "an offload turns it on")
-        elif zero["overlap_comm"]:
-            message = "without contiguous_gradients each bucket's gradients stay until the next bucket is reduced"
-            yield Finding("conflict", f"{ZERO}.overlap_comm", message)
-    if stage in (1, 2) and zero["round_robin_gradients"] and not has_offload:
-        yield Finding(
-            "ineffective", f"{ZERO}.round_robin_gradients", "it affects only gradients that are offloaded to the host"
-        )
-    if not zero["compute_grad_norm"] and (stage not in (1, 2) or has_offload):
-        message = "the engine accepts false only at stages 1 and 2 without an offload"
-        yield Finding("refused", f"{ZERO}.compute_grad_norm", message)
-    if zero["legacy_stage1"]:
-        yield Finding("refused", f"{ZERO}.legacy_stage1", "the engine ends with an error: it has been removed")
     if stage != 3:
         return
+    parameters, shard = case.offload("offload_param"), -(-case.shape.largest // case.ranks)
+    if parameters and parameters["device"] == "nvme" and parameters["buffer_size"] < shard:
+        message = f"the engine ends with an error: a rank's shard of {case.largest.name} has {shard:,} elements"
+        yield Finding("refused", f"{ZERO}.offload_param.buffer_size", message)
+    if parameters and parameters["device"] == "nvme" and not case.state.params_nvme:
+        message = f"a rank's weights have fewer than {parameters['max_in_cpu']:,} elements, and stay in host memory"
+        yield Finding("conflict", f"{ZERO}.offload_param.max_in_cpu", message, "set 0 to move them to NVMe")
     # The engine limits it to the number of ranks (groups.py).
     if (group := min(zero["zero_hpz_partition_size"], case.ranks)) > 1 and case.ranks % group:
         message = f"the engine ends with an error: {group:,.0f} does not divide {case.ranks} ranks"
         yield Finding("refused", f"{ZERO}.zero_hpz_partition_size", message)
     key, live = f"{ZERO}.stage3_max_live_parameters", zero["stage3_max_live_parameters"]
-    if key in case.file.explicit_keys and not zero["stage3_prefetch_bucket_size"]:
-        yield Finding("ineffective", key, "it limits only prefetching, which is off")
-    elif live < case.shape.parameters <= zero["stage3_max_reuse_distance"] / 2:
+    if zero["stage3_prefetch_bucket_size"] and live < case.shape.parameters <= zero["stage3_max_reuse_distance"] / 2:
         # The reuse distance of a parameter, from its forward to its backward pass, is at most twice the model.
         message = f"{live:,.0f} does not limit gathering: stage3_max_reuse_distance keeps every parameter"
         yield Finding("conflict", key, message)
@@ -214,34 +212,18 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
             message = f"{clip(data)} groups of {clip(sequence)} ranks are not {case.ranks}"
             yield Finding("refused", "sequence_parallel_size", f"the engine ends with an error: {message}")
             return
-    global_batch, micro, steps = (case.top.get(key) for key in keys)
-    wrong = [
-        key for key, value in zip(keys, (global_batch, micro, steps), strict=True)
-        if value not in (None, "auto") and (type(value) is not int or value < 1)
-    ]  # fmt: skip
-    message, error, count = "", "the engine ends with an error", f"{ranks:g} rank{'s'[: ranks != 1]}"
-    if wrong:
-        yield Finding("refused", wrong[0], "the engine requires a whole number from 1 up")
-    elif type(global_batch) is int and type(micro) is int:
-        if type(steps) is int and global_batch != micro * steps * ranks:
-            message = f"{error}: {micro} x {steps} x {count} is {micro * steps * ranks}, not {global_batch}"
-        elif steps is None and global_batch // (micro * ranks) * micro * ranks != global_batch:
-            message = f"{error}: {global_batch} is not a multiple of {micro} x {count}"
-    elif type(global_batch) is int and micro is None:
-        steps = 1 if steps is None else case.request.accumulation
-        if global_batch // (steps * ranks) * steps * ranks != global_batch:
-            message = f"{error}: {global_batch} is not a multiple of {steps} x {count}"
-    if message:
-        yield Finding("refused", "train_batch_size", message)
-    if global_batch is None and micro is None and case.file.launcher == "deepspeed":
-        yield Finding("refused", MICRO_BATCH, f"{error} without it or train_batch_size")
+    sizes = [None if case.top.get(key) == "auto" else case.top.get(key) for key in keys]
+    if case.file.launcher == "accelerate" or "auto" in (case.top.get(MICRO_BATCH), case.top.get(ACCUMULATION)):
+        sizes[1:] = sizes[1] or (None if sizes[0] else case.request.micro_batch), sizes[2] or case.request.accumulation
+    if problem := _batch_problem(sizes, ranks):
+        yield Finding("refused", *problem)
     # Without the key Accelerate (DeepSpeedPlugin) and the engine set 1; with "auto" the program sets it.
     accumulation = case.request.accumulation
     if ACCUMULATION not in case.top:
         by_batch = all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH))
         if accumulation > 1 and not (by_batch and case.file.launcher == "deepspeed"):
             message = f"without it Accelerate and the engine use accumulation 1, not {accumulation}"
-            yield Finding("missing", ACCUMULATION, message)
+            yield Finding("conflict", ACCUMULATION, message)
     elif case.top[ACCUMULATION] == "auto" and accumulation == 1:
         reserved, reserved_by_two = (
             predict_memory(dataclasses.replace(case.request, accumulation=count)).peak_reserved.value
@@ -252,3 +234,23 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
             message += "; with more, gradients stay in memory during the next micro-batch, and a rank reserves"
             message += f" {format_number(reserved_by_two / GIB)} GiB instead of {format_number(reserved / GIB)}"
         yield Finding("filled", ACCUMULATION, message)
+
+
+def _batch_problem(sizes: Sequence[Any], ranks: float) -> tuple[str, str] | None:
+    """Return the key and the error of DeepSpeedConfig's arithmetic (_set_batch_related_parameters); None without."""
+    error, count = "the engine ends with an error", f"{ranks:g} rank{'s'[: ranks != 1]}"
+    for key, size in zip(("train_batch_size", MICRO_BATCH, ACCUMULATION), sizes, strict=True):
+        if size is not None and (not isinstance(size, int | float) or not size > 0):
+            return key, f"{error}: it is {clip(size)}; set a whole number from 1 up"
+    batch, micro, steps = sizes
+    if batch is None:
+        return None if micro else (MICRO_BATCH, f"{error} without it or train_batch_size")
+    if None not in sizes and batch != micro * steps * ranks:
+        message = f"{micro} x {steps} x {count} is {micro * steps * ranks:g}, not {batch}"
+    elif steps is None and micro and batch // micro // ranks * micro * ranks != batch:
+        message = f"{batch} is not a multiple of {micro} x {count}"
+    elif micro is None and batch // ranks // (steps or 1) * (steps or 1) * ranks != batch:
+        message = f"{batch} is not a multiple of {steps or 1} x {count}"
+    else:
+        return None
+    return "train_batch_size", f"{error}: {message}"

@@ -29,7 +29,7 @@ from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, b
 from study.predictor.memory import predict_memory
 from study.predictor.request import Attention, Estimate, OptimizerName, Prediction, Request
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
-from study.predictor.state import accumulation_error
+from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes
 from study.workloads.presets import PRESETS
 
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "by default bf16, else fp16; under DeepSpeed with 16-bit weights; fp32 on a CPU"
     add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
-    add("--optimizer", type=known_optimizer, choices=get_args(OptimizerName), default="adamw")
+    add_optimizer(parser)
     add("--autocast", action="store_true", help="under FSDP: gather fp32 weights, as study/train.py does")
     add("--dropout", action="store_true", help="the model's dropout is on")
     pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters"
@@ -85,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--details", action="store_true", help="print every figure with its interval")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """Add --optimizer, which `study explain` has, too."""
+    names = get_args(OptimizerName)
+    parser.add_argument("--optimizer", type=known_optimizer, choices=names, default="adamw")
 
 
 def known_optimizer(text: str) -> str:
@@ -111,8 +117,11 @@ def run(options: argparse.Namespace) -> int:
 
 def predict(request: Request) -> Prediction:
     """Predict memory, communication and step time; raise UserError for settings that the engine refuses."""
-    if refusal := accumulation_error(request):
-        raise UserError(f"data_types.grad_accum_dtype: {refusal}", "leave it out, or use zero1")
+    if refusal := engine_refusal(request):
+        fix = (
+            "leave it out, or use zero1" if refusal[0] != "optimizer" else "use --optimizer adamw, or another strategy"
+        )
+        raise UserError(f"{refusal[0]}: {refusal[1]}", fix)
     memory = predict_memory(request)
     sent = estimate("sent", sent_bytes(request))
     return Prediction(request, memory, predict_time(request, memory), sent, fits(memory, request.box))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ MAX_FILE_BYTES = 1_000_000
 _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
-_SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
+SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
 # Accelerate's types: plain data parallelism on any device, DeepSpeed and FSDP; and two that are not modelled.
 _DISTRIBUTED = (
     "NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
@@ -38,22 +40,33 @@ SAID_TWICE = {
 class Finding:
     """A setting whose effect differs from its value in the file."""
 
-    kind: Literal["refused", "conflict", "ignored", "ineffective", "filled", "missing", "noted"]
+    kind: Literal["refused", "conflict", "ignored", "ineffective", "filled", "noted"]
     key: str
-    says: str
-    # Of a check of several files; the line from 1.
+    message: str
+    fix: str = ""
+    # Name of the rule in the id, if that is not the key.
+    rule: str = ""
     file: str = ""
+    # From 1.
     line: int = 0
 
     @property
-    def document(self) -> dict[str, str]:
-        """Kind, key and text, for a document of one file."""
-        return {"kind": self.kind, "key": self.key, "says": self.says}
+    def says(self) -> str:
+        return f"{self.message}; {self.fix}" if self.fix else self.message
 
     @property
-    def level(self) -> Literal["error", "warning"]:
-        """Whether the setting ends the run or is dropped silently, which is an error."""
-        return "error" if self.kind in ("refused", "missing", "ignored") else "warning"
+    def id(self) -> str:
+        """Stable name, such as refused/unknown-key."""
+        return f"{self.kind}/{self.rule or self.key.rpartition('.')[2] or 'file'}"
+
+    @property
+    def severity(self) -> Literal["error", "warning", "note"]:
+        """Whether the engine ends with an error, or a setting has another effect."""
+        return "error" if self.kind == "refused" else "note" if self.kind in ("noted", "filled") else "warning"
+
+    @property
+    def document(self) -> dict[str, str | int]:
+        return {name: getattr(self, name) for name in ("id", "severity", "file", "line", "key", "message", "fix")}
 
     @property
     def text(self) -> str:
@@ -63,13 +76,13 @@ class Finding:
     @property
     def line_text(self) -> str:
         """One line with the place, for a terminal."""
-        return f"{self.file}:{self.line}: {self.level}: {self.kind}: {self.text}"
+        return f"{self.file}:{self.line}: {self.severity}: {self.kind}: {self.text}"
 
     @property
     def annotation(self) -> str:
         """Workflow command of GitHub Actions that annotates the line; it escapes as actions/toolkit does."""
         file = _escape(self.file).replace(":", "%3A").replace(",", "%2C")
-        return f"::{self.level} file={file},line={self.line},title={self.kind}::{_escape(self.text)}"
+        return f"::{self.severity} file={file},line={self.line},title={self.kind}::{_escape(self.text)}"
 
 
 def _escape(text: str) -> str:
@@ -119,8 +132,8 @@ def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile
     return file
 
 
-def _refused(key: str, problem: str, fix: str) -> Finding:
-    return Finding("refused", key, f"{problem}; {fix}".rstrip())
+def _refused(key: str, problem: str, fix: str, rule: str = "wrong-value") -> Finding:
+    return Finding("refused", key, problem, fix.rstrip(), rule)
 
 
 def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
@@ -171,7 +184,9 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
             raise UserError(problem, f"{fix}; or run: pip install hjson, with which DeepSpeed reads comments") from None
         except ValueError:
             raise UserError(problem, fix) from None
-    findings += [_refused(key, "is set twice", "keep one, DeepSpeed refuses such a file") for key in sorted(twice)]
+    findings += [
+        _refused(key, "is set twice", "keep one, DeepSpeed refuses such a file", "set-twice") for key in sorted(twice)
+    ]
     return document
 
 
@@ -179,12 +194,14 @@ def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
     names = []
     for key, value in document.items():
         names.append(prefix + key)
-        if isinstance(value, dict) and prefix + key in _SECTIONS:
+        if isinstance(value, dict) and prefix + key in SECTIONS:
             names += _dotted(value, f"{prefix}{key}.")
     return tuple(names)
 
 
 def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) -> UserFile:
+    if document.get("compute_environment") == "AMAZON_SAGEMAKER":
+        raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
     kind, precision = document.get("distributed_type"), document.get("mixed_precision")
@@ -210,7 +227,8 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         mesh = _mesh(_section(document, "parallelism_config", findings), kind, findings)
     if kind == "DEEPSPEED":
         return _accelerate_deepspeed(name, document, precision, processes, findings)
-    section = _section(document, "fsdp_config", findings) if kind == "FSDP" else None
+    has_section = document.get("fsdp_config") is not None
+    section = None if kind != "FSDP" else _section(document, "fsdp_config", findings) if has_section else {}
     return UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
 
 
@@ -300,36 +318,116 @@ def _accelerate_deepspeed(
     return file
 
 
-def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str], owner: str) -> list[Finding]:
-    """Take the keys that the owner of a section does not support out of it, and return a finding for each."""
-    supported = list(supported)
-    unknown = [key for key in section if key not in supported]
-    for key in unknown:
-        del section[key]
-    problem = f"is not a setting that {owner} supports, which ends with an error"
-    return [_refused(f"{place}{key}", problem, did_you_mean(str(key), supported) or "take it out") for key in unknown]
+def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str], owner: str) -> Iterator[Finding]:
+    """Take the keys that the owner of a section does not support out of it, and yield a finding for each."""
+    gone, supported = known_settings()["removed"], list(supported)
+    for key in [key for key in section if key not in supported]:
+        value = section.pop(key)
+        if value == "auto" and owner == "DeepSpeed":
+            message = "DeepSpeed does not support it, and drops it silently since it is auto"
+            yield Finding("ignored", f"{place}{key}", message, did_you_mean(str(key), supported).strip(), "unknown-key")
+        elif message := gone.get(f"{place}{key}"):
+            yield removed(f"{place}{key}", message)
+        else:
+            problem = f"is not a setting that {owner} supports, which ends with an error"
+            yield _refused(f"{place}{key}", problem, did_you_mean(str(key), supported) or "take it out", "unknown-key")
+
+
+def removed(key: str, message: str) -> Finding:
+    """Return the finding of a setting that a release removed, from its text in known_settings.yaml."""
+    release, _, fix = message.partition("; ")
+    return _refused(key, f"DeepSpeed {release} removed it, and ends with an error", fix, "removed")
+
+
+_WORDS = {
+    "bool": "true or false", "int": "a whole number", "whole": "true, false or a whole number", "float": "a number",
+    "number": "a number", "str": "a string", "list": "a list", "dict": "{...}", "none": "no value",
+}  # fmt: skip
+_COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
+_TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
+
+
+def describe(kind: str) -> str:
+    """Return the values of a type of known_settings.yaml, as text."""
+    if "/" in kind:
+        return " or ".join(describe(part) for part in kind.split("/"))
+    name, *bounds = kind.lstrip("~").split()
+    name = name.rstrip("?!#")
+    words = _WORDS.get(name.partition("[")[0]) or " or ".join([", ".join(name.split("|")[:-1]), name.split("|")[-1]])
+    least = {"0": f"{words}, 0 or more", "1": f"{words}, 1 or more"}
+    if bounds[1:]:
+        return f"{words} from 0 to 1"
+    return least[str(int(bounds[0].lstrip(">=")) + (bounds[0] == ">0"))] if bounds else words
+
+
+def convert(kind: str, value: Any) -> Any:
+    """Return a value as the engine (pydantic) converts it to a type of known_settings.yaml; raise ValueError."""
+    if "/" in kind:
+        for part in kind.split("/"):
+            try:
+                return convert(part, value)
+            except ValueError:
+                continue
+        raise ValueError
+    name, *bounds = kind.lstrip("~").split()
+    if ("!" in name and isinstance(value, bool)) or ("#" in name and isinstance(value, str)):
+        raise ValueError
+    if (name.endswith("?") and value is None) or (name.endswith("??") and not value):
+        return value
+    is_strict, name = "!" in name, name.rstrip("?!#")
+    name, _, inner = name.removesuffix("]").partition("[")
+    if name == "any" or (
+        name in ("str", "list", "dict") and isinstance(value, {"str": str, "list": list}.get(name, dict))
+    ):
+        return [convert(inner, item) for item in value] if inner else value
+    is_number = isinstance(value, int | float)
+    word = str(int(value) if isinstance(value, float) and value.is_integer() else value).lower()
+    if name == "bool" and word in (*_TRUE, *_FALSE) and value is not None:
+        return word in _TRUE
+    if name in ("number", "whole") and is_number and (name == "number" or isinstance(value, int)):
+        return value
+    if name in ("int", "float") and (is_number or isinstance(value, str)):
+        number = (
+            float(value)
+            if name == "float" or not isinstance(value, str)
+            else int(value if is_strict else value.strip().removesuffix(".0"))
+        )
+        if name == "int" and not float(number).is_integer():
+            raise ValueError
+        is_valid = all(_COMPARE[bound.rstrip("01")](number, int(bound.lstrip("<>="))) for bound in bounds)
+        if is_valid and (math.isfinite(number) or not is_strict):
+            return number if name == "float" else int(number)
+    if "|" in name or name == "auto":
+        word = str(convert("int", value)) if name[0].isdecimal() else word
+        choice = (
+            value.lower() if kind.startswith("~") and isinstance(value, str) else word if name[0].isdecimal() else value
+        )
+        if choice in name.split("|"):
+            return int(choice) if choice.isdecimal() else choice
+    raise ValueError
 
 
 def check_deepspeed(file: UserFile) -> None:
     """Add the findings of a file's DeepSpeed settings, and take out those with a wrong key or value."""
     settings, reference, findings = file.deepspeed, known_settings(), file.findings
     assert settings is not None
-    for key in settings:
+    names = [*reference["top"], *reference["others"]]
+    for key in list(settings):
+        if message := reference["removed"].get(key):
+            del settings[key]
+            findings.append(removed(key, message))
         # DeepSpeed drops comments, too, as their authors expect.
-        if key in reference["top"] or key in reference["others"] or key.lstrip("_") in ("comment", "comments"):
-            continue
-        place = next((section for section in _SECTIONS if key in reference[section]), None)
-        hint = did_you_mean(key, [*reference["top"], *reference["others"]], cutoff=0.75).strip()
-        hint = hint or (f"it belongs in {place}" if place else "")
-        message = "DeepSpeed does not support it, and drops it silently"
-        findings.append(Finding("ignored", key, f"{message}; {hint}".removesuffix("; ")))
+        elif key not in names and key.lstrip("_") not in ("comment", "comments"):
+            place = next((section for section in SECTIONS if key in reference[section]), None)
+            hint = did_you_mean(key, names, cutoff=0.75).strip() or (f"it belongs in {place}" if place else "")
+            message = "DeepSpeed does not support it, and drops it silently"
+            findings.append(Finding("ignored", key, message, hint, "unknown-key"))
     if isinstance(settings.get(ZERO), bool) and file.launcher == "deepspeed":
         settings[ZERO] = {"stage": int(settings[ZERO])}
         findings.append(Finding("noted", ZERO, f"a deprecated form, read as stage {settings[ZERO]['stage']}"))
-    for key in (ZERO, "bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler", "aio"):
-        if key in settings and not isinstance(settings[key], dict):
-            problem = f"is {clip(settings.pop(key))}, not a mapping"
-            findings.append(_refused(key, problem, f'write "{key}": {{...}}'))
+    findings += _wrong_values("", settings, reference["top"])
+    if isinstance(settings.get(ZERO), bool):
+        findings.append(_refused(ZERO, f"is {clip(settings.pop(ZERO))}", f"set {describe('dict')}"))
     if ZERO not in settings:
         if file.launcher == "accelerate":
             findings.append(Finding("refused", ZERO, "Accelerate ends with an error without it"))
@@ -341,70 +439,64 @@ def check_deepspeed(file: UserFile) -> None:
         zero["stage"] = 2 if file.launcher == "accelerate" else 0
         by = "Accelerate makes it" if file.launcher == "accelerate" else "DeepSpeed drops it and uses its default,"
         findings.append(Finding("filled", f"{ZERO}.stage", f"auto: {by} {zero['stage']}"))
-    findings += _wrong_settings(ZERO, zero)
-    if (stage := zero.get("stage", 0)) not in range(4):
-        zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
-        fix = f"set 0, 1, 2 or 3 (figures here are those of stage {zero['stage']})"
-        findings.append(_refused(f"{ZERO}.stage", f"is {clip(stage)}", fix))
-    for what in OFFLOADS:
-        section = zero.get(what)
-        if section is not None and not isinstance(section, dict):
-            problem = f"is {clip(zero.pop(what))}"
-            findings.append(_refused(f"{ZERO}.{what}", problem, 'write it as {"device": "cpu"}'))
-        elif section is not None:
-            findings += _wrong_settings(f"{ZERO}.{what}", section)
-            if section.get("device", "none") not in ("none", "cpu", "nvme", "auto"):
-                problem = f"is {clip(section.pop('device'))}"
-                findings.append(_refused(f"{ZERO}.{what}.device", problem, "set none, cpu or nvme"))
-    for place, keys in reference["strict_sections"].items():
-        section = (settings if place in settings else zero).get(place.removeprefix(f"{ZERO}."))
+    stage = zero.get("stage", 0)
+    for place in (*SECTIONS, *reference["strict_sections"], *reference["sections"]):
         # DeepSpeed reads bfloat16 only if there is no bf16.
-        if isinstance(section, dict) and not (place == "bfloat16" and settings.get("bf16") is not None):
-            findings += _unknown_keys(f"{place}.", section, keys, "DeepSpeed")
+        section = None if place == "bfloat16" and settings.get("bf16") is not None else _find(settings, place)
+        if isinstance(section, dict):
+            keys = reference["sections"].get(place)
+            entries = keys or reference["strict_sections"].get(place) or reference[place]
+            if keys is None:
+                findings += _unknown_keys(f"{place}.", section, [*entries, *_short_names(entries)], "DeepSpeed")
+            findings += _wrong_values(f"{place}.", section, entries)
+            findings += _not_modelled(place, section, zero)
+    if "stage" not in zero and stage != 0:
+        zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
     findings += _not_modelled("top", settings, zero)
-    findings += _not_modelled(ZERO, zero, zero)
-    for what in OFFLOADS:
-        findings += _not_modelled(f"{ZERO}.{what}", zero.get(what) or {}, zero)
+
+
+def _find(settings: Mapping[str, Any], place: str) -> Any:
+    """Return the section at a dotted place; None if it is not there."""
+    for part in place.split("."):
+        settings = settings.get(part) if isinstance(settings, dict) else None  # type: ignore[assignment]
+    return settings
+
+
+def _short_names(entries: Iterable[str]) -> list[str]:
+    """Return the names of stage 3's settings without their prefix, which DeepSpeed accepts, too."""
+    return [key.removeprefix("stage3_") for key in entries if key.startswith("stage3_")]
+
+
+def read_entry(entries: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the entry of a key in known_settings.yaml, with its type at least."""
+    entry = entries.get(key, entries.get(f"stage3_{key}", {}))
+    return {"type": entry} if isinstance(entry, str) else {"type": "any", **entry}
 
 
 def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each setting that changes the memory of a rank, but is not part of the prediction."""
-    reference = known_settings()[place]
+    reference = known_settings()
+    entries = reference.get(place) or reference["strict_sections"].get(place) or reference["sections"][place]
     for key, value in section.items():
-        entry = reference.get(key) or reference.get(f"stage3_{key}") or {}
+        entry = read_entry(entries, key)
         if "switch" in entry:
             value = isinstance(value, Mapping) and value.get(entry["switch"])
-        is_off = value in (None, False, "auto", {}, entry.get("default"))
+        is_off = value in (None, "auto", {}, entry.get("default", False))
         if "not_modelled" in entry and not is_off and zero.get("stage", 0) in entry.get("stages", range(4)):
             name = key if place == "top" else f"{place}.{key}"
-            yield Finding("noted", name, f"{entry['not_modelled']}; {NOT_MODELLED}")
+            yield Finding("noted", name, f"{entry['not_modelled']}; {NOT_MODELLED}", rule="not-modelled")
 
 
-def _wrong_settings(place: str, section: dict[str, Any]) -> Iterator[Finding]:
-    """Take the settings with a wrong key or value out of a section, and yield a finding for each."""
-    reference = known_settings()[place]
-    # DeepSpeed also accepts stage 3's settings without the prefix.
-    short = {key.removeprefix("stage3_") for key in reference if key.startswith("stage3_")}
-    yield from _unknown_keys(f"{place}.", section, [*reference, *short], "DeepSpeed")
+def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[Finding]:
+    """Take the settings with a wrong value out of a section, convert the others, and yield a finding for each."""
+    is_model = place and place.removesuffix(".") not in known_settings()["sections"]
     for key, value in list(section.items()):
-        default = reference.get(key, reference.get(f"stage3_{key}", {})).get("default")
-        if value == "auto" or default is None:
+        kind = read_entry(entries, key)["type"]
+        # The engine's models drop "auto".
+        if value == "auto" and is_model:
             continue
-        # The engine converts strings, too.
-        if isinstance(value, str) and not isinstance(default, str):
-            spelled = {"true": True, "false": False}
-            value = section[key] = spelled.get(value.lower(), int(value) if value.isdecimal() else value)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if isinstance(default, bool):
-            expected, is_valid = "true or false", isinstance(value, bool)
-        elif isinstance(default, int):
-            least = int(key == "reduce_bucket_size")
-            expected = f"a whole number, {least} or more"
-            is_valid = is_number and least <= value < 2**63 and float(value).is_integer()
-        elif isinstance(default, float):
-            expected, is_valid = "a number from 0 to 1", isinstance(value, int | float) and 0 <= value <= 1
-        else:
-            expected, is_valid = "a string", isinstance(value, str)
-        if not is_valid and key != "stage":
+        try:
+            section[key] = convert(kind, value)
+        except ValueError:
             del section[key]
-            yield _refused(f"{place}.{key}", f"is {clip(value)}", f"set {expected}")
+            yield _refused(f"{place}{key}", f"is {clip(value)}", f"set {describe(kind)}")

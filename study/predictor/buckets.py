@@ -96,7 +96,8 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     # An untied embedding is a separate group.
     embedding = sizes.get(BEFORE, 0)
     root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
-    shard = request.shape.trained_parameters / ranks
+    # With an offload, reduced gradients go to the host, where the optimizer steps.
+    shard = 0.0 if request.fsdp_offloads else request.shape.trained_parameters / ranks
     accumulated = accumulated_bytes(request)
     grads = accumulated
     copies = 1 if request.box.gloo_copies_gathers else 0
@@ -121,7 +122,8 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
         reducing = float(shard_width * new_elements)
         copied = max(weight, copies * shard_width) * new_elements - (weight * new_elements - new)
         yield Snapshot(place - 1, grads, root_bytes + reducing + weight * following + copied)
-        grads += new_elements / ranks * shard_width - (weight * new_elements - new)
+        kept = 0 if request.fsdp_offloads else shard_width
+        grads += new_elements / ranks * kept - (weight * new_elements - new)
     last = root + (0 if request.shape.tied else embedding)
     new_elements = last if request.shape.params[0].trained else trained[request.shape.layers]
     # Both gradients of a tied embedding and their sum.

@@ -254,7 +254,9 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     if has_tied_gradients(shape):
         yield f"{params[0].name} is tied: the gradients of both uses and their sum are allocated at once"
     if (what := unswapped_kind(request)) is not None:
-        yield f"no shard of the {what} has the 1 MiB that DeepSpeed swaps to NVMe: it stays in host memory"
+        is_small = what == "optimizer" or settings.max_in_cpu < shape.trained_parameters / request.box.ranks
+        reason = "no shard has the 1 MiB that DeepSpeed swaps" if is_small else f"max_in_cpu is {settings.max_in_cpu:,}"
+        yield f"the {what} is not on NVMe but in host memory: {reason}"
     if settings.stage == 3:
         persistent = sum(param.elements for param in persistent_params(request))
         most = simulate_gathers(request).gathered_at_once + persistent

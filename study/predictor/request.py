@@ -67,6 +67,8 @@ class EngineSettings:
     bf16_moments: bool = False
     optimizer: Offload | None = None
     parameters: Offload | None = None
+    # Elements of a rank's weights that stay in host memory although offload_param names NVMe.
+    max_in_cpu: int = 1_000_000_000
 
     @property
     def master_bytes(self) -> int:
@@ -102,6 +104,8 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
         value = zero.get(field.name)
         if (value := auto.get(field.name) if value == "auto" else value) is not None:
             values[field.name] = bool(value) if field.type == "bool" else int(value)
+    if isinstance(zero.get("offload_param"), Mapping):
+        values["max_in_cpu"] = int(zero["offload_param"].get("max_in_cpu", 1e9))
     bf16, types = (strategy.deepspeed.get(key) for key in ("bf16", "data_types"))
     if isinstance(bf16, Mapping):
         values["bf16_masters"] = bool(bf16.get("bf16_master_weights_and_grads"))
@@ -156,6 +160,8 @@ class Request:
     step_copies: int = 0
     # Without an engine: the model was loaded in 16 bits, so gradients and moments are 16-bit, without masters.
     pure: bool = False
+    # FSDP keeps weights, gradients and optimizer in host memory (fsdp_offload_params).
+    fsdp_offloads: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
 

@@ -82,6 +82,10 @@ def _unsharded(request: Request, waiting: bool) -> State:
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     optimizer = trained * (master + request.moments_bytes) + STEP_BYTES * len(shape.trained_params)
     unreduced = accumulated_bytes(request) if request.strategy.is_fsdp and waiting else 0.0
+    if request.fsdp_offloads:
+        # CPUOffloadPolicy, and CPUOffload of version 1: shards are gathered from the host, and their reduced gradients
+        # go to it. Unreduced gradients stay on the device.
+        return State(0.0, unreduced, 0.0, float(stored * weight), float(trained * weight), optimizer)
     return State(stored * weight, max(trained * weight, unreduced), optimizer)
 
 
@@ -142,10 +146,24 @@ def _stage3(request: Request, waiting: bool) -> State:
         state["params_device"] += sum(shard_elements(request, [param]) * ranks // group for param in resharded) * weight
     if settings.parameters is not None:
         swaps = settings.parameters.device == "nvme"
-        nvme = _swapped_bytes(request, shape.params, weight) if swaps else 0.0
+        nvme = _swapped_bytes(request, _swapped_params(request), weight) if swaps else 0.0
         state |= {"params_device": unsharded, "params_host": full_shard * weight - nvme, "params_nvme": nvme}
     state["grads_device"] += large * weight
     return State(**{place: float(size) for place, size in state.items()})
+
+
+def _swapped_params(request: Request) -> Sequence[Parameter]:
+    """Return stage 3's parameters on NVMe: the first sub-groups, up to max_in_cpu elements of a rank, stay in host
+    memory (_create_fp16_partitions_with_defragmentation in stage3.py)."""
+    params, ranks, most = request.shape.params, request.box.ranks, request.settings.max_in_cpu
+    kept, offset, group = set[Parameter](), 0, list[Parameter]()
+    for param in request.shape.trained_params:
+        group.append(param)
+        size = sum(math.ceil(item.elements / ranks) for item in group)
+        if size >= request.settings.sub_group_size or param is request.shape.trained_params[-1]:
+            kept |= set(group) if offset + size <= most else set()
+            offset, group = offset + size, []
+    return [param for param in params if param not in kept]
 
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
@@ -165,12 +183,18 @@ def unswapped_kind(request: Request) -> str | None:
     return next((names[kind] for kind in request.swapped if not sizes[kind]), None)
 
 
-def accumulation_error(request: Request) -> str | None:
-    """Return DeepSpeed's error if stage 0 would accumulate in another type than its weights (engine.py,
-    _do_optimizer_sanity_check); None otherwise."""
+def engine_refusal(request: Request) -> tuple[str, str] | None:
+    """Return the setting and DeepSpeed's error if it raises one when it makes the optimizer (engine.py); else None."""
+    settings = request.strategy.deepspeed or {}
     is_16_bit = request.precision.endswith("-engine")
+    # _do_optimizer_sanity_check
     if request.strategy.zero_stage == 0 and is_16_bit and request.settings.accumulates_in_fp32:
-        return "stage 0 accumulates 16-bit gradients only in their type: DeepSpeed raises NotImplementedError"
+        text = "stage 0 accumulates 16-bit gradients only in their type: DeepSpeed raises NotImplementedError"
+        return "data_types.grad_accum_dtype", text
+    # _configure_optimizer; Accelerate replaces only 32-bit AdamW (map_pytorch_optim_to_deepspeed).
+    offloads = bool(request.strategy.zero_stage) and request.strategy.offload_device("optimizer") is not None
+    if request.optimizer == "adamw_8bit" and offloads and settings.get("zero_force_ds_cpu_optimizer", True):
+        return "optimizer", "an optimizer offload refuses adamw_8bit: DeepSpeed raises ZeRORuntimeException"
     return None
 
 
