@@ -209,6 +209,8 @@ def candidates(question: AdviceRequest) -> list[str]:
     if question.box.nodes == 1 or question.box.gpus_per_node == 1:
         # On one machine several replicas only need more memory.
         left_out |= set(WITH_REPLICAS)
+    if question.shape.fsdp_refusal:
+        left_out |= {name for name in _SIMPLICITY if read_strategy(name).is_fsdp}
     return [name for name in _SIMPLICITY if name not in left_out]
 
 
@@ -266,7 +268,7 @@ def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iter
     if strategy.deepspeed is None or not strategy.zero_stage:
         yield strategy
         return
-    layer = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer)
+    layer = shape.layer_elements
     small = min(_SMALL_BUCKET, shape.trained_parameters)
     # A size between the two fits no more gradients of large tensors than the small one. If all tensors are smaller
     # than the small bucket, a bucket of the largest tensor's size would need many calls.
@@ -357,6 +359,8 @@ def error_of_time(option: Option) -> float | None:
 
 def _why_nothing_fits(advice: Advice) -> str:
     least = min(advice.options, key=lambda option: device_bytes(option.memory))
+    if least.memory.missing:
+        return f"under {least.name}, which needs least: {least.why}"
     request, parts, box = least.request, least.memory.device_parts, least.request.box
     if box.host_gib_per_node is not None and not box.is_cpu_only:
         any_host = dataclasses.replace(box, host_gib_per_node=None)

@@ -25,6 +25,7 @@ from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor import shape as adapters
 from study.predictor.hardware import box_from_args, parse_int, real
+from study.predictor.live import live_notes
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, resolve_length
 from study.predictor.time import LORA_NOTE, device_bytes, host_adam_note, max_offload_slowdown, usable_bytes
@@ -244,6 +245,7 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         yield f"each GPU is assumed to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
     if shape.lora_rank:
         yield LORA_NOTE
+    yield from live_notes(shape)
 
 
 def _row(option: Option, best: Option | None) -> list[str]:

@@ -163,7 +163,8 @@ def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) ->
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
         "model": case.shape.name, "parameters": case.shape.parameters,
         "trained_parameters": case.shape.trained_parameters, "world_size": case.ranks,
-        "hardware": hardware and hardware.name, "fits": fits(memory, case.request.box) if hardware else None,
+        "hardware": hardware and hardware.name,
+        "fits": fits(memory, case.request.box) if hardware and not memory.missing else None,
         "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
         "accumulation": case.request.accumulation, "gradient_checkpointing": case.request.gradient_checkpointing,
@@ -187,6 +188,9 @@ def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> 
     host = f"host {_about(memory.host_peak.value)} a node, predicted"
     if hardware is None:
         return f"Peak {_about(peak)} a GPU in {precision}{in_half}; {host}"
+    if memory.missing:
+        verdict = why(memory, request.box)
+        return f"{verdict[0].upper()}{verdict[1:]}; {host}"
     if fits(memory, request.box):
         bound, is_certain = device_bytes(memory, at_upper=True), fits(memory, request.box, at_upper=True)
         usable = _about(usable_bytes(request.box))

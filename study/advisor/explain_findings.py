@@ -36,7 +36,9 @@ _ZEROS_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muadam", "muadamw", "m
 def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it."""
     if case.file.deepspeed is None:
-        return [*case.findings, *_fsdp(case)]
+        refusal = case.request.strategy.is_fsdp and case.shape.fsdp_refusal
+        refused = [Finding("refused", "fsdp_version", refusal)] if refusal else []
+        return [*case.findings, *_fsdp(case), *refused]
     results = [
         *case.findings,
         *_ineffective(case),

@@ -30,7 +30,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import Attention, Estimate, OptimizerName, Prediction, Request
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
 from study.predictor.state import engine_refusal
-from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes
+from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes, why
 from study.workloads.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -186,6 +186,8 @@ def _request(options: argparse.Namespace) -> Request:
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
     shape = adapters.apply_lora_options(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
+    if strategy.is_fsdp and shape.fsdp_refusal:
+        raise UserError(f"{strategy.name} does not train {shape.name}: {shape.fsdp_refusal}", "use zero3")
     request = Request(
         shape=shape, strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
         box=box, sequence_length=resolve_length(shape, options.seq_length), micro_batch=options.micro_batch,
@@ -225,7 +227,8 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
         "precision": request.precision, "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
         "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
         "chunked_loss": request.chunked_loss,
-        "fits": prediction.fits, "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
+        "fits": None if memory.missing else prediction.fits, "missing": memory.missing,
+        "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced, "time": dataclasses.asdict(prediction.time),
         "sent_bytes_per_step": dataclasses.asdict(prediction.sent_bytes_per_step),
         "payload_bytes": predict_payload(request),
@@ -235,6 +238,9 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
 def _verdict(prediction: Prediction) -> str:
     request, memory, time = prediction.request, prediction.memory, prediction.time
     box, bound = request.box, device_bytes(memory, at_upper=True)
+    if memory.missing:
+        verdict = why(memory, box)
+        return f"{verdict[0].upper()}{verdict[1:]}, of {rounded(usable_bytes(box) / GIB)}; no step time; predicted"
     verdict = "Does not fit" if not prediction.fits else "May not fit"
     if fits(memory, box, at_upper=True):
         verdict = "Fits"

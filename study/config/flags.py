@@ -179,7 +179,7 @@ class RunConfig:
 
     task: Task = _flag("the training task: model head and data", "bert-imdb")
     scale: Scale = _flag("paper: the setup of the studied documents; laptop: tiny; auto: paper with a GPU", "auto")
-    model_name_or_path: str = _flag("a preset of study/workloads/presets.py, a hub id or a local folder")
+    model_name_or_path: str = _flag("a preset of study/workloads/presets.yaml, a hub id or a local folder")
     weights: Weights = _flag("initial weights: the published ones, or random ones from --seed")
     data: str = _flag("hub, builtin (generated, no network), reviews (of films, by pip), or the path of a local copy")
     dataset_config_name: WikitextName = _flag("which Wikitext `--data hub` means", "wikitext-2-raw-v1")

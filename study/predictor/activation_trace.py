@@ -48,9 +48,9 @@ def trace_activations(request: Request) -> TracedActivations:
         model = build_meta_model(request)
         tokens = torch.zeros(request.micro_batch, request.sequence_length, dtype=torch.long)
         labels = tokens if request.shape.family == "causal-lm" else tokens[:, 0]
-        live = _LiveBytes([*model.parameters(), *model.buffers(), tokens])
+        live = LiveBytes([*model.parameters(), *model.buffers(), tokens])
         autocasts = request.precision in ("bf16", "fp16")
-        as_cuda = _AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
+        as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
         if request.gradient_checkpointing:
             # Recomputation enters the mode again, since a mode has no effect inside the backward pass.
             checkpointing = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
@@ -132,7 +132,7 @@ _IN_FP32 = {
 }  # fmt: skip
 
 
-class _AsCuda(TorchFunctionMode):
+class AsCuda(TorchFunctionMode):
     """Runs the operations that CUDA's autocast computes in fp32 in fp32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,7 +145,7 @@ class _AsCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all live storages except those of `outside`."""
 
     def __init__(self, outside: list[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.predictor import live
 from study.predictor.request import FP32_BYTES, Request
 from study.predictor.shape import INFIX, ModelShape
 
@@ -70,6 +71,9 @@ def forward_flops(shape: ModelShape, length: int, in_layers_only: bool = False) 
 def model_flops(request: Request) -> int:
     """FLOPs of one optimizer step of one rank. A frozen matrix has one product in the backward pass instead of two."""
     shape, length = request.shape, request.sequence_length
+    if isinstance(shape, live.LiveShape):
+        traced = live.trace(request)
+        return round((traced.forward + traced.backward) * request.accumulation)
     flops = 3 * forward_flops(shape, length)
     if shape.lora_rank:
         flops -= sum(2 * length * product.inner * product.out * product.count for product in matmuls(shape))
@@ -78,8 +82,11 @@ def model_flops(request: Request) -> int:
 
 def hardware_flops(request: Request) -> int:
     """Model FLOPs plus recomputation; a fused attention's recomputation in its backward kernel is not counted."""
-    recomputed = forward_flops(request.shape, request.sequence_length, in_layers_only=True)
     sequences = request.micro_batch * request.accumulation
+    if isinstance(request.shape, live.LiveShape):
+        recomputed = round(live.trace(request).layers_forward / request.micro_batch)
+    else:
+        recomputed = forward_flops(request.shape, request.sequence_length, in_layers_only=True)
     return model_flops(request) + (
         recomputed * sequences // request.checkpoint_every if request.gradient_checkpointing else 0
     )
@@ -118,11 +125,13 @@ def is_fused(request: Request) -> bool:
 
 def has_fused(shape: ModelShape) -> bool:
     """Whether the family's table has a fused attention; flash-attention has kernels for more families."""
-    return shape.table.fused is not None
+    return shape.survey["fused"] if isinstance(shape, live.LiveShape) else shape.table.fused is not None
 
 
 def predict_activations(request: Request) -> Activations:
     """Return the activation memory of one micro-batch of the request."""
+    if isinstance(request.shape, live.LiveShape):
+        return _traced(request, request.shape)
     shape, family, fused = request.shape, request.shape.table, is_fused(request)
     tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
     mode = "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
@@ -202,6 +211,24 @@ def predict_activations(request: Request) -> Activations:
         cast_head=casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
         cast_cached=casts * sum(tensor.elements for tensor in matrices if tensor.trained),
     )
+
+
+def _traced(request: Request, shape: live.LiveShape) -> Activations:
+    """Return traced figures. A layer has the mean of all, and its temporaries the difference to the largest one."""
+    traced, layers = live.trace(request), shape.layers
+    logits = (traced.tail, traced.tail_forward, traced.tail_backward)
+    if request.chunked_loss and shape.family == "causal-lm":
+        logits = _loss(
+            request, request.micro_batch * request.sequence_length * shape.vocabulary, request.computing_bytes
+        )
+    return Activations(
+        layer=traced.saved / layers, scores=0.0, checkpoint=traced.checkpoint / layers, outside=traced.outside,
+        layer_forward=traced.largest, layer_working=traced.working
+        + (traced.largest - traced.saved / layers if request.gradient_checkpointing else 0.0),
+        logits=logits[0], logits_forward=logits[1], logits_backward=logits[2],
+        cast_layer=traced.constant / layers, cast_head=traced.tail_constant,
+        cast_cached=traced.constant / layers * shape.trained_parameters / shape.parameters,
+    )  # fmt: skip
 
 
 def _adapted(request: Request, mode: str) -> tuple[float, float]:

@@ -48,7 +48,7 @@ def gradient_snapshots(request: Request) -> list[Snapshot]:
 
 def has_tied_gradients(shape: ModelShape) -> bool:
     """Whether a tied embedding receives two gradients; False if it is frozen."""
-    return shape.tied and shape.tensors[0].trained
+    return shape.tied and shape.embedding.trained
 
 
 def _with_tied(request: Request, snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
@@ -56,7 +56,7 @@ def _with_tied(request: Request, snapshots: Iterator[Snapshot]) -> Iterator[Snap
 
     autograd then allocates a third tensor of that size for the sum: its InputBuffer does not add in place.
     """
-    embedding = request.shape.params[0]
+    embedding = request.shape.embedding
     size, is_pending = embedding.elements * float(request.weight_bytes), True
     for snapshot in snapshots:
         head_bytes = size if is_pending else 0.0
@@ -101,7 +101,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     accumulated = accumulated_bytes(request)
     grads = accumulated
     copies = 1 if request.box.gloo_copies_gathers else 0
-    tied_head = request.shape.params[0].elements if has_tied_gradients(request.shape) else 0
+    tied_head = request.shape.embedding.elements if has_tied_gradients(request.shape) else 0
     # Reduce-scatter input of the previous layer, freed after this layer's reduction.
     reducing, last_layer = 0.0, sizes[request.shape.layers - 1]
     # The last layer is gathered while the root's backward pass begins.
@@ -125,7 +125,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
         kept = 0 if request.fsdp_offloads else shard_width
         grads += new_elements / ranks * kept - (weight * new_elements - new)
     last = root + (0 if request.shape.tied else embedding)
-    new_elements = last if request.shape.params[0].trained else trained[request.shape.layers]
+    new_elements = last if request.shape.embedding.trained else trained[request.shape.layers]
     # Both gradients of a tied embedding and their sum.
     yield Snapshot(BEFORE, grads, reducing + weight * (last + 3 * tied_head))
     copied = max(weight, copies * shard_width) - (weight if accumulated else 0)

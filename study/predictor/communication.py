@@ -182,10 +182,9 @@ def predict_payload(request: Request) -> dict[str, float]:
     if strategy.is_fsdp:
         return _fsdp(request)
     if strategy.zero_stage is None:
-        # Accelerate's accumulation skips the all-reduce until the last micro-batch. DDP broadcasts integer buffers
-        # (BERT's positions and types) at every forward pass.
-        rows = [tensor.rows for tensor in request.shape.tensors if tensor.name.startswith("position_embeddings")]
-        buffers = 2 * 8 * sum(rows) * request.accumulation
+        # Accelerate's accumulation skips the all-reduce until the last micro-batch. DDP broadcasts buffers at every
+        # forward pass.
+        buffers = request.shape.buffer_bytes * request.accumulation
         return {"all_reduce": float(total * FP32_BYTES)} | ({"broadcast": float(buffers)} if buffers else {})
     if strategy.zero_stage == 0:
         return {"all_reduce": float(total * weight)}
@@ -208,11 +207,7 @@ def _fsdp(request: Request) -> dict[str, float]:
     ranks, params = request.ranks_per_replica or request.box.ranks, request.shape.params
     padded = [math.ceil(param.rows / ranks) * ranks * (param.elements // param.rows) for param in params]
     reduced = sum(size for param, size in zip(params, padded, strict=True) if param.trained)
-    regathered = sum(
-        size
-        for param, size in zip(params, padded, strict=True)
-        if 0 <= param.place < request.shape.layers or (param is params[0] and not request.shape.tied)
-    )
+    regathered = sum(size for param, size in zip(params, padded, strict=True) if param in request.shape.regathered)
     times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
     # Gradients are reduced only in the last micro-batch.
     payload = {

@@ -14,6 +14,7 @@ from study.predictor.buckets import (
     has_tied_gradients,
     standing_bucket,
 )
+from study.predictor.live import LiveShape, live_notes, trace
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
 from study.predictor.state import (
     accumulated_bytes,
@@ -195,8 +196,10 @@ def predict_memory(request: Request) -> MemoryUse:
         "context": 0.0 if in_host_memory else _cuda_context_bytes(request.box.ranks),
         "fragmentation": reserved,
     }
+    missing = trace(request).missing if isinstance(request.shape, LiveShape) else None
     return MemoryUse(
         device_parts=parts,
+        missing=missing,
         steady_allocated=estimate("state", steady),
         peak_allocated=allocated,
         peak_reserved=pool,
@@ -242,17 +245,18 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logi
 def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     """Yield explanations of parts whose size is not obvious."""
     shape, logits = request.shape, peak.parts.get("logits", 0.0)
+    yield from live_notes(shape)
     if logits > 0.2 * peak.total:
         tokens = request.micro_batch * request.sequence_length
         yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, three times in fp32"
     if not request.strategy.zero_stage:
         return
-    settings, params = request.settings, shape.params
+    settings = request.settings
     largest = max(shape.trained_params, key=lambda param: param.elements)
     if largest.elements > settings.reduce_bucket_size:
         yield f"gradient of {largest.name} ({largest.elements:,} elements) exceeds the bucket and stays unpartitioned"
     if has_tied_gradients(shape):
-        yield f"{params[0].name} is tied: the gradients of both uses and their sum are allocated at once"
+        yield f"{shape.embedding.name} is tied: the gradients of both uses and their sum are allocated at once"
     if (what := unswapped_kind(request)) is not None:
         is_small = what == "optimizer" or settings.max_in_cpu < shape.trained_parameters / request.box.ranks
         reason = "no shard has the 1 MiB that DeepSpeed swaps" if is_small else f"max_in_cpu is {settings.max_in_cpu:,}"
@@ -333,7 +337,7 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
         snapshots.append((snapshot, snapshot.grads, max(standing, snapshot.buffers) + live * weight))
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
-            count = 2 if param.index == 0 and has_tied_gradients(request.shape) else 1
+            count = 2 if param.index == request.shape.embedding.index and has_tied_gradients(request.shape) else 1
             before, grads = gathers.live_before[param.index] * weight, float(count * param.elements * weight)
             snapshots.append((snapshot, snapshot.grads - grads, max(standing, snapshot.buffers) + before))
     # By layer, and None for the optimizer step: per criterion the largest size, and the index of its snapshot.

@@ -214,8 +214,8 @@ class Request:
         (_recomputing_frozen in gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
-        frozen = sum(tensor.elements for tensor in self.shape.tensors if tensor.in_layer and not tensor.trained)
-        return frozen * self.shape.layers / self.checkpoint_every
+        layers = (param for param in self.shape.params if 0 <= param.place < self.shape.layers)
+        return sum(param.elements for param in layers if not param.trained) / self.checkpoint_every
 
     @property
     def ranks_per_replica(self) -> int | None:
@@ -268,6 +268,8 @@ class MemoryUse:
     process_peak: Estimate | None = None
     # Explanations for the user: "gradients of the embedding exceed the bucket".
     notes: tuple[str, ...] = ()
+    # Parts that could not be traced, by name: with any of them there is no verdict.
+    missing: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,6 +78,34 @@ class ModelShape:
     positions: int | None = None
     # Rank of the LoRA adapters, which are among the tensors; None: full training.
     lora_rank: int | None = None
+    # Content of config.json as JSON, of a class outside the table.
+    document: str = ""
+
+    @property
+    def embedding(self) -> Parameter:
+        """The embedding, whose weight a tied output layer shares."""
+        return self.params[0]
+
+    @functools.cached_property
+    def regathered(self) -> frozenset[Parameter]:
+        """Parameters that FSDP2 gathers again for the backward pass: layers, and an untied embedding as its group."""
+        untied = [] if self.tied else [self.embedding]
+        return frozenset([*untied, *(param for param in self.params if 0 <= param.place < self.layers)])
+
+    @property
+    def layer_elements(self) -> int:
+        """Elements of one layer."""
+        return sum(tensor.elements for tensor in self.tensors if tensor.in_layer)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of integer buffers, which DDP broadcasts: BERT's positions and types."""
+        return 2 * 8 * sum(tensor.rows for tensor in self.tensors if tensor.name.startswith("position_embeddings"))
+
+    @property
+    def fsdp_refusal(self) -> str | None:
+        """Reason that FSDP2 does not train it; None if it does."""
+        return None
 
     @property
     def table(self) -> ModelFamily:
@@ -142,6 +170,10 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
     """Return the shape with LoRA adapters of a rank and frozen base weights; UserError if the rank is below 1."""
     if rank < 1:
         raise UserError(f"--lora_rank {rank} is out of range", "use 1 or more")
+    if shape.model_type not in FAMILIES:
+        from study.predictor.live import live_shape
+
+        return live_shape(shape.name, json.loads(shape.document), rank)
     tensors = list[TensorShape]()
     # Each module's adapters follow its tensors.
     for module, group in itertools.groupby(shape.tensors, key=lambda tensor: tensor.name.rpartition(".")[0]):
@@ -223,11 +255,12 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         raise UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
     # An architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b).
     plain = name.rpartition("/")[2].lower()
+    hub = ", or add --hub" if name.count("/") == 1 else ""
     has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain) is not None
     if has_experts or re.sub("[^a-z0-9]", "", plain).startswith(OTHER_FAMILIES):
-        raise UserError(f"{name!r} is of a family that is not modelled", f"name a model of {', '.join(FAMILIES)}")
+        raise UserError(f"{name!r} is of a family without presets", f"give the folder of its config.json{hub}")
     hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else ""
-    suggestion = did_you_mean(name, PRESETS, cutoff=0.4)
+    suggestion = did_you_mean(name, PRESETS, cutoff=0.85)
     raise UserError(
         f"unknown model {clip(name)}",
         f"{suggestion}{hint}give a preset (`study predict --help` lists them), a folder with config.json, or sizes:"
@@ -358,11 +391,16 @@ def _read(file: Path) -> dict[str, Any]:
 def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a parsed config.json; UserError if its family or quantization is not supported."""
     if not isinstance(document.get("model_type"), str):
-        raise UserError(f"{name} does not set its model_type", f"add one of {', '.join(FAMILIES)}")
+        raise UserError(f"{name} does not set its model_type", "add the one of its class in transformers")
     if document.get("quantization_config"):
         fix = "remove quantization_config from config.json to predict it in 16 bits"
         raise UserError(f"{name} is quantized, and quantized weights are not supported", fix)
-    return shape_of_architecture(name.rstrip("/").rsplit("/", 1)[-1], document["model_type"], document)
+    name = name.rstrip("/").rsplit("/", 1)[-1]
+    if document["model_type"] not in FAMILIES:
+        from study.predictor.live import live_shape
+
+        return live_shape(name, document)
+    return shape_of_architecture(name, document["model_type"], document)
 
 
 def _shape_of_words(text: str) -> ModelShape:

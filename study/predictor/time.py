@@ -10,7 +10,7 @@ from typing import Any
 
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
-from study.predictor import activations
+from study.predictor import activations, live
 from study.predictor.activations import is_fused
 from study.predictor.communication import communication_time
 from study.predictor.hardware import Hardware
@@ -46,7 +46,7 @@ def excess_bytes(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> fl
 
 
 def fits(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> bool:
-    return excess_bytes(memory, box, at_upper) <= 0
+    return memory.missing is None and excess_bytes(memory, box, at_upper) <= 0
 
 
 def free_fraction(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> float:
@@ -59,6 +59,8 @@ def free_fraction(memory: MemoryUse, box: Hardware, at_upper: bool = False) -> f
 def why(memory: MemoryUse, box: Hardware) -> str:
     """Explain in one line whether it fits: the free memory, or the part that is too large."""
     peak, usable = device_bytes(memory), usable_bytes(box)
+    if memory.missing and excess_bytes(memory, box) <= 0:
+        return f"no verdict: {peak / GIB:.1f} GiB without {memory.missing}"
     if fits(memory, box):
         at_most = excess_bytes(memory, box, at_upper=True)
         warning = f"; may not fit: up to {at_most / GIB:.1f} GiB too much" if at_most > 0 else ""
@@ -191,7 +193,7 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
     # Published times with offload are too few and too scattered for an interval; with LoRA, or with several GPUs but no
     # NVLink, there are none.
-    is_known = not (strategy.offloads or shape.lora_rank or box.uses_pcie_links)
+    is_known = not (strategy.offloads or shape.lora_rank or box.uses_pcie_links or isinstance(shape, live.LiveShape))
     tokens_per_s = request.micro_batch * request.sequence_length * times / total
     return StepTime(
         parts=parts,
@@ -214,6 +216,8 @@ def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: fl
         """Return seconds of a matrix product: the larger of compute and memory traffic."""
         return max(2 * rows * inner * out / rate, width * (rows * inner + inner * out + rows * out) / bandwidth)
 
+    if isinstance(shape, live.LiveShape):
+        return _traced_s(request, constants, rate, bandwidth)
     # Forward seconds in the layers and outside; backward seconds of input gradients and of weight gradients.
     in_layers = outside = input_gradients = weight_gradients = 0.0
     adapters = activations.adapter_products(shape)
@@ -256,13 +260,37 @@ def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: fl
     return layers + head + logits / 3 + casts / 2, backward + logits * 2 / 3 + casts / 2 + recomputation
 
 
+def _traced_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:
+    """Return seconds of both passes from traced FLOPs: products at the rate, fused attention and memory traffic as in
+    the families of the table."""
+    shape, traced, width = request.shape, live.trace(request), request.computing_bytes
+    loose_bytes = 4 if request.precision in ("bf16", "fp16") and request.autocast else width
+    widths = shape.layers * (_HIDDEN_PASSES_GATED * shape.hidden + _INNER_PASSES_GATED * shape.inner)
+    traffic = (constants.compiled_traffic if request.compiled else constants.eager_traffic) * widths * loose_bytes
+    tokens = request.micro_batch * request.sequence_length
+    elementwise = tokens * traffic / bandwidth
+    logits = _LOGIT_BYTES * tokens * shape.vocabulary / bandwidth if shape.family == "causal-lm" else 0.0
+    attention = _fused_attention_s(request, traced.attention, rate)
+    forward = (traced.forward - traced.attention) / rate + attention + elementwise / 3 + logits / 3
+    # A fused attention has twice its forward FLOPs in the convention of the trace.
+    backward = (traced.backward - 2 * traced.attention) / rate + attention * _FUSED_BACKWARD_OVER_FORWARD
+    recomputed = traced.layers_forward / rate + elementwise / 3 if request.gradient_checkpointing else 0.0
+    return forward, backward + elementwise * 2 / 3 + logits * 2 / 3 + recomputed / request.checkpoint_every
+
+
 def _attention_s(request: Request, rate: float, bandwidth: float, loose_bytes: int) -> float:
     """Return forward seconds of attention in all layers."""
-    shape, device = request.shape, request.box.device
+    shape = request.shape
     flops = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
     if not is_fused(request):
         scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
         return flops / rate + scores * loose_bytes * _SCORE_PASSES / 3 / bandwidth
+    return _fused_attention_s(request, flops, rate)
+
+
+def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
+    """Return forward seconds of a fused attention, without masked pairs of tokens."""
+    shape, device = request.shape, request.box.device
     causal = 0.5 if shape.family == "causal-lm" else 1.0
     peak = device.peak_tflops.get(request.precision.removesuffix("-engine"))
     hopper = device.name.startswith(("H100", "H20", "H200", "H800", "GH200"))

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from study.predictor import live
 from study.predictor.families import Tree
 from study.predictor.request import Request
 from study.predictor.shape import BEFORE, INFIX, ModelShape, Parameter
@@ -50,6 +51,8 @@ class _Node:
 @functools.lru_cache(maxsize=64)
 def module_call_order(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Return the calls of the forward and the backward pass; a recomputed layer repeats its forward calls."""
+    if isinstance(shape, live.LiveShape):
+        return _live_call_order(shape, recomputes)
     owned: dict[tuple[int, str], list[Parameter]] = {}
     for param in shape.params:
         owned.setdefault((param.place, param.name.rpartition(".")[0]), []).append(param)
@@ -74,17 +77,41 @@ def module_call_order(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, 
         # A tied head uses the embedding's parameter.
         tied = owned[BEFORE, str(before[0])] if shape.tied else []
         heads = (_Node(Call(end, (*tied, *owned.get((end, "lm_head"), ())))),)
-    root = _Node(Call(end, ()), (_Node(Call(end, ()), inside), *heads))
+    return _ordered(shape, _Node(Call(end, ()), (_Node(Call(end, ()), inside), *heads)), layers, recomputes)
+
+
+def _live_call_order(shape: live.LiveShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """Return the traced calls, in each direction."""
+    layers: dict[int, _Node] = {}
+
+    def node(module: live.Module) -> _Node:
+        children, place = tuple(map(node, module.children)), module.unit
+        if place is None:
+            # Modules called after all layers use their parameters there, even those of a tied embedding.
+            places = [param.place for param in module.params]
+            place = shape.layers if not places or len(layers) == shape.layers else places[0]
+        call_node = _Node(Call(place, module.params), children)
+        if module.unit is not None:
+            layers[module.unit] = call_node
+        return call_node
+
+    root = node(live.call_tree(shape))
+    return _ordered(shape, root, [layers[place] for place in sorted(layers)], recomputes)
+
+
+def _ordered(
+    shape: ModelShape, root: _Node, layers: Sequence[_Node], recomputes: bool
+) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """Return the calls of both passes, with the repeated ones of recomputed layers."""
     # With gradient checkpointing transformers makes the word embedding's output require a gradient.
     without = set[int]() if recomputes else _without_gradient(root.calls())
     backward = [call for call in root.calls(backward=True) if id(call) not in without]
     if recomputes and shape.lora_rank:
         backward = list(
-            _recomputing_frozen(backward, {number: layer_node.calls() for number, layer_node in enumerate(layers)})
+            _recomputing_frozen(backward, {layer_node.call.place: layer_node.calls() for layer_node in layers})
         )
     elif recomputes:
-        first = {number: layer_node.calls()[0] for number, layer_node in enumerate(layers)}
-        repeated = {id(call): layers[number].calls() for number, call in first.items()}
+        repeated = {id(layer_node.call): layer_node.calls() for layer_node in layers}
         backward = [step for call in backward for step in (*repeated.get(id(call), ()), call)]
     return tuple(root.calls()), tuple(backward)
 

@@ -1,0 +1,438 @@
+"""Structure and traced figures of any class of transformers, from its config.json, on fake tensors without data.
+
+The structure is that of the live model: tied weights, shared modules and buffers included. A trace runs one layer of
+each distinct kind, and study/predictor/live.py multiplies its figures by the number of such layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers.initialization import no_init_weights
+from transformers.integrations import moe
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import modeling_auto
+
+from study.config.errors import UserError, first_line
+from study.config.flags import RunConfig
+from study.predictor.activation_trace import AsCuda, LiveBytes
+from study.workloads.architecture import add_adapters
+
+# Samples of the first pass: enough that activations exceed the gradient of a weight in most layers.
+SAMPLES = 4
+_FUSED = "traced_without_mask"
+# deepspeed/runtime/zero/leaf_module_config.py: modules whose parameters stage 3 gathers together, inner ones included.
+_LEAVES = {"MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"}
+_HEADS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "IMAGE_CLASSIFICATION")
+# Names of transformers for a size, the most common one first.
+_SIZES = {
+    "hidden": ("hidden_size", "d_model", "n_embd"), "heads": ("num_attention_heads", "num_heads", "n_head"),
+    "inner": ("moe_intermediate_size", "intermediate_size", "ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"),
+}  # fmt: skip
+
+
+def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
+    """Return parameters, layers, owners and groups of the model that a config.json describes, with LoRA of a rank."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = _build(document, rank, "eager", dropout=True)
+    units, text = _units(model), model.config.get_text_config()
+    index = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    owners = {
+        name: [index[id(parameter)] for parameter in module._parameters.values() if parameter is not None]
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+    places, earlier = [], set[str]()
+    for name, _ in model.named_parameters():
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
+        earlier |= {unit} if unit else set()
+        places.append(units.index(unit) if unit else len(earlier) - 1)
+    # Parameters outside the layers have the place of the layer before them; those at the end follow all layers.
+    inside = {
+        number for unit in units for name in owners if f"{name}.".startswith(f"{unit}.") for number in owners[name]
+    }
+    last = max(inside, default=0)
+    places = [len(units) if number > last else place for number, place in enumerate(places)]
+    sizes = {
+        what: next((value for name in names if isinstance(value := getattr(text, name, None), int) and value), 1)
+        for what, names in _SIZES.items()
+    }
+    embedding, head = _call(model.get_input_embeddings), _call(model.get_output_embeddings)
+    weight = getattr(embedding, "weight", None)
+    is_tied = weight is not None and weight is getattr(head, "weight", None)
+    groups = _fsdp_groups(model, embedding, head, is_tied)
+    members: dict[int, set[str]] = {}
+    for name, numbers in owners.items():
+        for number in numbers:
+            members.setdefault(number, set()).add(groups[name])
+    shared = [name for number, (name, _) in enumerate(model.named_parameters()) if len(members[number]) > 1]
+    positions = getattr(text, "max_target_positions", getattr(text, "max_position_embeddings", None))
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        # RoBERTa's positions begin after the index of its padding.
+        positions -= text.pad_token_id + 1
+    if model.main_input_name == "pixel_values":
+        positions = (_pair(text.image_size)[0] // _pair(text.patch_size)[0]) ** 2 + 1
+    return {
+        "class": type(model).__name__, "units": units, "owners": owners, "places": places,
+        "parameters": [[name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, parameter.requires_grad]
+                       for name, parameter in model.named_parameters()],
+        "regathered": sorted(number for number, names in members.items() if not names & {"", "tail"}),
+        "fsdp_shares": shared, "tied": index[id(weight)] if is_tied else None,
+        "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()), "is_language_model": _head(document)[1],
+        "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
+        "key_value_heads": getattr(text, "num_key_value_heads", None) or sizes["heads"], **sizes,
+        "head_dim": getattr(text, "head_dim", None) or sizes["hidden"] // sizes["heads"],
+        "active": getattr(text, "num_experts_per_tok", None),
+        "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
+    }  # fmt: skip
+
+
+def measure(
+    document: Mapping[str, Any], rank: int | None, mode: str, fused: bool, cuda: bool, dropout: bool, length: int
+) -> dict[str, Any]:
+    """Return bytes and FLOPs of a forward and backward pass of few and of twice as many samples, by kind of layer, and
+    the module calls; raise the class's own error if it cannot be traced."""
+    usual, can_group = torch.get_default_dtype(), moe._can_use_grouped_mm
+    torch.set_default_dtype(torch.bfloat16 if mode == "engine" else torch.float32)
+    # The grouped product of torch has no fake kernel for fp32; the fallback of transformers saves the same tensors.
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = _build(document, rank, _register_fused() if fused else "eager", dropout=dropout)
+            names = {module: name for name, module in model.named_modules()}
+            kinds, counts = _prune(model, _units(model))
+            passes = [_Pass(model, names, kinds, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
+        missing = passes[0].missing
+        return {"passes": [item.figures for item in passes], "calls": passes[0].calls, "counts": counts,
+                "kinds": kinds, "missing": missing or None, "samples": SAMPLES}  # fmt: skip
+    finally:
+        moe._can_use_grouped_mm = can_group
+        torch.set_default_dtype(usual)
+
+
+def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return the class of the model, and whether it is a causal language model.
+
+    An encoder is a classifier, as in this study's task; other models are what config.json names.
+    """
+    kind, classes = document["model_type"], document.get("architectures") or [None]
+    config, table = transformers.CONFIG_MAPPING[kind], modeling_auto
+    is_encoder = kind in table.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not document.get("is_encoder_decoder", False)
+    if is_encoder and kind in table.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not config().is_encoder_decoder:
+        return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config], False
+    if (model_class := getattr(transformers, str(classes[0]), None)) is not None:
+        return model_class, str(classes[0]).endswith("ForCausalLM")
+    for head in _HEADS:
+        if config in (mapping := getattr(transformers, f"MODEL_FOR_{head}_MAPPING")):
+            return mapping[config], head == "CAUSAL_LM"
+    return transformers.MODEL_MAPPING[config], False
+
+
+def _build(document: Mapping[str, Any], rank: int | None, attention: str, *, dropout: bool) -> Any:
+    """Create the model; UserError if transformers does not support the config. No code of the model runs."""
+    try:
+        model_class, is_language_model = _head(document)
+        config = transformers.CONFIG_MAPPING[document["model_type"]].from_dict(dict(document))
+        if model_class in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.values():
+            config.num_labels = 2
+        if attention == _FUSED and not model_class._supports_attention_backend:
+            attention = "sdpa"
+        config._attn_implementation = attention
+        for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
+            for name, value in vars(part).items() if part is not None and not dropout else ():
+                if "drop" in name and isinstance(value, float):
+                    setattr(part, name, 0.0)
+        for name in ("pad_token_id", "decoder_start_token_id") if config.is_encoder_decoder else ():
+            setattr(config, name, getattr(config, name, None) or 0)
+        # Weights without data cannot be drawn.
+        with no_init_weights():
+            model = model_class(config).train()
+        model.tie_weights()
+    except Exception as error:
+        problem = f"transformers {transformers.__version__} does not build this {document['model_type']!s:.40}"
+        raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", "correct config.json") from error
+    if rank is not None:
+        moves = torch.nn.Module.to
+        # peft moves its adapters, and fake tensors cannot move.
+        torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+        try:
+            task = "gpt-wikitext" if is_language_model else "bert-imdb"
+            add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=rank))  # type: ignore[arg-type]
+        finally:
+            torch.nn.Module.to = moves  # type: ignore[method-assign]
+    return model
+
+
+def _register_fused() -> str:
+    def fused(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        # The fused kernel of a CPU needs values as wide as the keys, that of a GPU does not (MLA).
+        width = value.shape[-1]
+        value = functional.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
+        output, weights = sdpa_attention_forward(module, query, key, value, None, **options)
+        return output[..., :width], weights
+
+    transformers.AttentionInterface.register(_FUSED, fused)
+    AttentionMaskInterface.register(_FUSED, lambda *_, **__: None)
+    return _FUSED
+
+
+def _units(model: Any) -> list[str]:
+    """Return the names of the layers: outermost modules that transformers recomputes, or does not split."""
+    names, undivided = list[str](), _undivided(model)
+    for name, module in model.named_modules():
+        is_layer = isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in undivided
+        if is_layer and name and not any(name.startswith(f"{outer}.") for outer in names):
+            names.append(name)
+    names = [name for name in names if any(True for _ in model.get_submodule(name).parameters())]
+    return names or [model.base_model_prefix]
+
+
+def _undivided(model: Any) -> set[str]:
+    """Return the classes of FSDP2's groups. A class around the embedding has none (study/engine/setup.py)."""
+    embedding = _call(model.get_input_embeddings)
+    around = {
+        type(module).__name__ for module in model.modules() if any(embedding is part for part in module.modules())
+    }
+    return set(model._no_split_modules or ()) - around
+
+
+def _fsdp_groups(model: Any, embedding: Any, head: Any, is_tied: bool) -> dict[str, str]:
+    """Return FSDP2's group of each module, by Accelerate's rules (fsdp2_prepare_model): "" is the root."""
+    undivided, groups = _undivided(model), dict[str, str]()
+    base = getattr(model, model.base_model_prefix or " ", model)
+    norms = [child for child in base.children() if "Norm" in type(child).__name__]
+    tail = [module for module in (*norms[-1:], head, embedding if is_tied else None) if module is not None]
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent = groups.get(name.rpartition(".")[0], "")
+        group = name if name and (type(module).__name__ in undivided or (module is embedding and not is_tied)) else ""
+        groups[name] = group or parent or ("tail" if any(module is part for part in tail) else "")
+    return groups
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        return function()
+    return None
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]]:
+    """Remove layers that are equal to an earlier one of their list.
+
+    Return the remaining layer of each layer's kind, and the number of layers of each remaining one. Equal are layers
+    whose modules have the same classes, shapes and plain attributes.
+    """
+    lists = {
+        name: children for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)
+        and set(children := [f"{name}.{number}" for number in range(len(module))]) <= set(units) and children
+    }  # fmt: skip
+    first: dict[Any, str] = {}
+    kinds = dict[str, str]()
+    for unit in units:
+        if unit.rpartition(".")[0] not in lists:
+            kinds[unit] = first[unit] = unit
+            continue
+        parts = model.get_submodule(unit).named_modules()
+        signature = (unit.rpartition(".")[0], *(
+            (name, type(part), *((key, tuple(value.shape)) for key, value in part.named_parameters(recurse=False)),
+             *((key, value) for key, value in vars(part).items()
+               if isinstance(value, (bool, int, float, str)) and not key.endswith(("layer_idx", "layer_id"))))
+            for name, part in parts
+        ))  # fmt: skip
+        kinds[unit] = first.setdefault(signature, unit)
+    counts = {layer: sum(kind == layer for kind in kinds.values()) for layer in first.values()}
+    for name, listed in lists.items():
+        module = model.get_submodule(name)
+        remaining = [number for number, unit in enumerate(listed) if unit in counts]
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, torch.nn.ModuleList(module[number] for number in remaining))
+        while not hasattr(model.get_submodule(parent), "config"):
+            parent = parent.rpartition(".")[0]
+        config = vars(model.get_submodule(parent).config)
+        for key, value in config.items():
+            if isinstance(value, list) and len(value) == len(listed) and key.endswith("types"):
+                config[key] = [value[number] for number in remaining]
+        if config.get("num_hidden_layers") == len(listed):
+            config["num_hidden_layers"] = len(remaining)
+    return kinds, counts
+
+
+class _Meter(LiveBytes):
+    """Counts live bytes and the FLOPs of matrix products, those of fused attention also separately."""
+
+    flops = attention = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func.overloadpacket.__name__
+        if name.startswith("_scaled_dot_product"):
+            query, key, value = args[1:4] if "backward" in name else args[:3]
+            batch, heads, rows, width = query.shape
+            flops = 2 * batch * heads * rows * key.shape[2] * (width + value.shape[3]) * (1 + ("backward" in name))
+            self.attention += flops
+            self.flops += flops
+        elif name.startswith("grouped_mm_fallback"):
+            rows, inner = args[0].shape
+            self.flops += 2 * rows * inner * args[1].shape[2] * (1 + ("backward" in name))
+        elif (formula := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+class _Pass:
+    """One forward and backward pass: figures in bytes and FLOPs, by remaining layer, and outside the layers."""
+
+    def __init__(
+        self, model: Any, names: dict[Any, str], kinds: dict[str, str], counts: dict[str, int], mode: str, cuda: bool,
+        length: int, batch: int,
+    ) -> None:  # fmt: skip
+        self.names = names
+        self.missing = ""
+        self.layers: dict[str, dict[str, float]] = {name: {} for name in counts}
+        # The module calls as nested lists: a module's name, the modules that it calls, and whether stage 3 gathers all
+        # of its parameters at once.
+        self.calls: list[Any] = ["", [], False]
+        self.stack = [self.calls]
+        inputs, pixels = _inputs(model, batch, length)
+        tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
+        self.meter = meter = _Meter([*model.parameters(), *model.buffers(), *tensors])
+        handles = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in model.parameters()
+                   if parameter.requires_grad]  # fmt: skip
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self.leave, with_kwargs=True))
+        as_cuda = AsCuda() if mode == "autocast" and cuda else contextlib.nullcontext()
+        self.now: str | None = None
+        self.exit = self.began = 0
+        with meter, torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"), as_cuda:
+            features = []
+            if pixels is not None:
+                try:
+                    features = [
+                        leaf
+                        for leaf in tree_leaves(_features(model, pixels))
+                        if leaf is not None and leaf.is_floating_point()
+                    ]
+                except Exception as error:
+                    self.layers = {name: {} for name in counts}
+                    self.missing = f"activations of its images ({type(error).__name__}: {first_line(error)})"
+            output = model(**inputs)
+            loss = output.loss if getattr(output, "loss", None) is not None else next(iter(output.values())).sum()
+            loss = sum((feature.sum() for feature in features), loss)
+            del output, features
+        saved, forward_peak, forward = meter.now, meter.peak, meter.flops
+        forward_attention, meter.peak, self.last = meter.attention, meter.now, 0.0
+        with meter:
+            loss.backward()
+        self.boundary(None)
+        for handle in handles:
+            handle.remove()
+        inside = [layer for layer in self.layers.values() if layer]
+        self.figures = {
+            "layers": self.layers, "tail": saved - self.exit, "tail_forward": forward_peak - saved,
+            "tail_backward": self.last - saved, "forward": forward, "attention": forward_attention,
+            "backward": meter.flops - forward, "gradient": _largest(
+                (name, parameter) for name, parameter in model.named_parameters()
+                if not any(name.startswith(f"{unit}.") for unit in self.layers)),
+            "outside": self.exit - sum(layer["saved"] for layer in inside),
+        }  # fmt: skip
+
+    def enter(self, module: Any, args: Any, kwargs: Any) -> None:
+        name, meter = self.names[module], self.meter
+        self.stack[-1][1].append([name, [], type(module).__name__ in _LEAVES])
+        self.stack.append(self.stack[-1][1][-1])
+        if name in self.layers:
+            stream = _first_float((*args, *kwargs.values()))
+            self.layers[name] = {"saved": -meter.now, "forward": -meter.flops, "attention": -meter.attention,
+                                 "checkpoint": stream.nbytes, "working": 0.0, "backward": 0.0,
+                                 "recomputed": isinstance(module, GradientCheckpointingLayer),
+                                 "gradient": _largest(module.named_parameters())}  # fmt: skip
+            if stream.requires_grad:
+                stream.register_hook(lambda _: self.boundary(None, ends=name))
+
+    def leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        name, meter = self.names[module], self.meter
+        _, children, is_leaf = self.stack.pop()
+        if is_leaf:
+            children.clear()
+        if name in self.layers:
+            layer = self.layers[name]
+            self.exit = meter.peak = meter.now
+            layer["saved"] += meter.now
+            layer["forward"] += meter.flops
+            layer["attention"] += meter.attention
+            layer["exit"] = meter.now
+            stream = _first_float(tree_leaves(output))
+            if stream.requires_grad:
+                stream.register_hook(lambda _: self.boundary(name))
+
+    def boundary(self, begins: str | None, ends: str | None = None) -> None:
+        """End a layer's part of the backward pass, and begin another one's. Before the first one it is the head's."""
+        meter = self.meter
+        if ends is not None and ends != self.now:
+            return
+        if self.now is not None:
+            layer = self.layers[self.now]
+            layer["working"] = max(layer["working"], meter.peak - layer["exit"])
+            layer["backward"] += meter.flops - self.began
+        elif not self.last:
+            self.last = meter.peak
+        self.now, self.began, meter.peak = begins, meter.flops, meter.now
+
+
+def _first_float(values: Any) -> Any:
+    floats = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return next(floats, torch.empty(0))
+
+
+def _largest(parameters: Any) -> int:
+    return max((parameter.nbytes for _, parameter in parameters if parameter.requires_grad), default=0)
+
+
+def _drop_gradient(parameter: Any) -> None:
+    parameter.grad = None
+
+
+def _features(model: Any, pixels: Any) -> Any:
+    return model.get_image_features(pixel_values=pixels)
+
+
+def _inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], Any]:
+    """Return the tensors of samples for the model's forward pass, and images for a model of text and images."""
+    config, accepted = model.config, inspect.signature(model.forward).parameters
+    vision = getattr(config, "vision_config", config)
+    inputs = dict[str, Any]()
+    pixels = None
+    if "input_features" in accepted:
+        inputs["input_features"] = torch.zeros(batch, config.num_mel_bins, 2 * config.max_source_positions)
+    if "pixel_values" in accepted:
+        size = _pair(getattr(vision, "image_size", 1))
+        channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
+        pixels = torch.zeros(batch, channels, *size)
+        if model.main_input_name == "pixel_values" or "return_loss" in accepted:
+            inputs["pixel_values"], pixels = pixels, None
+        if hasattr(config, "vision_feature_layer"):
+            config.vision_feature_layer = -1
+    if "input_ids" in accepted:
+        inputs["input_ids"] = torch.zeros(batch, length, dtype=torch.long)
+    if "return_loss" in accepted:
+        inputs["return_loss"] = True
+    if "labels" in accepted:
+        is_classifier = "Classification" in type(model).__name__
+        inputs["labels"] = torch.zeros(*((batch,) if is_classifier else (batch, length)), dtype=torch.long)
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return inputs, pixels

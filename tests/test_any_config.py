@@ -1,0 +1,259 @@
+"""Classes outside the table of families: any config.json, by transformers' own model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engines import ROOT
+from runs import trained
+from study.cli import main
+from study.config.flags import Precision, RunConfig
+from study.config.strategies import read_strategy
+from study.predictor.communication import sent_bytes
+from study.predictor.hardware import CPU_CORE, box_of_ranks, to_box
+from study.predictor.live import LiveShape, live_shape, trace
+from study.predictor.memory import predict_memory
+from study.predictor.request import Request, request_for
+from study.predictor.shape import shape_of_architecture, with_adapters
+from study.predictor.state import predict_state
+from study.predictor.zero3_gathers import module_call_order, simulate_gathers
+
+TEXT = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+IMAGE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MLA = {
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+SEQ2SEQ = {
+    "vocab_size": 256, "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "is_encoder_decoder": True,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": TEXT | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": TEXT | EXPERTS | {"num_experts": 4, "head_dim": 16},
+    "deepseek_v2": TEXT | EXPERTS | MLA,
+    "deepseek_v3": TEXT | EXPERTS | MLA,
+    "gpt_oss": TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16},
+    "t5": {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 3,
+           "num_heads": 4, "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
+    "bart": SEQ2SEQ | {"max_position_embeddings": 128, "architectures": ["BartForConditionalGeneration"]},
+    "whisper": SEQ2SEQ | {"max_source_positions": 50, "max_target_positions": 64, "num_mel_bins": 16,
+                          "architectures": ["WhisperForConditionalGeneration"]},
+    "vit": IMAGE | {"architectures": ["ViTForImageClassification"]},
+    "siglip": {"text_config": TEXT | {"hidden_size": 32}, "vision_config": IMAGE, "architectures": ["SiglipModel"]},
+    "llava": {"text_config": TEXT | {"model_type": "llama"}, "image_token_index": 255,
+              "vision_config": IMAGE | {"model_type": "clip_vision_model"},
+              "architectures": ["LlavaForConditionalGeneration"]},
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        "vision_config": {"depth": 2, "hidden_size": 32, "num_heads": 4, "out_hidden_size": 64},
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    },
+    "gemma3": {"text_config": TEXT | {"head_dim": 16}, "vision_config": IMAGE, "mm_tokens_per_image": 16,
+               "architectures": ["Gemma3ForConditionalGeneration"]},
+    "gemma3_text": TEXT | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": TEXT,
+    "olmo2": TEXT,
+    "falcon": {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "opt": {"vocab_size": 256, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "max_position_embeddings": 128, "word_embed_proj_dim": 64},
+    "bloom": {"vocab_size": 256, "hidden_size": 64, "n_layer": 3, "n_head": 4},
+    "roberta": TEXT | {"pad_token_id": 1},
+    "modernbert": TEXT | {"global_attn_every_n_layers": 2, "local_attention": 16},
+    "smollm3": TEXT | {"no_rope_layer_interval": 2},
+    "mamba2": {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 16, "num_heads": 8,
+               "head_dim": 16, "n_groups": 1, "chunk_size": 16},
+    "albert": TEXT | {"embedding_size": 32},
+}  # fmt: skip
+CLASSIFIERS = ("roberta", "modernbert", "albert")
+# Modules of two FSDP2 groups share the embedding.
+WITHOUT_FSDP = ("t5", "bart")
+
+
+@pytest.fixture(autouse=True)
+def temporary_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path_factory.getbasetemp() / "live_cache"))
+
+
+def read_shape(model_type: str, **changed: object) -> LiveShape:
+    return live_shape(model_type, {**CONFIGS[model_type], "model_type": model_type, **changed})
+
+
+def make_request(shape: LiveShape, strategy: str, *, ranks: int = 4, checkpointing: bool = False) -> Request:
+    precision: Precision = "bf16-engine" if strategy.startswith("zero") else "bf16"
+    length = min(64, shape.positions or 64)
+    return Request(
+        shape, read_strategy(strategy), to_box(f"{ranks}xH100"), length, 4, 1, precision, checkpointing, "sdpa"
+    )
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type: str, tmp_path: Path) -> None:
+    config = transformers.CONFIG_MAPPING[model_type].from_dict(CONFIGS[model_type])
+    with torch.device("meta"):
+        if model_type in CLASSIFIERS:
+            model = transformers.AutoModelForSequenceClassification.from_config(config)
+        elif names := CONFIGS[model_type].get("architectures"):
+            model = getattr(transformers, names[0])(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    shape = read_shape(model_type)
+    expected = [(tensor.numel(), tensor.shape[0] if tensor.dim() else 1) for tensor in model.parameters()]
+    assert [(param.elements, param.rows) for param in shape.params] == expected
+    assert bool(shape.fsdp_refusal) == (model_type in WITHOUT_FSDP)
+    padded = sum(-(-param.elements // 4) * 4 for param in shape.trained_params)
+    stage3 = predict_state(make_request(shape, "zero3"))
+    assert stage3.optimizer_device == pytest.approx(padded / 4 * 12, abs=64)
+    full = sum(elements for elements, _ in expected)
+    assert predict_state(make_request(shape, "ddp")).params_device == 4 * full
+    # Every sharded parameter is gathered for the forward pass, and not more than once for each call and direction.
+    sharded = RunConfig(engine_override=("zero_optimization.stage3_param_persistence_threshold=0",))
+    gathering = make_request(shape, "zero3", checkpointing=True)
+    gathering = dataclasses.replace(gathering, strategy=gathering.strategy.with_overrides(sharded))
+    gathered = simulate_gathers(gathering).elements
+    assert 0.9 * padded < gathered <= 4 * padded
+    memory = predict_memory(make_request(shape, "zero2"))
+    images = model_type == "qwen2_5_vl"
+    assert (memory.missing is not None) == images
+    if not images:
+        assert memory.device_parts["activations"] + memory.device_parts["logits"] > 0
+        traced, longer = (trace(make_request(shape, "zero2")), trace(make_request(shape, "ddp")))
+        assert traced.backward >= 1.5 * traced.forward - traced.attention > 0
+        assert longer.saved + longer.outside > 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
+def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
+    sizes = {
+        "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "num_attention_heads": 8,
+        "n_head": 8, "n_layer": 4, "num_hidden_layers": 4, "max_position_embeddings": 512, "num_key_value_heads": 2,
+        "head_dim": 32,
+    }  # fmt: skip
+    names = ("vocab_size", "n_embd", "n_head", "n_layer") if model_type == "gpt2" else sizes
+    document = {name: sizes[name] for name in names}
+    table, live = (
+        shape_of_architecture(model_type, model_type, document),
+        live_shape("", {**document, "model_type": model_type}),
+    )
+    for strategy in ("zero2", "zero3", "ddp", "fsdp2"):
+        for checkpointing in (False, True):
+            a, b = (make_request(shape, strategy, checkpointing=checkpointing) for shape in (table, live))  # type: ignore[arg-type]
+            assert predict_state(a) == predict_state(b)
+            # DDP broadcasts the rotary frequencies, which the table leaves out.
+            assert sent_bytes(b) - sent_bytes(a) in ((0.0, live.buffer_bytes * 1.0) if strategy == "ddp" else (0.0,))
+            if strategy == "zero3":
+                assert dataclasses.asdict(simulate_gathers(a)) == dataclasses.asdict(simulate_gathers(b))
+            peaks = [predict_memory(request).peak_allocated.value for request in (a, b)]
+            # The table's own peaks are 0.95 to 1.2 times the traced ones (tests/test_predict_memory.py).
+            assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "strategy", "flags"),
+    [("olmo2", "zero2", ()), ("smollm3", "zero3", ("--gradient_checkpointing",)), ("falcon", "ddp", ()),
+     ("gemma3_text", "fsdp2", ()), ("roberta", "fsdp2", ("--task", "bert-imdb"))],
+)  # fmt: skip
+def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(
+    model_type, strategy, flags, tmp_path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIGS[model_type], "model_type": model_type}))
+    task = () if "--task" in flags else ("--task", "gpt-wikitext")
+    model = ("--model_name_or_path", str(tmp_path / "model"), "--weights", "random", "--dropout", "-1")
+    run = trained(strategy, tmp_path / "run", *model, *task, *flags, "--per_device_train_batch_size", "2")
+    names = ("model_name_or_path", "seq_length", "precision", "gradient_checkpointing", "attn_implementation", "task")
+    config = RunConfig(**{name: run.config[name] for name in names})
+    request = request_for(strategy, config, box_of_ranks("processes", CPU_CORE, 2), 2, 2)
+    state, measured = predict_state(request), run.summary["state_bytes_per_rank"]
+    print(strategy, flags, measured, dataclasses.asdict(state), sent_bytes(request), run.summary["sent_bytes_per_step"])
+    assert {kind: place["device"] for kind, place in measured.items()} == {
+        "params": state.params_device, "grads": state.grads_device, "optimizer": state.optimizer_device
+    }  # fmt: skip
+    assert run.summary["sent_bytes_per_step"] == pytest.approx(sent_bytes(request), rel=0.006)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[[str], str]:
+    def write(model_type: str) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[model_type], "model_type": model_type}))
+        return str(tmp_path)
+
+    return write
+
+
+def test_what_cannot_be_traced_gets_no_verdict_and_is_named(folder, capsys, tmp_path) -> None:
+    model = ["--model_name_or_path", folder("qwen2_5_vl"), "--hardware", "8xH100"]
+    assert main(["predict", *model, "--strategy", "zero3"]) == 0
+    first = capsys.readouterr().out.partition("\n")[0]
+    assert first.startswith("No verdict: ")
+    assert "without activations of its images" in first
+    assert main(["predict", *model, "--strategy", "zero3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is None
+    assert main(["advise", *model]) == 1
+    assert "no verdict: " in capsys.readouterr().out.partition("\n")[0]
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 1}'
+    )
+    assert main(["explain", str(file), folder("qwen2_5_vl"), "--hardware", "8xH100"]) == 0
+    assert capsys.readouterr().out.startswith("No verdict: ")
+
+
+def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(folder, capsys) -> None:
+    assert main(["predict", "--model_name_or_path", folder("t5"), "--hardware", "8xH100", "--strategy", "fsdp2"]) == 2
+    assert "torch refuses shared.weight, which modules of two FSDP2 groups share" in capsys.readouterr().err
+    assert main(["advise", "--model_name_or_path", folder("mixtral"), "--hardware", "8xH100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recommended"]
+    experts = 4 * (2 * 128 * 64 + 64 * 128) + 4 * 64
+    sharded = RunConfig(engine_override=("zero_optimization.stage3_param_persistence_threshold=0",))
+    request = make_request(read_shape("mixtral"), "zero3")
+    request = dataclasses.replace(request, strategy=request.strategy.with_overrides(sharded))
+    forward, _ = module_call_order(request.shape, False)
+    # DeepSpeed's leaf: the router and all experts of a layer at once.
+    assert max(sum(param.elements for param in call.params) for call in forward) == experts
+
+
+def test_adapters_are_those_of_peft_on_the_live_model() -> None:
+    shape = with_adapters(read_shape("olmo2"), 4)
+    layer = 4 * (64 * 4 + 32 * 2 + 64 * 2 + 128 * 0) + 4 * (3 * (64 + 128))
+    assert shape.trained_parameters == 3 * layer
+    assert predict_memory(make_request(shape, "zero2")).missing is None  # type: ignore[arg-type]
+
+
+def test_without_torch_the_families_of_the_table_are_predicted_and_others_name_the_installation(
+    folder, tmp_path
+) -> None:
+    blocked = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from study.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    model = folder("olmo2")
+    for name, status in (("gpt2", 0), (model, 2)):
+        command = ["predict", "--model_name_or_path", name, "--hardware", "H100", "--strategy", "single"]
+        result = subprocess.run(
+            [sys.executable, "-c", blocked, *command], cwd=ROOT, capture_output=True, text=True, check=False,
+            env=os.environ | {"ZERO_STUDY_CACHE": str(tmp_path / "empty"), "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert result.returncode == status, result.stderr
+        assert ("pip install" in result.stderr) == bool(status)
