@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python tools/install.py --quiet
 
-.PHONY: install lock study test test-fast test-long test-gpu quality golden readme claims releases prediction bench clean
+.PHONY: install lock study test test-fast test-long test-gpu quality golden readme claims releases prediction bench site clean
 
 install: .venv/installed
 
@@ -91,6 +91,12 @@ releases: install
 prediction: install
 	$(BIN)/python -m study.report.pages.prediction fit
 	$(BIN)/python -m study.report.pages.prediction report
+
+# runs/site: README, docs/ and reports/ with a search and a reference of commands. It needs no torch.
+site:
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
+	@$(BIN)/python -c 'import mkdocs, material, study' 2>/dev/null || $(INSTALL) -c constraints.txt -e ".[site]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: install
 	$(BIN)/python tools/bench.py

@@ -290,3 +290,26 @@ def test_the_citation_names_the_version_there_is() -> None:
     from study import __version__
 
     assert yaml.safe_load(read("CITATION.cff"))["version"] == __version__
+
+
+def test_the_site_has_every_page_of_the_docs_and_every_argument_of_every_command() -> None:
+    site = runpy.run_path(str(REPOSITORY / "tools" / "site.py"))
+    in_nav = set(re.findall(r"[\w./-]+\.md", str(yaml.safe_load(read("mkdocs.yml"))["nav"])))
+    assert in_nav - set(PAGES) == {site["COMMANDS"], "reports/LOG.md"}
+    assert set(PAGES) - in_nav == {".github/PULL_REQUEST_TEMPLATE.md", "reports/releases/causes.md"}
+
+    reference = {part.partition("\n")[0]: part for part in site["commands_markdown"]().split("\n## ")}
+    for name, command in COMMANDS.items():
+        parser = Parser(prog=f"study {name}", add_help=False)
+        command.add_arguments(parser)
+        groups = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+        for program in [child for group in groups for child in group.values()] or [parser]:
+            for word in re.findall(r"--?[a-z]\w+", program.format_usage()):
+                assert word in reference[program.prog], (program.prog, word)
+    assert "`--max_grad_norm FLOAT`" in reference["study/train.py"]
+    assert set(re.findall(r"^- ", reference["study completion"], re.MULTILINE)) == {"- "}, "a positional argument"
+
+    # Python-Markdown wants an empty line before a list and four spaces below an item.
+    written = "Text:\n- one\n  more\n  | table |\n1. two\n   ```\n   code\n   ```\n\nText"
+    indented = "Text:\n\n- one\n    more\n    | table |\n1. two\n     ```\n     code\n     ```\n\nText"
+    assert "\n".join(site["_reindented"](written)) == indented
