@@ -77,7 +77,7 @@ class LiveShape(ModelShape):
     def fsdp_refusal(self) -> str | None:
         """Reason that FSDP2 does not train it; None if it does."""
         shares: list[str] = self.survey["fsdp_shares"]
-        return f"torch refuses {shares[0]}, which modules of second_pass FSDP2 groups share" if shares else None
+        return f"torch refuses {shares[0]}, which modules of two FSDP2 groups share" if shares else None
 
 
 def live_notes(shape: ModelShape) -> Iterator[str]:
