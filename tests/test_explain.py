@@ -270,10 +270,10 @@ def test_a_removed_setting_is_named_with_its_release_and_what_stands_in_its_plac
     name = key.removeprefix(f"{ZERO}.")
     document = zero(3, **{name: 1}) if key.startswith(ZERO) else {**PLAIN, key: {}}
     document = document if key in engines else {**PLAIN, "optimizer": {"type": key.upper()}}
-    (found,) = [finding for finding in findings(make_case(tmp_path, document)) if finding.kind == "refused"]
-    assert (found.id, found.severity) == ("refused/removed", "error")
-    assert re.match(r"DeepSpeed 0\.19\.[78] removed it", found.message)
-    assert found.fix
+    (removed,) = [finding for finding in findings(make_case(tmp_path, document)) if finding.kind == "refused"]
+    assert (removed.id, removed.severity) == ("refused/removed", "error")
+    assert re.match(r"DeepSpeed 0\.19\.[78] removed it", removed.message)
+    assert removed.fix
 
 
 @pytest.mark.parametrize(
@@ -381,13 +381,13 @@ def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("most", [0, 250_000_000, 10**9])
 def test_weights_stay_in_host_memory_up_to_max_in_cpu_by_sub_groups(most: int, tmp_path: Path) -> None:
-    """As in _create_fp16_partitions_with_defragmentation (stage3.py): whole sub-groups of a rank, the first ones."""
+    """Count whole sub-groups of a rank, the first ones, as _create_fp16_partitions_with_defragmentation (stage3.py) does."""
     section = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": most}
     case = make_case(tmp_path, zero(3, offload_param=section, sub_group_size=100_000_000), LLAMA_8B, 8)
     groups = list(itertools.accumulate(sub_groups(case.request)))
-    kept = max([size for size in groups if size <= most], default=0)
+    in_memory = max([size for size in groups if size <= most], default=0)
     # Shards under 1 MiB, those of norms, are never swapped.
-    swapped = (groups[-1] - kept) * 2
+    swapped = (groups[-1] - in_memory) * 2
     assert case.state.params_nvme <= swapped
     assert case.state.params_nvme == pytest.approx(swapped, rel=0.001)
 
@@ -866,11 +866,11 @@ def test_a_global_batch_is_divided_by_the_ranks_that_do_not_share_samples(tmp_pa
 
 
 def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
-    """Every unmodelled setting of known_settings.yaml is noted if it is on, and only then; and no setting passes in
-    silence whose name says that it moves or shards memory."""
+    """Every unmodelled setting of known_settings.yaml is noted if it is on, and not otherwise; and a setting with
+    a name of sharding or offloading is never ignored."""
     places = {place: KNOWN[place] for place in ("top", *SECTIONS)} | KNOWN["strict_sections"] | KNOWN["sections"]
     features = re.compile("offload|quantiz|parallel_size|partition|zenflow|deepcompile|activation|lation$")
-    # What the cases below set, older names, and what the engine does elsewhere than in a step.
+    # Settings of the cases below, older names, and effects outside of a step.
     silent = {
         "offload_activation_pin_memory", "cpu_offload_use_pin_memory", "free_activation_threshold", "offload",
         "data_parallel_size", "tp_gather_partition_size", "allgather_partitions",

@@ -36,8 +36,8 @@ _ZEROS_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muadam", "muadamw", "m
 def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it."""
     if case.file.deepspeed is None:
-        refusal = case.request.strategy.is_fsdp and case.shape.fsdp_refusal
-        refused = [Finding("refused", "fsdp_version", refusal)] if refusal else []
+        problem = case.request.strategy.is_fsdp and case.shape.fsdp_refusal
+        refused = [Finding("refused", "fsdp_version", problem)] if problem else []
         return [*case.findings, *_fsdp(case), *refused]
     results = [
         *case.findings,

@@ -96,7 +96,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     # An untied embedding is a separate group.
     embedding = sizes.get(BEFORE, 0)
     root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
-    # With an offload, reduced gradients go to the host, where the optimizer steps.
+    # With an offload, reduced gradients move to the host for the optimizer's step.
     shard = 0.0 if request.fsdp_offloads else request.shape.trained_parameters / ranks
     accumulated = accumulated_bytes(request)
     grads = accumulated
@@ -122,8 +122,8 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
         reducing = float(shard_width * new_elements)
         copied = max(weight, copies * shard_width) * new_elements - (weight * new_elements - new)
         yield Snapshot(place - 1, grads, root_bytes + reducing + weight * following + copied)
-        kept = 0 if request.fsdp_offloads else shard_width
-        grads += new_elements / ranks * kept - (weight * new_elements - new)
+        on_device = 0 if request.fsdp_offloads else shard_width
+        grads += new_elements / ranks * on_device - (weight * new_elements - new)
     last = root + (0 if request.shape.tied else embedding)
     new_elements = last if request.shape.embedding.trained else trained[request.shape.layers]
     # Both gradients of a tied embedding and their sum.

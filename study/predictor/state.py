@@ -156,14 +156,14 @@ def _swapped_params(request: Request) -> Sequence[Parameter]:
     """Return stage 3's parameters on NVMe: the first sub-groups, up to max_in_cpu elements of a rank, stay in host
     memory (_create_fp16_partitions_with_defragmentation in stage3.py)."""
     params, ranks, most = request.shape.params, request.box.ranks, request.settings.max_in_cpu
-    kept, offset, group = set[Parameter](), 0, list[Parameter]()
+    in_memory, offset, group = set[Parameter](), 0, list[Parameter]()
     for param in request.shape.trained_params:
         group.append(param)
         size = sum(math.ceil(item.elements / ranks) for item in group)
         if size >= request.settings.sub_group_size or param is request.shape.trained_params[-1]:
-            kept |= set(group) if offset + size <= most else set()
+            in_memory |= set(group) if offset + size <= most else set()
             offset, group = offset + size, []
-    return [param for param in params if param not in kept]
+    return [param for param in params if param not in in_memory]
 
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:

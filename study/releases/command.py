@@ -53,13 +53,13 @@ def releases_text(
     rows = document["releases"]
     if not details:
         rows = [row for row in rows if row["DeepSpeed"] == release] or rows[:LATEST_RELEASES]
-    verdict, faults = _verdict(document, release, strategy)
-    shown = {row["DeepSpeed"] for row in rows}
-    muon = {name: found.replace("`", "") for name, found in document["muon"].items() if name in shown}
-    by_letter = dict(shown_causes(document, [*rows, muon])) | faults
+    verdict, own_causes = _verdict(document, release, strategy)
+    printed = {row["DeepSpeed"] for row in rows}
+    muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
+    by_letter = dict(shown_causes(document, [*rows, muon])) | own_causes
     notes = [
         "tested with AdamW and one backward call per micro-batch",
-        *(["with Muon: " + "; ".join(f"{name} {found}" for name, found in muon.items())] if muon else []),
+        *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
         "faults that only CPUs have are left out; \N{DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
     ]
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
@@ -95,21 +95,21 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
     for letter, cause in sorted(faults.items()):
         condition = f"{' with accumulation' * (cause.accumulation == 'several')}{_precisions(cause)}"
         wrong.setdefault(condition, []).append(f"{', '.join(cause.strategies)} ({letter})")
-    found = tested.get(deepspeed)
-    notes = ["not tested"] if found is None else ["does not run with the packages of the test"] * (NOT_RUN in found)
+    cells = tested.get(deepspeed)
+    notes = ["not tested"] if cells is None else ["does not run with the packages of the test"] * (NOT_RUN in cells)
     if not release and not installed["deepspeed"]:
         notes.append("not installed here, but the newest tested")
     # Faults of one precision alone come last.
     in_order = sorted(wrong.items(), key=lambda item: (" in " in item[0], item[0]))
     faulty = [f"{condition} under {', '.join(places)}".strip() for condition, places in in_order]
     notes += [f"wrong gradients {'; '.join(faulty)}"] * bool(faulty)
-    if found is None or NOT_RUN in found:
+    if cells is None or NOT_RUN in cells:
         notes.append("run: study verify --quick")
     elif not wrong:
         notes.append("no fault found")
     muon = document["muon"].get(deepspeed, "not tested").replace("`", "")
     muon = re.sub(r"(\w): ([^;]+)", r"\2 (\1)", muon).replace(";", ",")
-    if found is not None and muon != "no fault":
+    if cells is not None and muon != "no fault":
         notes.append(f"Muon {muon if muon == 'not tested' else f'wrong under {muon}'}")
     notes += [f"use {next(iter(tested))}"] * bool(wrong)
     where = f", {strategy}" if strategy else ""

@@ -82,19 +82,17 @@ def fit_screen(tables: Sequence[TextTable], details: bool) -> Iterator[str | Tex
 
 
 def status_verdict(plan: Plan, run_flags: str, report_flags: str, lack: str = "") -> str:
-    """Return one line with the number of finished cells, the states of the others, and the next command, or what this
-    machine lacks for it.
-    """
+    """Return one line with the number of finished cells, the states of the others, and the next command or `lack`."""
     counts = Counter(record.state for part in plan.slices for _, record in cell_states(part.cells, part.root))
-    left = [seconds for part in plan.slices for _, seconds in pending_items(part.cells, part.root)]
+    remaining_s = [seconds for part in plan.slices for _, seconds in pending_items(part.cells, part.root)]
     done, _ = counts.pop("ok", 0), counts.pop("to do", 0)
     other_states = "".join(f", {count} {state}" for state, count in counts.most_common())
     has_searches = any(part.searches for part in plan.slices)
     cells = f"{done} runs" if has_searches else f"{done} of {sum(len(part.cells) for part in plan.slices)} cells"
-    retry = "; after a fix, study run --retry runs those again" * bool(counts and not left)
+    retry = "; after a fix, study run --retry runs those again" * bool(counts and not remaining_s)
     following = f"next: study report {report_flags}"
-    if left:
-        remaining = f"about {format_duration(sum(left))} left; " * (sum(left) > 0)
+    if remaining_s:
+        remaining = f"about {format_duration(sum(remaining_s))} left; " * (sum(remaining_s) > 0)
         following = remaining + (f"cannot run here: {lack}" if lack else f"next: study run {run_flags}")
     return f"{plan.name}: {cells} done{other_states}; {following}{retry}"
 
