@@ -159,7 +159,9 @@ def answer(records: Records) -> Answer | None:
     if alone:
         asides.append(f"Not compared, because the baseline has no run with any of their seeds: {format_names(alone)}.")
     notes = (*_notes(comparisons), *dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND))
-    return Answer(_sentence(comparisons), table.loc[:, (table != NOT_MEASURED).any()], notes)
+    largest = max(comparison.difference for comparison in comparisons)
+    number = (percent(largest), "largest difference in loss from the baseline's") if math.isfinite(largest) else None
+    return Answer(_sentence(comparisons), table.loc[:, (table != NOT_MEASURED).any()], notes, number)
 
 
 def _sentence(comparisons: Sequence[_LossComparison]) -> str:
@@ -229,6 +231,5 @@ def loss_table(records: Records) -> pd.DataFrame:
 
 QUESTION = Question(
     "loss", "Do ZeRO and offload change the loss?", answer,
-    no_data="No workload here has two strategies with comparable losses.", tables={"loss": loss_table},
-    figures=("loss", "loss_difference"), notebook="loss_curves",
+    tables={"loss": loss_table}, figures=("loss", "loss_difference"), notebook="loss_curves",
 )  # fmt: skip

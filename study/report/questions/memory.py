@@ -57,18 +57,19 @@ def _memory_answer(records: Records) -> Answer | None:
     comparison = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
     if comparison is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {comparison.names} in model state."
+    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in model state.", None
     if comparison.ratios:
         ratio, leanest = comparison.ratios[0]
         base = comparison.references[leanest.workload].name
         sentence = f"Sharding reduces the model state of a rank to {percent(ratio)} of `{base}`'s (`{leanest.name}`)."
+        number = (percent(ratio), f"of the model state of `{base}` on each rank (`{leanest.name}`)")
     columns: Columns = {
         f"State, % of {comparison.plain_names}": comparison.cell(percent),
         "Peak, GiB": lambda arm: arm.peak_gib[0],
     }
     peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in comparison.references.values()))
     note = f"State is parameters, gradients and optimizer states; the peak is that of the {peak}."
-    return side_by_side(sentence, without_offload(comparison.workloads), columns, note)
+    return side_by_side(sentence, without_offload(comparison.workloads), columns, note, number=number)
 
 
 def memory_table(records: Records) -> pd.DataFrame:
@@ -95,8 +96,7 @@ def memory_table(records: Records) -> pd.DataFrame:
 
 MEMORY = Question(
     "memory", "How much memory does a rank need?", _memory_answer,
-    no_data="No run here succeeded with its model state measured.", tables={"memory": memory_table},
-    figures=("model_state", "peak_memory"), notebook="peak_memory",
+    tables={"memory": memory_table}, figures=("model_state", "peak_memory"), notebook="peak_memory",
 )  # fmt: skip
 
 
@@ -166,8 +166,7 @@ def offload_table(records: Records) -> pd.DataFrame:
 
 OFFLOAD = Question(
     "offload", "What does offload free, and what does it cost?", _offload_answer,
-    no_data="No workload here has a stage both with offload and without it.", tables={"offload": offload_table},
-    figures=("offload",), notebook="offload",
+    tables={"offload": offload_table}, figures=("offload",), notebook="offload",
 )  # fmt: skip
 
 
@@ -175,12 +174,13 @@ def _traffic_answer(records: Records) -> Answer | None:
     comparison = compare_with_reference(records, sent_mib)
     if comparison is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {comparison.names} in ring bytes."
+    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in ring bytes.", None
     if comparison.ratios:
         ratios, most = span_text((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1].name
         sentence = (
             f"Sharding sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step, most with `{most}`."
         )
+        number = (f"{ratios} x", f"the ring bytes (NCCL) of {comparison.names} per step")
     columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
     notes = [
         "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."
@@ -190,7 +190,7 @@ def _traffic_answer(records: Records) -> Answer | None:
             "`zero3` keeps tensors below `stage3_param_persistence_threshold` gathered, in a small model nearly all. It"
             " sends 1.5 times the bytes of `ddp` if it shards all of them."
         )
-    return side_by_side(sentence, without_offload(comparison.workloads), columns, *notes)
+    return side_by_side(sentence, without_offload(comparison.workloads), columns, *notes, number=number)
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
@@ -215,8 +215,7 @@ def _by_collective(arm: StrategyRuns) -> str:
 
 TRAFFIC = Question(
     "traffic", "How much does a rank send in one step?", _traffic_answer,
-    no_data="No run of several ranks here recorded its collectives.", tables={"traffic": traffic_table},
-    figures=("traffic",), notebook="runtime",
+    tables={"traffic": traffic_table}, figures=("traffic",), notebook="runtime",
 )  # fmt: skip
 
 _STAGES = {"zero1", "zero2", "zero3"}
@@ -242,7 +241,9 @@ def _neighbours_answer(records: Records) -> Answer | None:
             measured = {arm.name: value for arm in many if not pd.isna(value := figure(arm))}
             if measured:
                 name = min(measured, key=lambda name: measured[name])
-                least.append(f"{words} under `{name}` ({measured[name]:.3g} MiB)")
+                strategy, *settings = name.split(", ")
+                under = f"`{strategy}`" + (f" with {len(settings)} other settings" if settings else "")
+                least.append(f"{words} under {under} ({measured[name]:.3g} MiB)")
         if strategies & _STAGES and strategies & _NEIGHBOURS and least:
             sentences.append(f"{workload}: least per rank, of {most[workload]} ranks: {', '.join(least)}.")
     if not sentences:
@@ -299,6 +300,5 @@ def neighbours_table(records: Records) -> pd.DataFrame:
 
 NEIGHBOURS = Question(
     "neighbours", "How much memory and communication do alternatives to ZeRO need?", _neighbours_answer,
-    no_data="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
     tables={"neighbours": neighbours_table}, figures=("neighbours",), notebook="neighbours",
 )  # fmt: skip

@@ -9,8 +9,7 @@ import pandas as pd
 
 from study.config.text import format_duration, percent
 from study.records.frames import Records, SliceProgress
-from study.records.statistics import Noise, estimate_noise, paired_ratio, repeat_noise
-from study.records.strategy_runs import StrategyRuns
+from study.records.statistics import Noise, estimate_noise, repeat_noise
 from study.report.document import Answer, Link, Question
 from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
@@ -67,7 +66,7 @@ def left_table(records: Records) -> pd.DataFrame:
 
 REMAINING = Question(
     "remaining", "How much of this study is measured, and what remains?", _remaining_answer,
-    no_data="These records are not part of a plan in slices.", tables={"slices": slices_table, "left": left_table},
+    tables={"slices": slices_table, "left": left_table},
 )  # fmt: skip
 
 
@@ -95,10 +94,7 @@ def claims_answer(claims: Sequence[DependentClaim]) -> Answer | None:
     return Answer(sentence, pd.DataFrame(rows).astype(object))
 
 
-CLAIMS = Question(
-    "claims", "Which published claims depend on these records?", lambda _records: None,
-    no_data="No finding of the ledger of claims depends on these records.", tables={},
-)  # fmt: skip
+CLAIMS = Question("claims", "Which published claims depend on these records?", lambda _records: None)
 
 
 def _runs_answer(records: Records) -> Answer | None:
@@ -139,7 +135,7 @@ def summary_table(records: Records) -> pd.DataFrame:
 
 
 def controls_table(records: Records) -> pd.DataFrame:
-    """Return the noise of each workload, and DeepSpeed's overhead at stage 0."""
+    """Return the noise of each workload; DeepSpeed's overhead is the ratio of `zero0` in the other tables."""
     rows = []
     for workload, strategies in workloads(records).items():
         runs = strategies[0].workload_runs
@@ -148,7 +144,6 @@ def controls_table(records: Records) -> pd.DataFrame:
                 "Workload": workload, "Figure": words,
                 "Residual SD after removing strategy and seed effects": _noise_text(estimate_noise(runs, figure)),
                 "SD of reruns of the same strategy and seed": _noise_text(repeat_noise(runs, figure)),
-                "Stage 0, x no engine": _overhead(strategies, figure),
             })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -157,20 +152,7 @@ def _noise_text(estimate: Noise | None) -> str:
     return "not run" if estimate is None else f"{percent(estimate.log_sd)} ({estimate.df} df)"
 
 
-def _overhead(group: Sequence[StrategyRuns], figure: str) -> str:
-    """Return the ratio of stage 0 to plain training on as many ranks, which isolates DeepSpeed's overhead."""
-    strategies = [(arm, arm.value("strategy")) for arm in group if arm.is_fair()]
-    plain = {arm.ranks: arm.name for arm, strategy in strategies if strategy in ("single", "ddp")}
-    ratios = [
-        ratio.brief("{:.4g}".format)
-        for arm, strategy in strategies
-        if strategy == "zero0" and arm.ranks in plain
-        and (ratio := paired_ratio(arm.workload_runs, figure, arm.name, plain[arm.ranks])).n
-    ]  # fmt: skip
-    return ", ".join(ratios) or "not run"
-
-
 RUNS = Question(
-    "runs", "Which runs is this report based on?", _runs_answer, no_data="There is no readable run here.",
+    "runs", "Which runs is this report based on?", _runs_answer,
     tables={"summary": summary_table, "controls": controls_table},
 )  # fmt: skip

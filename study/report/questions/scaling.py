@@ -93,7 +93,6 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
 
 RANKS = Question(
     "ranks", "What do more ranks bring?", _ranks_answer,
-    no_data="No workload here ran both on one device and on several ranks.",
     tables={"single_vs_multi": single_vs_multi_table}, figures=("scaling",), notebook="single_vs_multi",
 )  # fmt: skip
 
@@ -111,7 +110,10 @@ def _nodes_answer(records: Records) -> Answer | None:
         return None
     timed = rows[rows["efficiency"].notna() & (rows["machines"] > rows["fewest"])]
     if timed.empty:
-        sentence = "Nothing here was timed on several machines: virtual ranks measure memory and communication only."
+        largest = rows[rows["machines"] == rows["machines"].max()].sort_values("across").iloc[[0, -1]]
+        ends = " to ".join(f"{row.across / MIB:,.0f} MiB (`{row.strategy}`)" for row in largest.itertuples())
+        most = f"{rows['machines'].max():.0f} machines"
+        sentence = f"On {most} a rank sends {ends} per step between machines; nothing was timed."
         return Answer(sentence, table, ("A virtual job has machines of eight ranks.", _ACROSS, _PLANNED))
     efficiencies = [
         f"{span_text(group['efficiency'], percent)} of the ideal with {format_names(sorted(group['line'].unique()))}"
@@ -147,8 +149,7 @@ def nodes_table(records: Records) -> pd.DataFrame:
 
 NODES = Question(
     "nodes", "What do more machines bring?", _nodes_answer,
-    no_data="Nothing here ran on one machine and, otherwise alike, on several.", tables={"nodes": nodes_table},
-    figures=("nodes",), notebook="scaling",
+    tables={"nodes": nodes_table}, figures=("nodes",), notebook="scaling",
 )  # fmt: skip
 
 
@@ -231,12 +232,10 @@ def model_size_table(records: Records) -> pd.DataFrame:
 BATCH_SIZE = Question(
     "batch_size", "Does a larger batch reduce the cost of communication?",
     functools.partial(_speed_answer, "global_batch_size", "batch {:g}"),
-    no_data="No workload here ran with more than one global batch.", tables={"batch_size": batch_size_table},
-    figures=("batch_size",), first_figure="batch_size", notebook="batch_size",
+    tables={"batch_size": batch_size_table}, figures=("batch_size",), notebook="batch_size",
 )  # fmt: skip
 MODEL_SIZE = Question(
     "model_size", "Does ZeRO cost more on a larger model?",
     functools.partial(_speed_answer, "model_name_or_path", "{:.3g} M parameters"),
-    no_data="No task here was run with more than one model.", tables={"model_size": model_size_table},
-    figures=("model_size",), first_figure="model_size", notebook="model_size",
+    tables={"model_size": model_size_table}, figures=("model_size",), notebook="model_size",
 )  # fmt: skip

@@ -45,8 +45,9 @@ def _time_answer(records: Records) -> Answer | None:
     if comparison is None:
         return None
     times = Comparison(comparison.workloads, STEP, lambda arm: comparison.references[arm.workload].name)
-    sentence = f"No sharding strategy here is comparable with {comparison.names} in step time."
-    if times.significant(comparison.sharding):
+    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in step time.", None
+    if ratios := times.significant(comparison.sharding):
+        number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
         end = f" times as long as one of {comparison.names}"
         sentence = times.sentence(comparison.sharding, times_text, "A step with sharded state takes", end)
     elif comparison.sharding:
@@ -58,7 +59,7 @@ def _time_answer(records: Records) -> Answer | None:
     return side_by_side(
         sentence, without_offload(comparison.workloads), columns,
         "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
-        *noise_notes(comparison.workloads, STEP),
+        *noise_notes(comparison.workloads, STEP), number=number,
     )  # fmt: skip
 
 
@@ -106,8 +107,8 @@ def runtime_table(records: Records) -> pd.DataFrame:
 
 
 TIME = Question(
-    "time", "How long does a step take?", _time_answer, no_data="No successful run here has timed steps.",
-    tables={"runtime": runtime_table}, figures=("step_time", "frontier"), notebook="runtime",
+    "time", "How long does a step take?", _time_answer,
+    tables={"runtime": runtime_table}, figures=("step_time",), notebook="runtime",
 )  # fmt: skip
 
 # The kinds of work counted in a model's FLOPs.
@@ -191,9 +192,8 @@ def kernels_table(records: Records) -> pd.DataFrame:
 
 PROFILE = Question(
     "profile", "Where does the time of a step go?", _profile_answer,
-    no_data="No run here was profiled: --profile_steps does that.",
-    tables={"step_profile": step_profile_table, "profile": kernels_table}, figures=("step_profile",),
-    first_figure="step_profile", notebook="runtime",
+    tables={"step_profile": step_profile_table, "profile": kernels_table},
+    figures=("step_profile",), notebook="runtime",
 )  # fmt: skip
 
 
@@ -269,5 +269,5 @@ def _seeds(runs: pd.DataFrame) -> str:
 
 ADVICE = Question(
     "advice", "Which configuration should I use on this machine?", _advice_answer,
-    no_data="There is no recommendation: no timed run succeeded.", tables={},
+    figures=("frontier",), notebook="runtime",
 )  # fmt: skip
