@@ -52,6 +52,31 @@ def harmful(records: Records) -> Records:
     return dataclasses.replace(records, runs=runs, steps=steps, refused=refused)
 
 
+OPEN = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+# Each visible text whose contrast with its background is below WCAG AA, and each control without a name.
+CONTRAST = """() => {
+    const parse = (rgb) => { const [r, g, b, a = 1] = rgb.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
+    const light = (rgb) => rgb.slice(0, 3).map((value) => value / 255)
+        .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, value, place) => sum + value * [0.2126, 0.7152, 0.0722][place], 0);
+    const ground = (item) => { for (; item; item = item.parentElement) {
+        const rgb = parse(getComputedStyle(item).backgroundColor);
+        if (rgb[3] === 1) return rgb;
+    } return [255, 255, 255]; };
+    const low = [...document.querySelectorAll("body *")].filter((item) => item.checkVisibility()
+            && [...item.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())).filter((item) => {
+        const style = getComputedStyle(item);
+        const [dark, bright] = [light(parse(style.color)), light(ground(item))].sort((a, b) => a - b);
+        const size = parseFloat(style.fontSize);
+        const isLarge = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
+        return (bright + 0.05) / (dark + 0.05) < (isLarge ? 3 : 4.5);
+    });
+    const silent = [...document.querySelectorAll("a, summary, [tabindex], nav")].filter(
+        (item) => !(item.getAttribute("aria-label") || item.textContent).trim());
+    return [...low, ...silent].map((item) => item.outerHTML.slice(0, 120));
+}"""
+
+
 class Report(NamedTuple):
     folder: Path
     seconds: float
@@ -198,12 +223,39 @@ def test_the_index_begins_with_the_answers_and_shows_failures(visits):
     assert all(
         answer.strip() for answer in page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText)")
     )
+    numbers = [answer.number[0] for answer in answers(records).values() if answer.number]
+    assert page.eval_on_selector_all(".numbers dd", "all => all.map(one => one.innerText)") == numbers != []
+    # A figure for each question with a page; tables are folded, and the versions are at the foot.
+    assert page.locator(".card:has(.more) .picture").count() == page.locator(".card:has(.more)").count() == 6
+    assert page.locator(".card:has(.picture) .table:not(details .table)").count() == 0
+    assert page.locator("h2").last.inner_text() == "Versions and environment"
+    page.evaluate(OPEN)
     oom = page.eval_on_selector_all("tr", "all => all.map(one => one.innerText).filter(one => one.includes('oom'))")
     # Memory, time, traffic and ranks show it as a row without figures; the outcomes count it.
     assert [line.split("\t")[:3] for line in oom[:-1]] == [["zero3", "oom", "-"]] * 4
     assert oom[-1].split("\t")[:2] == ["oom", str((records.runs["status_state"] == "oom").sum())]
     assert "run-0/summary.json: <script>" in page.inner_text("body")
     assert "and 10 more" in page.inner_text("body")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_the_contrast_of_wcag_aa_and_every_control_a_name(report, browser, scheme):
+    for name in PAGES:
+        page = visit(browser, report.folder / f"{name}.html", 1400, color_scheme=scheme).page
+        page.evaluate(OPEN)
+        assert page.evaluate(CONTRAST) == [], name
+        assert page.locator("h1").count() == page.locator("main").count() == 1
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_phone_shows_every_number_of_a_table_and_a_wide_table_shows_that_it_scrolls(visits, name):
+    page = visits[name].page
+    page.evaluate(OPEN)
+    tables = """() => [...document.querySelectorAll(".table")].filter((one) => one.scrollWidth > one.clientWidth)
+        .map((one) => [innerWidth, getComputedStyle(one).backgroundImage.split("linear-gradient").length - 1,
+            [...one.querySelectorAll("th, td")].every((cell) =>
+                getComputedStyle(cell).backgroundColor === "rgba(0, 0, 0, 0)")])"""
+    assert all(table == [1400, 4, True] for table in page.evaluate(tables))
 
 
 def test_pages_are_dark_if_the_reader_prefers_it(report, browser):

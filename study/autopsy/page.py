@@ -23,7 +23,7 @@ from study.records.statistics import equivalence_test
 from study.report.document import PageSection, page_html, page_markdown, render_paragraphs
 from study.report.site.publishing import FIGURES, publish_report
 
-TITLE = "The published listing, taken apart"
+TITLE = "What makes the gap in loss that the listing of S2 (University of Guelph) prints?"
 _MADE_BY = (
     "Made by `study autopsy report` from `arms.parquet`; `study autopsy run` makes the sessions anew. Design, expected"
     " signs and margins were committed before the first of them."
@@ -48,7 +48,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         first, *remaining = sections(study)
         facts = _facts(study)
         html = page_html(
-            "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead=facts, failure="",
+            "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead="", facts=facts, failure="",
             sections=[dataclasses.replace(first, drawings=panels), *remaining],
         )  # fmt: skip
         (folder / "index.html").write_text(html, encoding="utf-8")

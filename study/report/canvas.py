@@ -61,8 +61,8 @@ STRATEGIES: Mapping[str, Style] = {name: Style(row.colour, row.marker, (0, row.d
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 # The color is the kind of bytes, the hatch their place.
 STATE = {
-    "params": Fill("#31688e"), "grads": Fill("#e8a33d"), "optimizer": Fill("#7a5195"), "rest": Fill("#b9c0c8"),
-    "reserved": Fill("#dbe0e5"), "outside": Fill("#eff1f3"),
+    "params": Fill("#1f4e79"), "grads": Fill("#e8a33d"), "optimizer": Fill("#a678b8"), "rest": Fill("#c3c9cf"),
+    "reserved": Fill("#dbe0e5", "...."), "outside": Fill("#eff1f3"),
 }  # fmt: skip
 PLACES = {"device": "", "host": "////", "nvme": "xxxx"}
 TRAFFIC = {
@@ -77,9 +77,9 @@ PROFILE = {
     "other": Fill("#767676"), "idle": Fill("#e3e7eb"),
 }  # fmt: skip
 RELEASES = {
-    "equal": Fill("#74b06f"), "lucky": Fill("#c3dec0"), "different": Fill("#b3240f"), "cpu": Fill("#d98a7e"),
-    "mismatch": Fill("#d2691e", "////"), "refuses": Fill("#c9ced4"), "crashes": Fill("#767c85"),
-    "not installable": Fill("#e8ebee"), "not judged": Fill("#e8ebee", "xxxx"),
+    "equal": Fill("#86b6dd"), "lucky": Fill("#c4ddf2"), "different": Fill("#8c1610"), "cpu": Fill("#e0912b"),
+    "mismatch": Fill("#c25b00", "////"), "refuses": Fill("#b3b8bf", "...."), "crashes": Fill("#555b63"),
+    "not installable": Fill("#f6f5f1"), "not judged": Fill("#f6f5f1", "xxxx"),
 }  # fmt: skip
 OTHER = Fill("#b0b6bd")
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
@@ -101,8 +101,8 @@ SETTINGS: Any = {
     "svg.hashsalt": "zero-study", "svg.fonttype": "path",
 }  # fmt: skip
 _TITLE_IN, _LINE_IN = 0.25, 0.185
-_MAX_LABELS = 8
-_TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS = 46, 64, 26
+_MAX_LABELS, _MAX_POINTS = 8, 14
+_TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS, _LEGEND_LETTERS = 46, 64, 26, 53
 _DOTS_PER_INCH, _COLOURS = 200, 128
 
 
@@ -206,6 +206,8 @@ def finish(
     footnotes = [f"† confounded, {', '.join(arms)}: {reason}" for reason, arms in reasons.items()]
     lines = [line for text in footnotes for line in _wrapped(text)]
     foot_in = _LINE_IN * len(lines) + 0.12 if lines else 0
+    longest = sorted((len(item.get_label()) for item in legend), reverse=True)[:3]
+    legend_columns = min(legend_columns, 2) if sum(longest) > _LEGEND_LETTERS else legend_columns
     legend_in = math.ceil(len(legend) / legend_columns) * 13.5 / 72 + 0.15 if legend else 0
     body_in, head_in = figure.get_figheight(), 0.1 + _TITLE_IN * len(titles) + _LINE_IN * len(subtitles)
     height_in = head_in + body_in + legend_in + foot_in
@@ -224,7 +226,7 @@ def finish(
             handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
             fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85, handlelength=2.4,
         ).set_in_layout(False)  # fmt: skip
-    return Drawing(figure, f"{lead or f'{title}, {subject}'}: {words}.", name)
+    return Drawing(figure, f"{lead or f'{title}, {subject}'}: {words}. {subtitle}".strip(), name)
 
 
 def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
@@ -352,16 +354,24 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
 
 
 def label_points(
-    axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str]
-) -> None:
-    """Draw a labelled marker per strategy on axes that start at 0, and its single runs; both have the same columns."""
+    axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str],
+    first: Sequence[str] = (),
+) -> dict[str, str]:  # fmt: skip
+    """Draw a marker per strategy on axes that start at 0, and its single runs; both have the same columns.
+
+    Of more than 14 strategies eight have a label, those of `first` before others. The rest is returned, for a legend.
+    """
     ends = []
+    named = [*first, *(str(arm) for arm in points.index if arm not in first)]
+    named = named if len(named) <= _MAX_POINTS else named[:_MAX_LABELS]
     for arm, (x, y) in points.iterrows():
         style, single = find_style(strategies[str(arm)]), runs.loc[[arm]].to_numpy(dtype=float)
         axes.plot(*single.T, ".", color=style.colour, markersize=5, alpha=0.7)
         axes.plot(x, y, markersize=9.5, **style.points)
-        ends.append(EndLabel(x, y, format_label(str(arm), notes), style.colour))
+        if arm in named:
+            ends.append(EndLabel(x, y, format_label(str(arm), notes), style.colour))
     axes.grid()
     axes.margins(x=0.1, y=0.1)
     axes.set(xlim=(0, None), ylim=(0, None))
     label_ends(axes, ends)
+    return {arm: strategy for arm, strategy in strategies.items() if arm in points.index and arm not in named}

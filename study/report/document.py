@@ -66,10 +66,9 @@ def format_names(arms: Sequence[str]) -> str:
     return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
-# A ratio with two decimals, and a relative change in percent with its sign.
+# A ratio, and a relative change in percent with its sign.
 times_text = "{:.2f}".format
 change_text = functools.partial(percent, signed=True)
-
 Table = Callable[[Records], pd.DataFrame]
 
 
@@ -80,6 +79,8 @@ class Answer:
     sentence: str
     table: pd.DataFrame
     notes: tuple[str, ...] = ()
+    # The number of the sentence, and what it is, for the head of the first page.
+    number: tuple[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,16 +89,13 @@ class Question:
 
     name: str
     title: str
-    # Returns None if the records do not answer it; then the report prints `nothing`.
+    # Returns None if the records do not answer it; then it is not in the report.
     answer: Callable[[Records], Answer | None]
-    no_data: str
-    tables: Mapping[str, Table]
+    tables: Mapping[str, Table] = dataclasses.field(default_factory=dict)
     # Name of its page and of its notebook in notebooks/. Without one, the first page has its tables.
     notebook: str | None = None
-    # Names of the figures that its notebook draws, each of several workloads.
+    # Names of the figures that its notebook draws, each of several workloads; the first is on the first page.
     figures: tuple[str, ...] = ()
-    # The figure on the first screen in place of the small table.
-    first_figure: str | None = None
 
 
 class Picture(NamedTuple):
@@ -129,7 +127,7 @@ class PageSection:
     sentence: str = ""
     table: pd.DataFrame | None = None
     notes: Sequence[str | Note] = ()
-    # HTML shows them in place of the table.
+    # HTML folds the table below them.
     drawings: Sequence[Drawing | Picture] = ()
     # Further tables by title; folded in HTML.
     tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
@@ -146,6 +144,7 @@ TEMPLATES = Path(__file__).parent / "site" / "templates"
 
 
 def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
+    """Return the page as Markdown."""
     return render_markdown("page.md.j2", title=title, sections=sections)
 
 
@@ -169,14 +168,20 @@ def as_markdown(value: object) -> Markup:
 
 
 def table_markdown(frame: pd.DataFrame) -> str:
-    columns = [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
+    """Return a data frame as a Markdown table."""
+    columns = column_names(frame)
     lines = [columns, ["---"] * len(columns), *frame.itertuples(index=False, name=None)]
+    return "".join(f"| {' | '.join(map(_cell_markdown, line))} |\n" for line in lines)
 
-    def text(cell: object) -> str:
-        text = markdown_text(cell_text(cell))
-        return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
 
-    return "".join(f"| {' | '.join(map(text, line))} |\n" for line in lines)
+def column_names(frame: pd.DataFrame) -> list[str]:
+    """Return the names of the columns, each with the header above it."""
+    return [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
+
+
+def _cell_markdown(cell: object) -> str:
+    text = markdown_text(cell_text(cell))
+    return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
 
 
 # A name between backticks, without characters that a record could use for markup.
@@ -262,7 +267,8 @@ def table_html(frame: pd.DataFrame) -> Markup:
         if frame.columns.nlevels > 1
     ]
     head = list(zip(frame.columns.get_level_values(-1), classes, strict=True))
-    return Markup(_templates().get_template("table.html.j2").render(above=above, head=head, rows=rows))
+    labels = column_names(frame)
+    return Markup(_templates().get_template("table.html.j2").render(above=above, head=head, labels=labels, rows=rows))
 
 
 def _class_of_column(texts: pd.Series) -> str:

@@ -37,6 +37,12 @@ def counted(scores: pd.DataFrame) -> pd.DataFrame:
     return scores[scores["refused"].isna()]
 
 
+def by_origin(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return the counted rows by whether others published them."""
+    rows = counted(scores)
+    return {"published": rows[rows["source"] != OWN], "own records": rows[rows["source"] == OWN]}
+
+
 def page(rows: pd.DataFrame) -> pd.Series:
     """Return the web page of each row: the sources on one page share hardware, code and an author."""
     return rows["url"].str.split("#").str[0]
@@ -57,8 +63,7 @@ def preregistered_table(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
 
 def headline(scores: pd.DataFrame) -> pd.DataFrame:
     """Return the errors of peak memory and step time over published and own rows, next to their aims."""
-    rows = counted(scores)
-    study_rows, published = rows[rows["source"] == OWN], rows[rows["source"] != OWN]
+    rows, published, study_rows = counted(scores), *by_origin(scores).values()
     study_peaks = [
         (f"peak memory, {what}", study_rows[study_rows["peak_kind"] == kind]["peak_error"], AIMS["own peak"])
         for kind, what in OWN_KINDS.items()
@@ -91,8 +96,7 @@ def _worst_strategy(rows: pd.DataFrame, errors: pd.Series) -> str:
 def fits(scores: pd.DataFrame) -> pd.DataFrame:
     """Count right and wrong answers: a wrong "fits" costs a run, a wrong "does not fit" a chance."""
     counts = []
-    rows = counted(scores)
-    for what, group in (("published", rows[rows["source"] != OWN]), ("own records", rows[rows["source"] == OWN])):
+    for what, group in by_origin(scores).items():
         judged = group.dropna(subset=["fits", "predicted_fits"])
         if len(judged):
             predicted, measured = judged["predicted_fits"].astype(bool), judged["fits"].astype(bool)
@@ -176,11 +180,7 @@ def scores_frame(rows: Sequence[Measurement]) -> pd.DataFrame:
 def league_frame(rows: Sequence[Measurement], frame: pd.DataFrame) -> pd.DataFrame:
     """Return the scores of all estimators, with those of `study predict` on these rows; no other supports adapters."""
     league = pd.read_parquet(FOLDER / LEAGUE)
-    scored = counted(frame[[row.request.shape.lora_rank is None for row in rows]])
-    for what, group in (
-        ("published", scored[scored["source"] != OWN]),
-        ("own records", scored[scored["source"] == OWN]),
-    ):
+    for what, group in by_origin(frame[[row.request.shape.lora_rank is None for row in rows]]).items():
         errors, judged = group["peak_error"].dropna().abs(), group.dropna(subset=["fits", "predicted_fits"])
         ran_out, called = (~judged[name].astype(bool) for name in ("fits", "predicted_fits"))
         figures = {
@@ -239,8 +239,7 @@ def _interval(ratios: pd.Series, pages: pd.Series | None = None) -> dict[str, An
 
 def intervals_text(frame: pd.DataFrame) -> str:
     """Return the intervals of study/predictor/time.py as YAML: measured values as fractions of the predicted."""
-    rows = counted(frame)
-    study_rows, published = (rows[(rows["source"] == OWN) == is_own] for is_own in (True, False))
+    rows, published, study_rows = counted(frame), *by_origin(frame).values()
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
     timed, offloaded = (steps[scored["offloads"] == is_so].dropna() for is_so in (False, True))

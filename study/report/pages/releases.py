@@ -66,7 +66,7 @@ class ReleaseReport:
     @functools.cached_property
     def answer(self) -> Answer:
         """The answer of the report's question."""
-        return QUESTION.answer(self.records) or Answer(QUESTION.no_data, pd.DataFrame())
+        return QUESTION.answer(self.records) or Answer("No release is tested.", pd.DataFrame())
 
     @functools.cached_property
     def today(self) -> list[ReleaseCell]:

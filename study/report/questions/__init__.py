@@ -12,9 +12,9 @@ from study.report.document import Answer, Question, Table
 from study.report.questions import fits, loss, memory, releases, runs, scaling, time, virtual
 
 QUESTIONS: tuple[Question, ...] = (
-    runs.REMAINING, releases.QUESTION, loss.QUESTION, memory.MEMORY, time.TIME, memory.TRAFFIC, memory.OFFLOAD,
-    time.ADVICE, scaling.RANKS, scaling.NODES, memory.NEIGHBOURS, scaling.BATCH_SIZE, scaling.MODEL_SIZE, time.PROFILE,
-    fits.QUESTION, virtual.TABLE1, virtual.SETTINGS, virtual.LAYERS, runs.CLAIMS, runs.RUNS,
+    runs.REMAINING, releases.QUESTION, loss.QUESTION, time.ADVICE, memory.MEMORY, time.TIME, memory.TRAFFIC,
+    memory.OFFLOAD, scaling.RANKS, scaling.NODES, memory.NEIGHBOURS, scaling.BATCH_SIZE, scaling.MODEL_SIZE,
+    time.PROFILE, fits.QUESTION, virtual.TABLE1, virtual.SETTINGS, virtual.LAYERS, runs.CLAIMS, runs.RUNS,
 )  # fmt: skip
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 

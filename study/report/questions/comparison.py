@@ -191,7 +191,9 @@ def by_arms(by_workload: Workloads) -> list[str]:
     return sorted(by_workload, key=lambda workload: -len(by_workload[workload]))
 
 
-def side_by_side(sentence: str, by_workload: Workloads, columns: Columns, *notes: str) -> Answer:
+def side_by_side(
+    sentence: str, by_workload: Workloads, columns: Columns, *notes: str, number: tuple[str, str] | None = None
+) -> Answer:
     """Return an answer with one row per strategy and one column per figure and workload.
 
     Its notes name the strategies that are not comparable. Of many workloads it has those with most strategies.
@@ -216,7 +218,7 @@ def side_by_side(sentence: str, by_workload: Workloads, columns: Columns, *notes
         table.columns = table.columns.droplevel(0)
     more = len(by_workload) - len(chosen)
     hidden = (f"In the details: {more} more of the workloads.",) if more else ()
-    return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden))
+    return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden), number)
 
 
 def arm_notes(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:

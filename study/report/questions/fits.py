@@ -186,6 +186,5 @@ def probes_table(records: Records) -> pd.DataFrame:
 
 QUESTION = Question(
     "fits", "What is the largest that fits?", answer,
-    no_data="No run here was a probe of a search for the largest that fits.",
     tables={"fits": fits_table, "probes": probes_table}, figures=("what_fits",), notebook="what_fits",
 )  # fmt: skip

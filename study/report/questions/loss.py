@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,6 +23,7 @@ _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 # Differences up to this multiple of the reruns' are not evidence: more pairs have a larger maximum.
 _CHANCE = 2.0
 Steps = dict[str, pd.DataFrame]
+Verdict = Literal["same", "other", "open"]
 
 
 class StepDifference(NamedTuple):
@@ -68,47 +68,44 @@ def _diverged_seeds(arm: StrategyRuns) -> list[int]:
 
 
 class _LossComparison(NamedTuple):
-    workload: str
     arm: StrategyRuns
     # Difference and margin relative to the baseline's loss at that step; infinite if a seed diverged to NaN.
     difference: float
     margin: float
     # The margin relative to the loss above the known floor.
     reducible_margin: float
-    # same, other or open; by steps, seeds or, of a diverged run, its end.
-    verdict: str
-    by: str
-    equivalence: str
-    pairs: int
+    verdict: Verdict
+    test: Equivalence
+    by: Literal["steps", "seeds", "end"]
 
 
-def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> Iterator[_LossComparison]:
+def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_LossComparison]:
     """Compare each strategy with the baseline step by step; by seeds if dropout masks differ between strategies."""
     by_seed = Comparison({strategies[0].workload: strategies}, _EVALUATION, lambda arm: arm.baseline)
     chance = _CHANCE * largest_rerun_difference(strategies[0].workload_runs, steps).ratio
-    for arm in strategies:
-        if arm.baseline is None or arm.is_baseline:
-            continue
-        test = _test(arm)
-        make = functools.partial(
-            _LossComparison, arm.workload, arm, equivalence=test.verdict, pairs=test.n, margin=LOSS_MARGIN
-        )
-        margin = max(LOSS_MARGIN, BF16_SPACING) if str(arm.value("precision")).startswith("bf16") else LOSS_MARGIN
+    rows = []
+    for arm in (arm for arm in strategies if arm.baseline is not None and not arm.is_baseline):
+        pairs, test = _evaluations(arm), _test(arm)
+        is_bf16 = str(arm.value("precision")).startswith("bf16")
+        margin = max(LOSS_MARGIN, BF16_SPACING) if is_bf16 else LOSS_MARGIN
         if _diverged_seeds(arm):
-            yield make(math.inf, margin=margin, reducible_margin=NAN, verdict="other", by="end")
-        elif arm.is_fair(_CONFOUND) and not has_dropout(arm.ok_runs):
-            largest = largest_step_difference(paired_runs(arm.workload_runs, arm.name, arm.baseline), steps)
+            rows.append(_LossComparison(arm, math.inf, margin, NAN, "other", test, "end"))
+        elif not arm.is_fair(_CONFOUND):
+            continue
+        elif not has_dropout(arm.ok_runs):
+            largest = largest_step_difference(paired_runs(arm.workload_runs, arm.name, arm.baseline or ""), steps)
             if not math.isnan(largest.ratio):
-                verdict = "same" if largest.ratio <= margin else "open" if largest.ratio <= chance else "other"
+                verdict: Verdict = "same" if largest.ratio <= margin else "open" if largest.ratio <= chance else "other"
                 reducible = _reducible_fraction(margin, largest.loss, arm.ok_runs["floor_loss"])
-                yield make(largest.ratio, margin=margin, reducible_margin=reducible, verdict=verdict, by="steps")
-        elif arm.is_fair(_CONFOUND) and test.mean_difference is not None:
-            base, difference = _evaluations(arm)["baseline"].mean(), by_seed.of(arm)
-            if base > 0:
-                is_other = difference is not None and difference.is_significant
-                verdict = "same" if test.verdict == "equivalent" else "other" if is_other else "open"
-                reducible = _reducible_fraction(LOSS_MARGIN, base, arm.ok_runs["floor_eval_loss"])
-                yield make(abs(test.mean_difference) / base, reducible_margin=reducible, verdict=verdict, by="seeds")
+                rows.append(_LossComparison(arm, largest.ratio, margin, reducible, verdict, test, "steps"))
+        elif test.mean_difference is not None and (base := pairs["baseline"].mean()) > 0:
+            difference = by_seed.of(arm)
+            is_other = difference is not None and difference.is_significant
+            verdict = "same" if test.verdict == "equivalent" else "other" if is_other else "open"
+            reducible = _reducible_fraction(LOSS_MARGIN, base, arm.ok_runs["floor_eval_loss"])
+            fraction = abs(test.mean_difference) / base
+            rows.append(_LossComparison(arm, fraction, LOSS_MARGIN, reducible, verdict, test, "seeds"))
+    return rows
 
 
 def _evaluations(arm: StrategyRuns) -> pd.DataFrame:
@@ -129,47 +126,57 @@ def _reducible_fraction(fraction: float, loss: float, floors: pd.Series) -> floa
 def answer(records: Records) -> Answer | None:
     """Return whether the losses differ, per workload; None without a comparison."""
     steps, grouped = steps_by_run(real_runs(records)), workloads(records)
-    compared = pd.DataFrame(itertools.chain.from_iterable(_compare_losses(arms, steps) for arms in grouped.values()))
-    if compared.empty:
+    by_workload = {workload: _compare_losses(group, steps) for workload, group in grouped.items()}
+    comparisons = list(itertools.chain(*by_workload.values()))
+    if not comparisons:
         return None
     rows, asides = list[Row](), list[str]()
-    for workload, group in compared.groupby("workload", sort=False):
-        worst = group.loc[group["difference"].idxmax()]
-        rerun = largest_rerun_difference(worst["arm"].workload_runs, steps).ratio
-        beyond = set(group.loc[group["by"] == "steps", "verdict"]) - {"same"}
-        if beyond and math.isnan(rerun):
-            asides.append("There are no reruns, so the run-to-run variation of the loss is unknown.")
-        elif "open" in beyond:
-            asides.append(f"Inconclusive: above the margin, but below {_CHANCE:g} times the difference of reruns.")
-        tested = group.loc[group["equivalence"] != "no test", "equivalence"]
-        rows.append({
-            "Workload": workload,
-            "Same loss": f"{(group['verdict'] == 'same').sum()} of {len(group)}",
-            "Worst strategy": worst["arm"].name,
-            "Max difference": "NaN" if math.isinf(worst["difference"]) else percent(worst["difference"]),
-            "Rerun": format_or_dash(rerun, percent),
-            "Margin": percent(worst["margin"]),
-            "Equivalent": f"{(tested == 'equivalent').sum()} of {len(tested)}" if len(tested) else "one seed",
-        })  # fmt: skip
-    table, in_table = pd.DataFrame(rows), set(map(id, compared["arm"]))
-    alone = [arm.name for arms in grouped.values() for arm in fair_arms(arms, _CONFOUND) if id(arm) not in in_table]
+    for workload, group in by_workload.items():
+        if group:
+            worst = max(group, key=lambda comparison: comparison.difference)
+            rerun = largest_rerun_difference(grouped[workload][0].workload_runs, steps).ratio
+            beyond = [
+                comparison.verdict for comparison in group if comparison.by == "steps" and comparison.verdict != "same"
+            ]
+            if beyond and math.isnan(rerun):
+                asides.append("There are no reruns, so the run-to-run variation of the loss is unknown.")
+            elif "open" in beyond:
+                asides.append(f"Inconclusive: above the margin, but below {_CHANCE:g} times the difference of reruns.")
+            tested = [comparison.test for comparison in group if comparison.test.verdict != "no test"]
+            equal = sum(test.verdict == "equivalent" for test in tested)
+            rows.append({
+                "Workload": workload,
+                "Same loss": f"{sum(comparison.verdict == 'same' for comparison in group)} of {len(group)}",
+                "Worst strategy": worst.arm.name,
+                "Max difference": "NaN" if math.isinf(worst.difference) else percent(worst.difference),
+                "Rerun": format_or_dash(rerun, percent),
+                "Margin": percent(worst.margin),
+                "Equivalent": f"{equal} of {len(tested)}" if tested else "one seed",
+            })  # fmt: skip
+    table = pd.DataFrame(rows)
+    in_table = {id(comparison.arm) for comparison in comparisons}
+    alone = [arm.name for group in grouped.values() for arm in fair_arms(group, _CONFOUND) if id(arm) not in in_table]
     if alone:
         asides.append(f"Not compared, because the baseline has no run with any of their seeds: {format_names(alone)}.")
-    notes = (*_notes(compared), *dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND))
-    return Answer(_sentence(compared), table.loc[:, (table != NOT_MEASURED).any()], notes)
+    notes = (*_notes(comparisons), *dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND))
+    largest = max(comparison.difference for comparison in comparisons)
+    number = (percent(largest), "largest difference in loss from the baseline's") if math.isfinite(largest) else None
+    return Answer(_sentence(comparisons), table.loc[:, (table != NOT_MEASURED).any()], notes, number)
 
 
-def _sentence(compared: pd.DataFrame) -> str:
-    different, unsure = (compared[compared["verdict"] == verdict] for verdict in ("other", "open"))
-    count, largest = len(compared), compared["difference"].max()
-    if len(different):
-        worst = different.loc[(different["difference"] / different["margin"]).idxmax()]
-        what = f"`{worst['arm'].name}` differs from its baseline by {percent(worst['difference'])}"
-        if math.isinf(worst["difference"]):
-            seeds = ", ".join(map(str, _diverged_seeds(worst["arm"])))
-            what = f"`{worst['arm'].name}` diverged to NaN, but its baseline did not (seed {seeds})"
+def _sentence(comparisons: Sequence[_LossComparison]) -> str:
+    different, unsure = (
+        [comparison for comparison in comparisons if comparison.verdict == verdict] for verdict in ("other", "open")
+    )
+    count, largest = len(comparisons), max(comparison.difference for comparison in comparisons)
+    if different:
+        worst = max(different, key=lambda comparison: comparison.difference / comparison.margin)
+        what = f"`{worst.arm.name}` differs from its baseline by {percent(worst.difference)}"
+        if math.isinf(worst.difference):
+            seeds = ", ".join(map(str, _diverged_seeds(worst.arm)))
+            what = f"`{worst.arm.name}` diverged to NaN, but its baseline did not (seed {seeds})"
         return f"Yes, under {len(different)} of {count} strategies: {what}."
-    if unsure.empty:
+    if not unsure:
         return f"No: in all {count} comparisons the loss is within {percent(largest)} of the baseline's."
     return (
         f"Inconclusive under {len(unsure)} of {count} strategies: their differences are neither significant nor within"
@@ -177,19 +184,19 @@ def _sentence(compared: pd.DataFrame) -> str:
     )
 
 
-def _notes(compared: pd.DataFrame) -> Iterator[str]:
-    by_steps = compared[compared["by"] == "steps"]
-    if len(by_steps):
+def _notes(comparisons: Sequence[_LossComparison]) -> Iterable[str]:
+    if any(comparison.by == "steps" for comparison in comparisons):
         yield "Max difference: at any step, relative to the baseline's loss at that step."
-    if compared["reducible_margin"].notna().any():
-        most = percent(compared["reducible_margin"].max())
-        yield f"The margin is at most {most} of the loss above its floor, which training can reduce."
-    if seeds := sorted(set(compared.loc[compared["equivalence"] != "no test", "pairs"])):
+    if above := [
+        comparison.reducible_margin for comparison in comparisons if not math.isnan(comparison.reducible_margin)
+    ]:
+        yield f"The margin is at most {percent(max(above))} of the loss above its floor, which training can reduce."
+    if seeds := sorted({comparison.test.n for comparison in comparisons if comparison.test.verdict != "no test"}):
         n = "-".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
         yield f"Equivalent: two one-sided tests (TOST) of evaluation losses, seed by seed (n = {n})."
-    if (compared["by"] == "seeds").any():
+    if any(comparison.by == "seeds" for comparison in comparisons):
         yield "With dropout, masks differ between strategies: evaluation losses are compared by seed, not by step."
-    if (by_steps["margin"] > LOSS_MARGIN).any():
+    if any(comparison.by == "steps" and comparison.margin > LOSS_MARGIN for comparison in comparisons):
         yield (
             f"The margin of a step in bf16 is {percent(BF16_SPACING)}, the spacing of bf16 numbers. It was"
             f" {percent(LOSS_MARGIN)} until a strategy failed it, and was widened after that (reports/LOG.md,"
@@ -224,6 +231,5 @@ def loss_table(records: Records) -> pd.DataFrame:
 
 QUESTION = Question(
     "loss", "Do ZeRO and offload change the loss?", answer,
-    no_data="No workload here has two strategies with comparable losses.", tables={"loss": loss_table},
-    figures=("loss", "loss_difference"), notebook="loss_curves",
+    tables={"loss": loss_table}, figures=("loss", "loss_difference"), notebook="loss_curves",
 )  # fmt: skip

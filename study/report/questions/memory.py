@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -24,7 +24,18 @@ from study.records.strategy_runs import (
     state_bytes,
 )
 from study.report.document import Answer, Question, change_text, format_or_dash, span_text, times_text
-from study.report.questions import comparison
+from study.report.questions.comparison import (
+    Columns,
+    Comparison,
+    arm_table,
+    by_arms,
+    compare_with_reference,
+    fair_arms,
+    real_arms,
+    side_by_side,
+    without_offload,
+    workloads,
+)
 from study.virtual.summaries import read_ring_bytes
 
 STEP = "step_time_s_median"
@@ -42,21 +53,23 @@ def sent_mib(arm: StrategyRuns) -> float:
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
-def memory_answer(records: Records) -> Answer | None:
-    relative = comparison.compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
-    if relative is None:
+def _memory_answer(records: Records) -> Answer | None:
+    comparison = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
+    if comparison is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {relative.names} in model state."
-    if relative.ratios:
-        ratio, leanest = relative.ratios[0]
-        base = relative.references[leanest.workload].name
+    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in model state.", None
+    if comparison.ratios:
+        ratio, leanest = comparison.ratios[0]
+        base = comparison.references[leanest.workload].name
         sentence = f"Sharding reduces the model state of a rank to {percent(ratio)} of `{base}`'s (`{leanest.name}`)."
-    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in relative.references.values()))
-    return comparison.side_by_side(
-        sentence, comparison.without_offload(relative.workloads),
-        {f"State, % of {relative.plain_names}": relative.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0]},
-        f"State is parameters, gradients and optimizer states; the peak is that of the {peak}.",
-    )  # fmt: skip
+        number = (percent(ratio), f"of the model state of `{base}` on each rank (`{leanest.name}`)")
+    columns: Columns = {
+        f"State, % of {comparison.plain_names}": comparison.cell(percent),
+        "Peak, GiB": lambda arm: arm.peak_gib[0],
+    }
+    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in comparison.references.values()))
+    note = f"State is parameters, gradients and optimizer states; the peak is that of the {peak}."
+    return side_by_side(sentence, without_offload(comparison.workloads), columns, note, number=number)
 
 
 def memory_table(records: Records) -> pd.DataFrame:
@@ -78,26 +91,24 @@ def memory_table(records: Records) -> pd.DataFrame:
             "State on the device, x baseline": state_bytes(arm.ok_runs, ("device",)) / base if base else NAN,
         }  # fmt: skip
 
-    return comparison.arm_table(group_by_strategy(drop_probes(records).runs), figures)
+    return arm_table(group_by_strategy(drop_probes(records).runs), figures)
 
 
 MEMORY = Question(
-    "memory", "How much memory does a rank need?", memory_answer,
-    no_data="No run here succeeded with its model state measured.", tables={"memory": memory_table},
-    figures=("model_state", "peak_memory"), notebook="peak_memory",
+    "memory", "How much memory does a rank need?", _memory_answer,
+    tables={"memory": memory_table}, figures=("model_state", "peak_memory"), notebook="peak_memory",
 )  # fmt: skip
 
 
-def offload_answer(records: Records) -> Answer | None:
-    offloaded = {}
-    for workload, arms in comparison.workloads(records).items():
-        moved = [arm for arm in arms if arm.is_offloaded]
-        if any(len(arm.ok_runs) and arm.unoffloaded for arm in moved):
-            offloaded[workload] = moved
+def _offload_answer(records: Records) -> Answer | None:
+    moved = {workload: [arm for arm in arms if arm.is_offloaded] for workload, arms in workloads(records).items()}
+    offloaded = {
+        workload: arms for workload, arms in moved.items() if any(len(a.ok_runs) and a.unoffloaded for a in arms)
+    }
     if not offloaded:
         return None
-    times = comparison.Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
-    fair = [arm for arms in offloaded.values() for arm in comparison.fair_arms(arms) if arm.unoffloaded]
+    times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
+    fair = [arm for arms in offloaded.values() for arm in fair_arms(arms) if arm.unoffloaded]
     freed = [_freed(arm) for arm in fair]
     no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence = "No strategy with offload is comparable with the same stage without it."
@@ -113,14 +124,14 @@ def offload_answer(records: Records) -> Answer | None:
             sentence = times.sentence(fair, lambda ratio: change_text(ratio - 1), lead)
         else:
             sentence += f" changes the step time, but the change is {NOT_SIGNIFICANT}."
-    columns: comparison.Columns = {
+    columns: Columns = {
         "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
         "Step time, x without": times.cell("{:.2f}".format),
     }
     notes = ["Compared with the same stage without offload.", *times.notes]
     if no_gpu:
         notes += ["There is no GPU: CPU offload stays in the same memory, and only NVMe offload leaves it."]
-    return comparison.side_by_side(sentence, offloaded, columns, *notes)
+    return side_by_side(sentence, offloaded, columns, *notes)
 
 
 def _freed(arm: StrategyRuns) -> float:
@@ -148,47 +159,44 @@ def offload_table(records: Records) -> pd.DataFrame:
             "Time, x without": ratio_text(ratio) if moved else "1",
         }
 
-    strategies = list(comparison.real_arms(records))
+    strategies = list(real_arms(records))
     stages = {(arm.workload, arm.value("zero_stage")) for arm in strategies if arm.is_offloaded}
-    chosen = [arm for arm in strategies if (arm.workload, arm.value("zero_stage")) in stages]
-    return comparison.arm_table(chosen, figures)
+    return arm_table((arm for arm in strategies if (arm.workload, arm.value("zero_stage")) in stages), figures)
 
 
 OFFLOAD = Question(
-    "offload", "What does offload free, and what does it cost?", offload_answer,
-    no_data="No workload here has a stage both with offload and without it.", tables={"offload": offload_table},
-    figures=("offload",), notebook="offload",
+    "offload", "What does offload free, and what does it cost?", _offload_answer,
+    tables={"offload": offload_table}, figures=("offload",), notebook="offload",
 )  # fmt: skip
 
 
-def traffic_answer(records: Records) -> Answer | None:
-    relative = comparison.compare_with_reference(records, sent_mib)
-    if relative is None:
+def _traffic_answer(records: Records) -> Answer | None:
+    comparison = compare_with_reference(records, sent_mib)
+    if comparison is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {relative.names} in ring bytes."
-    if relative.ratios:
-        ratios, most = span_text((ratio for ratio, _ in relative.ratios), times_text), relative.ratios[-1][1].name
+    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in ring bytes.", None
+    if comparison.ratios:
+        ratios, most = span_text((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1].name
         sentence = (
-            f"Sharding sends {ratios} times the ring bytes (NCCL) of {relative.names} per step, most with `{most}`."
+            f"Sharding sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step, most with `{most}`."
         )
-    columns: comparison.Columns = {
-        "Ring bytes (NCCL), MiB": sent_mib, f"x {relative.plain_names}": relative.cell(times_text),
-    }  # fmt: skip
+        number = (f"{ratios} x", f"the ring bytes (NCCL) of {comparison.names} per step")
+    columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
     notes = [
         "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."
     ]
-    if any(arm.name.partition(" ")[0] == "zero3" and ratio < 1.25 for ratio, arm in relative.ratios):
+    if any(arm.name.partition(" ")[0] == "zero3" and ratio < 1.25 for ratio, arm in comparison.ratios):
         notes.append(
             "`zero3` keeps tensors below `stage3_param_persistence_threshold` gathered, in a small model nearly all. It"
             " sends 1.5 times the bytes of `ddp` if it shards all of them."
         )
-    return comparison.side_by_side(sentence, comparison.without_offload(relative.workloads), columns, *notes)
+    return side_by_side(sentence, without_offload(comparison.workloads), columns, *notes, number=number)
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
     """Return communication per step, by strategy."""
-    return comparison.arm_table(
-        comparison.real_arms(records),
+    return arm_table(
+        real_arms(records),
         lambda arm: {
             "Ring bytes (NCCL) per step, MiB": sent_mib(arm),
             "Gloo bytes per step, MiB": arm.median("gloo_sent_bytes_per_step") / MIB,
@@ -206,40 +214,41 @@ def _by_collective(arm: StrategyRuns) -> str:
 
 
 TRAFFIC = Question(
-    "traffic", "How much does a rank send in one step?", traffic_answer,
-    no_data="No run of several ranks here recorded its collectives.", tables={"traffic": traffic_table},
-    figures=("traffic",), notebook="runtime",
+    "traffic", "How much does a rank send in one step?", _traffic_answer,
+    tables={"traffic": traffic_table}, figures=("traffic",), notebook="runtime",
 )  # fmt: skip
 
 _STAGES = {"zero1", "zero2", "zero3"}
 _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 
 
-def neighbours_answer(records: Records) -> Answer | None:
-    # The details have the other numbers of ranks.
+def _neighbours_answer(records: Records) -> Answer | None:
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
         if len(arm.ok_runs):
             grouped.setdefault(arm.workload, []).append(arm)
+    # The details have the other numbers of ranks.
     most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
-    figures: dict[str, Callable[[StrategyRuns], float]] = {
-        "state": StrategyRuns.state_mib, "memory kept for backward": _kept_mib, "ring bytes (NCCL)": sent_mib,
-    }  # fmt: skip
-    for workload in comparison.by_arms(chosen):
+    sentences = []
+    for workload in by_arms(chosen):
         # The strategies with the least memory and traffic, if both ZeRO and an alternative to it ran.
         many = [arm for arm in chosen[workload] if arm.ranks > 1]
-        strategies, least = {str(arm.value("strategy")) for arm in many}, []
-        for words, figure in figures.items():
-            if measured := [(value, arm.name) for arm in many if not pd.isna(value := figure(arm))]:
-                value, name = min(measured, key=lambda entry: entry[0])
-                least.append(f"{words} under `{name}` ({value:.3g} MiB)")
+        strategies = {str(arm.value("strategy")) for arm in many}
+        least = []
+        for figure, words in ((StrategyRuns.state_mib, "state"), (_kept_mib, "memory kept for backward"),
+                              (sent_mib, "ring bytes (NCCL)")):  # fmt: skip
+            measured = {arm.name: value for arm in many if not pd.isna(value := figure(arm))}
+            if measured:
+                name = min(measured, key=lambda name: measured[name])
+                strategy, *settings = name.split(", ")
+                under = f"`{strategy}`" + (f" with {len(settings)} other settings" if settings else "")
+                least.append(f"{words} under {under} ({measured[name]:.3g} MiB)")
         if strategies & _STAGES and strategies & _NEIGHBOURS and least:
-            break
-    else:
+            sentences.append(f"{workload}: least per rank, of {most[workload]} ranks: {', '.join(least)}.")
+    if not sentences:
         return None
-    sentence = f"{workload}: least per rank, of {most[workload]} ranks: {', '.join(least)}."
-    columns: comparison.Columns = {
+    columns: Columns = {
         "State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
         "Calls": lambda arm: arm.median("comm_calls_per_step"),
     }  # fmt: skip
@@ -248,7 +257,7 @@ def neighbours_answer(records: Records) -> Answer | None:
         " forward pass of one micro-batch leaves allocated, without gathered parameters.",
         "All strategies of a workload use the same samples in each step.",
     )
-    return comparison.side_by_side(sentence, chosen, columns, *notes)
+    return side_by_side(sentences[0], chosen, columns, *notes)
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
@@ -273,7 +282,7 @@ def _kept_mib(arm: StrategyRuns, figure: str = "forward_holds_bytes") -> float:
 
 def neighbours_table(records: Records) -> pd.DataFrame:
     """Return memory and communication of ZeRO and its alternatives, by strategy."""
-    return comparison.arm_table(
+    return arm_table(
         _neighbour_arms(records),
         lambda arm: {
             "Ranks": arm.ranks,
@@ -290,7 +299,6 @@ def neighbours_table(records: Records) -> pd.DataFrame:
 
 
 NEIGHBOURS = Question(
-    "neighbours", "How much memory and communication do alternatives to ZeRO need?", neighbours_answer,
-    no_data="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
+    "neighbours", "How much memory and communication do alternatives to ZeRO need?", _neighbours_answer,
     tables={"neighbours": neighbours_table}, figures=("neighbours",), notebook="neighbours",
 )  # fmt: skip

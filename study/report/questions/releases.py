@@ -158,8 +158,6 @@ def lettered() -> dict[Cause, str]:
 
 QUESTION = Question(
     "releases", "Which releases compute the gradients of one process?", answer,
-    no_data="No run here is of a release under test: `study run releases` compares them.",
     tables={"releases_to_avoid": avoid_table, "causes": cause_table, "verdicts": verdict_table},
-    figures=("release_grid", "fault_curves"), first_figure="release_grid",
-    notebook="releases",
+    figures=("release_grid", "fault_curves"), notebook="releases",
 )  # fmt: skip

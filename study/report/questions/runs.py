@@ -9,13 +9,13 @@ import pandas as pd
 
 from study.config.text import format_duration, percent
 from study.records.frames import Records, SliceProgress
-from study.records.statistics import Noise, estimate_noise, paired_ratio, repeat_noise
+from study.records.statistics import Noise, estimate_noise, repeat_noise
 from study.report.document import Answer, Link, Question
 from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
 
 
-def remaining_answer(records: Records) -> Answer | None:
+def _remaining_answer(records: Records) -> Answer | None:
     slices = records.remaining
     if not slices:
         return None
@@ -59,14 +59,14 @@ def slices_table(records: Records) -> pd.DataFrame:
 
 def left_table(records: Records) -> pd.DataFrame:
     """Return the remaining runs of each slice."""
-    return pd.DataFrame(
-        {"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)} for item, part in _parts(records) if item.left
-    )
+    rows = [{"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)}
+            for item, part in _parts(records) if item.left]  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 REMAINING = Question(
-    "remaining", "How much of this study is measured, and what remains?", remaining_answer,
-    no_data="These records are not part of a plan in slices.", tables={"slices": slices_table, "left": left_table},
+    "remaining", "How much of this study is measured, and what remains?", _remaining_answer,
+    tables={"slices": slices_table, "left": left_table},
 )  # fmt: skip
 
 
@@ -94,13 +94,10 @@ def claims_answer(claims: Sequence[DependentClaim]) -> Answer | None:
     return Answer(sentence, pd.DataFrame(rows).astype(object))
 
 
-CLAIMS = Question(
-    "claims", "Which published claims depend on these records?", lambda _records: None,
-    no_data="No finding of the ledger of claims depends on these records.", tables={},
-)  # fmt: skip
+CLAIMS = Question("claims", "Which published claims depend on these records?", lambda _records: None)
 
 
-def runs_answer(records: Records) -> Answer | None:
+def _runs_answer(records: Records) -> Answer | None:
     runs = records.runs
     if runs.empty:
         return None
@@ -138,21 +135,15 @@ def summary_table(records: Records) -> pd.DataFrame:
 
 
 def controls_table(records: Records) -> pd.DataFrame:
-    """Return the noise of each workload, and DeepSpeed's overhead at stage 0."""
+    """Return the noise of each workload; DeepSpeed's overhead is the ratio of `zero0` in the other tables."""
     rows = []
     for workload, strategies in workloads(records).items():
-        runs, fair = strategies[0].workload_runs, [arm for arm in strategies if arm.is_fair()]
-        plain = {arm.ranks: arm.name for arm in fair if arm.value("strategy") in ("single", "ddp")}
-        stage0 = [arm for arm in fair if arm.value("strategy") == "zero0" and arm.ranks in plain]
+        runs = strategies[0].workload_runs
         for figure, words in (("eval_loss_final", "evaluation loss"), (STEP, "step time")):
-            # Stage 0 over plain training on as many ranks isolates DeepSpeed's overhead.
-            ratios = [paired_ratio(runs, figure, arm.name, plain[arm.ranks]) for arm in stage0]
-            overhead = ", ".join(ratio.brief("{:.4g}".format) for ratio in ratios if ratio.n)
             rows.append({
                 "Workload": workload, "Figure": words,
                 "Residual SD after removing strategy and seed effects": _noise_text(estimate_noise(runs, figure)),
                 "SD of reruns of the same strategy and seed": _noise_text(repeat_noise(runs, figure)),
-                "Stage 0, x no engine": overhead or "not run",
             })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -162,6 +153,6 @@ def _noise_text(estimate: Noise | None) -> str:
 
 
 RUNS = Question(
-    "runs", "Which runs is this report based on?", runs_answer, no_data="There is no readable run here.",
+    "runs", "Which runs is this report based on?", _runs_answer,
     tables={"summary": summary_table, "controls": controls_table},
 )  # fmt: skip

@@ -23,20 +23,27 @@ from study.records.strategy_runs import (
     runs_with_several,
 )
 from study.report.document import Answer, Question, format_names, format_or_dash, span_text, times_text
-from study.report.questions import comparison
+from study.report.questions.comparison import (
+    UNSURE,
+    Columns,
+    Comparison,
+    arm_table,
+    real_arms,
+    side_by_side,
+    without_offload,
+    workloads,
+)
 from study.report.questions.memory import sent_mib, step_s
 from study.virtual.summaries import STRONG, WEAK, over_nodes
 
 SPEED = "tokens_per_s"
 
 
-def ranks_answer(records: Records) -> Answer | None:
-    by_workload = {workload: arms for workload, arms in comparison.workloads(records).items() if _has_several(arms[0])}
-    speeds = comparison.Comparison(by_workload, SPEED, _one_device)
-    several = [
-        arm for arms in by_workload.values() for arm in arms
-        if arm.is_fair() and arm.ranks > 1 and (difference := speeds.of(arm)) and difference.ratio.n
-    ]  # fmt: skip
+def _ranks_answer(records: Records) -> Answer | None:
+    by_workload = {workload: arms for workload, arms in workloads(records).items() if _has_several(arms[0])}
+    speeds = Comparison(by_workload, SPEED, _one_device)
+    several = [arm for arms in by_workload.values() for arm in arms if arm.is_fair() and arm.ranks > 1]
+    several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
     if not several:
         return None
     references = format_names([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
@@ -44,11 +51,11 @@ def ranks_answer(records: Records) -> Answer | None:
     if speeds.significant(several):
         end = f" times the throughput of {references} on one device"
         sentence = speeds.sentence(several, times_text, "Several ranks have", end)
-    columns: comparison.Columns = {
+    columns: Columns = {
         "x one device": speeds.cell(times_text),
         "Of the ideal": lambda arm: format_or_dash(_speedup(arm).center / arm.ranks, percent),
     }
-    return comparison.side_by_side(sentence, comparison.without_offload(by_workload), columns, *speeds.notes)
+    return side_by_side(sentence, without_offload(by_workload), columns, *speeds.notes)
 
 
 def _has_several(arm: StrategyRuns) -> bool:
@@ -81,12 +88,11 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
             "Peak memory, GiB": arm.peak_gib[0],
         }
 
-    return comparison.arm_table(filter(_has_several, comparison.real_arms(records)), figures)
+    return arm_table(filter(_has_several, real_arms(records)), figures)
 
 
 RANKS = Question(
-    "ranks", "What do more ranks bring?", ranks_answer,
-    no_data="No workload here ran both on one device and on several ranks.",
+    "ranks", "What do more ranks bring?", _ranks_answer,
     tables={"single_vs_multi": single_vs_multi_table}, figures=("scaling",), notebook="single_vs_multi",
 )  # fmt: skip
 
@@ -98,13 +104,16 @@ _PLANNED = (
 )
 
 
-def nodes_answer(records: Records) -> Answer | None:
+def _nodes_answer(records: Records) -> Answer | None:
     rows, table = over_nodes(records), nodes_table(records)
     if rows.empty:
         return None
     timed = rows[rows["efficiency"].notna() & (rows["machines"] > rows["fewest"])]
     if timed.empty:
-        sentence = "Nothing here was timed on several machines: virtual ranks measure memory and communication only."
+        largest = rows[rows["machines"] == rows["machines"].max()].sort_values("across").iloc[[0, -1]]
+        ends = " to ".join(f"{row.across / MIB:,.0f} MiB (`{row.strategy}`)" for row in largest.itertuples())
+        most = f"{rows['machines'].max():.0f} machines"
+        sentence = f"On {most} a rank sends {ends} per step between machines; nothing was timed."
         return Answer(sentence, table, ("A virtual job has machines of eight ranks.", _ACROSS, _PLANNED))
     efficiencies = [
         f"{span_text(group['efficiency'], percent)} of the ideal with {format_names(sorted(group['line'].unique()))}"
@@ -139,22 +148,20 @@ def nodes_table(records: Records) -> pd.DataFrame:
 
 
 NODES = Question(
-    "nodes", "What do more machines bring?", nodes_answer,
-    no_data="Nothing here ran on one machine and, otherwise alike, on several.", tables={"nodes": nodes_table},
-    figures=("nodes",), notebook="scaling",
+    "nodes", "What do more machines bring?", _nodes_answer,
+    tables={"nodes": nodes_table}, figures=("nodes",), notebook="scaling",
 )  # fmt: skip
 
 
-def speed_answer(column: str, words: str, records: Records) -> Answer | None:
+def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     """Return the answer for the subject with most strategies; the details have the others."""
     speed = format_speed_ratio(real_runs(records).runs, column)
     if speed.empty:
         return None
     subject = speed["subject"].iloc[0]
     chosen = speed[speed["subject"] == subject].sort_values("place")
-    is_sure = chosen["significant"] | (chosen["arm"] == chosen["baseline"])
-    sign, mark = is_sure.map({True: "", False: comparison.UNSURE}), chosen["note"].ne("").map({True: " †", False: ""})
-    cells = sign + chosen["percent"].map("{:.0f} %".format) + mark
+    sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
+    cells = sign + chosen["percent"].map("{:.0f} %".format) + chosen["note"].map(lambda note: " †" if note else "")
     table = chosen.assign(cell=cells).pivot_table(
         index="arm", columns="place", values="cell", aggfunc="first", sort=False
     )
@@ -166,7 +173,7 @@ def speed_answer(column: str, words: str, records: Records) -> Answer | None:
     if len(several):
         # The sentence is about the strategy that shards most.
         arm = several.iloc[-1]["arm"]
-        ends = list(several[several["arm"] == arm].iloc[[0, -1]].itertuples())
+        ends = [several[several["arm"] == arm].iloc[place] for place in (0, -1)]
         speeds = " and ".join(
             f"{f'{end.percent:.0f} %' if end.significant else NOT_SIGNIFICANT} at {words.format(end.place)}"
             for end in ends
@@ -175,9 +182,11 @@ def speed_answer(column: str, words: str, records: Records) -> Answer | None:
         if not any(end.significant for end in ends):
             sentence = f"The speed of `{arm}` differs from `{baseline}`, but at both ends it is {NOT_SIGNIFICANT}."
     notes = [f"Throughput in percent of `{baseline}`, {subject}."]
-    if not is_sure.all():
-        notes.append(f"{comparison.UNSURE.strip()}: {NOT_SIGNIFICANT}.")
-    notes += [f"`{row.arm}`: not a fair comparison †, {row.note}." for row in chosen.itertuples() if row.note]
+    if sign.str.len().any():
+        notes.append(f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.")
+    confounded = chosen[chosen["note"] != ""]
+    for name, note in zip(confounded["arm"], confounded["note"], strict=True):
+        notes.append(f"`{name}`: not a fair comparison †, {note}.")
     if more := speed["subject"].nunique() - 1:
         notes.append(f"In the details: {more} more of these comparisons.")
     return Answer(sentence, table.reset_index(names="Strategy").fillna("-"), tuple(dict.fromkeys(notes)))
@@ -199,8 +208,7 @@ def batch_size_table(records: Records) -> pd.DataFrame:
             "Peak memory, GiB": arm.peak_gib[0],
         }  # fmt: skip
 
-    runs = runs_with_several(real_runs(records).runs, "global_batch_size")
-    return comparison.arm_table(group_by_strategy(runs), figures)
+    return arm_table(group_by_strategy(runs_with_several(real_runs(records).runs, "global_batch_size")), figures)
 
 
 def model_size_table(records: Records) -> pd.DataFrame:
@@ -216,20 +224,18 @@ def model_size_table(records: Records) -> pd.DataFrame:
             "Time, x baseline": arm.format_baseline_ratio("step_time_s_median"),
         }
 
-    runs, order = runs_with_several(real_runs(records).runs, "model_name_or_path"), "Parameters, millions"
-    table = comparison.arm_table(group_by_strategy(runs), figures)
+    table = arm_table(group_by_strategy(runs_with_several(real_runs(records).runs, "model_name_or_path")), figures)
+    order = "Parameters, millions"
     return table.sort_values(order, kind="stable", ignore_index=True) if order in table else table
 
 
 BATCH_SIZE = Question(
     "batch_size", "Does a larger batch reduce the cost of communication?",
-    functools.partial(speed_answer, "global_batch_size", "batch {:g}"),
-    no_data="No workload here ran with more than one global batch.", tables={"batch_size": batch_size_table},
-    figures=("batch_size",), first_figure="batch_size", notebook="batch_size",
+    functools.partial(_speed_answer, "global_batch_size", "batch {:g}"),
+    tables={"batch_size": batch_size_table}, figures=("batch_size",), notebook="batch_size",
 )  # fmt: skip
 MODEL_SIZE = Question(
     "model_size", "Does ZeRO cost more on a larger model?",
-    functools.partial(speed_answer, "model_name_or_path", "{:.3g} M parameters"),
-    no_data="No task here was run with more than one model.", tables={"model_size": model_size_table},
-    figures=("model_size",), first_figure="model_size", notebook="model_size",
+    functools.partial(_speed_answer, "model_name_or_path", "{:.3g} M parameters"),
+    tables={"model_size": model_size_table}, figures=("model_size",), notebook="model_size",
 )  # fmt: skip

@@ -15,41 +15,66 @@ from study.config.text import NOT_MEASURED, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, differences, estimate_noise, seeds_needed
+from study.records.statistics import (
+    MIN_SAMPLE,
+    NOT_SIGNIFICANT,
+    differences,
+    estimate_noise,
+    seeds_needed,
+)
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
 from study.report.document import Answer, Question, format_names, span_text, times_text
-from study.report.questions import comparison
+from study.report.questions.comparison import (
+    Columns,
+    Comparison,
+    arm_notes,
+    arm_table,
+    compare_with_reference,
+    noise_note,
+    noise_notes,
+    real_arms,
+    side_by_side,
+    without_offload,
+    workloads,
+)
 from study.report.questions.memory import STEP, step_s
 
 
-def time_answer(records: Records) -> Answer | None:
-    relative = comparison.compare_with_reference(records, step_s)
-    if relative is None:
+def _time_answer(records: Records) -> Answer | None:
+    comparison = compare_with_reference(records, step_s)
+    if comparison is None:
         return None
-    times = comparison.Comparison(relative.workloads, STEP, lambda arm: relative.references[arm.workload].name)
-    sentence = f"No sharding strategy here is comparable with {relative.names} in step time."
-    if times.significant(relative.sharding):
-        end = f" times as long as one of {relative.names}"
-        sentence = times.sentence(relative.sharding, times_text, "A step with sharded state takes", end)
-    elif relative.sharding:
-        sentence = f"The step time of sharding strategies differs from {relative.names}, but is {NOT_SIGNIFICANT}."
-    return comparison.side_by_side(
-        sentence, comparison.without_offload(relative.workloads),
-        {"Step, ms": lambda arm: 1e3 * step_s(arm), f"x {relative.plain_names}": times.cell(times_text)},
+    times = Comparison(comparison.workloads, STEP, lambda arm: comparison.references[arm.workload].name)
+    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in step time.", None
+    if ratios := times.significant(comparison.sharding):
+        number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
+        end = f" times as long as one of {comparison.names}"
+        sentence = times.sentence(comparison.sharding, times_text, "A step with sharded state takes", end)
+    elif comparison.sharding:
+        sentence = f"The step time of sharding strategies differs from {comparison.names}, but is {NOT_SIGNIFICANT}."
+    columns: Columns = {
+        "Step, ms": lambda arm: 1e3 * step_s(arm),
+        f"x {comparison.plain_names}": times.cell(times_text),
+    }
+    return side_by_side(
+        sentence, without_offload(comparison.workloads), columns,
         "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
-        *comparison.noise_notes(relative.workloads, STEP),
+        *noise_notes(comparison.workloads, STEP), number=number,
     )  # fmt: skip
 
 
 def noise_fact(records: Records) -> list[str]:
     """Return the noise note for the head of the first page; empty if the workloads have different ones."""
-    notes = {comparison.noise_note(arms, STEP).rstrip(".") for arms in comparison.workloads(records).values()}
+    notes = {noise_note(strategies, STEP).rstrip(".") for strategies in workloads(records).values()}
     return list(notes) if len(notes) == 1 else []
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
     """Return step time, throughput and utilization by strategy."""
-    times = comparison.Comparison(comparison.workloads(records), STEP, lambda arm: arm.baseline)
+    by_workload: dict[str, list[StrategyRuns]] = {}
+    for arm in real_arms(records):
+        by_workload.setdefault(arm.workload, []).append(arm)
+    times = Comparison(by_workload, STEP, lambda arm: arm.baseline)
 
     def figures(arm: StrategyRuns) -> Row:
         runs, difference = arm.ok_runs, times.of(arm)
@@ -78,12 +103,12 @@ def runtime_table(records: Records) -> pd.DataFrame:
             "In words": words,
         }
 
-    return comparison.arm_table(comparison.real_arms(records), figures)
+    return arm_table((arm for arms in by_workload.values() for arm in arms), figures)
 
 
 TIME = Question(
-    "time", "How long does a step take?", time_answer, no_data="No successful run here has timed steps.",
-    tables={"runtime": runtime_table}, figures=("step_time", "frontier"), notebook="runtime",
+    "time", "How long does a step take?", _time_answer,
+    tables={"runtime": runtime_table}, figures=("step_time",), notebook="runtime",
 )  # fmt: skip
 
 # The kinds of work counted in a model's FLOPs.
@@ -104,14 +129,18 @@ def _profiled_arms(records: Records) -> Iterator[Profiled]:
             yield arm, json.loads(profiled.iloc[0])
 
 
-def profile_answer(records: Records) -> Answer | None:
+def _parts_ms(profile: dict[str, Any]) -> dict[str, float]:
+    """Return milliseconds of a step by kind of work, and the idle ones."""
+    seconds = {**profile["categories_s_per_step"], "idle": profile["idle_s_per_step"]}
+    return {kind: 1e3 * seconds[kind] for kind in (*PROFILE_CATEGORIES, "idle")}
+
+
+def _profile_answer(records: Records) -> Answer | None:
     rows = []
     for arm, profile in _profiled_arms(records):
-        wall_s = profile["wall_s_per_step"]
-        multiplied_s = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
-        rows.append((
-            arm.workload, arm.name, 1e3 * wall_s, multiplied_s / wall_s, profile["idle_s_per_step"] / wall_s,
-        ))  # fmt: skip
+        parts, wall = _parts_ms(profile), 1e3 * profile["wall_s_per_step"]
+        multiplied = sum(parts[kind] for kind in _MODEL_FLOPS_KINDS)
+        rows.append((arm.workload, arm.name, wall, multiplied / wall, parts["idle"] / wall))
     if not rows:
         return None
     columns = ["Matrix products and attention", "Idle"]
@@ -135,11 +164,7 @@ def step_profile_table(records: Records) -> pd.DataFrame:
         return {
             "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
             "Timed step, ms": 1e3 * step_s(arm),
-            **{
-                f"{_LABELS[kind].capitalize()}, ms": 1e3 * profile["categories_s_per_step"][kind]
-                for kind in PROFILE_CATEGORIES
-            },
-            "Idle, ms": 1e3 * profile["idle_s_per_step"],
+            **{f"{_LABELS[kind].capitalize()}, ms": part for kind, part in _parts_ms(profile).items()},
             "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
             "Model FLOP utilization": arm.median("mfu"),
             "Share in matrix products and attention": seconds / profile["wall_s_per_step"],
@@ -166,38 +191,27 @@ def kernels_table(records: Records) -> pd.DataFrame:
 
 
 PROFILE = Question(
-    "profile", "Where does the time of a step go?", profile_answer,
-    no_data="No run here was profiled: --profile_steps does that.",
-    tables={"step_profile": step_profile_table, "profile": kernels_table}, figures=("step_profile",),
-    first_figure="step_profile", notebook="runtime",
+    "profile", "Where does the time of a step go?", _profile_answer,
+    tables={"step_profile": step_profile_table, "profile": kernels_table},
+    figures=("step_profile",), notebook="runtime",
 )  # fmt: skip
 
 
-def advice_answer(records: Records) -> Answer | None:
+def _advice_answer(records: Records) -> Answer | None:
+    runs = real_runs(records).runs
     # Profiling slows a run down, so profiled runs are excluded.
-    unprofiled = records.runs[~records.runs["profile_steps"].fillna(0).gt(0)]
-    by_workload = comparison.workloads(dataclasses.replace(records, runs=unprofiled))
+    by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
     rows, best, unjudged = [], [], []
     for workload, strategies in by_workload.items():
         timed = [arm for arm in strategies if arm.is_fair() and not math.isnan(step_s(arm))]
         if not timed:
             continue
         judged = [arm for arm in timed if arm.geometric_mean(STEP).n >= MIN_SAMPLE]
-        runs, fastest = timed[0].workload_runs, list[str]()
-        if len(judged) > 1:
-            # Any strategy may be the fastest, so all pairs are one family of tests.
-            ranked = [arm.name for arm in sorted(judged, key=step_s)]
-            tests = differences(runs, STEP, itertools.combinations(ranked, 2))
-            slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
-            fastest = [arm.name for arm in judged if arm.name not in slower]
+        fastest = _fastest(judged) if len(judged) > 1 else []
+        if fastest:
             best.append(fastest)
             unjudged += [arm.name for arm in timed if arm not in judged]
-        # The seeds for 80 % power if these two strategies are the only ones; each further pair needs more.
-        noise = estimate_noise(runs, STEP)
-        seeds = "not known"
-        if noise is not None:
-            seeds = str(seeds_needed(math.log(1.05), noise.log_sd * math.sqrt(2)) or "over ten thousand")
-        places = scarce_memory(runs)
+        places = scarce_memory(timed[0].workload_runs)
         states = [(size, arm.name) for arm in timed if not math.isnan(size := arm.state_mib(places))]
         least = min(states, default=(0.0, ""))[0]
         # State is counted on tensors, not sampled: one run is enough.
@@ -206,7 +220,7 @@ def advice_answer(records: Records) -> Answer | None:
             "Workload": workload,
             "Fastest, or not significantly slower": ", ".join(fastest) or "not judged",
             "Step, ms": ", ".join(f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest) or NOT_MEASURED,
-            "Seeds to find a 5 % difference of two": seeds,
+            "Seeds to find a 5 % difference of two": _seeds(timed[0].workload_runs),
             "Least model state": smallest if states else NOT_MEASURED,
         })  # fmt: skip
     if not rows:
@@ -218,24 +232,42 @@ def advice_answer(records: Records) -> Answer | None:
     if any(has_no_gpu(arm.workload_runs) for arm in arms):
         notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
     table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged))
-    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *comparison.arm_notes(arms)))
+    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *arm_notes(arms)))
 
 
-def _advice_sentence(best: Sequence[list[str]], workloads_timed: int, has_unjudged: bool) -> str:
+def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool) -> str:
     if len(best) < workloads_timed:
         return f"No advice on time: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
     everywhere = [name for name in best[0] if all(name in fastest for fastest in best)]
+    extent = "" if len(best) == 1 else " in every workload here"
     if not everywhere:
         return "No strategy is among the fastest in every workload here: the table has those of each."
     scope = "Of the strategies with three seeds, " if has_unjudged else ""
-    extent = "" if len(best) == 1 else " in every workload here"
-    if all(fastest == everywhere[:1] for fastest in best):
+    if all(list(fastest) == everywhere[:1] for fastest in best):
         return f"{scope}`{everywhere[0]}` is the fastest{extent}."
     nothing = "none" if has_unjudged else "Nothing"
     return f"{scope}{nothing} is significantly faster than {format_names(everywhere)}{extent}."
 
 
+def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
+    """Return the fastest strategy and all that are not significantly slower.
+
+    Any strategy may be the fastest, so all pairs are one family of tests.
+    """
+    ranked = [arm.name for arm in sorted(judged, key=step_s)]
+    tests = differences(judged[0].workload_runs, STEP, itertools.combinations(ranked, 2))
+    slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
+    return [arm.name for arm in judged if arm.name not in slower]
+
+
+def _seeds(runs: pd.DataFrame) -> str:
+    """Return the seeds for 80 % power if these two strategies are the only ones; each further pair needs more."""
+    estimate = estimate_noise(runs, STEP)
+    needed = None if estimate is None else seeds_needed(math.log(1.05), estimate.log_sd * math.sqrt(2))
+    return "not known" if estimate is None else f"{needed}" if needed else "over ten thousand"
+
+
 ADVICE = Question(
-    "advice", "Which configuration should I use on this machine?", advice_answer,
-    no_data="There is no recommendation: no timed run succeeded.", tables={},
+    "advice", "Which configuration should I use on this machine?", _advice_answer,
+    figures=("frontier",), notebook="runtime",
 )  # fmt: skip

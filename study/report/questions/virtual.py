@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -39,15 +39,9 @@ from study.virtual.summaries import (
 _NEAR = 0.01
 
 
-def table1_answer(records: Records) -> Answer | None:
+def _table1_answer(records: Records) -> Answer | None:
     paper_models = [row for row in table1_rows(records) if not math.isnan(rank_state_bytes(row))]
-    # Else other models as shipped, with the formula for their parameters.
-    rows = paper_models or [
-        row | {"paper_bytes": paper_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
-        for row in summaries(records)
-        if row["strategy"] in STAGES and row["precision"] == "bf16-engine" and row["setting"] == AS_SHIPPED
-        and not math.isnan(rank_state_bytes(row))
-    ]  # fmt: skip
+    rows = paper_models or _in_the_papers_precision(records)
     if not rows:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
@@ -56,18 +50,11 @@ def table1_answer(records: Records) -> Answer | None:
     moment = f" as the backward pass ends, {change_text(before)} before the step" if before < _difference(worst) else ""
     largest = f"max difference {change_text(_difference(worst))} ({which}){moment}."
     sentence = f"The paper's formula holds within 1 % for {_near(rows)} cases; {largest}"
+    number = (_near(rows), "cases within 1 % of the ZeRO paper's formula for model state")
     lines = sum(row["extrapolated"] is not None for row in rows)
     coverage = f"Measured completely: {len(rows) - lines} of these. Extrapolated over layers: {lines}."
     if not paper_models:
-        table = []
-        for strategy in dict.fromkeys(row["strategy"] for row in rows):
-            group = [row for row in rows if row["strategy"] == strategy]
-            worst = max(group, key=lambda row: abs(_difference(row)))
-            table.append({
-                "Strategy": strategy, "Within 1 %": _near(group), "Max difference": change_text(_difference(worst)),
-                "Which is": f"{worst['model']} at {worst['world_size']}",
-            })  # fmt: skip
-        return Answer(sentence, pd.DataFrame(table), (coverage,))
+        return Answer(sentence, _by_strategy(rows), (coverage,), number)
     notes = ["GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation.", coverage]
     excess, persistent = rank_state_bytes(worst) - worst["paper_bytes"], figure_or_nan(worst, "kept_whole_bytes")
     if excess > 0 and persistent > 0:
@@ -75,7 +62,7 @@ def table1_answer(records: Records) -> Answer | None:
             f"The worst case has {excess / 1e6:.2f} MB more than by the formula, with {persistent / 1e6:.2f} MB of"
             " persistent parameters (`stage3_param_persistence_threshold`)."
         )
-    return Answer(sentence, state_by_stage(rows), tuple(notes))
+    return Answer(sentence, state_by_stage(rows), tuple(notes), number)
 
 
 def _near(rows: Sequence[Summary]) -> str:
@@ -84,6 +71,28 @@ def _near(rows: Sequence[Summary]) -> str:
 
 def _difference(row: Summary, before_step: bool = False) -> float:
     return float(rank_state_bytes(row, before_step) / row["paper_bytes"] - 1)
+
+
+def _in_the_papers_precision(records: Records) -> list[Summary]:
+    """Return the other models as shipped, with the paper's formula for their parameters: few settings change state."""
+    return [
+        row | {"paper_bytes": paper_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
+        for row in summaries(records)
+        if row["strategy"] in STAGES and row["precision"] == "bf16-engine" and row["setting"] == AS_SHIPPED
+        and not math.isnan(rank_state_bytes(row))
+    ]  # fmt: skip
+
+
+def _by_strategy(rows: Sequence[Summary]) -> pd.DataFrame:
+    table = []
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        group = [row for row in rows if row["strategy"] == strategy]
+        worst = max(group, key=lambda row: abs(_difference(row)))
+        table.append({
+            "Strategy": strategy, "Within 1 %": _near(group), "Max difference": change_text(_difference(worst)),
+            "Which is": f"{worst['model']} at {worst['world_size']}",
+        })  # fmt: skip
+    return pd.DataFrame(table)
 
 
 def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
@@ -116,9 +125,8 @@ def table1_table(records: Records) -> pd.DataFrame:
 
 
 TABLE1 = Question(
-    "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", table1_answer,
-    no_data="No virtual run here is of a ZeRO stage in the paper's mixed precision.", tables={"table1": table1_table},
-    figures=("table1",), notebook="virtual_cluster",
+    "table1", "Does one of N ranks need the memory that the ZeRO paper predicts?", _table1_answer,
+    tables={"table1": table1_table}, figures=("table1",), notebook="virtual_cluster",
 )  # fmt: skip
 
 # Smaller differences in traffic or memory are padding and bookkeeping.
@@ -127,30 +135,32 @@ _THREE_DIGITS = "{:.3g}".format
 _X_PAPER, _X_WEIGHTS = "Ring bytes (NCCL), x paper", "Ring bytes (NCCL), x weights"
 
 
-# Figures of a row that merges all cases of a setting; a row per case has others.
+def _sent_x_paper(row: Summary) -> float:
+    paper = paper_traffic(row["stage"], row["world_size"])
+    return relative_ring_bytes(row) / paper if paper else math.nan
+
+
+_FIGURES: dict[str, Callable[[Summary], float]] = {
+    _X_PAPER: _sent_x_paper,
+    _X_WEIGHTS: relative_ring_bytes,
+    "Calls": lambda row: figure_or_nan(row, "comm_calls_per_step"),
+    "State, GB": lambda row: rank_state_bytes(row) / GB,
+    "Params, GB": lambda row: kind_bytes(row, "params") / GB,
+    "Grads, GB": lambda row: kind_bytes(row, "grads") / GB,
+    "Optimizer, GB": lambda row: kind_bytes(row, "optimizer") / GB,
+    "Gradients in the bucket, GB": lambda row: figure_or_nan(row, "grads_in_bucket_bytes") / GB,
+    "Buffers, GB": lambda row: buffer_bytes(row) / GB,
+}
+# Figures of a row that merges all cases of a setting, and of a row per case.
 _OF_A_SETTING = (_X_PAPER, "Calls", "State, GB", "Gradients in the bucket, GB", "Buffers, GB")
+_OF_A_CASE = tuple(name for name in _FIGURES if name not in (_X_PAPER, "State, GB"))
 
 
-def _figures(row: Summary) -> dict[str, float]:
-    paper, weights = paper_traffic(row["stage"], row["world_size"]), relative_ring_bytes(row)
-    return {
-        _X_PAPER: weights / paper if paper else math.nan,
-        _X_WEIGHTS: weights,
-        "Calls": figure_or_nan(row, "comm_calls_per_step"),
-        "State, GB": rank_state_bytes(row) / GB,
-        "Params, GB": kind_bytes(row, "params") / GB,
-        "Grads, GB": kind_bytes(row, "grads") / GB,
-        "Optimizer, GB": kind_bytes(row, "optimizer") / GB,
-        "Gradients in the bucket, GB": figure_or_nan(row, "grads_in_bucket_bytes") / GB,
-        "Buffers, GB": buffer_bytes(row) / GB,
-    }
-
-
-def settings_answer(records: Records) -> Answer | None:
+def _settings_answer(records: Records) -> Answer | None:
     shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
     for row in summaries(records):
         if row["setting"] == AS_SHIPPED and row["strategy"] in STAGES:
-            shipped[row["strategy"]].append(_figures(row)[_X_PAPER])
+            shipped[row["strategy"]].append(_sent_x_paper(row))
     shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
@@ -160,36 +170,41 @@ def settings_answer(records: Records) -> Answer | None:
         {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: span_text(ratios, _THREE_DIGITS)}
         for stage, ratios in shipped.items()
     ]
-    changed: defaultdict[tuple[str, str], list[tuple[dict[str, float], dict[str, float]]]] = defaultdict(list)
+    changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
     for before, after in setting_pairs(records):
-        changed[after["strategy"], after["setting"]].append((_figures(before), _figures(after)))
+        changed[after["strategy"], after["setting"]].append((before, after))
     for (strategy, setting), pairs in changed.items():
-        rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)})
-        for name in _OF_A_SETTING:
-            known = [(old[name], new[name]) for old, new in pairs if not math.isnan(old[name] + new[name])]
-            if any(abs(new - old) > _NOTABLE * max(abs(old), abs(new)) for old, new in known):
-                rows[-1][name] = " → ".join(span_text(side, _THREE_DIGITS) for side in zip(*known, strict=True))
+        effects = {name: effect for name in _OF_A_SETTING if (effect := _effect(pairs, _FIGURES[name]))}
+        rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
     rows.sort(key=lambda entry: entry["Strategy"])
     notes = ("Effects of settings above 1 % are shown, as shipped → changed.",) if changed else ()
     return Answer(sentence, pd.DataFrame(rows).fillna(""), notes)
 
 
+def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
+    """Return the ranges before and after; empty if the figure did not change, or one of the two is unknown."""
+    figures = [(figure(before), figure(after)) for before, after in pairs]
+    figures = [pair for pair in figures if not math.isnan(sum(pair))]
+    if not any(abs(after - before) > _NOTABLE * max(abs(before), abs(after)) for before, after in figures):
+        return ""
+    return " → ".join(span_text((pair[place] for pair in figures), _THREE_DIGITS) for place in (0, 1))
+
+
 def settings_table(records: Records) -> pd.DataFrame:
     """Return memory in GB, and ring bytes of one step as multiples of the model's weights."""
-    rows = []
-    for row in summaries(records):
-        figures = _figures(row)
-        rows.append({
+    return pd.DataFrame(
+        {
             **_case(row),
-            **{name: figures[name] for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
+            **{name: _FIGURES[name](row) for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
             "Persistent parameters, GB": figure_or_nan(row, "kept_whole_bytes") / GB,
-            **{name: figures[name] for name in ("Gradients in the bucket, GB", "Buffers, GB", _X_WEIGHTS)},
+            **{name: _FIGURES[name](row) for name in ("Gradients in the bucket, GB", "Buffers, GB", _X_WEIGHTS)},
             "Paper, x weights": paper_traffic(row["stage"], row["world_size"]),
             "Payload, x weights": _payloads(row),
-            "Calls": figures["Calls"],
+            "Calls": _FIGURES["Calls"](row),
             **provenance_columns(row),
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+        }
+        for row in summaries(records)
+    )
 
 
 def _case(row: Summary) -> dict[str, object]:
@@ -217,23 +232,22 @@ def setting_effects_table(records: Records) -> pd.DataFrame:
         is_same = abs(after - before) <= 1e-3 * max(abs(before), abs(after), 1e-9)
         return "" if is_same else f"{before:.4g} to {after:.4g}"
 
-    rows = []
-    for before, after in setting_pairs(records):
-        old, new = _figures(before), _figures(after)
-        changes = {name: change(old[name], new[name]) for name in new if name not in (_X_PAPER, "State, GB")}
-        rows.append(_case(after) | changes | {"Collectives before": _payloads(before), "and after": _payloads(after)})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        _case(after)
+        | {name: change(_FIGURES[name](before), _FIGURES[name](after)) for name in _OF_A_CASE}
+        | {"Collectives before": _payloads(before), "and after": _payloads(after)}
+        for before, after in setting_pairs(records)
+    )
 
 
 SETTINGS = Question(
-    "settings", "Where does the engine differ from the paper, and by which setting?", settings_answer,
-    no_data="No virtual run here is of a ZeRO stage as shipped, with its traffic.",
-    tables={"settings": settings_table, "setting_effects": setting_effects_table}, figures=("settings",),
-    notebook="virtual_cluster",
+    "settings", "Where does the engine differ from the paper, and by which setting?", _settings_answer,
+    tables={"settings": settings_table, "setting_effects": setting_effects_table},
+    figures=("settings",), notebook="virtual_cluster",
 )  # fmt: skip
 
 
-def layers_answer(records: Records) -> Answer | None:
+def _layers_answer(records: Records) -> Answer | None:
     runs = virtual_runs(records).runs
     if runs.empty:
         return None
@@ -303,7 +317,6 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
 
 
 LAYERS = Question(
-    "layers", "How were these virtual ranks measured, and what do they not show?", layers_answer,
-    no_data="No run here is virtual.",
+    "layers", "How were these virtual ranks measured, and what do they not show?", _layers_answer,
     tables={"lines_beside_whole_models": lines_table, "virtual_runs": virtual_runs_table}, notebook="virtual_cluster",
 )  # fmt: skip

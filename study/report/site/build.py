@@ -37,7 +37,7 @@ from study.report.document import (
     page_html,
     page_markdown,
 )
-from study.report.questions import QUESTIONS, answers
+from study.report.questions import answers
 from study.report.questions.runs import DependentClaim
 from study.report.questions.time import noise_fact
 from study.report.site.publishing import FIGURES, LIST, check_place, publish_report
@@ -136,10 +136,12 @@ Drawn = Mapping[Question, Sequence[Picture]]
 def build(
     records: Records, suite: str, output: Path, *, claims: Sequence[DependentClaim] = (), notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
+    title: str = "",
 ) -> dict[str, str]:  # fmt: skip
     """Build the report in a folder next to `output` and move it there; return the reason of each failed notebook.
 
-    `facts` are lines for the head of the first page that the records do not have.
+    `title` is that of the first page, by default the suite's name, and `facts` are lines for its head that the records
+    do not have.
     """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
@@ -156,7 +158,7 @@ def build(
     try:
         write_parquet(records, folder)
         failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
-        _write_pages(records, suite, folder, answered, failures, [*facts, *_facts(records)])
+        _write_pages(records, suite, folder, answered, failures, [*facts, *noise_fact(records)], title or suite)
         publish_report(folder, output)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -191,7 +193,7 @@ def _run_notebooks(
 
 def _write_pages(
     records: Records, suite: str, folder: Path, answered: Mapping[Question, Answer], failures: Mapping[str, str],
-    facts: Sequence[str],
+    facts: Sequence[str], title: str,
 ) -> None:  # fmt: skip
     heads: dict[str, list[str]] = {}
     figures: dict[str, list[Picture]] = {}
@@ -201,23 +203,26 @@ def _write_pages(
         heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
         figures |= _take_figures(folder / f"{name}.ipynb")
     drawn = {question: [one for name in question.figures for one in figures.get(name, ())] for question in answered}
-    pages = {"index": suite, **{name: title for name, (title, _) in heads.items()}}
+    pages = {"index": suite, **{name: head for name, (head, _) in heads.items()}}
     cards = [_card(question, answer, drawn, records) for question, answer in answered.items()]
-    unanswered = [f"{question.title} {question.no_data}" for question in QUESTIONS if question not in answered]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
     lists = [
         PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),
         PageSection(
             "Records left out", "They are in no figure and no table.", notes=records.refused, classes="left-out"
         ),
-        PageSection("Not answered by these records", notes=unanswered),
     ]  # fmt: skip
     lists = [section for section in lists if section.notes]
-    lead = PageSection(sentence=" · ".join(facts))
+    environment = _environment(records)
+    lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
-        "summary.md": page_markdown(suite, [lead, *cards, *lists]),
-        "index.html": page_html("index.html.j2", suite, pages, "index", facts=facts, cards=cards, lists=lists),
-    }
+        "summary.md": page_markdown(title, [lead, *cards, *lists]),
+        "index.html": page_html(
+            "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
+            numbers=[answer.number for answer in answered.values() if answer.number],
+            environment=pd.DataFrame(environment.items(), columns=["", " "]),
+        ),
+    }  # fmt: skip
     for name, (_, words) in heads.items():
         chosen = [question for question in answered if question.notebook == name]
         sections = [part for question in chosen for part in _details(question, answered[question], drawn, records)]
@@ -251,7 +256,7 @@ def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) ->
     more = link_html("Figures and details", f"{question.notebook}.html")
     return PageSection(
         question.title, sentence=answer.sentence, table=answer.table, notes=answer.notes,
-        drawings=[picture for picture in drawn[question] if picture.name == f"{question.first_figure}_1"],
+        drawings=[picture for picture in drawn[question] if picture.name.removesuffix("_1") in question.figures[:1]],
         tables={f"{_words(name)} in full": table for name, table in tables.items() if not table.empty},
         classes="card", anchor=question.name,
         below=Markup('<p class="more">{}</p>').format(more) if question.notebook else Markup(""),
@@ -275,23 +280,22 @@ def _words(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _facts(records: Records) -> list[str]:
-    """Return the runs, the hardware, the versions and the days, for the head of the page."""
+def _environment(records: Records) -> dict[str, str]:
+    """Return the runs, the hardware, the versions and the days."""
     runs = records.runs
     if runs.empty:
-        return ["no run yet" if records.remaining and not records.refused else "no readable run"]
+        return {"Runs": "no run yet" if records.remaining and not records.refused else "no readable run"}
     states = runs["status_state"].value_counts()
     outcomes = "".join(f", {count} {state}" for state, count in states.items() if state != "ok")
     days = sorted({str(start)[:10] for start in runs["status_started_at"].dropna()})
-    return [
-        f"{len(runs)} runs{outcomes}",
-        *_few(runs["cpu"]),
-        *("no accelerator" if names == "[]" else ", ".join(json.loads(names)) for names in _few(runs["devices"])),
-        *(f"torch {version}" for version in _few(runs["torch_version"])),
-        *(f"DeepSpeed {version}" for version in _few(runs["deepspeed_version"])),
-        days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
-        *noise_fact(records),
-    ]
+    devices = ["no accelerator" if names == "[]" else ", ".join(json.loads(names)) for names in _few(runs["devices"])]
+    parts = {
+        "Runs": [f"{len(runs)} runs{outcomes}"], "Processor": _few(runs["cpu"]), "Accelerator": devices,
+        "PyTorch": [f"torch {version}" for version in _few(runs["torch_version"])],
+        "Engine": [f"DeepSpeed {version}" for version in _few(runs["deepspeed_version"])],
+        "Days": [" to ".join(dict.fromkeys((days[0], days[-1])))],
+    }  # fmt: skip
+    return {name: " · ".join(texts) for name, texts in parts.items() if texts}
 
 
 def _few(values: pd.Series) -> list[str]:
