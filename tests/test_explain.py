@@ -381,7 +381,7 @@ def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("most", [0, 250_000_000, 10**9])
 def test_weights_stay_in_host_memory_up_to_max_in_cpu_by_sub_groups(most: int, tmp_path: Path) -> None:
-    """Count whole sub-groups of a rank, the first ones, as _create_fp16_partitions_with_defragmentation (stage3.py) does."""
+    """The engine counts whole sub-groups of a rank (stage3.py, _create_fp16_partitions_with_defragmentation)."""
     section = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": most}
     case = make_case(tmp_path, zero(3, offload_param=section, sub_group_size=100_000_000), LLAMA_8B, 8)
     groups = list(itertools.accumulate(sub_groups(case.request)))
