@@ -28,11 +28,11 @@ BUDGETS = {
     "metrics": 1_598,
     "predictor": 4_969,
     "engine": 1_556,
-    "sweep": 2_737,
+    "sweep": 2_735,
     "run": 1_601,
     "virtual": 883,
     "releases": 1_488,
-    "advisor": 3_622,
+    "advisor": 3_626,
     "report": 4_009,
     "autopsy": 1_446,
     "claims": 2_212,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 144,
     "cli": 200,
     "__init__": 3,
-    "tests": 21_092,
+    "tests": 21_103,
 }
 
 
