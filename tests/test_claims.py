@@ -271,7 +271,7 @@ def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(f
 def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_board, monkeypatch, capsys):
     monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
     for names, ids in (
-        (["s3"], [f"S3-{number:02}" for number in range(1, 13)]),
+        (["s3"], ["S3: 1", "", *(f"S3-{number:02}" for number in range(1, 13))]),
         (["S0-06", "Z0-01"], ["S0-06", "Z0-01"]),
     ):
         assert main(["claims", *names]) == 0

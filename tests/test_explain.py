@@ -1052,3 +1052,12 @@ def test_a_strict_check_reports_all_findings_of_a_file(tmp_path: Path, capsys: p
     )
     assert main(["explain", "--strict", str(outer)]) == 1
     assert [line.split(": ")[3] for line in capsys.readouterr().out.splitlines()[:2]] == ["num_proceses", "zero_stge"]
+
+
+def test_the_first_line_names_what_the_engine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    document = {"zero_optimization": {"stage": 2, "overlap_com": True}, "train_micro_batch_size_per_gpu": 1}
+    file.write_text(json.dumps(document))
+    assert main(["explain", str(file), LLAMA_8B, "--world_size", "4"]) == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("Refused by the engine: zero_optimization.overlap_com. Without it: Peak ")

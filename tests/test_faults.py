@@ -11,7 +11,7 @@ import yaml
 from engines import ROOT
 
 FAULTS = yaml.safe_load((ROOT / "tools" / "faults.yaml").read_text(encoding="utf-8"))
-SOURCES = [file.read_text(encoding="utf-8") for file in (ROOT / "study").rglob("*.py")]
+SOURCES = [file.read_text(encoding="utf-8") for file in (ROOT / "study").rglob("*") if file.suffix in (".py", ".yaml")]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["name"])

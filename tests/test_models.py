@@ -78,7 +78,7 @@ def count_parameters(model: str, task: Task | None = None) -> int:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_published_number_of_parameters_and_can_be_built_at_another_depth(name: str) -> None:
     published = count_parameters(name)
-    assert name in (*TINY.values(), "llama-tiny") or published == PARAMETERS[name]
+    assert name in (*TINY.values(), "llama-tiny", "bert-4k", "gpt-4k") or published == PARAMETERS[name]
     two, three, four = (count_parameters(f"{name}-{depth}layers", select_task(name)) for depth in (2, 3, 4))
     assert four - three == three - two > 0
     assert two + (model_config(run_config(name)).num_hidden_layers - 2) * (three - two) == published

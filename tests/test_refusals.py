@@ -541,7 +541,7 @@ GPT2 = ("--model_name_or_path", "gpt2", "--hardware", "A100")
         (["advise", *GPT2, "--precision", "bf61"], "--precision: there is no 'bf61'", "did you mean bf16?"),
         (["advise", *GPT2[:2], "--hardware", "8xA10O"], "hardware '8xA10O'", "did you mean 8xA100"),
         (["advise", *GPT2[:2], "--hardware", "moon"], "hardware 'moon'", "`study predict --help` lists the devices"),
-        (["advise", "--model_name_or_path", "lama-3.1", *GPT2[2:]], "model 'lama-3.1'", "did you mean llama-3.1-8b"),
+        (["advise", "--model_name_or_path", "lama-3.1-8b", *GPT2[2:]], "'lama-3.1-8b'", "did you mean llama-3.1-8b?"),
         (["advise", "--model_name_or_path", "z" * 200, *GPT2[2:]], "model 'zzz", "`study predict --help` lists them"),
         (["predict", *GPT2, "--strategy", "zro3"], "strategy 'zro3'", "did you mean zero3"),
         (["predict", *GPT2, "--strategy", "z" * 300], "strategy 'zzz", "accelerate_configs/ has a file for each"),

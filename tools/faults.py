@@ -80,7 +80,8 @@ def without_faults(copy: Path, faults: Sequence[dict[str, Any]]) -> dict[str, st
 
 def tried(copy: Path, fault: dict[str, Any]) -> tuple[str, str]:
     """Apply one fault and run its tests; return the verdict and the tests that detected it."""
-    files = [file for file in copy.glob("study/**/*.py") if fault["old"] in file.read_text(encoding="utf-8")]
+    files = [file for kind in ("py", "yaml") for file in copy.glob(f"study/**/*.{kind}")
+             if fault["old"] in file.read_text(encoding="utf-8")]  # fmt: skip
     if [file.read_text(encoding="utf-8").count(fault["old"]) for file in files] != [1]:
         return "text not found", f"{len(files)} files of study/ contain it; it must be in one file, once"
     text = files[0].read_text(encoding="utf-8")

@@ -216,7 +216,11 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
 def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware | None) -> Iterator[str | TextTable]:
     request = case.request
     engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else request.strategy.name
-    yield _verdict(case, memory, hardware)
+    verdict, refused = _verdict(case, memory, hardware), [item for item in case.findings if item.kind == "refused"]
+    if refused:
+        keys = ", ".join(dict.fromkeys(item.key for item in refused))
+        verdict = f"Refused by the engine: {keys}. Without {'it' if len(refused) == 1 else 'them'}: {verdict}"
+    yield verdict
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     yield f"{case.file.name}: {engine}, {request.precision}{unset}, {ranks}"
