@@ -53,10 +53,10 @@ def releases_text(
     rows = document["releases"]
     if not details:
         rows = [row for row in rows if row["DeepSpeed"] == release] or rows[:LATEST_RELEASES]
-    verdict, own_causes = _verdict(document, release, strategy)
+    verdict, release_faults = _verdict(document, release, strategy)
     printed = {row["DeepSpeed"] for row in rows}
     muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
-    by_letter = dict(shown_causes(document, [*rows, muon])) | own_causes
+    by_letter = dict(shrelease_faults(document, [*rows, muon])) | own_causes
     notes = [
         "tested with AdamW and one backward call per micro-batch",
         *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
@@ -72,7 +72,7 @@ def releases_text(
     return [verdict, "", table, "", *causes, *notes, document["tested"], *more]
 
 
-def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
+def shrelease_faults(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
     """Yield the letter and the cause of each fault in these rows of the grid."""
     letters = {match for row in rows for text in row.values() for match in re.findall(r"\b(\w): ", text)}
     for cause in read_causes():
