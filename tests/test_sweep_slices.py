@@ -163,7 +163,8 @@ def test_a_series_runs_until_its_time_is_over_and_continues_there(tmp_path, caps
     assert "wide" not in printed
     assert cli.main(["status", *base]) == 0
     verdict, _, _, *rows = capsys.readouterr().out.splitlines()
-    assert verdict == f"whole: 1 of 3 cells done; next: study run {file} --runs_dir {runs}"
+    assert re.match(r"whole: 1 of 3 cells done; about \d+s left; next: study run ", verdict)
+    assert verdict.endswith(f"study run {file} --runs_dir {runs}")
     assert [row.split()[:6] for row in rows] == [
         ["wide", "seed=2", "1", "1", "0", "0"], ["narrow", "-", "1", "0", "0", "1"], ["wide", "-", "1", "0", "0", "1"]
     ]  # fmt: skip

@@ -81,7 +81,11 @@ def measure_matmul_rates(seconds: float = TIME_PER_PRECISION_S) -> dict[str, Any
         "threads": None if on_gpu else torch.get_num_threads(),
         "torch": torch.__version__,
         "size": size,
-        "tflops": {name: round(matmul_tflops(device, dtype, size, seconds), 3) for name, dtype in dtypes.items()},
+        "tflops": {
+            # bf16 on an old CPU is slower than 0.001 TFLOP/s.
+            name: float(f"{matmul_tflops(device, dtype, size, seconds):.3g}")
+            for name, dtype in dtypes.items()
+        },
     }
 
 

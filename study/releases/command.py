@@ -56,7 +56,7 @@ def releases_text(
     verdict, release_faults = _verdict(document, release, strategy)
     printed = {row["DeepSpeed"] for row in rows}
     muon = {name: faults.replace("`", "") for name, faults in document["muon"].items() if name in printed}
-    by_letter = dict(shrelease_faults(document, [*rows, muon])) | own_causes
+    by_letter = dict(shown_causes(document, [*rows, muon])) | release_faults
     notes = [
         "tested with AdamW and one backward call per micro-batch",
         *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
@@ -72,7 +72,7 @@ def releases_text(
     return [verdict, "", table, "", *causes, *notes, document["tested"], *more]
 
 
-def shrelease_faults(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
+def shown_causes(document: Mapping[str, Any], rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, Cause]]:
     """Yield the letter and the cause of each fault in these rows of the grid."""
     letters = {match for row in rows for text in row.values() for match in re.findall(r"\b(\w): ", text)}
     for cause in read_causes():
