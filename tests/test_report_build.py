@@ -133,7 +133,8 @@ def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, 
         return {}
 
     monkeypatch.setattr("study.report.site.build._run_notebooks", copy_notebooks)
-    build(records, name, tmp_path / "report", claims=dependent_claims(records, name, source))
+    claims = dependent_claims(records, name, source)
+    build(records, name, tmp_path / "report", claims=claims, title=command.title_of(name))
     before, after = contents(source), contents(tmp_path / "report")
     listed = json.loads(before["files.json"])["files"]
     assert listed == {file: sha256(before[file]).hexdigest() for file in after if file != "files.json"}

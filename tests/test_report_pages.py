@@ -226,7 +226,7 @@ def test_the_index_begins_with_the_answers_and_shows_failures(visits):
     numbers = [answer.number[0] for answer in answers(records).values() if answer.number]
     assert page.eval_on_selector_all(".numbers dd", "all => all.map(one => one.innerText)") == numbers != []
     # A figure for each question with a page; tables are folded, and the versions are at the foot.
-    assert page.locator(".card:has(.more) .picture").count() == page.locator(".card:has(.more)").count() == 6
+    assert page.locator(".card:has(.more) .picture").count() == page.locator(".card:has(.more)").count() == 7
     assert page.locator(".card:has(.picture) .table:not(details .table)").count() == 0
     assert page.locator("h2").last.inner_text() == "Versions and environment"
     page.evaluate(OPEN)

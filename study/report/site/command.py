@@ -89,7 +89,7 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
     # SIGTERM, which `timeout` sends, leaves no partial report.
     with raise_on_signals(Terminated(), signal.SIGTERM):
         failures = build(records, name, output, claims=claims(records, name, output), say=print_line, facts=facts,
-                         title=_title(options.suite))  # fmt: skip
+                         title=title_of(options.suite))  # fmt: skip
     if records.refused:
         print_line(f"{len(records.refused)} records excluded; the report lists them with the reasons")
     print(output / "index.html")
@@ -115,7 +115,7 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
     return read.name, plan_suite(suite, detect_machine(), runs_dir) if read.slices else None
 
 
-def _title(suite: str) -> str:
+def title_of(suite: str) -> str:
     """Return the first sentence of the suite's description, which is the question of its report; empty without one."""
     try:
         return re.split(r"(?<=\?)\s|\.(?:\s|$)", read_suite(find_suite(suite)).description.strip(), maxsplit=1)[0]
