@@ -120,7 +120,7 @@ def test_packages_the_matrix_rate_and_the_hub_are_as_they_are_here(normal: subpr
     assert f"of {len(meant)} " in checks["versions"]["found"]
     matmul = checks["matmul"]
     rates = [float(part.split()[0]) for part in matmul["found"].split(" (")[0].split(", ")]
-    # A core reaches some hundredths in fp32, a two hundredth of that in bf16 without instructions for it, and less under
+    # A core reaches some hundredths in fp32, a two hundredth of that in bf16 without instructions for it, less under
     # load; no device reaches a hundred thousand.
     assert all(1e-6 < rate < 1e5 for rate in rates)
     assert (matmul["state"], "TFLOP/s fp32" in matmul["found"]) == ("ok", True)
