@@ -116,7 +116,7 @@ def _by_missing(checks: Sequence[Check], strategies: Iterable[Strategy]) -> dict
     state = {check.name: check.state for check in checks}
     by_missing: dict[str, list[str]] = {}
     for strategy in strategies:
-        lacks = [need for need in _needs(strategy, state["gpus"] == "ok") if state[need] == "missing"]
+        lacks = [need for need in _needs(strategy, state["gpus"] == "ok") if state.get(need) == "missing"]
         by_missing.setdefault(", ".join(lacks), []).append(strategy.name)
     return by_missing
 
