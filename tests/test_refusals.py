@@ -535,9 +535,14 @@ GPT2 = ("--model_name_or_path", "gpt2", "--hardware", "A100")
 @pytest.mark.parametrize(
     ("command", "problem", "fix"),
     [
+        (["advise"], "MODEL and --hardware are missing", "study advise llama-3.1-8b --hardware 8xH100"),
+        (["predict", "gpt2"], "--strategy and --hardware are missing", "study predict llama-3.1-8b --strategy zero3"),
+        (["advise", "--hardware", "A100", "gpt3"], "unknown model 'gpt3'", "give a preset"),
+        (["claims", "S9"], "'S9' is neither", "did you mean S3 or S2 or S1?"),
+        (["explain", "accelerate_config/zero3.yaml", "gpt2"], "no folder", "did you mean accelerate_configs?"),
         (["advize"], "argument COMMAND: there is no 'advize'", "did you mean advise?"),
         (["advise", "--model", "gpt2"], "--model", "did you mean --model_name_or_path?"),
-        (["advise", *GPT2, "--mixed_precision", "bf61"], "--mixed_precision bf61", "did you mean --precision?"),
+        (["advise", *GPT2, "--mixed_precision", "bf61"], "--mixed_precision", "did you mean --precision?"),
         (["advise", *GPT2, "--precision", "bf61"], "--precision: there is no 'bf61'", "did you mean bf16?"),
         (["advise", *GPT2[:2], "--hardware", "8xA10O"], "hardware '8xA10O'", "did you mean 8xA100"),
         (["advise", *GPT2[:2], "--hardware", "moon"], "hardware 'moon'", "`study predict --help` lists the devices"),
@@ -545,7 +550,7 @@ GPT2 = ("--model_name_or_path", "gpt2", "--hardware", "A100")
         (["advise", "--model_name_or_path", "z" * 200, *GPT2[2:]], "model 'zzz", "`study predict --help` lists them"),
         (["predict", *GPT2, "--strategy", "zro3"], "strategy 'zro3'", "did you mean zero3"),
         (["predict", *GPT2, "--strategy", "z" * 300], "strategy 'zzz", "accelerate_configs/ has a file for each"),
-        (["status", "lapto"], "no suite is named 'lapto'", "did you mean laptop? study/suites/ has a file for each"),
+        (["status", "lapto"], "no suite is named 'lapto'", "did you mean laptop?"),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
 )  # fmt: skip

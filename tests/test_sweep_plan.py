@@ -386,7 +386,7 @@ def test_a_wrong_request_ends_in_one_line_and_status_2(capsys, arguments):
     assert printed.startswith("error: ")
     assert printed.count("\n") == 1
     assert "To fix it: " in printed
-    assert "no-such-suite" not in arguments or "study/suites/ has a file for each suite" in printed
+    assert "no-such-suite" not in arguments or "suites: a100, " in printed
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("9m", 540), ("90s", 90), ("90", 90), ("1h30m", 5400), ("2h", 7200)])

@@ -98,6 +98,7 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
 
 def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
     """Return the request that the flags make; raise UserError if it is impossible."""
+    predict_command.check_required(options, "study advise llama-3.1-8b --hardware 8xH100")
     box = box_from_args(options)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)

@@ -55,9 +55,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     model = f"a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes"
-    add("--model_name_or_path", required=True, metavar="M", help=model)
+    add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model)
+    add("--model_name_or_path", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}"
-    add("--hardware", required=True, metavar="BOX", help=box)
+    add("--hardware", metavar="BOX", help=box)
     add("--seq_length", type=parse_int, metavar="T", help=length)
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
@@ -68,9 +69,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
 
+def check_required(options: argparse.Namespace, example: str) -> None:
+    """Raise UserError with all that is missing of strategy, model and hardware, and a complete command."""
+    names = {"strategy": "--strategy", "model_name_or_path": "MODEL", "hardware": "--hardware"}
+    missing = [name for key, name in names.items() if getattr(options, key, "") is None]
+    if missing:
+        problem = f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing"
+        raise UserError(problem, f"for instance: {example}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--strategy", required=True, metavar="S", help=f"one of {', '.join(_PREDICTED)}")
+    add("--strategy", metavar="S", help=f"one of {', '.join(_PREDICTED)}")
     add_model_arguments(parser)
     add("--micro_batch", type=parse_int, default=1, metavar="B", help="samples of one forward pass on one rank")
     add("--accumulation", type=parse_int, default=1, metavar="A", help="micro-batches of an optimizer step")
@@ -167,6 +177,7 @@ def workload_text(request: Request) -> str:
 
 
 def _request(options: argparse.Namespace) -> Request:
+    check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
     strategy = read_strategy(options.strategy)
     if strategy.group is not None:
         raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "use another strategy")

@@ -95,7 +95,8 @@ def _select(document: Mapping[str, Any], names: Sequence[str]) -> list[dict[str,
     names_of_ledger = [*document["findings"], *(claim["id"] for claim in claims)]
     for name in names:
         if name.upper() not in names_of_ledger or name == "all":
-            guess = did_you_mean(name, [_CHECK_TABLE]) or did_you_mean(name.upper(), names_of_ledger, 0.5)
+            likely = [entry for entry in names_of_ledger if ("-" in entry) == ("-" in name)]
+            guess = did_you_mean(name, [_CHECK_TABLE]) or did_you_mean(name.upper(), likely, 0.5)
             fix = f"{guess}documents: {', '.join(list(document['findings'])[:-1])}"
             raise UserError(f"{name!r} is neither a document nor a claim", f"{fix}; claims: study claims --details")
     chosen = {name.upper() for name in names}

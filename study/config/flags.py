@@ -356,9 +356,9 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(words, namespace)
         for action in self._get_positional_actions():
             # Before Python 3.12.7 such a positional takes no words that follow a flag.
-            if action.nargs == "*" and unknown and not getattr(namespace, action.dest) and unknown[0][:1] != "-":
-                setattr(namespace, action.dest, unknown)
-                unknown = []
+            if action.nargs in ("*", "?") and unknown and unknown[0][:1] != "-" and not getattr(namespace, action.dest):
+                setattr(namespace, action.dest, unknown[0] if action.nargs == "?" else unknown)
+                unknown = unknown[1:] if action.nargs == "?" else []
         return namespace, unknown
 
     def raise_unknown(self, words: Sequence[str]) -> typing.NoReturn:
@@ -386,7 +386,8 @@ class Parser(argparse.ArgumentParser):
         ]
         if unknown and "are required" in message:
             self.raise_unknown(unknown)
-        raise UserError(message, f"{self.prog} --help lists the options")
+        _required, colon, names = message.partition("arguments are required: ")
+        raise UserError(f"missing: {names}" if colon else message, f"{self.prog} --help lists the options")
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -180,7 +179,7 @@ def find_suite(name: str) -> Path:
         return shipped[name]
     if Path(name).is_file():
         return Path(name)
-    fix = f"{did_you_mean(name, shipped)}{os.path.relpath(SUITE_DIRECTORY)}/ has a file for each suite, or give a path"
+    fix = did_you_mean(name, shipped) or f"suites: {', '.join(sorted(shipped))}"
     raise UserError(f"no suite is named {clip(name)}, and no file has this path", fix)
 
 

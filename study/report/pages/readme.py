@@ -50,7 +50,7 @@ def advise_output(model: str, hardware: str) -> str:
     """Return the first lines that `study advise` prints."""
     parser, out = argparse.ArgumentParser(), io.StringIO()
     advise_command.add_arguments(parser)
-    arguments = ["--model_name_or_path", model, "--hardware", hardware]
+    arguments = [model, "--hardware", hardware]
     with contextlib.redirect_stdout(out):
         advise_command.run(parser.parse_args(arguments))
     lines = out.getvalue().splitlines()[:_ADVISE_LINES]
