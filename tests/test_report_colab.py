@@ -114,10 +114,12 @@ def test_each_source_is_the_project_that_is_installed(tmp_path: Path) -> None:
 
 
 def test_without_a_source_it_uses_the_newest_archive_next_to_it_without_a_prompt(tmp_path: Path) -> None:
-    nothing = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL)
+    # The base interpreter, in which the project is not installed.
+    base = sys._base_executable  # type: ignore[attr-defined]
+    nothing = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL, python=base)
     assert nothing.returncode == 1
     (line,) = nothing.stderr.splitlines()
-    assert "upload an archive there, or name a git URL" in line
+    assert "set source to a git URL, or upload an archive there" in line
     for age, name in enumerate(("zero-study (1).zip", "zero-study.zip")):
         write_archive(tmp_path / name, **{"zero-study__study__train.py": name})
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from study.claims.scoreboard import Scoreboard
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES
+from study.report.site.build import NOTEBOOKS
 
 pytestmark = pytest.mark.engine
 MAX_WHEEL_BYTES = 5_000_000
@@ -95,6 +97,19 @@ def test_a_command_needs_no_checkout(study: Command, arguments: str, printed: st
     assert printed in result.stdout
     assert result.returncode == (1 if arguments == "doctor" else 0), result.stderr
     assert result.stderr == ""
+
+
+def test_the_colab_notebook_installs_the_wheel_of_its_kernel(study: Command, wheel: Path, tmp_path: Path) -> None:
+    cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOKS / "colab.ipynb", as_version=4).cells}
+    # Nothing is installed: the install commands are printed.
+    recorder = f"work_dir = {str(tmp_path)!r}\ndef call(*command):\n    print('ASKED', *command)\n    return 0"
+    names = ("parameters", "gpu", "project", "install")
+    code = "\n".join([f"{cells[name]}\n{recorder}" for name in names])
+    result = study("-c", code, program="python")
+    assert result.returncode == 0, result.stderr
+    assert f"the project is {wheel}\n" in result.stdout
+    assert f"--no-build-isolation {wheel}[train,report]\n" in result.stdout
+    assert (tmp_path / "constraints.txt").read_text() == (REPOSITORY / "constraints.txt").read_text().rstrip("\n")
 
 
 def test_explain_accepts_every_written_config(study: Command, tmp_path: Path) -> None:
