@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from report_folders import drawn, figures, laptop
+from study.predictor.state import paper_traffic
 from study.records.frames import Records, read_records, read_runs
 from study.report.questions import TABLES
 from study.report.questions.virtual import LAYERS, SETTINGS, TABLE1
@@ -29,6 +30,11 @@ def blank(tmp_path_factory: pytest.TempPathFactory) -> Records:
     root = tmp_path_factory.mktemp("virtual")
     write_run(root, "zero3", virtual=True, ranks=64, gpu=False, config={"global_batch_size": 64})
     return read_runs(root)
+
+
+def test_the_paper_sends_half_as_much_again_under_stage_3() -> None:
+    # Section 7 of the ZeRO paper: 2 x the weights for plain data parallelism, stages 1 and 2, and 3 x for stage 3.
+    assert [paper_traffic(stage, 4) for stage in range(4)] == [1.5, 1.5, 1.5, 2.25]
 
 
 def row(

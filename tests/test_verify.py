@@ -88,7 +88,7 @@ def test_without_a_judged_engine_verification_does_not_pass() -> None:
     assert (verification.unverified, verification.agrees) == (["zero1", "zero2"], None)
     assert verification.answer == "NOT JUDGED: no engine of DeepSpeed could run here; not judged here: zero1, zero2"
     alone = Verification(("ddp",), rows[:1])
-    passed = "PASS: every strategy that runs here reproduces one process"
+    passed = "PASS: ddp: gradients equal those of one process in fp32"
     assert (alone.agrees, alone.answer) == (True, passed)
 
 
@@ -120,7 +120,7 @@ def test_an_equal_run_with_a_known_race_proves_nothing_and_fails_only_where_it_s
     assert (row.kind, row.is_fine, VerifyRow("zero3", "fp32", 4, Verdict("equal")).is_fine) == (BY_LUCK, False, True)
     assert row.says.startswith(f"{BY_LUCK} (known: ")
     verification = Verification(("zero3",), [row])
-    passed = "PASS: every strategy that runs here reproduces one process"
+    passed = "PASS: zero3: gradients equal those of one process in fp32"
     assert verification.answer == f"{passed}; zero3 {BY_LUCK} ({cause})"
     struck = VerifyRow("zero3", "fp32", 1, Verdict("different", what="weights"), races)
     assert Verification(("zero3",), [struck, row]).answer == f"FAIL: zero3 ({cause})"
@@ -192,7 +192,7 @@ def test_every_strategy_of_the_pinned_releases_matches_one_process(tmp_path: Pat
     assert sum(row["kind"] == "equal" for row in document["rows"]) >= 20
     # The same stack continues from its records.
     second = verify("--only", "ddp", *runs_dir)
-    assert second.stdout.startswith("PASS: every strategy that runs here reproduces one process (")
+    assert second.stdout.startswith("PASS: ddp: gradients equal those of one process in fp32, ")
 
 
 @pytest.mark.parametrize(

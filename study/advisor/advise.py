@@ -38,7 +38,7 @@ MAX_MICRO_BATCH = 512
 # The simpler of two strategies is recommended if their speeds differ by less than this fraction.
 SPEED_TOLERANCE = 0.05
 # Less than a digit of the printed percentage.
-_SAME_SPEED = 0.0005
+SAME_SPEED = 0.0005
 # Rented machines have 1 TiB for eight GPUs; many have twice as much, and some half.
 USUAL_HOST_GIB_PER_GPU = 128
 # Parts of the peak that more ranks do not reduce: those of one sample, and the CUDA context.
@@ -335,11 +335,12 @@ def explain_best(advice: Advice) -> str:
     ]  # fmt: skip
     fastest = max(rivals, key=lambda option: option.tokens_per_s)
     rival = runner_up if fastest is best else fastest
-    if abs(gap := best.tokens_per_s / rival.tokens_per_s - 1) < _SAME_SPEED:
+    if abs(gap := best.tokens_per_s / rival.tokens_per_s - 1) < SAME_SPEED:
         return f"as fast as {rival.name}, but {reason_against(rival, best)}; {memory}"
     if gap < 0:
-        slower = f"{1 - best.tokens_per_s / rival.tokens_per_s:.1%} (at most {SPEED_TOLERANCE:.0%}) slower"
-        return f"{slower} than {rival.name}, but {reason_against(rival, best)}; {memory}"
+        slower = f"{1 - best.tokens_per_s / rival.tokens_per_s:.1%} slower than {rival.name}"
+        rule = f"within {SPEED_TOLERANCE:.0%} the simpler is recommended"
+        return f"{slower}, but {rule}, and it {reason_against(rival, best)}; {memory}"
     if gap <= SPEED_TOLERANCE:
         return f"the fastest that fits, {gap:.1%} ahead of {rival.name}; {memory}"
     error = None if error_of_time(runner_up) is None else error_of_time(best)

@@ -29,6 +29,7 @@ from study.predictor.live import live_notes
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, resolve_length
 from study.predictor.time import LORA_NOTE, device_bytes, host_adam_note, max_offload_slowdown, usable_bytes
+from study.releases.causes import least_sound_release
 from study.workloads.presets import find_preset
 
 EPILOG = """\
@@ -147,7 +148,7 @@ def _entry(option: Option) -> dict[str, Any]:
         "host_bytes_per_node": dataclasses.asdict(memory.host_peak), "nvme_bytes_per_node": memory.nvme,
         "tokens_per_s": option.tokens_per_s, "step_s": time and dataclasses.asdict(time.step_s),
         "mfu": time and time.mfu, "cost_per_million_tokens": option.cost_per_million_tokens if option.fits else None,
-        "deepspeed": request.strategy.deepspeed,
+        "deepspeed": request.strategy.deepspeed, "least_deepspeed_release": _least_release(option) or None,
     }  # fmt: skip
 
 
@@ -217,7 +218,12 @@ def _verdict(advice: Advice) -> str:
         figures.append("may not fit")
     if request.strategy.offloads:
         figures.append(f"{memory.host_peak.value / GIB:,.0f} GiB of host memory")
-    figures.append(f"about {rounded(best.tokens_per_s)} tokens/s, predicted")
+    if request.strategy.offloads:
+        # Each measured offload step took longer than predicted.
+        least = best.tokens_per_s / max_offload_slowdown()
+        figures.append(f"{rounded(least)} to {rounded(best.tokens_per_s)} tokens/s, predicted")
+    else:
+        figures.append(f"about {rounded(best.tokens_per_s)} tokens/s, predicted")
     one_line = f"{use} {', '.join(figures)}"
     return one_line if len(one_line) <= _WIDTH else f"{use}\n  {', '.join(figures)}"
 
@@ -225,6 +231,11 @@ def _verdict(advice: Advice) -> str:
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
     box, shape, runner_up = advice.question.box, advice.question.shape, advice.runner_up
     yield f"why {best.name}: {advise.explain_best(advice)}"
+    if release := _least_release(best):
+        yield (
+            f"needs DeepSpeed {release} or later: earlier ones compute wrong gradients under {best.name} with these"
+            " settings (`study releases`)"
+        )
     if runner_up is not None and best.is_safe == runner_up.is_safe:
         gap = runner_up.tokens_per_s / best.tokens_per_s - 1
         if -gap > advise.SPEED_TOLERANCE:
@@ -247,6 +258,13 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     if shape.lora_rank:
         yield LORA_NOTE
     yield from live_notes(shape)
+
+
+def _least_release(option: Option) -> str:
+    request = option.request
+    return (
+        least_sound_release(option.name, request.accumulation, request.precision) if request.strategy.deepspeed else ""
+    )
 
 
 def _row(option: Option, best: Option | None) -> list[str]:
@@ -275,7 +293,8 @@ def _remark(option: Option, best: Option | None) -> str:
         return ""
     if option.request.strategy.offloads and not best.request.strategy.offloads:
         return f"{gap:.0%} faster by prediction; offload steps took up to {max_offload_slowdown():.1f} x that"
-    return f"{gap:.0%} faster, but {best.name} {advise.reason_against(option, best)}"
+    faster = "as fast" if gap < advise.SAME_SPEED else f"{gap:.0%} faster"
+    return f"{faster}, but {best.name} {advise.reason_against(option, best)}"
 
 
 def _named(option: Option) -> str:

@@ -176,7 +176,12 @@ def to_box(name: str) -> Hardware:
             raise UserError(f"{clip(name)} is not valid hardware: `this` is the local machine", "leave the number out")
         return _this()
     spelled = _spelled(count["device"])
-    by_name = next((device for device in known_devices() if spelled in device.names), None)
+    model, _, size = spelled.rpartition("-")
+    by_name = next(
+        (device for device in known_devices() if spelled in device.names
+         or (model in device.names and device.memory_gib and size == f"{device.memory_gib:g}")),
+        None,
+    )  # fmt: skip
     if (device := by_name or find_device(count["device"])) is None:
         raise _unknown(name)
     return Hardware(name, device, per_node, nodes, network_gb_per_s=device.network_gb_per_s)

@@ -234,7 +234,9 @@ _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "
 
 def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     """Return the shape of a preset, a folder or file with config.json, a list of sizes, or with `ask_hub` a hub id."""
-    if (preset := find_preset(name)) is not None:
+    # A tuned model has its base's shape; the trainer would load other weights.
+    base = re.sub(r"-(instruct|chat|it)$", "", name, flags=re.IGNORECASE)
+    if (preset := find_preset(name) or find_preset(base.lower()) or find_preset(base)) is not None:
         return shape_of_preset(preset)
     if "=" in name:
         return _shape_of_words(name)

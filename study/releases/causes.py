@@ -140,6 +140,18 @@ def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause
     ]  # fmt: skip
 
 
+def least_sound_release(strategy: str, micro_steps: int, precision: str) -> str:
+    """Return the release of DeepSpeed that fixed the last known fault of a run with AdamW on GPUs; empty if none is."""
+    from packaging.version import Version
+
+    fixed = [
+        cause.left.release for cause in read_causes()
+        if cause.optimizer == "adamw" and cause.gpu != "hidden" and cause.shows_in(strategy, micro_steps, precision)
+        and cause.left.release[:1].isdigit() and not (cause.differs and set(cause.differs) <= _NO_TRAINING)
+    ]  # fmt: skip
+    return max(fixed, key=Version, default="")
+
+
 @functools.cache
 def read_causes(file: Path | None = None) -> tuple[Cause, ...]:
     """Read and check causes.yaml; raises UserError with the line of an invalid entry."""

@@ -59,6 +59,8 @@ def releases_text(
     by_letter = dict(shown_causes(document, [*rows, muon])) | release_faults
     notes = [
         "tested with AdamW and one backward call per micro-batch",
+        *["bf16-engine: DeepSpeed's bf16 section, 16-bit weights with fp32 masters"]
+        * any("bf16-engine" in cause.precisions for cause in by_letter.values()),
         *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
         "faults that only CPUs have are left out; \N{DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
     ]
@@ -94,7 +96,7 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
     wrong: dict[str, list[str]] = {}
     for letter, cause in sorted(faults.items()):
         condition = f"{' with accumulation' * (cause.accumulation == 'several')}{_precisions(cause)}"
-        wrong.setdefault(condition, []).append(f"{', '.join(cause.strategies)} ({letter})")
+        wrong.setdefault(condition, []).append(f"{strategy or ', '.join(cause.strategies)} ({letter})")
     cells = tested.get(deepspeed)
     notes = ["not tested"] if cells is None else ["does not run with the packages of the test"] * (NOT_RUN in cells)
     if not release and not installed["deepspeed"]:
@@ -103,6 +105,8 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
     in_order = sorted(wrong.items(), key=lambda item: (" in " in item[0], item[0]))
     faulty = [f"{condition} under {', '.join(places)}".strip() for condition, places in in_order]
     notes += [f"wrong gradients {'; '.join(faulty)}"] * bool(faulty)
+    if strategy and faults and all(cause.accumulation == "several" for cause in faults.values()):
+        notes.append("without accumulation no fault")
     if cells is None or NOT_RUN in cells:
         notes.append("run: study verify --quick")
     elif not wrong:

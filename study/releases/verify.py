@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
             print_page([f"[{number}/{len(strategies)}] {_line(strategy, rows)}"], sys.stderr)
     untested = _untested(stack, strategies, box.gpus > 0)
     answer = f"{verification.answer} ({format_duration(time.monotonic() - started)})"
-    page: tuple[str | TextTable, ...] = (answer, *untested, "", _table(verification))
+    page: tuple[str | TextTable, ...] = (answer, f"tested: {_stack_text(stack)}", *untested, "", _table(verification))
     print_result(options.json, lambda: _document(stack, matrix, verification) | {"not_tested": untested}, page)
     if verification.agrees is False:
         return 1
@@ -231,7 +231,9 @@ class Verification:
         if self.agrees is None:
             return f"NOT JUDGED: no engine of DeepSpeed could run here{notes}"
         if self.agrees:
-            return f"PASS: every strategy that runs here reproduces one process{notes}"
+            equal = [row for row in self.rows if row.verdict.kind == "equal"]
+            names, precisions = _names(equal), ", ".join(dict.fromkeys(row.precision for row in equal))
+            return f"PASS: {names}: gradients equal those of one process in {precisions}{notes}"
         # Strategies that diverge alike: with or without accumulation, and with the same known causes.
         groups: dict[tuple[str, str], list[VerifyRow]] = {}
         for name in self.not_trusted:

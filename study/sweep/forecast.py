@@ -122,7 +122,7 @@ class Forecast:
         texts, request = [], self.request(cell)
         if self.box is not None and self._nodes(cell) > self.box.nodes:
             texts.append(f"{cell.world_size} ranks need as many GPUs, and {self.box.name} has {self.box.ranks}")
-        device, fits = self._device_gib(cell), None
+        device, verdict = self._device_gib(cell), ""
         if request is None:
             texts.append(f"no memory for {unsupported_reason(cell.strategy, cell.config)}")
         else:
@@ -131,7 +131,8 @@ class Forecast:
                 f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" (of {device:g})" if device else "")
             )
             texts.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
-            fits = self._fits(cell, memory)
+            exceeded = self._exceeded(cell, memory)
+            verdict = f"exceeds the {exceeded}" if exceeded else "fits"
         # Records and the suite's estimate come first: a predicted step excludes start-up, evaluation and saving.
         if seconds := expected_s(cell, self.durations):
             texts.append(f"about {format_duration(seconds)}")
@@ -140,9 +141,7 @@ class Forecast:
         else:
             step, steps = predict_time(request).step_s.value, cell.total_steps
             texts.append(f"{step:.3g} s a step" + (f", {format_duration(step * steps)} for {steps}" if steps else ""))
-        if fits is not None:
-            texts.append("fits" if fits else "runs out of memory")
-        return "predicted: " + ", ".join(texts)
+        return "predicted: " + ", ".join([*texts, *[verdict] * bool(verdict)])
 
     def training_s(self, cell: Cell) -> float | None:
         """Return the predicted seconds of a cell's training steps; None without hardware or a prediction."""
@@ -157,18 +156,21 @@ class Forecast:
 
         def fits(cell: Cell) -> bool:
             request = self.request(cell) if self._device_gib(cell) else None
-            return request is not None and self._fits(cell, predict_memory(request))
+            return request is not None and not self._exceeded(cell, predict_memory(request))
 
         return max(0, sum(1 for _ in itertools.takewhile(fits, cells)) - 1)
 
-    def _fits(self, cell: Cell, memory: MemoryUse) -> bool:
+    def _exceeded(self, cell: Cell, memory: MemoryUse) -> str:
+        """Return the memory that a cell exceeds; empty if it fits."""
         device, on_host = self._device_gib(cell), memory.host_peak.value
         if device is None:
             on_host += cell.world_size / self._nodes(cell) * memory.peak_reserved.value
         # A cap limits the allocator, but not the CUDA context.
         is_cap = cell.config.device_memory_cap_gib is not None
         on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
-        return on_host <= self._host_gib * GIB and (device is None or on_device <= device * GIB)
+        if device is not None and on_device > device * GIB:
+            return "memory of a GPU"
+        return "" if on_host <= self._host_gib * GIB else f"{self._host_gib:.0f} GiB of host memory"
 
     def too_large(self, cell: Cell) -> MemoryUse | None:
         """Return the predicted memory of a cell whose lower bounds exceed the hardware; None if it may fit."""
