@@ -165,6 +165,38 @@ def test_the_keys_of_accelerate_and_the_optimizers_are_listed() -> None:
     assert set(TORCHS_OPTIMIZERS) == torchs
 
 
+def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(tmp_path: Path) -> None:
+    import inspect
+
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime import lr_schedules
+
+    def arguments(*classes: type) -> dict[str, str | None]:
+        found = [item for kind in classes for item in list(inspect.signature(kind).parameters.values())[1:]]
+        return {item.name: "required" if item.default is item.empty else None for item in found}
+
+    optimizers, schedulers = KNOWN["arguments"]["optimizer"], KNOWN["arguments"]["scheduler"]
+    adam = arguments(FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW)
+    # The engine sets adamw_mode, and takes torch_adam out.
+    assert {**adam, "torch_adam": None} == {**optimizers["adamw"], "adamw_mode": None}
+    # The engine rejects max_grad_norm for every optimizer.
+    assert arguments(FusedLamb) == {**optimizers["lamb"], "max_grad_norm": None}
+    assert arguments(FusedLion, DeepSpeedCPULion) == optimizers["lion"]
+    assert {name: arguments(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES} == schedulers
+    document = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decy": 0.1}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}},
+    }
+    case = make_case(tmp_path, {**PLAIN, **document})
+    said = {item.key: item for item in findings(case) if item.kind == "conflict"}
+    assert said["optimizer.params.weight_decy"].fix == "did you mean weight_decay?"
+    assert said["scheduler.params"].says.startswith("WarmupDecayLR needs total_num_steps")
+    assert len(said) == 2
+
+
 @pytest.mark.parametrize("key", sorted(SAID_TWICE))
 def test_keys_that_accelerate_rejects_next_to_a_deepspeed_file_are_refused(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

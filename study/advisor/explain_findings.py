@@ -43,6 +43,7 @@ def findings(case: ConfigCase) -> list[Finding]:
         *case.findings,
         *_ineffective(case),
         *_type_of_optimizer(case),
+        *_arguments(case),
         *_rules(case),
         *_zero(case),
         *_batch(case),
@@ -111,6 +112,25 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
     is_allowed = case.file.launcher == "accelerate" or case.top.get("zero_allow_untested_optimizer")
     if case.stage and name.lower() not in _ZEROS_OPTIMIZERS and not is_allowed:
         yield Finding("refused", key, f"ZeRO accepts {name} only with zero_allow_untested_optimizer: true")
+
+
+def _arguments(case: ConfigCase) -> Iterator[Finding]:
+    """Yield arguments that the class of an optimizer or scheduler does not take, and those that it needs."""
+    for name, classes in known_settings()["arguments"].items():
+        section = case.top.get(name)
+        kind = section.get("type") if isinstance(section, Mapping) else None
+        given = section.get("params") or {} if isinstance(section, Mapping) else {}
+        known = classes.get(kind.lower() if name == "optimizer" else kind) if isinstance(kind, str) else None
+        if known is None or not isinstance(given, Mapping):
+            continue
+        for key in given:
+            if key not in known:
+                message = f"{kind} takes no such argument: the run ends with an error"
+                yield Finding("conflict", f"{name}.params.{key}", message, did_you_mean(str(key), known).strip())
+        missing = [key for key, need in known.items() if need == "required" and key not in given]
+        if missing:
+            message = f"{kind} needs {' and '.join(missing)}: without it the run ends with an error"
+            yield Finding("conflict", f"{name}.params", message)
 
 
 def _rules(case: ConfigCase) -> Iterator[Finding]:
