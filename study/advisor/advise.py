@@ -232,13 +232,16 @@ def _largest_option(
     samples, box = question.samples_per_rank, question.box
     largest = min(MAX_MICRO_BATCH, samples or MAX_MICRO_BATCH)
     sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
+    # With adapters, programs without DeepSpeed load the frozen weights in bf16 too; fp16 would need scaled gradients.
+    is_pure = bool(question.shape.lora_rank) and question.precision == "bf16" and strategy.deepspeed is None
+    precision = "bf16-engine" if is_pure else precision_under(strategy, question.precision)
 
     @functools.cache
     def predicted(micro_batch: int) -> tuple[Request, MemoryUse]:
         request = Request(
             shape=question.shape, strategy=strategy, box=box, sequence_length=question.sequence_length,
             micro_batch=micro_batch, accumulation=samples // micro_batch if samples else 1,
-            precision=precision_under(strategy, question.precision), gradient_checkpointing=checkpointing,
+            precision=precision, pure=is_pure, gradient_checkpointing=checkpointing,
             # The files are for the user's program, not for study/train.py.
             attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
         )  # fmt: skip

@@ -143,6 +143,7 @@ def _entry(option: Option) -> dict[str, Any]:
         "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_safe, "why": option.why,
         "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing, "precision": request.precision,
+        "loads_in_16_bits": request.pure,
         "device_bytes": device_bytes(memory), "peak_reserved": dataclasses.asdict(memory.peak_reserved),
         "device_parts": dict(memory.device_parts),
         "host_bytes_per_node": dataclasses.asdict(memory.host_peak), "nvme_bytes_per_node": memory.nvme,
@@ -255,6 +256,8 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         yield ONE_RANK_NOTE
     if box.nodes > 1:
         yield f"each GPU is assumed to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
+    if best.request.pure:
+        yield "load the model with dtype=torch.bfloat16; peft keeps the adapters in fp32"
     if shape.lora_rank:
         yield LORA_NOTE
     yield from live_notes(shape)
@@ -307,7 +310,7 @@ def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
     yield f"  {files.command}    ({predict_command.workload_text(request)}{', chunked loss' * request.chunked_loss})"
     if files.of_study is not None:
         yield f"  {files.of_study}"
-    elif request.fsdp_gathers_16_bits:
+    elif request.fsdp_gathers_16_bits and not request.pure:
         yield "  study/train.py does not train this: under FSDP it gathers fp32 weights (study predict --autocast)"
 
 
@@ -331,7 +334,7 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
             "parallelism_config_dp_shard_size": shards,
         }
     if request.strategy.deepspeed is None:
-        document["mixed_precision"] = "no" if request.precision == "fp32" else request.precision
+        document["mixed_precision"] = "no" if request.precision == "fp32" else request.precision.removesuffix("-engine")
     else:
         inner = outer.with_suffix(".json")
         settings: dict[str, Any] = copy.deepcopy(dict(request.strategy.deepspeed))
@@ -367,10 +370,17 @@ def write_texts(texts: Mapping[Path, str], folder: Path, argument: str) -> None:
 def _study_command(request: Request, model: str, launch: list[str]) -> str | None:
     """Return the command that trains this with study/train.py; None if that would train something else.
 
-    study/train.py has no chunked loss, cannot load a model given by its sizes, and gathers fp32 weights under FSDP.
+    study/train.py has no chunked loss, cannot load a model given by its sizes, and gathers fp32 weights under FSDP. It
+    keeps fp32 weights without DeepSpeed.
     """
     preset = find_preset(model)
-    if request.chunked_loss or request.fsdp_gathers_16_bits or "=" in model or Path(model).expanduser().is_file():
+    if (
+        request.chunked_loss
+        or request.pure
+        or request.fsdp_gathers_16_bits
+        or "=" in model
+        or Path(model).expanduser().is_file()
+    ):
         return None
     task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"
     flags = ["--task", task, "--model_name_or_path", model]

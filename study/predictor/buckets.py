@@ -67,7 +67,7 @@ def _with_tied(request: Request, snapshots: Iterator[Snapshot]) -> Iterator[Snap
 
 def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:
     """Optimizer step without an engine, or with stage 0: fp32 gradients for the masters, and AdamW's temporaries."""
-    weight = request.weight_bytes
+    weight = request.adapter_bytes
     stepped = weight if request.pure else FP32_BYTES
     grads = elements * (weight + (stepped if stepped != weight else 0))
     temporaries = request.step_copies * elements * stepped

@@ -185,7 +185,7 @@ def predict_payload(request: Request) -> dict[str, float]:
         # Accelerate's accumulation skips the all-reduce until the last micro-batch. DDP broadcasts buffers in the first
         # one only: a forward pass without gradient sync unsets require_forward_param_sync (torch, distributed.py).
         buffers = request.shape.buffer_bytes
-        return {"all_reduce": float(total * weight)} | ({"broadcast": float(buffers)} if buffers else {})
+        return {"all_reduce": float(total * request.adapter_bytes)} | ({"broadcast": float(buffers)} if buffers else {})
     if strategy.zero_stage == 0:
         return {"all_reduce": float(total * weight)}
     settings = request.settings

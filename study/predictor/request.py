@@ -176,6 +176,11 @@ class Request:
         return 2 if self.precision.endswith("-engine") else FP32_BYTES
 
     @property
+    def adapter_bytes(self) -> int:
+        """Bytes per trained weight: peft casts the adapters of 16-bit weights to fp32 (autocast_adapter_dtype)."""
+        return FP32_BYTES if self.pure and self.shape.lora_rank else self.weight_bytes
+
+    @property
     def computing_bytes(self) -> int:
         """Bytes per element of the matrix products."""
         return FP32_BYTES if self.precision == "fp32" else 2
@@ -185,7 +190,9 @@ class Request:
         """Bytes per parameter of both AdamW moments. 8-bit moments add 4 bytes per 256 elements (bitsandbytes)."""
         if self.optimizer == "adamw_8bit":
             return 2 * (1 + 4 / 256)
-        return 4.0 if self.pure or (self.strategy.zero_stage and self.settings.bf16_moments) else 8.0
+        return (
+            2.0 * self.adapter_bytes if self.pure or (self.strategy.zero_stage and self.settings.bf16_moments) else 8.0
+        )
 
     @functools.cached_property
     def without_batch(self) -> Request:

@@ -80,13 +80,15 @@ def _unsharded(request: Request, waiting: bool) -> State:
             for params in (shape.params, shape.trained_params)
         )
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
+    adapted = request.adapter_bytes
     optimizer = trained * (master + request.moments_bytes) + STEP_BYTES * len(shape.trained_params)
     unreduced = accumulated_bytes(request) if request.strategy.is_fsdp and waiting else 0.0
     if request.fsdp_offloads:
         # CPUOffloadPolicy, and CPUOffload of version 1: shards are gathered from the host, and their reduced gradients
         # go to it. Unreduced gradients stay on the device.
-        return State(0.0, unreduced, 0.0, float(stored * weight), float(trained * weight), optimizer)
-    return State(stored * weight, max(trained * weight, unreduced), optimizer)
+        return State(0.0, unreduced, 0.0, float(stored * weight), float(trained * adapted), optimizer)
+    params = stored * weight + trained * (adapted - weight)
+    return State(params, max(trained * adapted, unreduced), optimizer)
 
 
 def _stage12(request: Request, waiting: bool) -> State:
