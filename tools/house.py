@@ -21,7 +21,7 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_620,
+    "config": 1_624,
     "records": 2_633,
     "host": 1_467,
     "workloads": 1_857,
@@ -32,7 +32,7 @@ BUDGETS = {
     "run": 1_601,
     "virtual": 883,
     "releases": 1_488,
-    "advisor": 3_626,
+    "advisor": 3_685,
     "report": 4_093,
     "autopsy": 1_446,
     "claims": 2_212,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 144,
     "cli": 200,
     "__init__": 3,
-    "tests": 21_178,
+    "tests": 21_303,
 }
 
 

@@ -196,11 +196,9 @@ def _batch(file: UserFile, ranks: int, work: ProgramSettings) -> tuple[int, int]
     values = [top.get(key) for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION)]
     global_batch, micro, steps = (value if type(value) is int and value > 0 else None for value in values)
     sharing = ranks_of_a_batch(top, ranks)
-    if file.launcher == "deepspeed" and ACCUMULATION not in top and global_batch and micro:
-        # Without this key Accelerate sets 1.
-        steps = max(int(global_batch // micro // sharing), 1)
-    elif top.get(ACCUMULATION) == "auto" and global_batch and micro and work.accumulation is None:
-        # No other value fits.
+    # Without this key Accelerate sets 1. With "auto" no other value fits.
+    is_without = file.launcher == "deepspeed" and ACCUMULATION not in top
+    if (is_without or (top.get(ACCUMULATION) == "auto" and not work.accumulation)) and global_batch and micro:
         steps = max(int(global_batch // micro // sharing), 1)
     elif global_batch and top.get(MICRO_BATCH) is None:
         if top.get(ACCUMULATION) is None:

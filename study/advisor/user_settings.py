@@ -311,11 +311,9 @@ def _accelerate_deepspeed(
             message = f"Accelerate ends with an error if {inner} is given, too: set it there"
             findings.append(Finding("refused", key, message))
         # explain_case._auto does this for ZeRO's settings.
-        others = {
-            f"{place}.{key}" for place in SECTIONS for key in (*reference[place], *_short_names(reference[place]))
-        }
+        keys = {f"{place}.{key}" for place in SECTIONS for key in (*reference[place], *_short_names(reference[place]))}
         for key in _open_keys(settings):
-            if key not in others.union(reference["filled_by_accelerate"]):
+            if key not in keys.union(reference["filled_by_accelerate"]):
                 findings.append(Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error"))
         explicit_keys = _dotted(settings)
     else:

@@ -40,7 +40,7 @@ def read_json(file: Path, ranks: int) -> Any:
     )  # fmt: skip
     config.trainer_config_process(program)
     # What the file sets, the program sets to the same.
-    config.fill_match, config.mismatches = config.fill_only, []  # type: ignore[method-assign]
+    config.fill_match, config.mismatches = config.fill_only, []
     config.trainer_config_finalize(program, SimpleNamespace(config=SimpleNamespace(hidden_size=768)), 1000)
     return config.config
 
