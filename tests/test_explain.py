@@ -1065,21 +1065,19 @@ def test_the_first_line_names_what_the_engine_refuses(tmp_path: Path, capsys: py
     assert first.startswith("Refused by the engine: zero_optimization.overlap_com. Without it: Peak ")
 
 
-SAMPLE = yaml.safe_load((ROOT / "tests/data/config_files.yaml").read_text())
-
-
 def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_own_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for document in SAMPLE:
+    sample = yaml.safe_load((ROOT / "tests/data/config_files.yaml").read_text())
+    for document in sample:
         (tmp_path / document["name"]).write_text(document["text"])
-    names = json.dumps([document["name"] for document in SAMPLE])
+    names = json.dumps([document["name"] for document in sample])
     command = [ROOT / "tests/probes/config_readers.py", str(tmp_path / "store"), str(tmp_path), names]
     done = fork_script(*command, folder=ROOT, environment=os.environ, read_at_import={})  # type: ignore[arg-type]
     says = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
-    assert len(says) == len(SAMPLE) >= 60, done.stderr[-2000:]
+    assert len(says) == len(sample) >= 60, done.stderr[-2000:]
     monkeypatch.chdir(tmp_path)
-    for (document, errors), ranks in itertools.product(zip(SAMPLE, says, strict=True), (1, 8)):
+    for (document, errors), ranks in itertools.product(zip(sample, says, strict=True), (1, 8)):
         error = errors[ranks == 8]
         try:
             file = read_user_file(document["name"])

@@ -9,7 +9,6 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import deepspeed
 import torch
@@ -21,10 +20,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-ZERO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
-def read_json(file: Path, ranks: int) -> Any:
+def read_json(file: Path, ranks: int) -> object:
     if '"auto"' not in file.read_text():
         return str(file)
     config = HfTrainerDeepSpeedConfig(json.loads(file.read_text()))
@@ -45,7 +43,7 @@ def read_json(file: Path, ranks: int) -> Any:
     return config.config
 
 
-def read_yaml(file: Path, ranks: int) -> Any:
+def read_yaml(file: Path, ranks: int) -> object:
     command = ["--config_file", str(file), "--num_processes", str(ranks), "train.py"]
     args, defaults, sets_precision = _validate_launch_command(launch_command_parser().parse_args(command))
     fields = [*defaults.deepspeed_config, *["mixed_precision"] * sets_precision]
@@ -55,7 +53,7 @@ def read_yaml(file: Path, ranks: int) -> Any:
     environment = prepare(args)[1] if is_one or args.use_deepspeed else prepare_multi_gpu_env(args)
     with patch_environment(**environment):
         if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG"):
-            launch: dict[str, Any] = {"num_processes": 1 if is_one else ranks, "multi_device": args.multi_gpu}
+            launch: dict[str, object] = {"num_processes": 1 if is_one else ranks, "multi_device": args.multi_gpu}
             launch |= {"is_fsdp2": args.use_fsdp and str(args.fsdp_version) == "2", "is_main_process": False}
             launch["distributed_type"] = DistributedType(defaults.distributed_type)
             ParallelismConfig()._validate_accelerator(SimpleNamespace(**launch))
@@ -65,11 +63,10 @@ def read_yaml(file: Path, ranks: int) -> Any:
             return None
         plugin = DeepSpeedPlugin()
         plugin.set_mixed_precision(os.environ["ACCELERATE_MIXED_PRECISION"])
+        # Accelerator._prepare_deepspeed.
         plugin.fill_match(ACCUMULATION, must_match=False, **{ACCUMULATION: 1})
         micro = 1 if plugin.is_auto(MICRO_BATCH) else plugin.get_value(MICRO_BATCH)
-        # Accelerator._prepare_deepspeed.
-        values = {"gradient_clipping": 1.0, "zero_optimization.stage3_gather_16bit_weights_on_model_save": False}
-        values |= {f"zero_optimization.{key}": 768 for key in ZERO} | {"optimizer.params.lr": 1e-4}
+        values = {"gradient_clipping": 1.0, "optimizer.params.lr": 1e-4, "zero_optimization.reduce_bucket_size": 768**2}
         if micro is not None:
             values |= {MICRO_BATCH: micro, "train_batch_size": micro * plugin.get_value(ACCUMULATION) * ranks}
         plugin.deepspeed_config_process(must_match=False, **values)
