@@ -346,6 +346,8 @@ SHARDING = "noted fsdp_sharding_strategy"
              "ineffective activation_checkpointing", "ignored my_note"],
             "stage 2 does not use it; stage 3 would",
         ),
+        ({**PLAIN, "_read_the_docs": "", "zero3_save_16bit_model": True}, "gpt2", 4, ["ignored zero3_save_16bit_model"],
+         f"an Accelerate file's name of {ZERO}.stage3_gather"),
         # DeepSpeed asserts this while it loads the weights: 50,400 x 4096 elements, and a default buffer of 1e8.
         (NVME_PARAMETERS, "gpt-j-6b", 1, ["refused offload_param.buffer_size"], "has 206,438,400 elements"),
         (NVME_PARAMETERS, "gpt-j-6b", 4, [], ""),
@@ -384,9 +386,9 @@ SHARDING = "noted fsdp_sharding_strategy"
         (fsdp(fsdp_sharding_strategy=9), "gpt2", 4, [*BY_VERSION_2, "refused fsdp_sharding_strategy"], "no '9'"),
         (fsdp(fsdp_offload_params=True), "gpt2", 4, [*BY_VERSION_2, "noted fsdp_offload_params"], "in host memory"),
         (fsdp(fsdp_version=2, fsdp_auto_wrap_policy="NO_WRAP"), "gpt2", 4, ["noted fsdp_auto_wrap_policy"], "at once"),
-        (mesh(dp_replicate=4, dp_shard=4), "gpt2", 8, ["refused parallelism_config"], "replicas of 4 ranks are 16"),
+        (mesh(dp_replicate=4, dp_shard=4), "gpt2", 8, ["refused parallelism_config"], "of 16 ranks, not 8"),
         (mesh(dp_replicate=8), "gpt2", 8, ["refused parallelism_config.dp_shard_size"], ""),
-        (mesh(tp=2), "gpt2", 8, ["noted parallelism_config.tp_size"], ""),
+        (mesh(tp=2, dp_shard=4), "gpt2", 8, ["noted parallelism_config.tp_size"], ""),
     ],
 )  # fmt: skip
 def test_a_file_has_these_findings_and_no_others(
@@ -755,7 +757,6 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.yaml", "distributed_type: NO\ndistributed_type: FSDP\n", "a.yaml:2: distributed_type appears twice"),
         ("a.json", "{", "not readable as JSON"),
         ("a.yaml", "- a\n- b\n", "not a mapping"),
         ("a.yaml", "a: [", "a.yaml:1: not YAML"),
@@ -783,7 +784,8 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
         ('{"zero_optimization": {"offload_optimizer": "cpu"}}', "refused offload_optimizer", "is 'cpu'"),
         ('{"zero_optimization": {"offload_param": {"device": "disk"}}}', "refused offload_param.device", "is 'disk'"),
         ('{"bf16": true, "zero_optimization": {}}', "refused bf16", "is True"),
-        ("distributed_type: DEEPSPEED\n", "refused deepspeed_config", "is missing"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: 3\n", "refused deepspeed_config", "is 3, which is not a"),
+        ("distributed_type: FSDP\ndebug: true\ndebug: no\n", "ignored debug", "uses the last one"),
         ("distributed_type: NCCL\n", "refused distributed_type", "is 'NCCL'"),
         ("distributed_type: NO\nnum_proceses: 2\n", "refused num_proceses", "did you mean num_processes"),
         ("distributed_type: NO\nmixed_precision: bf61\n", "refused mixed_precision", "did you mean bf16 or"),
@@ -843,7 +845,7 @@ def test_a_file_that_another_one_names_is_searched_as_accelerate_does(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"deepspeed_config_file: .*zero3_cpu.json', and there is no file") as refusal:
         read_user_file(str(config))
-    assert refusal.value.fix.endswith("the root of the repository")
+    assert refusal.value.fix.endswith(f"path starts: {ROOT}")
     monkeypatch.chdir(ROOT)
     assert read_user_file(str(config)).launcher == "accelerate"
 
@@ -1093,3 +1095,30 @@ def test_the_first_line_names_what_the_engine_refuses(tmp_path: Path, capsys: py
     assert main(["explain", str(file), LLAMA_8B, "--world_size", "4"]) == 1
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("Refused by the engine: zero_optimization.overlap_com. Without it: Peak ")
+
+
+def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_own_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = yaml.safe_load((ROOT / "tests/data/config_files.yaml").read_text())
+    for document in sample:
+        (tmp_path / document["name"]).write_text(document["text"])
+    names = json.dumps([document["name"] for document in sample])
+    command = [ROOT / "tests/probes/config_readers.py", str(tmp_path / "store"), str(tmp_path), names]
+    done = fork_script(*command, folder=ROOT, environment=os.environ, read_at_import={})  # type: ignore[arg-type]
+    says = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
+    assert len(says) == len(sample) >= 60, done.stderr[-2000:]
+    monkeypatch.chdir(tmp_path)
+    for (document, errors), ranks in itertools.product(zip(sample, says, strict=True), (1, 8)):
+        error = errors[ranks == 8]
+        try:
+            file = read_user_file(document["name"])
+            case = resolve(file, model_shape("gpt2"), 1 if file.distributed_type == "NO" else ranks, ProgramSettings())
+            keys = [finding.key for finding in findings(case) if finding.kind == "refused"]
+        except UserError:
+            keys = [""]
+        assert bool(keys) == bool(error), (document, ranks, keys, error)
+        # Its arithmetic of a batch names any of the sizes; a KeyError and a wrong switch, no setting.
+        words, said = ("batch", "steps", "KeyError", "truth value"), re.sub("[ _]", "", error.lower())
+        parts = [re.sub("_", "", key.rpartition(".")[2].removeprefix("fsdp_")) for key in keys]
+        assert not error or any(part in said for part in parts) or any(word in error for word in words), (keys, error)

@@ -21,26 +21,26 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_621,
+    "config": 1_625,
     "records": 2_633,
     "host": 1_467,
     "workloads": 1_857,
     "metrics": 1_602,
-    "predictor": 4_969,
+    "predictor": 4_985,
     "engine": 1_556,
-    "sweep": 2_734,
+    "sweep": 2_736,
     "run": 1_601,
     "virtual": 883,
-    "releases": 1_488,
-    "advisor": 3_642,
+    "releases": 1_506,
+    "advisor": 3_754,
     "report": 4_093,
     "autopsy": 1_446,
-    "claims": 2_213,
+    "claims": 2_215,
     "baselines": 436,
     "train": 144,
     "cli": 200,
     "__init__": 3,
-    "tests": 21_183,
+    "tests": 21_357,
 }
 
 

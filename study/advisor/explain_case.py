@@ -132,6 +132,11 @@ def resolve(
         findings.append(Finding("noted", "num_processes", message))
     if ranks > MAX_JOB_GPUS:
         raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")
+    mesh = file.mesh
+    if file.mesh_ranks not in (1, ranks):
+        message = f"Accelerate ends with an error: its groups are of {file.mesh_ranks} ranks, not {ranks}"
+        findings.append(Finding("refused", "parallelism_config", message))
+        mesh = None
     zero: dict[str, Any] = {}
     precision: Precision
     if file.deepspeed is None:
@@ -139,10 +144,6 @@ def resolve(
         if mixed_precision == "fp8":
             findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16: only products are in fp8"))
         kind = "MULTI_GPU" if read_sharding_strategy(file) == "NO_SHARD" else file.distributed_type
-        if (mesh := file.mesh) is not None and mesh[0] * mesh[1] != ranks:
-            product = f"{mesh[0]} replicas of {mesh[1]} ranks are {mesh[0] * mesh[1]}, not {ranks}"
-            findings.append(Finding("refused", "parallelism_config", f"Accelerate ends with an error: {product}"))
-            mesh = None
         name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
         strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
         precision = "bf16" if mixed_precision in ("bf16", "fp8") else "fp16" if mixed_precision == "fp16" else "fp32"
@@ -150,14 +151,8 @@ def resolve(
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
-    offloads = str(fsdp_settings(file).get("fsdp_offload_params", False)).lower() in (
-        "true",
-        "1",
-        "yes",
-        "y",
-        "on",
-        "t",
-    )
+    words = ("true", "1", "yes", "y", "on", "t")
+    offloads = str(fsdp_settings(file).get("fsdp_offload_params", False)).lower() in words
     request = Request(
         shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
@@ -201,8 +196,9 @@ def _batch(file: UserFile, ranks: int, work: ProgramSettings) -> tuple[int, int]
     values = [top.get(key) for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION)]
     global_batch, micro, steps = (value if type(value) is int and value > 0 else None for value in values)
     sharing = ranks_of_a_batch(top, ranks)
-    if file.launcher == "deepspeed" and ACCUMULATION not in top and global_batch and micro:
-        # Without this key Accelerate sets 1.
+    # Without this key Accelerate sets 1. With "auto" no other value fits.
+    is_without = file.launcher == "deepspeed" and ACCUMULATION not in top
+    if (is_without or (top.get(ACCUMULATION) == "auto" and not work.accumulation)) and global_batch and micro:
         steps = max(int(global_batch // micro // sharing), 1)
     elif global_batch and top.get(MICRO_BATCH) is None:
         if top.get(ACCUMULATION) is None:
@@ -280,8 +276,8 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
         mixed = "bf16"
     open_kinds = [kind for kind, value in on.items() if value == "auto"]
     if open_kinds and mixed is None:
-        # A file that leaves only fp16 open was written for fp16: the Trainer adds no bf16 section.
-        mixed = "fp16" if open_kinds == ["fp16"] else "bf16"
+        # A file that leaves only fp16 open was written for fp16, unless it sets bf16.
+        mixed = "fp16" if open_kinds == ["fp16"] and on["bf16"] is not True else "bf16"
         message = f"auto: assumed to be the value of --precision, {mixed}"
         findings += [Finding("filled", f"{kind}.enabled", message) for kind in open_kinds]
     on |= {kind: mixed == kind for kind in open_kinds}

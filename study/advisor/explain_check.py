@@ -107,9 +107,7 @@ def _fitting_ranks(file: user_settings.UserFile) -> list[int]:
     groups = [top.get(f"{what}_parallel_size", 1) for what in ("data", "sequence")]
     if all(type(size) is int and size > 0 for size in (batch, *parts, *groups)):
         counts += [batch // (parts[0] * parts[1]) * groups[1], groups[0] * groups[1]]
-    if file.mesh:
-        counts.append(file.mesh[0] * file.mesh[1])
-    return [count for count in dict.fromkeys(counts) if 0 < count <= MAX_JOB_GPUS]
+    return [count for count in dict.fromkeys([*counts, file.mesh_ranks]) if 0 < count <= MAX_JOB_GPUS]
 
 
 def find_line(text: str, key: str) -> int | None:

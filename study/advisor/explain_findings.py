@@ -15,7 +15,7 @@ from study.advisor.explain_case import (
     ranks_of_a_batch,
     read_sharding_strategy,
 )
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings, read_entry, removed
+from study.advisor.user_settings import OFFLOADS, ZERO, Finding, convert, known_settings, read_entry, removed
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
@@ -196,6 +196,8 @@ def _fsdp(case: ConfigCase) -> Iterator[Finding]:
     key, version = "fsdp_sharding_strategy", settings.get("fsdp_version", 1)
     if str(version) not in ("1", "2"):
         yield Finding("refused", "fsdp_version", f"Accelerate has versions 1 and 2, not {clip(version)}")
+    elif str(version) == "1" and case.file.mesh_ranks > 1:
+        yield Finding("refused", "fsdp_version", "Accelerate accepts a parallelism_config only with version 2")
     if sharding == "NO_SHARD":
         yield Finding("noted", key, "NO_SHARD is plain data parallelism, and is counted as such")
     elif sharding is not None:
@@ -211,6 +213,7 @@ def _fsdp(case: ConfigCase) -> Iterator[Finding]:
             )
     if case.file.fsdp is not None and sharding != "NO_SHARD" and settings.get("fsdp_auto_wrap_policy") == "NO_WRAP":
         yield Finding("noted", "fsdp_auto_wrap_policy", f"NO_WRAP: all weights are gathered at once, {more}")
+    yield from _fsdp_refusals(settings, str(version))
     for name, value in settings.items():
         if name not in effects:
             guess = did_you_mean(name, effects, cutoff=0.75)
@@ -224,6 +227,33 @@ def _fsdp(case: ConfigCase) -> Iterator[Finding]:
         yield Finding("noted", "fsdp_reshard_after_forward", f"false: {unsharded}")
 
 
+def _fsdp_refusals(settings: Mapping[str, Any], version: str) -> Iterator[Finding]:
+    """Yield what ends Accelerate with an error (prepare_multi_gpu_env and FullyShardedDataParallelPlugin)."""
+    error, switches = "Accelerate ends with an error", ["offload_params", "cpu_ram_efficient_loading"]
+    switches += ["activation_checkpointing", "activation_checkpointing_offload"]
+    switches += ["reshard_after_forward"] if version == "2" else ["use_orig_params", "sync_module_states"]
+    on = set()
+    for name in (f"fsdp_{switch}" for switch in switches):
+        try:
+            on |= {name} if name in settings and convert("bool", settings[name]) else set()
+        except ValueError:
+            yield Finding("refused", name, f"{error}: it is {clip(settings[name])}", "set true or false")
+    for name, values in (
+        ("fsdp_auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
+        ("fsdp_state_dict_type", ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", "1", "2", "3")),
+    ):
+        if (value := settings.get(name)) is not None and str(value).upper() not in values:
+            guess = did_you_mean(str(value).upper(), values).strip()
+            yield Finding("refused", name, f"{error}: no {clip(value)}", guess)
+    # The launcher's own default of both is true.
+    if settings.get("fsdp_cpu_ram_efficient_loading", True) and not settings.get("fsdp_sync_module_states", True):
+        message = f"{error} if it is false and fsdp_cpu_ram_efficient_loading, by default true, is not"
+        yield Finding("refused", "fsdp_sync_module_states", message)
+    offload, needed = "fsdp_activation_checkpointing_offload", "fsdp_activation_checkpointing"
+    if offload in on and not (needed in on and version == "2"):
+        yield Finding("refused", offload, f"{error} without {needed} and fsdp_version 2")
+
+
 def _batch(case: ConfigCase) -> Iterator[Finding]:
     keys, ranks = ("train_batch_size", MICRO_BATCH, ACCUMULATION), ranks_of_a_batch(case.top, case.ranks)
     if (sequence := case.top.get("sequence_parallel_size")) is not None:
@@ -235,8 +265,12 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
             yield Finding("refused", "sequence_parallel_size", f"the engine ends with an error: {message}")
             return
     sizes = [None if case.top.get(key) == "auto" else case.top.get(key) for key in keys]
-    if case.file.launcher == "accelerate" or "auto" in (case.top.get(MICRO_BATCH), case.top.get(ACCUMULATION)):
-        sizes[1:] = sizes[1] or (None if sizes[0] else case.request.micro_batch), sizes[2] or case.request.accumulation
+    is_open = [case.top.get(key) == "auto" for key in keys]
+    # The Trainer fills in each "auto" by itself; Accelerate multiplies train_batch_size from the micro-batch.
+    if sizes[0] is None and (is_open[1] or (is_open[0] and case.file.launcher == "deepspeed")):
+        sizes[1] = sizes[1] or case.request.micro_batch
+    if case.file.launcher == "accelerate" or any(is_open[1:]):
+        sizes[2] = sizes[2] or case.request.accumulation
     if problem := _batch_problem(sizes, ranks):
         yield Finding("refused", *problem)
     # Without the key Accelerate (DeepSpeedPlugin) and the engine set 1; with "auto" the program sets it.

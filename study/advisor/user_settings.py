@@ -106,6 +106,8 @@ class UserFile:
     # FSDP's number of replicas, and of ranks per replica.
     mesh: tuple[int, int] | None = None
     findings: list[Finding] = dataclasses.field(default_factory=list)
+    # Ranks of Accelerate's parallelism_config; 1 if it sets none, or leaves them to DeepSpeed.
+    mesh_ranks: int = 1
 
 
 @functools.cache
@@ -158,7 +160,14 @@ def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         document = _read_json(name, text, findings)
     else:
-        document = read_document(path, Section)
+
+        class Repeating(Section):
+            def may_repeat(self, key: str) -> bool:
+                message = "is set twice: Accelerate uses the last one"
+                findings.append(Finding("ignored", key, message, rule="set-twice"))
+                return True
+
+        document = read_document(path, Repeating)
     if not isinstance(document, dict):
         raise UserError(f"{name} is not a mapping of settings", _EITHER)
     return document
@@ -203,6 +212,14 @@ def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
     return tuple(names)
 
 
+def _open_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of the settings that are "auto"."""
+    for key, value in section.items() if isinstance(section, dict) else ():
+        if value == "auto":
+            yield prefix + key
+        yield from _open_keys(value, f"{prefix}{key}.")
+
+
 def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) -> UserFile:
     if document.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
@@ -226,49 +243,55 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         findings.append(_refused("mixed_precision", f"is {clip(precision)}", guess))
         precision = None
     findings += [Finding("noted", key, NOT_MODELLED) for key in ("megatron_lm_config",) if document.get(key)]
-    mesh = None
+    mesh, mesh_ranks = None, 1
     if document.get("parallelism_config"):
-        mesh = _mesh(_section(document, "parallelism_config", findings), kind, findings)
+        mesh, mesh_ranks = _mesh(_section(document, "parallelism_config", findings), kind, findings)
     if kind == "DEEPSPEED":
-        return _accelerate_deepspeed(name, document, precision, processes, findings)
-    has_section = document.get("fsdp_config") is not None
-    section = None if kind != "FSDP" else _section(document, "fsdp_config", findings) if has_section else {}
-    return UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
+        file = _accelerate_deepspeed(name, document, precision, processes, findings)
+    else:
+        has_section = document.get("fsdp_config") is not None
+        section = None if kind != "FSDP" else _section(document, "fsdp_config", findings) if has_section else {}
+        file = UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
+    file.mesh_ranks = mesh_ranks
+    return file
 
 
-def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tuple[int, int] | None:
+def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tuple[tuple[int, int] | None, int]:
+    """Return FSDP's replicas and ranks of each, and the number of ranks that Accelerate requires; 1 without one
+    (ParallelismConfig._validate_accelerator)."""
     sizes = {key.removeprefix("parallelism_config_"): value for key, value in section.items()}
-    wrong = [key for key, size in sizes.items() if key.endswith("_size") and (type(size) is not int or size < 1)]
+    sizes = {key: size for key, size in sizes.items() if key.endswith("_size")}
+    wrong = [key for key, size in sizes.items() if type(size) is not int or size < 1]
     for key in wrong:
         problem = f"is {clip(sizes[key])}"
         findings.append(_refused(f"parallelism_config.{key}", problem, "set a whole number from 1 up"))
     if wrong:
-        return None
+        return None, 1
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = [key for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1]
     findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in groups]
-    if replicas == 1 or kind != "FSDP" or groups:
-        return None
-    if shards == 1:
-        message = "Accelerate refuses replicas that are not sharded: without it the run is plain data parallelism"
+    # Sequence parallelism is DeepSpeed's, which makes its own groups.
+    ranks = 1 if "sp_size" in groups else math.prod(sizes.values())
+    if kind == "FSDP" and ranks > 1 and shards == 1 and "cp_size" not in groups:
+        message = "Accelerate ends with an error: FSDP has no ranks to shard over"
         findings.append(Finding("refused", "parallelism_config.dp_shard_size", message))
-        return None
-    return replicas, shards
+        return None, ranks if groups else 1
+    return (replicas, shards) if replicas > 1 and kind == "FSDP" and not groups else None, ranks
 
 
 def _section(document: Mapping[str, Any], key: str, findings: list[Finding]) -> dict[str, Any]:
     section = document.get(key)
     if isinstance(section, dict) and all(isinstance(setting, str) for setting in section):
         return section
-    problem = "is missing" if section is None else f"is {clip(section)}, which is not a mapping"
-    findings.append(_refused(key, problem, f"write its settings under {key}"))
+    findings.append(_refused(key, f"is {clip(section)}, which is not a mapping", f"write its settings under {key}"))
     return {}
 
 
 def _accelerate_deepspeed(
     name: str, document: dict[str, Any], precision: Any, processes: int | None, findings: list[Finding]
 ) -> UserFile:
-    plugin, reference = _section(document, "deepspeed_config", findings), known_settings()
+    has_section = document.get("deepspeed_config") is not None
+    plugin, reference = _section(document, "deepspeed_config", findings) if has_section else {}, known_settings()
     mapped = reference["accelerate_deepspeed"]
     for key in plugin:
         if key not in mapped:
@@ -280,9 +303,10 @@ def _accelerate_deepspeed(
     has_json = inner not in (None, "none")
     if has_json:
         if not isinstance(inner, str) or not resolve_path(inner).exists():
-            fix = "name a file that exists"
+            fix, folders = "name a file that exists", resolve_path(name).resolve().parents
             if isinstance(inner, str) and not Path(inner).is_absolute():
-                fix = "run this in the folder at which that path starts: for this study, the root of the repository"
+                start = next((f": {folder}" for folder in folders if (folder / inner).is_file()), "")
+                fix = f"run this in the folder at which that path starts{start}"
             raise UserError(f"{name} sets deepspeed_config_file: {clip(inner)}, and there is no file of that name", fix)
         only_deepspeeds = list[Finding]()
         settings = _read(inner, only_deepspeeds)
@@ -290,6 +314,11 @@ def _accelerate_deepspeed(
         for key in sorted((SAID_TWICE & plugin.keys()) | ({"mixed_precision"} if precision is not None else set())):
             message = f"Accelerate ends with an error if {inner} is given, too: set it there"
             findings.append(Finding("refused", key, message))
+        # explain_case._auto does this for ZeRO's settings.
+        keys = {f"{place}.{key}" for place in SECTIONS for key in (*reference[place], *_short_names(reference[place]))}
+        for key in _open_keys(settings):
+            if key not in keys.union(reference["filled_by_accelerate"]):
+                findings.append(Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error"))
         explicit_keys = _dotted(settings)
     else:
         # Settings that Accelerate creates if the file names no JSON.
@@ -421,9 +450,11 @@ def check_deepspeed(file: UserFile) -> None:
             del settings[key]
             findings.append(removed(key, message))
         # DeepSpeed drops comments, too, as their authors expect.
-        elif key not in names and key.lstrip("_") not in ("comment", "comments"):
+        elif key not in (*names, "comment", "comments") and not key.startswith("_"):
             place = next((section for section in SECTIONS if key in reference[section]), None)
             hint = did_you_mean(key, names, cutoff=0.75).strip() or (f"it belongs in {place}" if place else "")
+            if name := reference["accelerate_deepspeed"].get(key):
+                hint = f"it is an Accelerate file's name of {name}"
             message = "DeepSpeed does not support it, and drops it silently"
             findings.append(Finding("ignored", key, message, hint, "unknown-key"))
     if isinstance(settings.get(ZERO), bool) and file.launcher == "deepspeed":

@@ -29,6 +29,10 @@ class Section(dict[str, Any]):
         """Return FILE:LINE of a key, or of the section if it lacks the key."""
         return self.places.get(key, self.place)
 
+    def may_repeat(self, key: str) -> bool:
+        """Whether a key that is set twice has its last value, instead of ending with an error."""
+        return False
+
     def refusal(self, key: str, problem: str, fix: str) -> UserError:
         return UserError(f"{self.key_place(key)}: {key} {problem}", fix)
 
@@ -65,7 +69,7 @@ class _Sections:
             key, place = self.construct_object(key_node, deep=True), f"{self.file}:{key_node.start_mark.line + 1}"
             if not isinstance(key, str):
                 raise UserError(f"{place}: the key {key!r} is not a string", "quote it, or fix it")
-            if key in names:
+            if key in names and not section.may_repeat(key):
                 raise UserError(f"{place}: {key} appears twice", "remove one of them")
             if index >= len(node.value) - key_count:
                 names.add(key)
