@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from study.advisor.user_settings import UserFile, check_deepspeed
+from study.advisor.explain_findings import request_findings
+from study.advisor.user_settings import UserFile, check_deepspeed, known_settings
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_result
@@ -195,6 +196,7 @@ def _request(options: argparse.Namespace) -> Request:
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
         autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
+        reference_model=options.with_reference, quantized=options.quantization == "4bit",
     )  # fmt: skip
     check_attention(request)
     return request
@@ -279,7 +281,9 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
         )
     utilization = [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
     yield ""
-    yield from (*utilization, *memory.notes, *time.notes)
+    details_only = () if details else known_settings()["details"]
+    findings = (item for item in request_findings(request) if item.rule not in details_only)
+    yield from (*utilization, *memory.notes, *time.notes, *(f"{item.key}: {item.says}" for item in findings))
 
 
 def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:
