@@ -17,6 +17,7 @@ import yaml
 
 from study.advisor import advise, predict_command
 from study.advisor.advise import Advice, Option
+from study.advisor.explain_findings import request_notes
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.strategies import STRATEGY_DIRECTORY, read_yaml
@@ -243,6 +244,7 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     if shape.lora_rank:
         yield LORA_NOTE
     yield from live_notes(shape)
+    yield from request_notes(best.request)
 
 
 def _row(option: Option, best: Option | None) -> list[str]:

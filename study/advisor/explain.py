@@ -622,9 +622,7 @@ def _explain_ratio(case: ConfigCase) -> Explanation:
         ratio: sub_groups_on_host(case.at(offload_optimizer={**optimizer, "ratio": ratio})) / count
         for ratio in (0.0, 0.25, 0.5, 0.75, 1.0)
     }
-    because = [
-        f"the optimizer moves by whole sub-groups, the first ones stay on the device, and a rank has {count} here"
-    ]
+    because = [f"whole sub-groups move, the first ones stay on the device, and a rank has {count} here"]
     if count == 1:
         because.append(
             f"sub_group_size ({case.zero['sub_group_size']:,.0f}) is larger than a rank's shard, so any ratio above 0"

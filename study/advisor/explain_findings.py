@@ -124,13 +124,18 @@ def _rules(case: ConfigCase) -> Iterator[Finding]:
 
 
 def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:
-    """Yield the findings about model, program and hardware, which `study predict` prints, too; without the facts of a
-    user's file those of the strategy."""
+    """Yield the findings about model, program and hardware; without the facts of a file those of the strategy."""
     if facts is None:
         settings = request.strategy.deepspeed or {}
         facts = {**_flat(settings.get(ZERO, {})), "launcher": "accelerate", "set": set(_flat(settings))}
         facts |= {f"offload_{what}": request.strategy.offload_device(what) or "none" for what in ("optimizer", "param")}
     yield from _holding(known_settings()["requests"], {**facts, **request_facts(request)})
+
+
+def request_notes(request: Request, details: bool = False) -> list[str]:
+    """Return the findings about a request as text."""
+    hidden = () if details else known_settings()["details"]
+    return [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
 
 
 def request_facts(request: Request) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from study.advisor.explain_findings import request_findings
-from study.advisor.user_settings import UserFile, check_deepspeed, known_settings
+from study.advisor.explain_findings import request_notes
+from study.advisor.user_settings import UserFile, check_deepspeed
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_result
@@ -97,9 +97,8 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
 def known_optimizer(text: str) -> str:
     """Return the text; raise ArgumentTypeError for muon, with the command that supports it."""
     if text == "muon":
-        raise argparse.ArgumentTypeError(
-            "Muon is not predicted: `study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
-        )
+        instead = "`study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
+        raise argparse.ArgumentTypeError(f"Muon is not predicted: {instead}")
     return text
 
 
@@ -119,9 +118,7 @@ def run(options: argparse.Namespace) -> int:
 def predict(request: Request) -> Prediction:
     """Predict memory, communication and step time; raise UserError for settings that the engine refuses."""
     if refusal := engine_refusal(request):
-        fix = (
-            "leave it out, or use zero1" if refusal[0] != "optimizer" else "use --optimizer adamw, or another strategy"
-        )
+        fix = "use --optimizer adamw, or another strategy" if refusal[0] == "optimizer" else "leave it out"
         raise UserError(f"{refusal[0]}: {refusal[1]}", fix)
     memory = predict_memory(request)
     sent = estimate("sent", sent_bytes(request))
@@ -281,9 +278,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
         )
     utilization = [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
     yield ""
-    details_only = () if details else known_settings()["details"]
-    findings = (item for item in request_findings(request) if item.rule not in details_only)
-    yield from (*utilization, *memory.notes, *time.notes, *(f"{item.key}: {item.says}" for item in findings))
+    yield from (*utilization, *memory.notes, *time.notes, *request_notes(request, details))
 
 
 def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:
