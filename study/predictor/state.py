@@ -215,8 +215,10 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
         ranks = (request.strategy.is_fsdp and request.ranks_per_replica) or request.box.ranks
     size = float(width * shape.parameters * request.reference_model)
     if request.quantized:
-        inside = (param for param in shape.params if 0 <= param.place < shape.layers and not param.trained)
-        size -= (width - 0.5 - 4 / 64) * sum(param.elements for param in inside if param.rows < param.elements)
+        # Tensors of experts are no Linear's weights, and stay as they are.
+        inside = (item for item in shape.params if 0 <= item.place < shape.layers and item.name.endswith(".weight"))
+        elements = sum(item.elements for item in inside if not item.trained and item.rows < item.elements)
+        size -= (width - 0.5 - 4 / 64) * elements
     offloads = request.fsdp_offloads or (request.strategy.zero_stage == 3 and request.settings.parameters is not None)
     return (0.0, size / ranks) if offloads else (size / ranks, 0.0)
 
