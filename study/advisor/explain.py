@@ -482,7 +482,7 @@ def _explain_loading(case: ConfigCase) -> list[Explanation]:
         f"otherwise each of a node's {case.request.box.gpus_per_node} processes creates the whole model, in fp32 or in"
         " the checkpoint's type, next to the weights that it reads; more GPUs in a node do not help",
     )
-    short = f"{gib(shards)} a node, and about {gib(full)} if the program creates the model before TrainingArguments"
+    short = f"{gib(shards)} a node; {gib(full)} if the model is created before TrainingArguments"
     answer = Explanation("How much host memory does loading need?", short, because, {"shards": shards, "whole": full})
     return [answer] if full > shards else []
 
