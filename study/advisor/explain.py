@@ -462,8 +462,8 @@ def _explain_time(case: ConfigCase) -> Explanation:
     because = list(time.notes[1:])
     if case.ranks > 1 and not request.box.is_cpu_only:
         rate = bus_bandwidth_gb_per_s(request.box, "all_gather", request.shape.parameters * case.weight)
-        because.append(f"ranks communicate at {rounded(rate)} GB/s at most; PCIe, NCCL_P2P_DISABLE=1, GPUs of several"
-                       " kinds and slow networks lower it: --bus_gb_per_s and --network_gb_per_s set it")  # fmt: skip
+        slower = "PCIe, NCCL_P2P_DISABLE=1, GPUs of several kinds and slow networks lower it"
+        because.append(f"ranks communicate at {rounded(rate)} GB/s; {slower} (--bus_gb_per_s, --network_gb_per_s)")
     return Explanation("What takes the time of a step?", short, tuple(because), dict(parts))
 
 
@@ -483,8 +483,8 @@ def _explain_loading(case: ConfigCase) -> list[Explanation]:
         " the checkpoint's type, next to the weights that it reads; more GPUs in a node do not help",
     )
     short = f"{gib(shards)} a node; {gib(full)} if the model is created before TrainingArguments"
-    answer = Explanation("How much host memory does loading need?", short, because, {"shards": shards, "whole": full})
-    return [answer] if full > shards else []
+    figures = {"shards": shards, "whole": full}
+    return [Explanation("How much host memory does loading need?", short, because, figures)][: full > shards]
 
 
 def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:

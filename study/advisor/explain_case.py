@@ -173,10 +173,10 @@ def resolve(
 
 
 def _optimizer(file: UserFile, strategy: Strategy, work: ProgramSettings, findings: list[Finding]) -> OptimizerName:
-    """Return the optimizer of the file, or the program's unless Accelerate replaces it on the host."""
+    """Return the optimizer of the file, or the program's unless Accelerate replaces it on the host, as all but Lion."""
     kind = str(((file.deepspeed or {}).get("optimizer") or {}).get("type")).lower()
     name: OptimizerName = "lion" if kind == "lion" else "adafactor" if kind == "adafactor" else work.optimizer
-    if file.launcher == "accelerate" and name == work.optimizer != "adamw" and forces_cpu_adam(strategy):
+    if file.launcher == "accelerate" and name == work.optimizer not in ("adamw", "lion") and forces_cpu_adam(strategy):
         findings.append(Finding("conflict", "optimizer", f"{name} does not step on the host: {REPLACED}"))
         return "adamw"
     return name
