@@ -69,6 +69,8 @@ class AdviceRequest:
     chunked_loss: bool = False
     global_batch: int | None = None
     price_per_gpu_hour: float | None = None
+    reference_model: bool = False
+    quantized: bool = False
 
     @property
     def samples_per_rank(self) -> int | None:
@@ -244,6 +246,7 @@ def _largest_option(
             precision=precision, pure=is_pure, gradient_checkpointing=checkpointing,
             # The files are for the user's program, not for study/train.py.
             attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
+            reference_model=question.reference_model, quantized=question.quantized,
         )  # fmt: skip
         return request, predict_memory(request)
 

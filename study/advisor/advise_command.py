@@ -17,6 +17,7 @@ import yaml
 
 from study.advisor import advise, predict_command
 from study.advisor.advise import Advice, Option
+from study.advisor.explain_findings import request_notes
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.strategies import STRATEGY_DIRECTORY, read_yaml
@@ -114,7 +115,8 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
         shape=shape, box=box, sequence_length=resolve_length(shape, options.seq_length), precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
-        price_per_gpu_hour=options.price_per_gpu_hour,
+        price_per_gpu_hour=options.price_per_gpu_hour, reference_model=options.with_reference,
+        quantized=options.quantization == "4bit",
     )  # fmt: skip
     predict_command.check_attention(question)
     return question
@@ -154,13 +156,9 @@ def _entry(option: Option) -> dict[str, Any]:
 
 
 def _page(
-    advice: Advice,
-    riskier: Option | None,
-    what_ifs: Sequence[str],
-    measured: Sequence[str],
-    has_files: bool,
+    advice: Advice, riskier: Option | None, what_ifs: Sequence[str], measured: Sequence[str], has_files: bool,
     details: bool,
-) -> Iterator[str | TextTable]:
+) -> Iterator[str | TextTable]:  # fmt: skip
     question, best = advice.question, advice.best
     shape, box = question.shape, question.box
     yield f"{_verdict(advice)}\n"
@@ -261,6 +259,7 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     if shape.lora_rank:
         yield LORA_NOTE
     yield from live_notes(shape)
+    yield from request_notes(best.request)
 
 
 def _least_release(option: Option) -> str:

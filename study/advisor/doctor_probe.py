@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import time
+import timeit
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -23,8 +24,9 @@ from study.host import operators
 from study.host.environment import check_torch_supports_gpus
 from study.host.folders import cache_directory
 from study.host.memory import GIB, MIB
+from study.predictor.time import CPU_ADAM_BYTES
 
-CHUNK_MIB, CHUNKS = 32, 8
+CHUNK_MIB, CHUNKS, ADAM_ELEMENTS = 32, 8, 2**24
 # Time limit per direction, for slow disks.
 TRANSFER_S = 2.0
 ANOTHER_DRIVE = "study doctor --nvme_path DIR, with a folder on a local disk"
@@ -49,6 +51,7 @@ def main() -> None:
         sections: dict[str, Callable[[], Check]] = {
             "gpus": _gpus, "nccl": _nccl, "nvcc": _nvcc, "matmul": _matmul,
             "hub": functools.partial(_hub, options.hub), "libaio": _libaio, "operators": _operators,
+            "cpu adam": _cpu_adam,
             "nvme bandwidth": functools.partial(_nvme_bandwidth, options.measure_in, options.not_measured),
         }  # fmt: skip
         for name, section in sections.items():
@@ -86,7 +89,10 @@ def _nccl() -> Check:
         return Check("nccl", "none", "none; ranks communicate over gloo")
     if not torch.distributed.is_nccl_available():
         return Check("nccl", "missing", f"torch {torch.__version__} is built without it", REINSTALL_TORCH)
-    return Check("nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    if slow := [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if os.environ.get(name, "0") != "0"]:
+        return Check("nccl", "none", f"{version}; slower by {' and '.join(slow)}", f"unset {' '.join(slow)}")
+    return Check("nccl", "ok", version)
 
 
 def _nvcc() -> Check:
@@ -129,6 +135,28 @@ def _operators() -> Check:
     text = "; ".join(f"{state}: {', '.join(operators)}" for state, operators in names.items())
     is_settled = set(names) <= {"built", "not buildable here"}
     return Check("operators", "ok", text) if is_settled else Check("operators", "none", text, BUILD)
+
+
+def _cpu_adam() -> Check:
+    """Measure DeepSpeed's Adam on the host, in the bytes that study/predictor/time.py counts."""
+    import torch
+
+    from study.config.strategies import read_strategy
+
+    builder, threads, rates = operators.builders(read_strategy("zero2_cpu"))[-1], torch.get_num_threads(), []
+    if _operator_state(builder) != "built":
+        return Check("cpu adam", "none", "not measured: its operator is not built yet", f"{BUILD} && study doctor")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    weights = torch.nn.Parameter(torch.zeros(ADAM_ELEMENTS))
+    weights.grad = torch.ones_like(weights)
+    optimizer = DeepSpeedCPUAdam([weights])
+    for count in dict.fromkeys((threads, 1)):
+        torch.set_num_threads(count)
+        seconds = min(timeit.repeat(optimizer.step, number=1, repeat=4))
+        rates.append(f"{CPU_ADAM_BYTES * ADAM_ELEMENTS / seconds / 1e9:.1f} GB/s on {count}")
+    text = f"{', '.join(rates)} of {threads} threads; accelerate launch and torchrun give a rank one (OMP_NUM_THREADS)"
+    return Check("cpu adam", "ok", f"{text}; study predict --host_gb_per_s uses a rate")
 
 
 def _operator_state(builder: Any) -> str:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,19 +15,20 @@ from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_files, in_file
 from study.advisor.explain_findings import findings
 from study.advisor.predict_command import add_optimizer, precision_under, usual_precision
-from study.advisor.user_settings import ZERO, read_user_file
+from study.advisor.user_settings import OFFLOADS, ZERO, known_settings, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
 from study.config.text import format_number, rounded
 from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
 from study.predictor import shape as adapters
-from study.predictor.hardware import Hardware, parse_int, to_box
+from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, sent_bytes
+from study.predictor.hardware import ANY_DEVICE, Hardware, add_speed_arguments, box_from_args, parse_int
 from study.predictor.memory import predict_memory
-from study.predictor.request import FP32_BYTES, MemoryUse
+from study.predictor.request import FP32_BYTES, MemoryUse, StepTime
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
 from study.predictor.state import persistent_params, sub_groups
-from study.predictor.time import device_bytes, fits, usable_bytes, why
+from study.predictor.time import FITTED, device_bytes, fits, predict_time, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
 
 EPILOG = """\
@@ -95,14 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
     adapters.add_arguments(parser)
     add_optimizer(parser)
+    add_speed_arguments(parser)
+    generated = "tokens that the program generates for each sample, as PPO and GRPO do"
+    add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-    add(
-        "--strict",
-        action="store_true",
-        help="check files, and fail on errors and warnings",
-    )
+    add("--strict", action="store_true", help="check files, and fail on errors and warnings")
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 
 
@@ -117,13 +118,17 @@ def run(options: argparse.Namespace) -> int:
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         raise UserError(problem, "give one CONFIG and one MODEL: study explain ds.json gpt2")
+    speeds = (options.bus_gb_per_s, options.host_gb_per_s, options.network_gb_per_s)
+    if not options.hardware and speeds != (math.inf, None, None):
+        raise UserError("a speed is one of the hardware", "add --hardware BOX")
     file = read_user_file(options.config)
     shape = adapters.apply_lora_options(model_shape(options.model[0], ask_hub=options.hub), options)
     length = resolve_length(shape, options.seq_length)
-    box = to_box(options.hardware) if options.hardware else None
+    box = box_from_args(options) if options.hardware else None
     case = resolve(file, shape, options.world_size, _program_settings(options, length), box)
     text = resolve_path(options.config).read_text(encoding="utf-8")
-    case = dataclasses.replace(case, findings=tuple(in_file(finding, file, text) for finding in findings(case)))
+    results = tuple(in_file(finding, file, text) for finding in findings(case))
+    case = dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
     memory = predict_memory(case.request)
     document, page = functools.partial(_document, case, memory, box), _page(case, memory, options.details, box)
     print_result(options.json, document, page)
@@ -133,8 +138,9 @@ def run(options: argparse.Namespace) -> int:
 def _program_settings(options: argparse.Namespace, length: int) -> ProgramSettings:
     checkpointing, precision = options.gradient_checkpointing, options.precision
     return ProgramSettings(
-        length, options.micro_batch, options.accumulation, checkpointing, precision, options.optimizer
-    )
+        length, options.micro_batch, options.accumulation, checkpointing, precision, options.optimizer,
+        options.with_reference, options.quantization == "4bit",
+    )  # fmt: skip
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -229,7 +235,7 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
         f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
         f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
-    listed = [finding for finding in case.findings if details or finding.rule != "default-changed"]
+    listed = [finding for finding in case.findings if details or finding.rule not in known_settings()["details"]]
     counts = Counter[str](finding.kind for finding in listed)
     counted = [
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
@@ -422,9 +428,17 @@ _COMPARED = ", without offload_param"
 def find_answers(case: ConfigCase) -> list[Explanation]:
     """Return the answers to the frequent questions that apply to this case."""
     explanations = []
-    optimizer = case.offload("offload_optimizer")
+    optimizer, box = case.offload("offload_optimizer"), case.request.box
+    if box.device is not ANY_DEVICE and not predict_memory(case.request).missing:
+        explanations.append(_explain_time(case))
+    if case.stage in (1, 2) and case.ranks > 1:
+        explanations.append(_compare_stages(case, 1, 2))
     if case.stage and case.ranks > 1:
-        explanations.append(_compare_stages(case))
+        explanations.append(_compare_stages(case, 2, 3))
+    if case.stage == 3:
+        explanations += _explain_loading(case)
+    if case.generated_tokens:
+        explanations.append(_explain_generation(case, case.generated_tokens))
     if case.file.distributed_type != "NO":
         explanations.append(_compare_ranks(case))
     if case.stage >= 2 and optimizer:
@@ -434,38 +448,107 @@ def find_answers(case: ConfigCase) -> list[Explanation]:
     return explanations
 
 
-def _with_either_stage(case: ConfigCase, ranks: int | None = None, **zero: Any) -> tuple[ConfigCase, ConfigCase]:
-    """Return the case at stages 2 and 3; neither offloads parameters or a part of the optimizer, as stage 2 cannot."""
+def _explain_time(case: ConfigCase) -> Explanation:
+    """Name the parts of a step's time, and the time with a lower stage or without an offload."""
+    request, (time, text) = case.request, _time_text(case)
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])
+    shares = [f"{name.replace('_', ' ')} {rounded(1e3 * size)}" for name, size in parts if size > parts[0][1] / 50]
+    short = f"{text}: {', '.join(shares)}"
+    if any(map(case.offload, OFFLOADS)):
+        bare = case.at(offload_param=None, offload_optimizer=None)
+        short += f"; without an offload {_time_text(bare)[1]}, {_about(device_bytes(predict_memory(bare.request)))}"
+    elif case.stage == 3:
+        short += f"; stage 2 {_time_text(case.at(stage=2))[1]}"
+    because = list(time.notes[1:])
+    if case.ranks > 1 and not request.box.is_cpu_only:
+        rate = bus_bandwidth_gb_per_s(request.box, "all_gather", request.shape.parameters * case.weight)
+        slower = "PCIe, NCCL_P2P_DISABLE=1, GPUs of several kinds and slow networks lower it"
+        because.append(f"ranks communicate at {rounded(rate)} GB/s; {slower} (--bus_gb_per_s, --network_gb_per_s)")
+    return Explanation("What takes the time of a step?", short, tuple(because), dict(parts))
+
+
+def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
+    time, sent = predict_time(case.request), sent_bytes(case.request)
+    sends = f" and {rounded(sent / 1e9)} GB sent by a rank" if sent else ""
+    return time, f"{rounded(1e3 * time.step_s.value)} ms{sends}"
+
+
+def _explain_loading(case: ConfigCase) -> list[Explanation]:
+    """Compare loading a model in shards, as stage 3 does, and whole in each process."""
+    shards, full = (predict_memory(variant.request).host_parts["load"] for variant in (case, case.at(stage=2)))
+    because = (
+        "from_pretrained creates shards only if transformers has the configuration: create TrainingArguments, or"
+        " HfDeepSpeedConfig in a custom loop, before the model, and keep the object",
+        f"otherwise each of a node's {case.request.box.gpus_per_node} processes creates the whole model, in fp32 or in"
+        " the checkpoint's type, next to the weights that it reads; more GPUs in a node do not help",
+    )
+    short = f"{gib(shards)} a node; {gib(full)} if the model is created before TrainingArguments"
+    figures = {"shards": shards, "whole": full}
+    return [Explanation("How much host memory does loading need?", short, because, figures)][: full > shards]
+
+
+def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
+    """Compare gathering the weights for each token and once."""
+    shape, box, batch = case.shape, case.request.box, case.request.micro_batch
+    weights = float(shape.parameters * case.weight)
+    cache = 2.0 * 2 * shape.layers * shape.key_value_heads * shape.head_dim * batch * tokens
+    short = f"a KV cache of {gib(cache)} for {batch} x {tokens:,} tokens in 16 bits"
+    figures = {"weights": weights, "cache": cache}
+    if case.stage == 3 or case.request.strategy.is_fsdp:
+        short = f"each token gathers {gib(weights)}; if that is gathered once (TRL's default), as much more and {short}"
+        if box.device is not ANY_DEVICE:
+            # Each layer is gathered by its hooks, and its kernels are launched.
+            per_token = calls_s(box, "all_gather", weights, weights / (shape.layers + 1))
+            figures["gather_s"] = tokens * (per_token + shape.layers * (FITTED.launch_s + FITTED.hooks_s))
+            short = f"at least {figures['gather_s'] / 60:,.1f} min for each batch: {short}"
+    because = (
+        "a sharded model gathers each layer for each token of a batch, with TRL's ds3_gather_for_generation once",
+        "vLLM next to the training (TRL's use_vllm) keeps a copy of the weights that ZeRO does not shard",
+    )
+    return Explanation(f"What does generating {tokens:,} tokens cost?", short, because, figures)
+
+
+def _at_stages(case: ConfigCase, *stages: int, ranks: int | None = None, **zero: Any) -> list[ConfigCase]:
+    """Return the case at stages; none offloads parameters or a part of the optimizer, as stage 2 cannot."""
     optimizer = case.offload("offload_optimizer")
     common = {"offload_param": None, "offload_optimizer": optimizer and {**optimizer, "ratio": 1.0}, **zero}
-    return case.at(ranks, stage=2, **common), case.at(ranks, stage=3, **common)
+    return [case.at(ranks, stage=stage, **common) for stage in stages]
 
 
-def _compare_stages(case: ConfigCase) -> Explanation:
-    cases = _with_either_stage(case)
+def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
+    cases = _at_stages(case, lower, higher)
     second, third = (predict_memory(variant.request) for variant in cases)
     before, after = device_bytes(second), device_bytes(third)
     less_from, count = None, case.ranks
     while after >= before and count < _MAX_RANKS and less_from is None:
         count *= 2
-        at = [device_bytes(predict_memory(variant.request)) for variant in _with_either_stage(case, count)]
+        at = [device_bytes(predict_memory(variant.request)) for variant in _at_stages(case, lower, higher, ranks=count)]
         less_from = count if at[1] < at[0] else None
     answer = "yes" if after >= before else "no"
-    short = f"{answer}: {after / 2**30:.1f} GiB, stage 2 {before / 2**30:.1f} GiB"
+    short = f"{answer}: {after / 2**30:.1f} GiB, stage {lower} {before / 2**30:.1f} GiB"
     if case.offload("offload_param"):
         short += _COMPARED
     if less_from:
         short += f"; no from {less_from} ranks"
     parts = ("parameters", "gradients", "optimizer", "buffers")
     shares = (f"{part} {gib(second.device_parts[part])} and {gib(third.device_parts[part])}" for part in parts)
-    because = [f"at the peaks of stage 2 and stage 3: {', '.join(shares)}", *_stage3_reasons(cases[1])]
-    figures = {"stage_2": before, "stage_3": after, **({"less_from_ranks": float(less_from)} if less_from else {})}
-    return Explanation("Does stage 3 need more memory than stage 2?", short, tuple(because), figures)
+    because = [f"at the peaks of stage {lower} and stage {higher}: {', '.join(shares)}", *_stage_reasons(cases[1])]
+    figures = {
+        f"stage_{lower}": before,
+        f"stage_{higher}": after,
+        **({"less_from_ranks": less_from} if less_from else {}),
+    }
+    return Explanation(f"Does stage {higher} need more memory than stage {lower}?", short, tuple(because), figures)
 
 
-def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
+def _stage_reasons(third: ConfigCase) -> Iterator[str]:
     elements, bucket = third.shape.parameters, third.zero["reduce_bucket_size"]
-    if gathered := gathered_elements(third):
+    if third.stage == 2:
+        parts = predict_memory(third.request).device_parts
+        sizes = (elements * third.weight, bucket_bytes(third), parts["activations"] + parts["logits"])
+        saved = "stage 2 shards {} of gradients as buckets of {} fill; few exist where activations and logits need {}"
+        yield saved.format(*map(gib, sizes))
+    elif gathered := gathered_elements(third):
         yield (
             f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.1%} of the model:"
             " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps reused"
@@ -479,7 +562,7 @@ def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
             f"{third.largest.name} ({largest:,}) does not fit into reduce_bucket_size ({bucket:,.0f}): its gradient"
             f" stays unpartitioned, {gib(largest * third.weight)}; a bucket of {largest:,} has room for it"
         )
-    if fixed := sum(param.elements for param in persistent_params(third.request)):
+    if third.stage == 3 and (fixed := sum(param.elements for param in persistent_params(third.request))):
         yield f"{fixed:,} elements in small tensors stay unpartitioned, {gib(fixed * third.weight)} on every rank"
 
 
@@ -509,7 +592,7 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
 
 def _compare_host_memory(case: ConfigCase) -> Explanation:
     optimizer = {**(case.offload("offload_optimizer") or {}), "device": "cpu", "ratio": 1.0}
-    cases = _with_either_stage(case, offload_optimizer=optimizer)
+    cases = _at_stages(case, 2, 3, offload_optimizer=optimizer)
     second, third = (predict_memory(variant.request) for variant in cases)
     peaks = [memory.host_peak.value for memory in (second, third)]
     per_node, largest = case.request.box.gpus_per_node, case.largest.elements
@@ -518,9 +601,8 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
     )
     because = (
         phases,
-        f"outside stage 3 each of a node's {per_node} processes builds the full model before moving it, assumed in"
-        f" fp32 ({gib(4 * case.shape.parameters)} each; transformers 5 loads in the checkpoint's type); stage 3 shards"
-        " each tensor as it is created",
+        f"outside stage 3 each of a node's {per_node} processes creates the full model, assumed in fp32"
+        f" ({gib(4 * case.shape.parameters)} each; transformers 5 loads in the checkpoint's type)",
         f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
         " with accumulation, the gradients of its shard as full tensors",
         "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",
@@ -540,9 +622,7 @@ def _explain_ratio(case: ConfigCase) -> Explanation:
         ratio: sub_groups_on_host(case.at(offload_optimizer={**optimizer, "ratio": ratio})) / count
         for ratio in (0.0, 0.25, 0.5, 0.75, 1.0)
     }
-    because = [
-        f"the optimizer moves by whole sub-groups, the first ones stay on the device, and a rank has {count} here"
-    ]
+    because = [f"whole sub-groups move, the first ones stay on the device, and a rank has {count} here"]
     if count == 1:
         because.append(
             f"sub_group_size ({case.zero['sub_group_size']:,.0f}) is larger than a rank's shard, so any ratio above 0"

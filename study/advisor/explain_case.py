@@ -13,7 +13,7 @@ from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
 from study.predictor.request import OptimizerName, Request, auto_bucket_sizes
 from study.predictor.shape import USUAL_LENGTH, ModelShape, TensorShape
-from study.predictor.state import State, predict_state
+from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # In the order of torch's ShardingStrategy, from 1.
@@ -32,6 +32,8 @@ class ProgramSettings:
     # Value of --precision: no, bf16 or fp16.
     mixed_precision: str | None = None
     optimizer: OptimizerName = "adamw"
+    reference_model: bool = False
+    quantized: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,8 @@ class ConfigCase:
     top: Mapping[str, Any]
     request: Request
     findings: tuple[Finding, ...]
+    # Tokens that the program generates for each sample.
+    generated_tokens: int | None = None
 
     @property
     def stage(self) -> int:
@@ -157,9 +161,20 @@ def resolve(
         shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
-        optimizer=work.optimizer, fsdp_offloads=strategy.is_fsdp and offloads,
+        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=strategy.is_fsdp and offloads,
+        reference_model=work.reference_model, quantized=work.quantized,
     )  # fmt: skip
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
+
+
+def _optimizer(file: UserFile, strategy: Strategy, work: ProgramSettings, findings: list[Finding]) -> OptimizerName:
+    """Return the optimizer of the file, or the program's unless Accelerate replaces it on the host, as all but Lion."""
+    kind = str(((file.deepspeed or {}).get("optimizer") or {}).get("type")).lower()
+    name: OptimizerName = "lion" if kind == "lion" else "adafactor" if kind == "adafactor" else work.optimizer
+    if file.launcher == "accelerate" and name == work.optimizer not in ("adamw", "lion") and forces_cpu_adam(strategy):
+        findings.append(Finding("conflict", "optimizer", f"{name} does not step on the host: {REPLACED}"))
+        return "adamw"
+    return name
 
 
 def fsdp_settings(file: UserFile) -> dict[str, Any]:
@@ -223,11 +238,8 @@ def _resolved_zero(file: UserFile, shape: ModelShape, findings: list[Finding]) -
         if now is None:
             zero[name] = dict(value) if isinstance(value, dict) else value
         elif now in file_zero:
-            findings.append(
-                Finding(
-                    "refused", f"{ZERO}.{key}", f"the engine ends with an error if {now}, its new name, is set, too"
-                )
-            )
+            message = f"the engine ends with an error if {now}, its new name, is set, too"
+            findings.append(Finding("refused", f"{ZERO}.{key}", message))
         else:
             findings.append(Finding("noted", f"{ZERO}.{key}", f"is deprecated, and read as {now}"))
             # Deprecated switches of offloading.

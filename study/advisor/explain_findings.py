@@ -19,7 +19,9 @@ from study.advisor.user_settings import OFFLOADS, ZERO, Finding, convert, known_
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
+from study.predictor.live import LiveShape
 from study.predictor.memory import predict_memory
+from study.predictor.request import Request
 from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, fits, usable_bytes
 
@@ -38,7 +40,7 @@ def findings(case: ConfigCase) -> list[Finding]:
     if case.file.deepspeed is None:
         problem = case.request.strategy.is_fsdp and case.shape.fsdp_refusal
         refused = [Finding("refused", "fsdp_version", problem)] if problem else []
-        return [*case.findings, *_fsdp(case), *refused]
+        return [*case.findings, *_fsdp(case), *refused, *request_findings(case.request)]
     results = [
         *case.findings,
         *_ineffective(case),
@@ -53,9 +55,7 @@ def findings(case: ConfigCase) -> list[Finding]:
         memory = predict_memory(bare.request)
         if fits(memory, bare.request.box, at_upper=True):
             bound, usable = device_bytes(memory, at_upper=True) / GIB, usable_bytes(bare.request.box) / GIB
-            message = (
-                f"without an offload the 90 % bound of the peak is {bound:.0f} of {usable:.0f} GiB: none is needed"
-            )
+            message = f"without it the 90 % bound of the peak is {bound:.0f} of {usable:.0f} GiB: none is needed"
             where = next(what for what in OFFLOADS if case.offload(what))
             results.append(Finding("noted", f"{ZERO}.{where}", message, rule="offload-not-needed"))
     if refusal := engine_refusal(case.request):
@@ -102,13 +102,11 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
     if name.lower() not in ENGINES_OPTIMIZERS and name not in TORCHS_OPTIMIZERS:
         message = f"the engine ends with an error: neither it nor torch.optim has {clip(name)}"
         gone = known_settings()["removed"].get(name.lower())
-        yield (
-            removed(key, gone)
-            if gone
-            else Finding("refused", key, message, did_you_mean(name, TORCHS_OPTIMIZERS).strip())
-        )
+        refused = Finding("refused", key, message, did_you_mean(name, TORCHS_OPTIMIZERS).strip())
+        yield removed(key, gone) if gone else refused
         return
-    yield Finding("noted", key, f"{name}: bytes here are AdamW's, which keeps two moments of each parameter")
+    if case.request.optimizer not in name.lower():
+        yield Finding("noted", key, f"{name}: bytes here are AdamW's, which keeps two moments of each parameter")
     is_allowed = case.file.launcher == "accelerate" or case.top.get("zero_allow_untested_optimizer")
     if case.stage and name.lower() not in _ZEROS_OPTIMIZERS and not is_allowed:
         yield Finding("refused", key, f"ZeRO accepts {name} only with zero_allow_untested_optimizer: true")
@@ -139,10 +137,43 @@ def _rules(case: ConfigCase) -> Iterator[Finding]:
     defaults = {key: entry["default"] for key, entry in reference["top"].items() if "default" in entry}
     top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
     facts = {**_flat(defaults), **_flat(top), **_flat(case.zero), "launcher": case.file.launcher}
-    facts |= {"ranks": case.ranks, "precision": case.request.precision}
     facts |= {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
     facts |= {"set": {*case.file.explicit_keys, *_flat(case.top)}}
-    for kind, key, conditions, says, *rule in reference["rules"]:
+    yield from _holding(reference["rules"], facts | request_facts(case.request))
+    yield from request_findings(case.request, facts)
+
+
+def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:
+    """Yield the findings about model, program and hardware; without the facts of a file those of the strategy."""
+    if facts is None:
+        settings = request.strategy.deepspeed or {}
+        facts = {**_flat(settings.get(ZERO, {})), "launcher": "accelerate", "set": set(_flat(settings))}
+        facts |= {f"offload_{what}": request.strategy.offload_device(what) or "none" for what in ("optimizer", "param")}
+    yield from _holding(known_settings()["requests"], {**facts, **request_facts(request)})
+
+
+def request_notes(request: Request, details: bool = False) -> list[str]:
+    """Return the findings about a request as text."""
+    hidden = () if details else known_settings()["details"]
+    return [f"{item.key}: {item.says}" for item in request_findings(request) if item.rule not in hidden]
+
+
+def request_facts(request: Request) -> dict[str, Any]:
+    """Return what rules may ask of a request, by name."""
+    shape, strategy = request.shape, request.strategy
+    survey = shape.survey if isinstance(shape, LiveShape) else {}
+    return {
+        "ranks": request.box.ranks, "precision": request.precision, "stage": strategy.zero_stage or 0,
+        "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
+        "model": shape.model_type, "experts": survey.get("active") or 0, "images": '"vision_config"' in shape.document,
+        "peft": "lora" if shape.lora_rank else "none", "quantized": request.quantized,
+        "reference_model": request.reference_model, "optimizer_name": request.optimizer,
+        "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
+    }  # fmt: skip
+
+
+def _holding(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+    for kind, key, conditions, says, *rule in rules:
         if all(_holds(condition, facts) for condition in conditions):
             yield Finding(kind, key, says, rule="".join(rule))
 
@@ -208,9 +239,7 @@ def _fsdp(case: ConfigCase) -> Iterator[Finding]:
         if sharding.endswith(("SHARD_GRAD_OP", "ZERO2")):
             yield Finding("noted", key, f"{sharding}: {unsharded}")
         if "HYBRID" in sharding:
-            yield Finding(
-                "noted", key, f"{sharding} shards over the ranks of one machine, but bytes here are for all ranks"
-            )
+            yield Finding("noted", key, f"{sharding} shards over the ranks of one machine, bytes here over all")
     if case.file.fsdp is not None and sharding != "NO_SHARD" and settings.get("fsdp_auto_wrap_policy") == "NO_WRAP":
         yield Finding("noted", "fsdp_auto_wrap_policy", f"NO_WRAP: all weights are gathered at once, {more}")
     yield from _fsdp_refusals(settings, str(version))

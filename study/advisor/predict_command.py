@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from study.advisor.explain_findings import request_notes
 from study.advisor.user_settings import UserFile, check_deepspeed
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
@@ -106,9 +107,8 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
 def known_optimizer(text: str) -> str:
     """Return the text; raise ArgumentTypeError for muon, with the command that supports it."""
     if text == "muon":
-        raise argparse.ArgumentTypeError(
-            "Muon is not predicted: `study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
-        )
+        instead = "`study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
+        raise argparse.ArgumentTypeError(f"Muon is not predicted: {instead}")
     return text
 
 
@@ -128,9 +128,7 @@ def run(options: argparse.Namespace) -> int:
 def predict(request: Request) -> Prediction:
     """Predict memory, communication and step time; raise UserError for settings that the engine refuses."""
     if refusal := engine_refusal(request):
-        fix = (
-            "leave it out, or use zero1" if refusal[0] != "optimizer" else "use --optimizer adamw, or another strategy"
-        )
+        fix = "use --optimizer adamw, or another strategy" if refusal[0] == "optimizer" else "leave it out"
         raise UserError(f"{refusal[0]}: {refusal[1]}", fix)
     memory = predict_memory(request)
     sent = estimate("sent", sent_bytes(request))
@@ -206,6 +204,7 @@ def _request(options: argparse.Namespace) -> Request:
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
         autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
+        reference_model=options.with_reference, quantized=options.quantization == "4bit",
     )  # fmt: skip
     check_attention(request)
     return request
@@ -290,7 +289,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
         )
     utilization = [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
     yield ""
-    yield from (*utilization, *memory.notes, *time.notes)
+    yield from (*utilization, *memory.notes, *time.notes, *request_notes(request, details))
 
 
 def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:

@@ -51,6 +51,7 @@ def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes:
         if collective != "all_reduce" or box.gpus_per_node <= _SWITCHES_ADD_ABOVE:
             measured = min(measured, tables["ring_limit"].get(name, math.inf))
         node_rate = measured * min(1.0, links / _LINKS_OF_TABLE[name])
+    node_rate = min(node_rate, box.bus_gb_per_s)
     if box.nodes == 1:
         return node_rate
     # Measured on nodes of eight GPUs with a network card each; with fewer GPUs a card carries more.
@@ -102,14 +103,14 @@ def communication_time(request: Request, forward: float, backward: float) -> Com
         return _sharded(request, forward, backward)
     total = request.shape.trained_parameters * request.weight_bytes
     if stage is None:
-        last = _calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
-        return _overlap(_calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
+        last = calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
+        return _overlap(calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
     settings = request.settings
     bucket = settings.reduce_bucket_size * request.weight_bytes
     if stage == 0:
-        return CommunicationTime(0.0, _calls_s(request.box, "all_reduce", total, bucket))
+        return CommunicationTime(0.0, calls_s(request.box, "all_reduce", total, bucket))
     times = request.accumulation if stage == 2 else 1
-    reduced = times * _calls_s(request.box, settings.gradients_by, total, bucket)
+    reduced = times * calls_s(request.box, settings.gradients_by, total, bucket)
     room = times * backward if settings.overlap_comm else 0.0
     # One call; DeepSpeed ignores allgather_bucket_size here.
     return _overlap(reduced, room, 0.0) + CommunicationTime(0.0, collective_s(request.box, "all_gather", total))
@@ -128,15 +129,15 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
     outer = inner if strategy.is_fsdp else request.box
     settings = None if strategy.is_fsdp else request.settings
     second_bytes = max(0.0, simulate_gathers(request).elements * width - total) if settings else total
-    first, second = _calls_s(outer, "all_gather", total, chunk), _calls_s(inner, "all_gather", second_bytes, chunk)
-    scattered = _calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
+    first, second = calls_s(outer, "all_gather", total, chunk), calls_s(inner, "all_gather", second_bytes, chunk)
+    scattered = calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
     groups = request.box.ranks // outer.ranks
     if groups > 1:
-        scattered += _calls_s(
+        scattered += calls_s(
             _across(request.box, outer, groups), "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks
         )
     can_hide = settings is None or settings.overlap_comm
-    one_call = _calls_s(outer, "all_gather", chunk, chunk)
+    one_call = calls_s(outer, "all_gather", chunk, chunk)
     ahead = _overlap(times * first, times * forward * can_hide, one_call)
     # FSDP2 reduces only in the last micro-batch.
     reduced = scattered if strategy.is_fsdp else times * scattered
@@ -160,7 +161,7 @@ def _across(box: Hardware, group: Hardware, groups: int) -> Hardware:
     return dataclasses.replace(box, nodes=groups, gpus_per_node=1)
 
 
-def _calls_s(box: Hardware, collective: Collective, total: float, chunk: float) -> float:
+def calls_s(box: Hardware, collective: Collective, total: float, chunk: float) -> float:
     """Seconds to send `total` bytes in calls of `chunk` bytes."""
     chunk = min(chunk, total)
     return total / chunk * collective_s(box, collective, chunk) if chunk else 0.0

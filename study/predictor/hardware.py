@@ -109,6 +109,8 @@ class Hardware:
     host_gib_per_node: float | None = None
     # Bytes per second that all ranks of a node read and write in a host optimizer; None if neither measured nor given.
     host_memory_gb_per_s: float | None = None
+    # Limit of the bus bandwidth within a node, as nccl-tests define it.
+    bus_gb_per_s: float = math.inf
     # DeepSpeed's asynchronous I/O on four PCIe 4 NVMe drives: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's
     # blog deepnvme, 08-2024).
     nvme_read_gb_per_s: float = 10.0
@@ -202,6 +204,8 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     nvme = f"bandwidth of a node's NVMe; by default {usual[0]:g},{usual[1]:g}"
     add("--nvme_gb_per_s", type=_two_speeds, default=usual, metavar="READ,WRITE", help=nvme)
     add("--network_gb_per_s", type=_SPEED, metavar="X", help="network bandwidth per GPU, one direction")
+    bus = "bus bandwidth within a node, as nccl-tests print it, such as with NCCL_P2P_DISABLE=1"
+    add("--bus_gb_per_s", type=_SPEED, default=math.inf, metavar="X", help=bus)
     add("--host_gb_per_s", type=_SPEED, metavar="X", help="memory bandwidth of Adam on the host, all ranks of a node")
 
 
@@ -210,7 +214,7 @@ def box_from_args(options: argparse.Namespace) -> Hardware:
     box, (read, write) = to_box(options.hardware), options.nvme_gb_per_s
     return dataclasses.replace(
         box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write,
-        host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
+        bus_gb_per_s=options.bus_gb_per_s, host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
         network_gb_per_s=options.network_gb_per_s or box.network_gb_per_s,
     )  # fmt: skip
 

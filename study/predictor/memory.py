@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from study.config.text import format_number
 from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES
 from study.predictor.activations import Activations, predict_activations
 from study.predictor.buckets import (
@@ -18,6 +19,7 @@ from study.predictor.live import LiveShape, live_notes, trace
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
 from study.predictor.state import (
     accumulated_bytes,
+    frozen_bytes,
     persistent_params,
     predict_state,
     shard_elements,
@@ -164,7 +166,8 @@ class DeviceMemory(NamedTuple):
 def predict_memory(request: Request) -> MemoryUse:
     """Predict the memory of one GPU, its node's host, and NVMe."""
     state = predict_state(request)
-    constant = {"parameters": state.params_device, "optimizer": state.optimizer_device}
+    frozen, frozen_on_host = frozen_bytes(request)
+    constant = {"parameters": state.params_device + frozen, "optimizer": state.optimizer_device}
     if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
         # If `ratio` leaves sub-groups on the device, their fp32 gradients are allocated at the start and persist
         # (initialize_optimizer_states).
@@ -174,10 +177,14 @@ def predict_memory(request: Request) -> MemoryUse:
     peak = DeviceMemory({**constant, **highest.parts}, highest.step)
     # Between two steps: weights, optimizer, and persistent buffers. Stage 3's gradients have a persistent buffer
     # (stage3.py, grad_partitions_flat_buffer).
-    steady = state.params_device + state.optimizer_device
+    steady = state.params_device + frozen + state.optimizer_device
     steady += predict_state(request, unreduced=False).grads_device if request.strategy.zero_stage == 3 else 0.0
     steady += _static_buffer_bytes(request)
     host_parts, nvme = predict_host_memory(request)
+    # Outside stage 3 each process creates both models in host memory.
+    loaded = float(FP32_BYTES * request.shape.parameters * request.reference_model * (request.strategy.zero_stage != 3))
+    added = {"load": loaded, "train": frozen_on_host, "state": frozen_on_host}
+    host_parts = {name: size + added.get(name, 0) * request.box.gpus_per_node for name, size in host_parts.items()}
     # The bytes of weights and optimizer are exact.
     exact = sum(constant.values())
     in_host_memory, process = request.box.is_cpu_only, None
@@ -246,6 +253,9 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     """Yield explanations of parts whose size is not obvious."""
     shape, logits = request.shape, peak.parts.get("logits", 0.0)
     yield from live_notes(shape)
+    if request.reference_model:
+        size = format_number(sum(frozen_bytes(request)) / GIB)
+        yield f"the reference model's weights need {size} GiB a rank; its gathers and its logits are not counted"
     if logits > 0.2 * peak.total:
         tokens = request.micro_batch * request.sequence_length
         yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, three times in fp32"

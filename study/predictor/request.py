@@ -18,7 +18,7 @@ from study.predictor.hardware import Hardware
 from study.predictor.shape import ModelShape, model_shape, with_adapters
 
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
-OptimizerName = Literal["adamw", "adamw_8bit"]
+OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
 FP32_BYTES = 4
 
 
@@ -162,6 +162,9 @@ class Request:
     pure: bool = False
     # FSDP keeps weights, gradients and optimizer in host memory (fsdp_offload_params).
     fsdp_offloads: bool = False
+    # A frozen copy of the model in addition to it (DPO, GRPO); 4-bit frozen matrices in the layers (QLoRA).
+    reference_model: bool = False
+    quantized: bool = False
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
 
@@ -187,12 +190,19 @@ class Request:
 
     @property
     def moments_bytes(self) -> float:
-        """Bytes per parameter of both AdamW moments. 8-bit moments add 4 bytes per 256 elements (bitsandbytes)."""
-        if self.optimizer == "adamw_8bit":
+        """Bytes per parameter of the optimizer's moments: two of AdamW, one of Lion. 8-bit moments add 4 bytes per 256
+        elements (bitsandbytes). Adafactor has a sum per row and column, and of DeepSpeed's flat shards a whole moment.
+        """
+        if self.pure:
+            width = float(self.adapter_bytes)
+        else:
+            width = 2.0 if self.strategy.zero_stage and self.settings.bf16_moments else 4.0
+        if self.optimizer.endswith("8bit"):
             return 2 * (1 + 4 / 256)
-        return (
-            2.0 * self.adapter_bytes if self.pure or (self.strategy.zero_stage and self.settings.bf16_moments) else 8.0
-        )
+        if self.optimizer == "adafactor" and not self.strategy.zero_stage:
+            sums = (min(item.rows + item.elements // item.rows, item.elements) for item in self.shape.trained_params)
+            return width * sum(sums) / self.shape.trained_parameters
+        return width * (2 if self.optimizer == "adamw" else 1)
 
     @functools.cached_property
     def without_batch(self) -> Request:

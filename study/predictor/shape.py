@@ -196,6 +196,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peft", choices=("none", "lora"), default="none", help="lora: train only adapters")
     rank = f"rank of the LoRA adapters; by default {RunConfig.lora_rank}"
     parser.add_argument("--lora_rank", type=int, metavar="R", help=rank)
+    parser.add_argument("--quantization", choices=("none", "4bit"), default="none", help="4bit: QLoRA")
+    parser.add_argument("--with_reference", action="store_true", help="a frozen copy, as in DPO and GRPO")
 
 
 def lora_text(shape: ModelShape) -> str:
@@ -206,7 +208,11 @@ def lora_text(shape: ModelShape) -> str:
 
 
 def apply_lora_options(shape: ModelShape, options: argparse.Namespace) -> ModelShape:
-    """Apply the command line's LoRA options to a shape."""
+    """Apply the command line's LoRA options to a shape; raise UserError for options that exclude each other."""
+    if options.quantization != "none" and options.peft != "lora":
+        raise UserError("--quantization 4bit is for frozen weights, and all are trained", "add --peft lora")
+    if options.with_reference and options.peft == "lora":
+        raise UserError("--with_reference: with LoRA the model without adapters is the reference", "leave it out")
     if options.peft == "lora":
         return with_adapters(shape, RunConfig.lora_rank if options.lora_rank is None else options.lora_rank)
     if options.lora_rank is not None:

@@ -193,11 +193,36 @@ def engine_refusal(request: Request) -> tuple[str, str] | None:
     if request.strategy.zero_stage == 0 and is_16_bit and request.settings.accumulates_in_fp32:
         text = "stage 0 accumulates 16-bit gradients only in their type: DeepSpeed raises NotImplementedError"
         return "data_types.grad_accum_dtype", text
-    # _configure_optimizer; Accelerate replaces only 32-bit AdamW (map_pytorch_optim_to_deepspeed).
-    offloads = bool(request.strategy.zero_stage) and request.strategy.offload_device("optimizer") is not None
-    if request.optimizer == "adamw_8bit" and offloads and settings.get("zero_force_ds_cpu_optimizer", True):
-        return "optimizer", "an optimizer offload refuses adamw_8bit: DeepSpeed raises ZeRORuntimeException"
+    # _configure_optimizer; Accelerate replaces the program's optimizer (map_pytorch_optim_to_deepspeed).
+    if request.optimizer != "adamw" and "optimizer" not in settings and forces_cpu_adam(request.strategy):
+        text = f"an optimizer offload refuses {request.optimizer}: deepspeed.initialize raises ZeRORuntimeException"
+        return "optimizer", f"{text}; {REPLACED}"
     return None
+
+
+REPLACED = "Accelerate and the Trainer replace it by DeepSpeed's 32-bit Adam, with weight decay in the gradient"
+
+
+def forces_cpu_adam(strategy: Strategy) -> bool:
+    """Whether only DeepSpeed's own optimizers may step on the host."""
+    forced = (strategy.deepspeed or {}).get("zero_force_ds_cpu_optimizer", True)
+    return bool(strategy.zero_stage) and strategy.offload_device("optimizer") is not None and bool(forced)
+
+
+def frozen_bytes(request: Request) -> tuple[float, float]:
+    """Return the bytes on the device and in host memory of a reference model, without those that 4 bits save. TRL
+    shards the model at stage 3 and under FSDP, with offloads. bitsandbytes has an fp32 scale per 64 elements."""
+    shape, width, ranks = request.shape, request.weight_bytes, 1
+    if request.strategy.zero_stage == 3 or request.strategy.is_fsdp:
+        ranks = (request.strategy.is_fsdp and request.ranks_per_replica) or request.box.ranks
+    size = float(width * shape.parameters * request.reference_model)
+    if request.quantized:
+        # Tensors of experts are no Linear's weights, and stay as they are.
+        inside = (item for item in shape.params if 0 <= item.place < shape.layers and item.name.endswith(".weight"))
+        elements = sum(item.elements for item in inside if not item.trained and item.rows < item.elements)
+        size -= (width - 0.5 - 4 / 64) * elements
+    offloads = request.fsdp_offloads or (request.strategy.zero_stage == 3 and request.settings.parameters is not None)
+    return (0.0, size / ranks) if offloads else (size / ranks, 0.0)
 
 
 def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from study.config.text import rounded
 from study.config.yaml_sections import load_package_yaml
 from study.host.memory import GIB
 from study.predictor import activations, live
@@ -152,7 +153,7 @@ _AUTOCAST_BYTES, _AUTOCAST_BYTES_FROZEN = 12, 6
 # layer's); peft/tuners/lora/layer.py, Linear.forward.
 _ADAPTER_PASSES_OUT, _ADAPTER_PASSES_IN = 2 + 3 + 2, 3
 # DeepSpeed's CPU Adam reads gradient, master and two moments, and writes master, moments and the new weight.
-_CPU_ADAM_BYTES = 30
+CPU_ADAM_BYTES = 30
 
 
 def predict_time(request: Request, memory: MemoryUse | None = None, constants: Constants = FITTED) -> StepTime:
@@ -188,7 +189,7 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
         "communication_exposed": exchange.exposed + constants.hidden_share * exchange.overlapped,
         "communication_overlapped": exchange.overlapped,
         "offload": times * offloaded * (request.weight_bytes / box.ranks) / link,
-        "cpu_adam": trained / box.nodes * on_host * _CPU_ADAM_BYTES / host_rate, "nvme": _nvme_s(request),
+        "cpu_adam": trained / box.nodes * on_host * CPU_ADAM_BYTES / host_rate, "nvme": _nvme_s(request),
     }  # fmt: skip
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
     # Published times with offload are too few and too scattered for an interval; with LoRA, or with several GPUs but no
@@ -201,7 +202,7 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
         tokens_per_s_per_gpu=estimate("tokens", tokens_per_s) if is_known else Estimate(tokens_per_s),
         mfu=None if peak is None else activations.model_flops(request) / (total * peak * 1e12),
         hfu=None if peak is None else activations.hardware_flops(request) / (total * peak * 1e12),
-        notes=_notes(request, memory),
+        notes=_notes(request, memory, total),
     )
 
 
@@ -316,7 +317,7 @@ def _nvme_s(request: Request) -> float:
     return box.gpus_per_node * (optimizer_s + passes_s + write_s) / 1e9
 
 
-def _notes(request: Request, memory: MemoryUse | None) -> tuple[str, ...]:
+def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[str, ...]:
     device, name = request.box.device, request.precision.removesuffix("-engine")
     notes = [
         "MFU counts every product at the full sequence length, without savings by causal masking and without"
@@ -332,6 +333,10 @@ def _notes(request: Request, memory: MemoryUse | None) -> tuple[str, ...]:
         notes.append(f"this does not fit: the time assumes more memory of each {device.name}")
     if (host_note := host_adam_note(request)) is not None:
         notes.append(host_note)
+        if row := _table().get("offload_step_s"):
+            low, high = row["low"], row["high"]
+            in_ms = f"here {rounded(1e3 * total * low)} to {rounded(1e3 * total * high)} ms"
+            notes.append(f"published offload steps took {low:.1f} to {high:.1f} times the prediction, {in_ms}")
     if request.shape.lora_rank:
         notes.append(LORA_NOTE)
     if request.swapped:
