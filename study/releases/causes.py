@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from study.config.flags import Optimizer
 from study.config.yaml_sections import load_package_yaml
@@ -137,7 +137,9 @@ def read_causes() -> tuple[Cause, ...]:
     """Read causes.yaml; tests/test_causes.py checks its values."""
     causes = []
     for entry in load_package_yaml(FILE.read_text(encoding="utf-8"))["causes"]:
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+        }
         values |= {key: Change(**entry.get(key, {})) for key in ("entered", "left")}
         values["lines"] = tuple(SourceLines(**line) for line in entry.get("lines", ()))
         releases = {package: values.pop(package) for package in PACKAGES if package in values}
