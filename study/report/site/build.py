@@ -71,11 +71,6 @@ def _no_profile() -> tempfile.TemporaryDirectory[str]:
 
 def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder: Path, time_limit_s: float) -> None:
     """Run `notebook` with `folder` as its working directory and write it, with its outputs, to `output`."""
-    accepted = papermill.inspect_notebook(str(notebook))
-    if unknown := sorted(set(parameters) - set(accepted)):
-        raise UserError(
-            f"{notebook.name} has no parameter {', '.join(unknown)}", f"use {', '.join(sorted(accepted)) or 'none'}"
-        )
     deadline = time.monotonic() + time_limit_s
     try:
         papermill.execute_notebook(
