@@ -19,7 +19,7 @@ from study.host.machine import Machine
 from study.metrics.clock import MIN_WARMUP_STEPS
 from study.records.outcome import Outcome, Terminated, outcome_from_exception
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.run.summary import summarize
+from study.run.steps import summarize
 from study.virtual.command import VirtualRequest, _strategies, _with_absolute_paths, add_arguments, read_request
 from study.workloads.architecture import model_size
 from study.workloads.presets import find_preset
