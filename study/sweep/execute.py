@@ -145,7 +145,8 @@ class Sweep:
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=is_an_answer)
             if isinstance(item, Search):
                 what_fits = item.what_fits(self.root)
-                self.progress.end_search(f"{item.id}: {what_fits.answer} ({what_fits.limiting_reason})")
+                self.progress.searches -= 1
+                self.progress.show(f"{item.id}: {what_fits.answer} ({what_fits.limiting_reason})")
             self.finished += 1
 
     def run_cell(self, cell: Cell, order: int) -> Outcome:
@@ -288,7 +289,7 @@ class SweepProgress:
 
     def __init__(self, cells_to_do: int, already_done: int, searches: int):
         # A search counts as one cell until it requests a further probe.
-        self._total, self._already_done, self._searches = cells_to_do, already_done, searches
+        self._total, self._already_done, self.searches = cells_to_do, already_done, searches
         self._done = self._failed = 0
         console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
         self._bars = Bars(
@@ -313,7 +314,7 @@ class SweepProgress:
         self._bars.update(self._all, total=self._total, description=self._counts())
         self._cell, self._step = self._bars.add_task(f"starting  {cell.id}", total=cell.total_steps), 0
         if self._bars.disable:
-            self.show(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
+            self.show(f"[{self._done + 1}/{self._total}{'+' if self.searches else ''}] {cell.id}")
 
     def step(self, cell: Cell, step: int) -> None:
         if step and not self._step:
@@ -334,11 +335,7 @@ class SweepProgress:
         name = "    " if self._bars.disable else f"{cell.id} "
         self.show(f"{name}{ending.state} after {format_duration(seconds)}{why}")
 
-    def end_search(self, answer: str) -> None:
-        self._searches -= 1
-        self.show(answer)
-
     def _counts(self) -> str:
-        at_least = "at least " if self._searches else ""
+        at_least = "at least " if self.searches else ""
         before = f" ({self._already_done} were done before)" if self._already_done else ""
         return f"{self._done} done, {self._failed} failed, {at_least}{self._total - self._done} left{before}"
