@@ -153,27 +153,6 @@ def test_finished_sessions_are_kept_and_cut_off_ones_are_not(tmp_path: Path) -> 
     assert missing(tmp_path, sessions, retry=True) == sessions[1:]
 
 
-def test_a_folder_that_is_no_autopsys_is_refused_and_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    assert main(["autopsy", "run", "--runs", str(tmp_path)]) == 2
-    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
-    assert "thesis.txt" in capsys.readouterr().err
-
-
-def test_a_folder_that_has_got_the_name_of_a_renamed_one_is_left_alone(tmp_path: Path) -> None:
-    folder, moved = tmp_path / "mine", tmp_path / "moved"
-
-    def rename(_line: str) -> None:
-        folder.rename(moved)
-        (folder / SESSIONS).mkdir(parents=True)
-
-    with open_folder(folder, TINY) as lock, pytest.raises(UserError, match="was renamed or removed while"):
-        run_sessions(folder, lock, TINY, [], rename)
-    assert list((folder / SESSIONS).iterdir()) == []
-
-
 def test_sessions_of_another_scale_are_not_mixed_in(tmp_path: Path) -> None:
     open_folder(tmp_path, SCALES["a100"]).release()
     with pytest.raises(UserError, match="another scale"):
@@ -199,8 +178,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
              "0-gate-given-with-a-launchers-environment")  # fmt: skip
     sessions = [session for session in plan(TINY, (1,)) if session.id in names]
     assert len(sessions) == len(names)
-    with open_folder(folder, TINY) as lock:
-        assert run_sessions(folder, lock, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
+    with open_folder(folder, TINY):
+        assert run_sessions(folder, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
     return read_sessions(folder)
 
 
@@ -269,8 +248,8 @@ def test_a_session_past_its_time_limit_is_a_row_and_its_processes_end(
 
     monkeypatch.setenv("AUTOPSY_TEST", str(tmp_path))
     (session,) = [session for session in plan(TINY, (1,)) if session.id == "1-corrected-EWPOB"]
-    with open_folder(tmp_path, TINY) as lock:
-        assert run_sessions(tmp_path, lock, dataclasses.replace(TINY, limit_s=1), [session], lambda _line: None) == 1
+    with open_folder(tmp_path, TINY):
+        assert run_sessions(tmp_path, dataclasses.replace(TINY, limit_s=1), [session], lambda _line: None) == 1
     record = json.loads((tmp_path / SESSIONS / f"{session.id}.json").read_text())
     assert (record["state"], record["arms"]) == ("timeout", [])
     deadline = time.monotonic() + 5

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
+import pydantic
 import pytest
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from study.config.places import REPOSITORY
+from study.config.strategies import STRATEGY_NAMES
 from study.releases.causes import Cause, read_causes
 from study.report.pages.releases import is_right
 
@@ -39,6 +43,14 @@ def visible_causes(row: dict[str, Any]) -> list[Cause]:
         "offload-drops-micro-steps": row["accumulation"] > 2,
     }
     return [cause for cause in candidates if is_visible.get(cause.id, True)]
+
+
+def test_the_file_has_only_valid_values() -> None:
+    for cause in EVERY.values():
+        pydantic.TypeAdapter(Cause).validate_python(dataclasses.asdict(cause))
+        assert set(cause.strategies) <= set(STRATEGY_NAMES), cause.id
+        for specifier in cause.releases.values():
+            SpecifierSet(specifier)
 
 
 def test_the_control_has_both_sides_of_a_cause_and_the_installed_release() -> None:

@@ -448,6 +448,9 @@ VERIFY = "verify --runs_dir runs"
 # Of a flag that is given twice, the last one counts.
 COMMANDS = {
     "report ..": "no suite is named",
+    "run laptop --time_budget soon": "soon",
+    "run laptop --only nothing-like-this": "matches no cell of laptop",
+    "run": "SUITE",
     "run laptop --runs_dir=": "--runs_dir: is empty",
     "status laptop --runs_dir /dev/null": "--runs_dir: /dev/null is not a folder",
     "report laptop --output=": "--output: is empty",

@@ -17,7 +17,6 @@ import pytest
 from report_folders import committed, contents, drawn, few, laptop
 from study import cli
 from study.claims.command import dependent_claims
-from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
 from study.records.frames import read_parquet, read_runs, write_parquet
@@ -140,12 +139,6 @@ def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, 
     assert listed == {file: sha256(before[file]).hexdigest() for file in after if file != "files.json"}
     changed = [file for file in listed if file.endswith((".html", ".md")) and before[file] != after[file]]
     assert not changed, f"rebuild it: study report {name}"
-
-
-def test_an_unknown_notebook_parameter_is_an_error(tmp_path):
-    file = notebook(tmp_path / "a.ipynb", "1")
-    with pytest.raises(UserError, match=r"a\.ipynb has no parameter record_dir"):
-        execute(file, tmp_path / "out.ipynb", {"record_dir": "x"}, tmp_path, 60)
 
 
 def test_a_notebook_runs_in_this_interpreter_without_a_profile_of_the_user(tmp_path, monkeypatch):

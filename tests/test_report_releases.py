@@ -22,7 +22,7 @@ causes:
     blame: engine
     strategies: [zero1]
     accumulation: several
-    differs: gradient
+    differs: [gradient]
     deepspeed: "==0.18.6"
     says: Both divide.
     lines: [{package: deepspeed, release: 0.18.6, file: deepspeed/runtime/engine.py, lines: "10-12", says: divides}]

@@ -16,7 +16,6 @@ import pytest
 
 from study import cli
 from study.config.errors import UserError
-from study.host import stacks as stacks_module
 from study.host.folders import cache_directory
 from study.host.machine import Machine, detect_machine
 from study.host.stacks import STACK_VARIABLE, VERIFIED, describe_stack, is_of_today, layer_folder, layer_state, stacks
@@ -73,25 +72,6 @@ def test_the_stacks_have_every_minor_since_0_14_and_each_archive_is_pinned():
     for stack in stacks().values():
         for package, version in stack.releases.items():
             assert re.fullmatch("[0-9a-f]{64}", pins[f"{package}-{version}"][f"{package}=={version}"])
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "says"),
-    [
-        ("today: [0.17.6, newest]\nthen: {}\n", 1, "is 'newest'"),
-        ("today: [0.17]\nthen: {}\n", 1, "is 0.17"),
-        ("today: 0.17.6\nthen: {}\n", 1, "is not a list"),
-        ("today: []\nthen:\n  0.17.6: {numpy: 1.26.0}\n", 3, "unknown key 'numpy'"),
-    ],
-)
-def test_a_wrong_line_of_the_stack_file_is_refused_with_its_place(tmp_path, monkeypatch, text, line, says):
-    file = tmp_path / "stacks.yaml"
-    file.write_text(text)
-    monkeypatch.setattr(stacks_module, "STACK_FILE", file)
-    with pytest.raises(UserError) as refusal:
-        stacks.__wrapped__()
-    assert refusal.value.problem.startswith(f"{file}:{line}: ")
-    assert says in refusal.value.problem
 
 
 def test_a_stack_is_an_axis_of_a_suite_and_part_of_a_cell_s_name(tmp_path):

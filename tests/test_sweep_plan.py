@@ -373,22 +373,6 @@ def test_runs_of_another_suite_in_the_folder_of_the_same_name_are_reported(tmp_p
     assert "notice: runs in the folder tiny that are not cells of this suite: 1, such as of" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [], ["walk"], ["run"], ["run", "no-such-suite"], ["run", "laptop", "--time_budget", "soon"],
-        ["run", "laptop", "--only", "nothing-like-this"], ["status", "laptop", "--flag"],
-    ],
-)  # fmt: skip
-def test_a_wrong_request_ends_in_one_line_and_status_2(capsys, arguments):
-    assert cli.main(arguments) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
-    assert printed.count("\n") == 1
-    assert "To fix it: " in printed
-    assert "no-such-suite" not in arguments or "suites: a100, " in printed
-
-
 @pytest.mark.parametrize(("text", "seconds"), [("9m", 540), ("90s", 90), ("90", 90), ("1h30m", 5400), ("2h", 7200)])
 def test_a_time_budget_is_read_as_people_write_it(text, seconds):
     assert duration(text) == seconds

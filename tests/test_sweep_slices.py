@@ -94,11 +94,6 @@ def test_three_long_tables_fit_a_screen_and_a_long_reason_a_line() -> None:
     assert list(fit_screen([short, table], details=True)) == [short, table]
 
 
-def test_a_misspelled_suite_is_refused_with_similar_names(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="did you mean one_gpu or"):
-        plan_suite("one_gppu", CPU_BOX, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("slices", "says"),
     [

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from study.cli import main
 from study.config.errors import UserError
 from study.config.flags import RunConfig, check_virtual_run_flags, resolve_config
 from study.config.launch_context import Launch, virtual_launch
@@ -19,22 +18,13 @@ from study.host.machine import Machine
 from study.metrics.clock import MIN_WARMUP_STEPS
 from study.records.outcome import Outcome, Terminated, outcome_from_exception
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.run.summary import summarize
+from study.run.steps import summarize
 from study.virtual.command import VirtualRequest, _strategies, _with_absolute_paths, add_arguments, read_request
 from study.workloads.architecture import model_size
 from study.workloads.presets import find_preset
 
 NO_GPU = Machine((), 16)
 ZERO3 = ("--strategy", "zero3", "--world_size", "4")
-
-
-def test_a_file_where_lines_are_kept_is_refused_before_the_depths_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "extrapolated").touch()
-    assert main(["virtual", *ZERO3, "--layers_fit", "1,2,3", "--runs_dir", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path / 'extrapolated'} cannot be created as a folder" in line
 
 
 def test_each_strategy_is_run_once() -> None:

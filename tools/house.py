@@ -21,26 +21,26 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_625,
-    "records": 2_633,
-    "host": 1_467,
+    "config": 1_609,
+    "records": 2_626,
+    "host": 1_447,
     "workloads": 1_857,
     "metrics": 1_602,
     "predictor": 5_046,
-    "engine": 1_556,
-    "sweep": 2_736,
-    "run": 1_601,
-    "virtual": 883,
-    "releases": 1_506,
+    "engine": 1_544,
+    "sweep": 2_733,
+    "run": 1_590,
+    "virtual": 866,
+    "releases": 1_473,
     "advisor": 3_904,
-    "report": 4_093,
-    "autopsy": 1_446,
+    "report": 4_060,
+    "autopsy": 1_393,
     "claims": 2_215,
     "baselines": 436,
     "train": 144,
     "cli": 200,
     "__init__": 3,
-    "tests": 21_434,
+    "tests": 21_355,
 }
 
 

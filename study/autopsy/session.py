@@ -206,13 +206,18 @@ class Process:
             peaks = meter.report()["phases"]["init"]
             trainer.clock.enter("after")
             seconds, cpu, warm_samples = trainer.clock.seconds, trainer.clock.cpu_seconds, (steps - warm_up) * arm.batch
+            log = trainer.state.log_history
+            losses, evaluations, norms = ([row[key] for row in log if key in row]
+                                          for key in ("loss", "eval_loss", "grad_norm"))  # fmt: skip
             read = {
                 "arm": arm.name, "batch": arm.batch, "steps": trainer.state.global_step, "start": arm.start,
                 "start_weights_abs_sum": checksum, "whole_s": whole_s,
                 **{f"{phase}_s": seconds.get(phase, 0.0) for phase in ("setup", "warm_up", "train", "eval", "save")},
                 "whole_cpu_s": sum(cpu.values()), "warm_s_per_sample": seconds["train"] / warm_samples,
                 "warm_cpu_s_per_sample": cpu["train"] / warm_samples,
-                **_logged(trainer), **self._peaks(peaks), **trainer.live,
+                "first_train_loss": losses[0] if losses else None, "train_loss": losses[-1] if losses else None,
+                "eval_loss_200": evaluations[-1] if evaluations else None, "evaluations": len(evaluations),
+                "largest_grad_norm": max(norms, default=None), **self._peaks(peaks), **trainer.live,
             }  # fmt: skip
             read["eval_loss"], read["eval_accuracy"] = wide_evaluation(trainer, self.data.eval, arm.batch)
             if arm.leaves_file:
@@ -238,16 +243,6 @@ class Process:
 def _samples(split: Split, count: int) -> Any:
     """Return a list of samples, which the Trainer's collator batches like a tokenized dataset."""
     return [split[place] for place in range(count)]
-
-
-def _logged(trainer: Trainer) -> dict[str, Any]:
-    log = trainer.state.log_history
-    losses, evaluations = ([row[key] for row in log if key in row] for key in ("loss", "eval_loss"))
-    return {
-        "first_train_loss": losses[0] if losses else None, "train_loss": losses[-1] if losses else None,
-        "eval_loss_200": evaluations[-1] if evaluations else None, "evaluations": len(evaluations),
-        "largest_grad_norm": max((row["grad_norm"] for row in log if "grad_norm" in row), default=None),
-    }  # fmt: skip
 
 
 def wide_evaluation(trainer: Trainer, split: Split, batch: int) -> tuple[float, float]:

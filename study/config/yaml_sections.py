@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
-from study.config.errors import UserError, did_you_mean
+from study.config.errors import UserError
 
 # Limits of a file's values with expanded aliases, and of its size: reading YAML takes seconds per MB.
 MAX_VALUES, MAX_BYTES = 20_000, 2**20
@@ -40,9 +39,6 @@ class Section(dict[str, Any]):
         for key in keys:
             if key not in self:
                 raise UserError(f"{self.place}: {key} is missing", f"add {key}: to it")
-
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 class _Sections:
@@ -127,15 +123,3 @@ def read_document(file: Path, kind: type[Section]) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark else str(file)
         raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)})", "fix the file") from None
-
-
-def as_section(value: Any, place: str, keys: Collection[str], kind: type[AnySection]) -> AnySection:
-    """Return a value as a section; raise if it is not a mapping or has other keys."""
-    if not isinstance(value, kind):
-        actual = "nothing" if value is None else f"a {type(value).__name__}"
-        raise UserError(f"{place}: expected a mapping, got {actual}", f"write one with {', '.join(sorted(keys))}")
-    for key, where in value.places.items():
-        if key not in keys:
-            fix = f"{did_you_mean(key, keys)}supported keys: {', '.join(sorted(keys))}"
-            raise UserError(f"{where}: unknown key {key!r}", fix)
-    return value

@@ -92,8 +92,7 @@ def folder_argument(text: str) -> Path:
     if not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} has characters that cannot be printed on a line")
     folder = resolve_path(text)
-    # The methods of Path raise if a name is too long, or if a parent may not be entered.
-    if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112
+    if folder.exists() and not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a folder")
     return folder
 

@@ -24,7 +24,7 @@ from typing import Any
 from study.config.errors import Unsupported, UserError
 from study.config.places import IMPORT_ROOT, PACKAGE, install_command
 from study.config.strategies import Strategy
-from study.config.yaml_sections import Section, as_section, read_document
+from study.config.yaml_sections import load_package_yaml
 from study.host.folders import cache_directory
 from study.host.machine import operator_build_folder
 from study.records.directory import read_json
@@ -100,8 +100,6 @@ STACK_FILE = PACKAGE / "releases" / "stacks.yaml"
 STACK_VARIABLE = "ZERO_STUDY_STACK"
 # Marks a complete layer: the packages that pip installed there, and their archives.
 LAYER_FILE = "layer.json"
-PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
-_VERSION = re.compile(r"\d+(\.\d+)+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,24 +161,13 @@ def layer_folder(cache: Path, layer: str) -> Path:
 @functools.cache
 def stacks() -> dict[str, Stack]:
     """Return the stacks by name. `today` stacks differ from the installation in DeepSpeed, the others in more."""
-    keys = ("today", "then", "newer_torch")
-    top = as_section(read_document(STACK_FILE, Section), str(STACK_FILE), keys, Section)
-    top.require_keys("today", "then")
-    result = {}
-    if not isinstance(top["today"], list):
-        raise top.refusal("today", "is not a list", "list releases of DeepSpeed")
-    for release in top["today"]:
-        result[_version(top, "today", release)] = Stack(release, {"deepspeed": release})
-    then = as_section(top["then"], top.key_place("then"), list(top["then"]), Section)
-    for deepspeed in then:
-        packages = as_section(then[deepspeed], then.key_place(deepspeed), PACKAGES[1:], Section)
-        releases = {package: _version(packages, package, version) for package, version in packages.items()}
-        name = f"{_version(then, deepspeed, deepspeed)}-then"
-        result[name] = Stack(name, {"deepspeed": deepspeed, **releases})
-    newer = top.get("newer_torch", Section(""))
-    for deepspeed in as_section(newer, top.key_place("newer_torch"), list(newer), Section):
-        for torch in newer[deepspeed]:
-            name = f"{_version(newer, deepspeed, deepspeed)}-torch{_version(newer, deepspeed, torch)}"
+    file = load_package_yaml(STACK_FILE.read_text(encoding="utf-8"))
+    result = {release: Stack(release, {"deepspeed": release}) for release in file["today"]}
+    for deepspeed, packages in file["then"].items():
+        result[f"{deepspeed}-then"] = Stack(f"{deepspeed}-then", {"deepspeed": deepspeed, **packages})
+    for deepspeed, releases in file["newer_torch"].items():
+        for torch in releases:
+            name = f"{deepspeed}-torch{torch}"
             result[name] = Stack(name, {"deepspeed": deepspeed, "torch": torch})
     return result
 
@@ -193,12 +180,6 @@ def deepspeed_release(name: str) -> str:
 def is_of_today(name: str) -> bool:
     """Whether a stack has the installed releases of all packages but DeepSpeed."""
     return name == deepspeed_release(name)
-
-
-def _version(section: Section, key: str, version: Any) -> str:
-    if not isinstance(version, str) or not _VERSION.fullmatch(version):
-        raise section.refusal(key, f"is {version!r}", "write a release such as 0.18.9")
-    return version
 
 
 def release_key(name: str) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         tests a lock owns it for an instant, hence `patience_s`.
         """
         # Python opens descriptors as not inheritable, so child programs do not own the lock.
-        kind, self._file = fcntl.LOCK_SH if shared else fcntl.LOCK_EX, file.absolute()
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o644)
         _open_descriptors.add(self._descriptor)
         deadline = time.monotonic() + patience_s
@@ -83,13 +83,6 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{json.dumps(owner)}\n".encode(), 0)
-
-    def is_in_place(self) -> bool:
-        """Whether the path still is the locked file; False if its folder was renamed, which keeps the lock."""
-        try:
-            return os.path.samestat(self._file.stat(), os.fstat(self._descriptor))
-        except OSError:
-            return False
 
     def release(self) -> None:
         if self._descriptor in _open_descriptors:

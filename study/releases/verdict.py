@@ -115,20 +115,6 @@ def trace_at(folder: Path) -> TrainingTrace:
     )  # fmt: skip
 
 
-def find_tolerance(precision: str, single: TrainingTrace, ddp: Iterable[TrainingTrace]) -> Tolerance:
-    """Return the tolerance for rounding, or a larger one if `ddp` differs more from `single` on this machine."""
-    runs = [trace for trace in ddp if trace.state == "ok"]
-
-    def allowed(rounding: float, differences: Iterable[float]) -> float:
-        noise = max(differences, default=0.0)
-        return max(rounding, _NOISE_FACTOR * noise) if noise <= _MAX_NOISE * rounding else rounding
-
-    return Tolerance(
-        allowed(ROUNDING[precision].loss, (_max_difference(trace.losses, single.losses) for trace in runs)),
-        allowed(ROUNDING[precision].norm, (_max_difference(trace.norms, single.norms) for trace in runs)),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """`single` under a run's stack, in its precision without an engine, and `ddp`, which sets the tolerance."""
@@ -139,7 +125,17 @@ class Reference:
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
-        return find_tolerance(self.precision, self.single, self.ddp)
+        """The tolerance for rounding, or a larger one if `ddp` differs more from `single` on this machine."""
+        runs, rounding = [trace for trace in self.ddp if trace.state == "ok"], ROUNDING[self.precision]
+
+        def allowed(least: float, differences: Iterable[float]) -> float:
+            noise = max(differences, default=0.0)
+            return max(least, _NOISE_FACTOR * noise) if noise <= _MAX_NOISE * least else least
+
+        return Tolerance(
+            allowed(rounding.loss, (_max_difference(trace.losses, self.single.losses) for trace in runs)),
+            allowed(rounding.norm, (_max_difference(trace.norms, self.single.norms) for trace in runs)),
+        )
 
     def judge(self, trace: TrainingTrace) -> Verdict:
         return judge(trace, self.single, self.tolerance)

@@ -280,7 +280,7 @@ class OpenRun:
         self, accelerator: Accelerator, meters: Meters, log: StepLog, evaluation: dict[str, float | None]
     ) -> None:
         """Write the documents of a successful run. Called on every rank, as it gathers their measurements."""
-        from study.run.summary import gather_ranks, summarize
+        from study.run.steps import gather_ranks, summarize
 
         ranks, world_size = gather_ranks(self.launch.virtual, accelerator, meters), self.launch.world_size
         if (record := self.context.record) is None:

@@ -18,9 +18,10 @@ from study.host.folders import folder_argument
 from study.host.machine import Machine
 from study.host.slurm import check_single_slurm_task, job_resources
 from study.host.stacks import check_training_packages
+from study.predictor.hardware import to_box
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
-from study.sweep.forecast import earlier_durations, estimate, forecast_for, oom_warnings, pending_items
+from study.sweep.forecast import Forecast, earlier_durations, estimate, oom_warnings, pending_items
 from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, pending_runs
 from study.sweep.tables import fit_screen, result_tables, series_tables, status_tables, status_verdict
@@ -147,12 +148,14 @@ def _runnable(plan: Plan, box: Machine) -> list[Slice]:
 
 def _dry_run(plan: Plan, retry: bool, box: Machine, hardware: str | None) -> int:
     remaining, training_s = [], 0.0
+    name = hardware or ("this" if box.gpus else None)
+    predicted_for = None if name is None else to_box(name)
     for part in plan.slices:
         remaining_of_slice = list(pending_items(part.cells, part.root, retry))
         remaining += remaining_of_slice
         if plan.is_series:
             print(f"# {part.title}: {estimate(remaining_of_slice, bool(part.searches))}")
-        forecast = forecast_for(part.suite, box, earlier_durations(part.root), hardware)
+        forecast = Forecast(part.suite, box, earlier_durations(part.root), predicted_for)
         for item in part.cells:
             cell: Cell | None
             if isinstance(item, Cell):

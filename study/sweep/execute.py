@@ -69,10 +69,8 @@ def run_cells(
         if to_do := [*new, *tried]:
             check_training_packages()
         searches = sum(isinstance(item, Search) for item in to_do)
-        with (
-            SweepProgress(len(to_do), len(cells) - len(to_do), searches) as progress,
-            raise_on_signals(Stopped("stopped"), *_STOPS),
-        ):
+        progress = SweepProgress(len(to_do), len(cells) - len(to_do), searches)
+        with progress.bars, raise_on_signals(Stopped("stopped"), *_STOPS):
             if ended:
                 progress.show(f"notice: ended {ended} processes of an earlier sweep")
             sweep = Sweep(root, box, progress, retry, deadline, allow_forks)
@@ -145,7 +143,8 @@ class Sweep:
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=is_an_answer)
             if isinstance(item, Search):
                 what_fits = item.what_fits(self.root)
-                self.progress.end_search(f"{item.id}: {what_fits.answer} ({what_fits.limiting_reason})")
+                self.progress.searches -= 1
+                self.progress.show(f"{item.id}: {what_fits.answer} ({what_fits.limiting_reason})")
             self.finished += 1
 
     def run_cell(self, cell: Cell, order: int) -> Outcome:
@@ -288,57 +287,46 @@ class SweepProgress:
 
     def __init__(self, cells_to_do: int, already_done: int, searches: int):
         # A search counts as one cell until it requests a further probe.
-        self._total, self._already_done, self._searches = cells_to_do, already_done, searches
+        self._total, self._already_done, self.searches = cells_to_do, already_done, searches
         self._done = self._failed = 0
         console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
-        self._bars = Bars(
+        self.bars = Bars(
             "{task.description}", BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), console=console,
             transient=True, disable=not sys.stderr.isatty(),
         )  # fmt: skip
-        self._all = self._bars.add_task(self._counts(), total=cells_to_do)
-
-    def __enter__(self) -> SweepProgress:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
+        self._all = self.bars.add_task(self._counts(), total=cells_to_do)
 
     def show(self, text: str) -> None:
-        self._bars.console.print(text)
+        self.bars.console.print(text)
 
     def begin(self, cell: Cell, one_more: bool = False) -> None:
         """Show the start of a cell; `one_more` if it is a further probe of a search, which was not counted."""
         self._total += one_more
-        self._bars.update(self._all, total=self._total, description=self._counts())
-        self._cell, self._step = self._bars.add_task(f"starting  {cell.id}", total=cell.total_steps), 0
-        if self._bars.disable:
-            self.show(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
+        self.bars.update(self._all, total=self._total, description=self._counts())
+        self._cell, self._step = self.bars.add_task(f"starting  {cell.id}", total=cell.total_steps), 0
+        if self.bars.disable:
+            self.show(f"[{self._done + 1}/{self._total}{'+' if self.searches else ''}] {cell.id}")
 
     def step(self, cell: Cell, step: int) -> None:
         if step and not self._step:
             # The remaining time is estimated from the steps, without start-up.
-            self._bars.reset(self._cell)
+            self.bars.reset(self._cell)
         if step:
             total = f"/{cell.total_steps}" if cell.total_steps else ""
-            self._bars.update(self._cell, completed=step, description=f"step {step}{total}  {cell.id}")
+            self.bars.update(self._cell, completed=step, description=f"step {step}{total}  {cell.id}")
         self._step = step
 
     def end(self, cell: Cell, ending: Outcome, seconds: float, oom_is_an_answer: bool = False) -> None:
         """Print the ending of the current cell, and count it as failed unless it is an answer."""
         self._done += 1
         self._failed += ending.state not in ("ok", "unsupported", *(["oom"] if oom_is_an_answer else []))
-        self._bars.update(self._all, completed=self._done, description=self._counts())
-        self._bars.remove_task(self._cell)
+        self.bars.update(self._all, completed=self._done, description=self._counts())
+        self.bars.remove_task(self._cell)
         why = f": {ending.why}" if ending.state != "ok" else ""
-        name = "    " if self._bars.disable else f"{cell.id} "
+        name = "    " if self.bars.disable else f"{cell.id} "
         self.show(f"{name}{ending.state} after {format_duration(seconds)}{why}")
 
-    def end_search(self, answer: str) -> None:
-        self._searches -= 1
-        self.show(answer)
-
     def _counts(self) -> str:
-        at_least = "at least " if self._searches else ""
+        at_least = "at least " if self.searches else ""
         before = f" ({self._already_done} were done before)" if self._already_done else ""
         return f"{self._done} done, {self._failed} failed, {at_least}{self._total - self._done} left{before}"

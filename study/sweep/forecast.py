@@ -14,7 +14,7 @@ from study.config.flags import RunConfig
 from study.config.text import format_duration
 from study.host.machine import Machine as Host
 from study.host.memory import GIB
-from study.predictor.hardware import ANY_DEVICE, Hardware, to_box
+from study.predictor.hardware import ANY_DEVICE, Hardware
 from study.predictor.memory import predict_memory
 from study.predictor.request import MemoryUse, Request, request_for, unsupported_reason
 from study.predictor.time import device_bytes, predict_time
@@ -197,12 +197,6 @@ class Forecast:
         return request_for(
             cell.strategy, cell.config, box, plan.per_device_train_batch_size, plan.gradient_accumulation_steps
         )
-
-
-def forecast_for(suite: Suite, host: Host, durations: Durations, hardware: str | None) -> Forecast:
-    """Return the forecasts of a suite for --hardware, or for this machine."""
-    name = hardware or ("this" if host.gpus else None)
-    return Forecast(suite, host, durations, None if name is None else to_box(name))
 
 
 def oom_warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:

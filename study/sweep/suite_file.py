@@ -13,7 +13,7 @@ from typing import Any, get_args
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
 from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
-from study.config.yaml_sections import Section, as_section, read_document
+from study.config.yaml_sections import Section, read_document
 from study.host.stacks import is_of_today, stacks
 from study.records.schema import SearchAxis
 from study.sweep.cell import Trainer
@@ -148,10 +148,10 @@ class _Section(Section):
         return value
 
     def section(self, key: str, keys: Collection[str] = _SETTINGS) -> _Section:
-        return as_section(self.get(key, _Section(self.place)), self.key_place(key), keys, _Section)
+        return _as_section(self.get(key, _Section(self.place)), self.key_place(key), keys)
 
     def sections(self, key: str, keys: Collection[str] = _SETTINGS) -> list[_Section]:
-        return [as_section(entry, self.key_place(key), keys, _Section) for entry in self.value(key, [])]
+        return [_as_section(entry, self.key_place(key), keys) for entry in self.value(key, [])]
 
     def settings(self, key: str, keys: Collection[str] = _SETTINGS) -> dict[str, Any]:
         section = self.section(key, keys)
@@ -172,6 +172,18 @@ class _Section(Section):
         return choices
 
 
+def _as_section(value: Any, place: str, keys: Collection[str]) -> _Section:
+    """Return a value as a section; raise if it is not a mapping or has other keys."""
+    if not isinstance(value, _Section):
+        actual = "nothing" if value is None else f"a {type(value).__name__}"
+        raise UserError(f"{place}: expected a mapping, got {actual}", f"write one with {', '.join(sorted(keys))}")
+    for key, where in value.places.items():
+        if key not in keys:
+            fix = f"{did_you_mean(key, keys)}supported keys: {', '.join(sorted(keys))}"
+            raise UserError(f"{where}: unknown key {key!r}", fix)
+    return value
+
+
 def find_suite(name: str) -> Path:
     """Return the suite file with this name in study/suites/, or with this path."""
     shipped = {file.stem: file for file in SUITE_DIRECTORY.glob("*.yaml")}
@@ -187,7 +199,7 @@ def read_suite(file: Path) -> Suite:
     """Return the suite of a file; raise UserError with file and line if it is not valid."""
     document = read_document(file, _Section)
     is_series = isinstance(document, _Section) and "slices" in document
-    top = as_section(document, str(file), _SERIES_KEYS if is_series else _SUITE_KEYS, _Section)
+    top = _as_section(document, str(file), _SERIES_KEYS if is_series else _SUITE_KEYS)
     name, description = top.value("name"), top.value("description")
     if is_series:
         slices = top.sections("slices", {"suite", "only"})

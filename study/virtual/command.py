@@ -27,7 +27,7 @@ from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_bytes
 from study.host.folders import folder_argument, resolve_path
 from study.host.machine import Machine, detect_machine
-from study.records.directory import read_json, read_run, write_json
+from study.records.directory import read_json, read_run
 from study.records.lock import lock_run_directory
 from study.records.outcome import Outcome
 from study.records.schema import STATE_KINDS, RecordError
@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
 def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
     cell = request.cell(strategy)
     if request.depths:
-        return _keep(request, cell, _line(request, cell, request.depths))
+        return _line(request, cell, request.depths)
     error: Exception
     try:
         return _measure(request, cell)
@@ -243,33 +243,16 @@ def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
             summary = min(deeper, summary, key=lambda candidate: len(candidate.not_linear))
         except (VirtualRunFailed, ModelTooLarge) as failure:
             _print_status(f"{failure}: keeping the extrapolation from {depths[0]} to {depths[2]} layers")
-    return _keep(request, cell, summary)
+    return summary
 
 
 def _line(
     request: VirtualRequest, cell: Cell, depths: tuple[int, int, int], ended: dict[str, str] | None = None
 ) -> RankSummary:
     preset = _find_preset(cell)
-    _folder_of_lines(request)
     cells = [request.cell(cell.strategy, preset.with_layers(depth).name) for depth in depths]
     summaries = [_measure(request, shallow) for shallow in cells]
     return extrapolate(summaries, cell.config.model_name_or_path, preset.layers, ended)
-
-
-def _keep(request: VirtualRequest, cell: Cell, summary: RankSummary) -> RankSummary:
-    write_json(_folder_of_lines(request) / f"{cell.id}.json", summary.document())
-    return summary
-
-
-def _folder_of_lines(request: VirtualRequest) -> Path:
-    """Create the folder of extrapolated summaries; called before the runs, so that no result is lost."""
-    folder = request.runs_dir / "extrapolated"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"{folder} cannot be created as a folder ({error.strerror})"
-        raise UserError(problem, "move it away, or set another --runs_dir") from None
-    return folder
 
 
 def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:

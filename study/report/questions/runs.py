@@ -52,21 +52,15 @@ def _parts(records: Records) -> list[tuple[SliceProgress, str]]:
     return [(item, item.only or ("all" if first[item.suite] is item else "the rest")) for item in records.remaining]
 
 
-def slices_table(records: Records) -> pd.DataFrame:
-    """Return a row per slice with its planned and its remaining runs."""
-    return pd.DataFrame([_row(item.suite, [item], part) for item, part in _parts(records)])
-
-
-def left_table(records: Records) -> pd.DataFrame:
-    """Return the remaining runs of each slice."""
-    rows = [{"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)}
-            for item, part in _parts(records) if item.left]  # fmt: skip
-    return pd.DataFrame(rows)
-
-
 REMAINING = Question(
     "remaining", "How much of this study is measured, and what remains?", _remaining_answer,
-    tables={"slices": slices_table, "left": left_table},
+    tables={
+        "slices": lambda records: pd.DataFrame([_row(item.suite, [item], part) for item, part in _parts(records)]),
+        "left": lambda records: pd.DataFrame([
+            {"Suite": item.suite, "Part": part, "Left": "; ".join(item.left)}
+            for item, part in _parts(records) if item.left
+        ]),
+    },
 )  # fmt: skip
 
 

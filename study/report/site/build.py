@@ -71,11 +71,6 @@ def _no_profile() -> tempfile.TemporaryDirectory[str]:
 
 def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder: Path, time_limit_s: float) -> None:
     """Run `notebook` with `folder` as its working directory and write it, with its outputs, to `output`."""
-    accepted = papermill.inspect_notebook(str(notebook))
-    if unknown := sorted(set(parameters) - set(accepted)):
-        raise UserError(
-            f"{notebook.name} has no parameter {', '.join(unknown)}", f"use {', '.join(sorted(accepted)) or 'none'}"
-        )
     deadline = time.monotonic() + time_limit_s
     try:
         papermill.execute_notebook(
@@ -147,8 +142,10 @@ def build(
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     answered = answers(records, claims)
     names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
+    # Figures are checked when the report is published.
+    wanted = {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ())}
     try:
-        check_place(output, _wanted(names))
+        check_place(output, wanted | {f"{name}.{kind}" for name in names for kind in ("ipynb", "html")})
         # On the same file system, even if the output is a link to a folder.
         target = output.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -167,12 +164,6 @@ def build(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return failures
-
-
-def _wanted(names: Sequence[str]) -> set[str]:
-    """Return the file names known before drawing; figures are checked when the report is published."""
-    return {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ()),
-            *(f"{name}.{kind}" for name in names for kind in ("ipynb", "html"))}  # fmt: skip
 
 
 def _run_notebooks(

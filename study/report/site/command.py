@@ -23,35 +23,26 @@ if TYPE_CHECKING:
     from study.records.frames import Records
     from study.report.questions.runs import DependentClaim
 
-RUNS_PATH = "runs.parquet"
 REPORTS = "reports"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `study report`."""
-    parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, a suite's path, or a name in reports/")
-    parser.add_argument(
-        "--runs_dir", type=folder_argument, metavar="DIR", help="where records are kept; runs by default"
-    )
-    parser.add_argument(
-        "--output",
-        type=folder_argument,
-        metavar="DIR",
-        help="folder of the report, reports/SUITE by default; it may contain files of yours",
-    )
+    add = parser.add_argument
+    add("suite", metavar="SUITE", help="a name in study/suites/, a suite's path, or a name in reports/")
+    add("--runs_dir", type=folder_argument, metavar="DIR", help="where records are kept; runs by default")
+    output = "folder of the report, reports/SUITE by default; it may contain files of yours"
+    add("--output", type=folder_argument, metavar="DIR", help=output)
     only_records = parser.add_mutually_exclusive_group()
-    only_records.add_argument(
-        "--drop_missing",
-        action="store_true",
-        help="replace a report even if it has the only records of some runs",
-    )
+    drop = "replace a report even if it has the only records of some runs"
+    only_records.add_argument("--drop_missing", action="store_true", help=drop)
     only_records.add_argument("--keep_missing", action="store_true", help="keep runs that only the report contains")
 
 
 def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequence[DependentClaim]]) -> int:
     """Build the report; `claims` returns the published claims that depend on a report's records, given its folder."""
     with require_extra("report"):
-        from study.records.frames import is_empty, merge_earlier_runs, read_parquet, read_runs, runs_only_in
+        from study.records import frames
+        from study.records.frames import RUNS_FILE, read_parquet, read_runs
         from study.report.site.build import build
         from study.sweep.tables import slice_progress
     runs_dir: Path = options.runs_dir or Path("runs")
@@ -59,30 +50,31 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
     output = options.output or Path(REPORTS) / name
     remaining = slice_progress(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
-    report_folder = _folder_of_parquet(name, output)
+    earlier = dict.fromkeys((output, Path(REPORTS) / name, REPOSITORY / REPORTS / name))
+    report_folder = next((folder for folder in earlier if (folder / RUNS_FILE).exists()), None)
     has_runs = any(next(root.glob("**/status.json"), None) is not None for root in roots)
     if options.runs_dir and not has_runs and not plan:
         raise UserError(f"--runs_dir {runs_dir} has no records of {name}", "name the folder above that of the suite")
-    if report_folder is not None and not has_runs and not (plan and is_empty(report_folder)):
+    if report_folder is not None and not has_runs and not (plan and frames.is_empty(report_folder)):
         records = read_parquet(report_folder)
     elif has_runs or plan or roots[0].is_dir():
         records = read_runs(runs_dir if plan else roots[0], roots, remaining)
-        if report_folder is not None and report_folder == output and (lost := runs_only_in(report_folder, records)):
+        if (
+            report_folder is not None
+            and report_folder == output
+            and (lost := frames.runs_only_in(report_folder, records))
+        ):
             missing = f"{len(lost)} runs of the report in {report_folder} are not below {runs_dir} ({lost[0]})"
             if not (options.drop_missing or options.keep_missing):
-                raise UserError(
-                    f"{missing}: the report has their only records",
-                    "add --keep_missing or --drop_missing, or name another --output",
-                )
+                fix = "add --keep_missing or --drop_missing, or name another --output"
+                raise UserError(f"{missing}: the report has their only records", fix)
             print_line(f"notice: {missing}: {'kept' if options.keep_missing else 'dropped'}")
             if options.keep_missing:
-                records = merge_earlier_runs(read_parquet(report_folder), records)
+                records = frames.merge_earlier_runs(read_parquet(report_folder), records)
     else:
-        parquet = Path(REPORTS) / name / RUNS_PATH
-        raise UserError(
-            f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
-            f"run: study run {name}, or name their folder with --runs_dir",
-        )
+        parquet = Path(REPORTS) / name / RUNS_FILE
+        problem = f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there"
+        raise UserError(problem, f"run: study run {name}, or name their folder with --runs_dir")
     facts = _facts_of_suite(options.suite, runs_dir, records) if has_runs and not plan else []
     for fact in facts:
         print_line(f"notice: {fact}")
@@ -134,9 +126,3 @@ def _facts_of_suite(suite: str, runs_dir: Path, records: Records) -> list[str]:
     unstarted = sum(record.state == "to do" and cell.id not in names for cell, record in cells)
     facts = [f"{unstarted} of {len(cells)} runs have no record yet"] if 0 < unstarted < len(cells) else []
     return facts + [notice for part in parts if (notice := part.runs_of_others())]
-
-
-def _folder_of_parquet(name: str, output: Path) -> Path | None:
-    """Return the folder of an earlier report; None if there is none."""
-    folders = dict.fromkeys((output, Path(REPORTS) / name, REPOSITORY / REPORTS / name))
-    return next((folder for folder in folders if (folder / RUNS_PATH).exists()), None)
