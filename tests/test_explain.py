@@ -175,8 +175,8 @@ def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(t
     from deepspeed.runtime import lr_schedules
 
     def arguments(*classes: type) -> dict[str, str | None]:
-        found = [item for kind in classes for item in list(inspect.signature(kind).parameters.values())[1:]]
-        return {item.name: "required" if item.default is item.empty else None for item in found}
+        parameters = [item for kind in classes for item in list(inspect.signature(kind).parameters.values())[1:]]
+        return {item.name: "required" if item.default is item.empty else None for item in parameters}
 
     optimizers, schedulers = KNOWN["arguments"]["optimizer"], KNOWN["arguments"]["scheduler"]
     adam = arguments(FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW)

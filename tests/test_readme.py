@@ -151,8 +151,8 @@ def test_the_finding_on_communication_matches_predictions_and_records() -> None:
         return sent_bytes(dataclasses.replace(request, autocast=not strategy.is_fsdp)) / 1e9
 
     for steps in (1, 4):
-        ddp, *others = (predicted(name, steps) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))
-        gigabytes = [f"{figure:.0f}" for figure in (ddp, predicted("ddp", steps, pure=True), *others)]
+        ddp, *sharded = (predicted(name, steps) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))
+        gigabytes = [f"{figure:.0f}" for figure in (ddp, predicted("ddp", steps, pure=True), *sharded)]
         assert f"| {steps} | {' | '.join(gigabytes)} |" in read("README.md")
     sent = [(run, request, figure) for run, request in ended_runs() for figure in compare_run_figures(run)
             if figure.figure == SENT and figure.measured > 1000]  # fmt: skip

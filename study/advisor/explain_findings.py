@@ -117,15 +117,15 @@ def _arguments(case: ConfigCase) -> Iterator[Finding]:
     for name, classes in known_settings()["arguments"].items():
         section = case.top.get(name)
         kind = section.get("type") if isinstance(section, Mapping) else None
-        given = section.get("params") or {} if isinstance(section, Mapping) else {}
-        known = classes.get(kind.lower() if name == "optimizer" else kind) if isinstance(kind, str) else None
-        if known is None or not isinstance(given, Mapping):
+        params = section.get("params") or {} if isinstance(section, Mapping) else {}
+        signature = classes.get(kind.lower() if name == "optimizer" else kind) if isinstance(kind, str) else None
+        if signature is None or not isinstance(params, Mapping):
             continue
-        for key in given:
-            if key not in known:
+        for key in params:
+            if key not in signature:
                 message = f"{kind} takes no such argument: the run ends with an error"
-                yield Finding("conflict", f"{name}.params.{key}", message, did_you_mean(str(key), known).strip())
-        missing = [key for key, need in known.items() if need == "required" and key not in given]
+                yield Finding("conflict", f"{name}.params.{key}", message, did_you_mean(str(key), signature).strip())
+        missing = [key for key, need in signature.items() if need == "required" and key not in params]
         if missing:
             message = f"{kind} needs {' and '.join(missing)}: without it the run ends with an error"
             yield Finding("conflict", f"{name}.params", message)
