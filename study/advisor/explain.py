@@ -276,7 +276,8 @@ def _cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tupl
         text = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
         rows.append((max(map(abs, sizes)), (*map(_size, sizes), f"{text}: {cost.says}" if details else text)))
     if not details:
-        rows = sorted(rows, key=lambda row: -row[0])[:_MAX_COST_ROWS]
+        # The state comes first: the offloads move parts of it.
+        rows = sorted(rows, key=lambda row: (not row[1][-1].startswith("stage="), -row[0]))[:_MAX_COST_ROWS]
     return [row for _, row in rows]
 
 
@@ -443,7 +444,8 @@ def find_answers(case: ConfigCase) -> list[Explanation]:
         explanations.append(_compare_ranks(case))
     if case.stage >= 2 and optimizer:
         explanations.append(_compare_host_memory(case))
-    if case.stage == 3 and optimizer and optimizer["device"] == "cpu":
+    sets_ratio = f"{ZERO}.offload_optimizer.ratio" in case.file.explicit_keys
+    if case.stage == 3 and optimizer and optimizer["device"] == "cpu" and sets_ratio:
         explanations.append(_explain_ratio(case))
     return explanations
 

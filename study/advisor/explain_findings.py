@@ -51,13 +51,18 @@ def findings(case: ConfigCase) -> list[Finding]:
         *_batch(case),
     ]
     if case.stage and case.request.strategy.offloads and case.request.box.device.memory_gib:
-        bare = case.at(offload_param=None, offload_optimizer=None)
-        memory = predict_memory(bare.request)
-        if fits(memory, bare.request.box, at_upper=True):
-            bound, usable = device_bytes(memory, at_upper=True) / GIB, usable_bytes(bare.request.box) / GIB
-            message = f"without it the 90 % bound of the peak is {bound:.0f} of {usable:.0f} GiB: none is needed"
-            where = next(what for what in OFFLOADS if case.offload(what))
-            results.append(Finding("noted", f"{ZERO}.{where}", message, rule="offload-not-needed"))
+        used = [what for what in OFFLOADS if case.offload(what)]
+        # All offloads, else that of the parameters alone.
+        for without in (used, ["offload_param"] if len(used) > 1 else []):
+            request = case.at(**dict.fromkeys(without)).request
+            memory, usable = predict_memory(request), usable_bytes(request.box)
+            if without and fits(memory, request.box, at_upper=True):
+                bound = device_bytes(memory, at_upper=True)
+                figure = f"without it the 90 % bound of the peak is {bound / GIB:.0f} of {usable / GIB:.0f} GiB"
+                why = "none is needed" if without == used else "the optimizer's offload is enough"
+                message = f"{figure}: {why}"
+                results.append(Finding("noted", f"{ZERO}.{without[0]}", message, rule="offload-not-needed"))
+                break
     if refusal := engine_refusal(case.request):
         results.append(Finding("refused", *refusal))
     return results
