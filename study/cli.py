@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from study import __version__
 from study.advisor import advise_command as advise
 from study.advisor import configs_command as configs
 from study.advisor import doctor, explain
@@ -147,6 +148,7 @@ def build_parser() -> tuple[Parser, argparse._SubParsersAction[Any]]:
         description="DeepSpeed ZeRO on Accelerate: advice, predictions, studies, verdicts on published claims.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"zero-study {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.add_arguments(subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False))

@@ -284,8 +284,12 @@ def test_a_file_for_other_programs_is_yaml(file: Path) -> None:
     assert isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), dict)
 
 
-def test_the_citation_names_the_version_there_is() -> None:
+def test_the_citation_and_the_command_name_the_version_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     from study import __version__
+
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"zero-study {__version__}\n"
 
     assert yaml.safe_load(read("CITATION.cff"))["version"] == __version__
 
