@@ -221,10 +221,13 @@ def utilization(
 
 
 @form("measured")
-def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "") -> Figure:
-    """Return the largest relative difference of the gradient norms over steps."""
+def gradient_norms(
+    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "", first_steps: int = 0
+) -> Figure:
+    """Return the largest relative difference of the gradient norms over all steps, or over the first ones."""
     pair = evidence.pair(report, task, strategy, over, where, is_loss=True)
-    difference, pairs = pair.max_norm_difference(evidence.records(report).steps)
+    steps = evidence.records(report).steps
+    difference, pairs = pair.max_norm_difference(steps[steps["step"] <= first_steps] if first_steps else steps)
     if not pairs:
         raise NotJudged(f"{report} has no gradient norms of both {strategy} and {over}")
     return Figure(difference, n=pairs, records=pair.records, note=pair.box)
