@@ -17,14 +17,7 @@ from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, counted_b
 from study.claims.verdicts import Figure, Kind, NotJudged, awaited
 from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
-from study.predictor.state import (
-    KINDS,
-    State,
-    bytes_per_parameter,
-    paper_state_bytes,
-    paper_traffic,
-    split_by,
-)
+from study.predictor.state import KINDS, State, bytes_per_parameter, paper_state_bytes, paper_traffic, split_by
 from study.records.statistics import Interval, interval
 from study.virtual.summaries import AS_SHIPPED, Summary
 
@@ -267,7 +260,7 @@ def ratio_slope(
     estimate = interval(np.exp(_slopes(logs, np.log)))
     exponential = _estimate(estimate, least_pairs, report, f"seeds with every {along}", *_level_runs(pairs))
     low, high = (math.log(end) for end in (exponential.low, exponential.high) if end is not None)
-    return dataclasses.replace(exponential, value=math.log(exponential.value), low=low, high=high)
+    return dataclasses.replace(exponential, value=math.log(exponential.value), low=low, high=high, is_slope=True)
 
 
 @form("measured")
@@ -332,7 +325,8 @@ def _estimate(estimate: Interval, least: int, report: str, of: str, records: tup
     """Return an interval as a figure; raise NotJudged if it has fewer than `least` pairs, runs or sessions."""
     if estimate.low is None or estimate.n < least:
         raise NotJudged(f"{least} {of} are needed, and {report} has {estimate.n or 'none'}")
-    return Figure(estimate.center, estimate.low, estimate.high, estimate.n, records, note)
+    error = float(np.log(estimate.points).std(ddof=1) / math.sqrt(estimate.n))
+    return Figure(estimate.center, estimate.low, estimate.high, estimate.n, records, note, error)
 
 
 def _size(run: pd.Series, figure: str) -> float:
