@@ -79,7 +79,7 @@ class JudgedClaim:
             "records": list(dict.fromkeys(run for item in self.results if item.figure for run in item.figure.records)),
             "checks": [
                 {"kind": result.kind, "tests": check.tests, "reading": check.reading, "evidence": check.basis,
-                 "answer": result.answer, "sentence": result.sentence, **_figure(result)}
+                 "answer": result.answer, "p": result.p, "sentence": result.sentence, **_figure(result)}
                 for check, result in zip(self.claim.checks, self.results, strict=True)
             ],
             "n": figure.n if figure else None,
