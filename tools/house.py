@@ -35,7 +35,7 @@ BUDGETS = {
     "advisor": 3_626,
     "report": 4_093,
     "autopsy": 1_446,
-    "claims": 2_212,
+    "claims": 2_199,
     "baselines": 436,
     "train": 144,
     "cli": 200,
