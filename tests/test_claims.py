@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -92,9 +91,7 @@ def test_the_rules_of_findings() -> None:
         ([CheckOutcome("holds", necessary=True)], "undecided: untested"),
         ([CheckOutcome("holds"), CheckOutcome("fails", necessary=True)], "does not hold"),
         ([CheckOutcome("fails", internal=True)], "contradicts itself"),
-        ([CheckOutcome("disputed")], "undecided: disputed"),
         ([CheckOutcome("holds", basis=PROXY)], "undecided: reproduced at small scale"),
-        ([CheckOutcome("fails", basis=PROXY)], "undecided: not reproduced at small scale"),
         ([CheckOutcome("holds"), CheckOutcome("fails", basis=PROXY)], "holds"),
         ([CheckOutcome("holds", "a"), CheckOutcome("fails", "b")], "holds in part: a; does not hold: b"),
         ([CheckOutcome("holds", "a"), CheckOutcome("fails", "b", decides=True)], "does not hold: b; holds: a"),
@@ -126,6 +123,20 @@ def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> 
             away = sign * 2 * (spans.high - spans.low)
             assert region.judge(Figure(edge + away, spans.low + away, spans.high + away)) == answer
     assert Region(high=1).judge(Figure(math.nan)) == "not judged"
+
+
+def test_timed_and_trained_checks_are_corrected_as_one_family(full_board: Scoreboard) -> None:
+    evidence, answers = Evidence(REPORTS), set()
+    for judged in full_board.judged:
+        for check, result in zip(judged.claim.checks, judged.results, strict=True):
+            if result.p is not None and (alone := check.find(evidence)).p is not None:
+                # The p value and the 95 % interval of one check give the same answer.
+                assert (alone.answer == "inside noise") == (alone.p > 0.05), check.shows
+                assert (result.answer == "inside noise") == (result.p > 0.05), check.shows
+                answers.add((judged.claim.id, alone.answer, result.answer))
+    assert {("S3-04", "fails", "inside noise"), ("S2-01", "fails", "fails")} <= answers
+    about = page(full_board).partition("faster on CPU ranks\u201d: ")[2]
+    assert re.match(r".*Least significant difference: 1\d %; minimum detectable effect: 2\d %; p after", about)
 
 
 def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
@@ -240,9 +251,7 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
         "import sys; from study.cli import main; status = main(['claims', '--json']);"
         " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys(); sys.exit(status)"
     )
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert time.monotonic() - start < 60
     document = json.loads(done.stdout)
     claims = len(read_ledger().claims)
     assert (len(document["claims"]), sum(document["counts"]["all"].values())) == (claims, claims)
@@ -296,9 +305,7 @@ def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_bo
     ("claim", "place", "numbers", "before", "after"),
     [
         ("S0-04", 0, {"to": 50}, "undecided", "does not hold"),
-        ("S0-06", 0, {"tokens_per_s": 3943}, "undecided", "undecided"),
         ("S0-10", 2, {"of": 20}, "undecided", "does not hold"),
-        ("S0-11", 1, {"parameters_b": 25}, "does not hold", "does not hold"),
         ("S1-03", 1, {"strategy": "zero3"}, "does not hold", "holds in part"),
         ("S1-05", 0, {"of": 15.2}, "does not hold", "holds in part"),
         ("S1-22", 3, {"of": 180_000}, "does not hold", "holds in part"),
@@ -332,29 +339,23 @@ def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
 
 RATIO = "form: ratio, of: 1, to: 2"
 STATE = "form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8, at_most: 1"
-PAIRED = ("form: paired, report: r, task: t, strategy: zero1, over: ddp, figure: eval_loss_final, least_pairs: 3,"
-          " at_most: 1")  # fmt: skip
 # The ledger is this project's own file: one wrong key or value of each kind.
 REFUSED = [
     (minimal(sayz="so"), 12, "unknown key 'sayz'"),
     (minimal(says=""), 5, "says is missing"),
     (minimal(id="S1-01"), 5, "no document has that code"),
-    (minimal(says="[so]"), 7, "valid string"),
     (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
     (minimal() + "claims: []\n", 13, "claims appears twice"),
 ]
 # Each is the only check of a claim.
 REFUSED_CHECKS = [
     ("form: guess, at_most: 1", "form is 'guess'"),
-    ("form: ratio, of: 1, at_most: 1", "to is missing"),
-    ("form: ratio, of: 1, to: 0, at_most: 1", "divide by zero"),
     (f"{RATIO}, away: 3, at_most: 1", "unknown key 'away'"),
-    (RATIO, "region of the figure is incomplete"),
+    (RATIO, "the region is at_least"),
     (f"{RATIO}, at_least: 3, at_most: 1", "lower limit is above"),
-    (f"{RATIO}, at_most: 1, against: S9-09", "against names 'S9-09'"),
+    (f"{RATIO}, at_most: 1, against: S9-09", "against is 'S9-09'"),
     (STATE.replace("zero3", "zero4"), "zero4"),
-    (PAIRED.replace("eval_loss_final", "speed"), "speed"),
-    ("form: missing, needs: more, at_most: 1", "does not apply"),
+    ("form: missing, needs: more, at_most: 1", "unknown key 'at_most'"),
 ]
 
 
@@ -427,10 +428,8 @@ def seeded(noise: float = 0.001) -> Records:
     [
         (lambda runs: runs, {"S3-03": "reproduced", "S3-04": "not reproduced"}),
         (multiplied("train_loss_final", 1.01, "zero3"), {"S3-03": "not reproduced"}),
-        (multiplied("train_loss_final", 0.99, "zero1", "zero2", "zero3"), {"S3-03": "not reproduced"}),
         (as_fast, {"S3-04": "inside noise"}),
         (multiplied("step_time_s_median", 0.5, "zero1"), {"S3-04": "reproduced"}),
-        (multiplied("step_time_s_median", 2, "zero1"), {"S3-04": "not reproduced"}),
         # Runs with other rank counts do not pair; confounded or failed runs are not judged.
         (where("zero3", "world_size", 4), {"S3-03": ""}),
         (where("zero3", "confounded_loss", "other samples"), {"S3-03": ""}),
@@ -441,7 +440,10 @@ def seeded(noise: float = 0.001) -> Records:
 )
 def test_a_finding_follows_the_runs(full_board: Scoreboard, change: Change, labels: dict[str, str]) -> None:
     evidence = changed("laptop", change, seeded())
-    findings = {claim: judge(find_claim(full_board, claim).claim, evidence).finding for claim in labels}
+    claims = [find_claim(full_board, name).claim for name in labels]
+    of_laptop = [[check for check in claim.checks if check.numbers.get("report") == "laptop"] for claim in claims]
+    findings = {claim.id: judge(dataclasses.replace(claim, checks=tuple(checks)), evidence).finding
+                for claim, checks in zip(claims, of_laptop, strict=True)}  # fmt: skip
     assert {claim: finding.parts[0].proxy for claim, finding in findings.items()} == labels
 
 
@@ -475,15 +477,15 @@ def without_one_size(runs: pd.DataFrame) -> pd.DataFrame:
         # Two settings are compared only if nothing else differs.
         ("S3-07", "paired", smallest_micro_batch("learning_rate", lambda _: 0.5), "not judged"),
         ("S3-07", "paired", smallest_micro_batch("initial_weights_sha256", lambda _: "0" * 64), "not judged"),
-        ("S3-07", "paired", smallest_micro_batch("torch_version", lambda _: "1.0"), "not judged"),
         # A seed without one of the sizes has no slope.
         ("S2-02", "ratio_slope", without_one_size, "not judged"),
     ],
 )  # fmt: skip
 def test_an_answer_follows_the_runs(full_board: Scoreboard, claim: str, form: str, change: Change, answer: str) -> None:
     judged = judge(find_claim(full_board, claim).claim, changed("claims", change))
-    pairs = zip(judged.claim.checks, judged.results, strict=True)
-    matches = [finding for check, finding in pairs if check.form == form]
+    matches = [
+        finding for check, finding in zip(judged.claim.checks, judged.results, strict=True) if check.form == form
+    ]
     matches = matches[-1:] if claim == "S3-05" else matches
     assert {finding.answer for finding in matches} == {answer}
     if form == "paired" and answer == "not judged":

@@ -148,19 +148,14 @@ def claim_lines(claims: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def dependent_claims(records: Records, report: str, output: Path) -> list[DependentClaim]:
-    """Return the claims that rest on a report's records, linked from `output`; none if the ledger is unreadable."""
+    """Return the claims that rest on a report's records, linked from `output`."""
     with require_extra("report"):
         from study.claims.ledger import read_ledger
         from study.claims.page import address
         from study.claims.scoreboard import claims_of_report
         from study.report.questions.runs import DependentClaim
-    try:
-        claims = claims_of_report(report, records, read_ledger())
-    except UserError as error:
-        print(f"notice: the report lists no claims: {error.problem}", file=sys.stderr)
-        return []
     rows = []
-    for judged, results in claims:
+    for judged, results in claims_of_report(report, records, read_ledger()):
         claim, more = judged.claim, f" And {len(results) - 1} more." if len(results) > 1 else ""
         finding = f"{judged.finding.kind} ({judged.finding.basis[0]})"
         rows.append(

@@ -16,7 +16,6 @@ import pandas as pd
 from study.autopsy.contrasts import FILE as ARMS_FILE
 from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NoRecords, NotJudged
-from study.config.errors import UserError
 from study.host.memory import GIB
 from study.records.fairness import differences_between
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real_runs, virtual_runs
@@ -50,7 +49,7 @@ class Evidence:
         self.root = root
         self._records: dict[str, Records] = {}
         self._summaries: dict[str, list[Summary]] = {}
-        self._of_kind: dict[tuple[str, Callable[[Records], Records]], tuple[Records, pd.DataFrame]] = {}
+        self._of_kind: dict[tuple[str, Callable[[Records], Records]], pd.DataFrame] = {}
         self._arms: pd.DataFrame | None = None
 
     def records(self, report: str) -> Records:
@@ -63,11 +62,10 @@ class Evidence:
 
     def _ended(self, report: str, kind: Callable[[Records], Records]) -> pd.DataFrame:
         """Return the successful runs of one kind."""
-        records = self.records(report)
-        if (cached := self._of_kind.get((report, kind))) is None or cached[0] is not records:
-            runs = kind(records).runs
-            cached = self._of_kind[report, kind] = records, runs[runs["status_state"] == "ok"]
-        return cached[1]
+        if (report, kind) not in self._of_kind:
+            runs = kind(self.records(report)).runs
+            self._of_kind[report, kind] = runs[runs["status_state"] == "ok"]
+        return self._of_kind[report, kind]
 
     def with_records(self, report: str, records: Records) -> Evidence:
         """Return evidence with one report's records replaced."""
@@ -160,12 +158,7 @@ class Evidence:
         file = self.root / report / KEYS_FILE
         if not file.is_file():
             raise NotJudged(f"there is no {report}/{KEYS_FILE}")
-        try:
-            probes = json.loads(file.read_text(encoding="utf-8"))["probes"]
-            return {str(probe["name"]): {key: dict(probe)[key] for key in ("said", "figures")} for probe in probes}
-        except (ValueError, KeyError, TypeError) as error:
-            fix = f"restore it: git checkout {file}"
-            raise UserError(f"{file} is not readable ({type(error).__name__}: {error})", fix) from None
+        return {probe["name"]: probe for probe in json.loads(file.read_text(encoding="utf-8"))["probes"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +242,8 @@ def _across(
     keys = ["seed", "repeat"]
     pairs = treatment.merge(control, on=keys, suffixes=("", "_its"))[[*keys, "run", "run_its"]]
     allowed = {name for key in changed for name in _INTENDED.get(key, ())}
-    by_run = {row["run"]: row for row in _rows(pd.concat([treatment, control]).drop_duplicates("run"))}
+    rows = pd.concat([treatment, control]).drop_duplicates("run").set_index("run", drop=False).to_dict("index")
+    by_run = {run: {key: None if pd.isna(value) else value for key, value in row.items()} for run, row in rows.items()}
     differences = (
         differences_between(by_run[run], by_run[control_run], same_code)
         for run, control_run in zip(pairs["run"], pairs["run_its"], strict=True)
@@ -258,10 +252,6 @@ def _across(
     if pairs.empty or pairs.duplicated(keys).any():
         return None
     return treatment[treatment["run"].isin(pairs["run"])], control[control["run"].isin(pairs["run_its"])]
-
-
-def _rows(runs: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{key: None if pd.isna(value) else value for key, value in row.items()} for row in runs.to_dict("records")]
 
 
 def virtual_bytes(summary: Summary, figure: str) -> float:

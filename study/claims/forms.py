@@ -17,14 +17,7 @@ from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, counted_b
 from study.claims.verdicts import Figure, Kind, NotJudged, awaited
 from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
-from study.predictor.state import (
-    KINDS,
-    State,
-    bytes_per_parameter,
-    paper_state_bytes,
-    paper_traffic,
-    split_by,
-)
+from study.predictor.state import KINDS, State, bytes_per_parameter, paper_state_bytes, paper_traffic, split_by
 from study.records.statistics import Interval, interval
 from study.virtual.summaries import AS_SHIPPED, Summary
 
@@ -221,10 +214,13 @@ def utilization(
 
 
 @form("measured")
-def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "") -> Figure:
-    """Return the largest relative difference of the gradient norms over steps."""
+def gradient_norms(
+    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "", first_steps: int = 0
+) -> Figure:
+    """Return the largest relative difference of the gradient norms over all steps, or over the first ones."""
     pair = evidence.pair(report, task, strategy, over, where, is_loss=True)
-    difference, pairs = pair.max_norm_difference(evidence.records(report).steps)
+    steps = evidence.records(report).steps
+    difference, pairs = pair.max_norm_difference(steps[steps["step"] <= first_steps] if first_steps else steps)
     if not pairs:
         raise NotJudged(f"{report} has no gradient norms of both {strategy} and {over}")
     return Figure(difference, n=pairs, records=pair.records, note=pair.box)
@@ -264,7 +260,7 @@ def ratio_slope(
     estimate = interval(np.exp(_slopes(logs, np.log)))
     exponential = _estimate(estimate, least_pairs, report, f"seeds with every {along}", *_level_runs(pairs))
     low, high = (math.log(end) for end in (exponential.low, exponential.high) if end is not None)
-    return dataclasses.replace(exponential, value=math.log(exponential.value), low=low, high=high)
+    return dataclasses.replace(exponential, value=math.log(exponential.value), low=low, high=high, is_slope=True)
 
 
 @form("measured")
@@ -329,7 +325,8 @@ def _estimate(estimate: Interval, least: int, report: str, of: str, records: tup
     """Return an interval as a figure; raise NotJudged if it has fewer than `least` pairs, runs or sessions."""
     if estimate.low is None or estimate.n < least:
         raise NotJudged(f"{least} {of} are needed, and {report} has {estimate.n or 'none'}")
-    return Figure(estimate.center, estimate.low, estimate.high, estimate.n, records, note)
+    error = float(np.log(estimate.points).std(ddof=1) / math.sqrt(estimate.n))
+    return Figure(estimate.center, estimate.low, estimate.high, estimate.n, records, note, error)
 
 
 def _size(run: pd.Series, figure: str) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic.dataclasses import dataclass
+from scipy import special
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS, WORDS
@@ -19,13 +21,29 @@ from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
 
 LEDGER = Path(__file__).with_name("ledger.yaml")
-_REGION_KEYS = {"at_least", "at_most", "about", "within"}
 _STRICT = pydantic.ConfigDict(extra="forbid")
 Text = Annotated[str, pydantic.Field(pattern=r"\S"), pydantic.AfterValidator(lambda text: " ".join(text.split()))]
 Number = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, pydantic.Field(strict=True, ge=0)]
 Flag = Annotated[bool, pydantic.Field(strict=True)]
 ClaimId = Annotated[str, pydantic.Field(pattern=r"^[SZ]\d-\d\d$")]
+
+
+def _claim_of_ledger(claim: str, info: pydantic.ValidationInfo) -> str:
+    if claim and info.context and claim not in (entry.get("id") for entry in info.context["claims"]):
+        raise ValueError("name a claim of this ledger")
+    return claim
+
+
+def _unique_id(claim: str, info: pydantic.ValidationInfo) -> str:
+    if info.context and claim.split("-")[0] not in (entry.get("code") for entry in info.context["documents"]):
+        raise ValueError("no document has that code")
+    if info.context and [entry.get("id") for entry in info.context["claims"]].count(claim) > 1:
+        raise ValueError("it appears twice")
+    return claim
+
+
+Named = Annotated[str, pydantic.AfterValidator(_claim_of_ledger)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -49,19 +67,11 @@ class DecidingExperiment:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Protocol:
-    """Protocols of the published figure and of this study's figure."""
-
-    published: Text
-    here: Text
-
-
-@dataclass(frozen=True, config=_STRICT)
 class Correction:
     """An error in a verdict or an entry, with the date of its correction."""
 
     date: Annotated[str, pydantic.Field(pattern=r"^\d{4}-\d\d-\d\d$")]
-    claim: ClaimId
+    claim: Named
     what: Text
     why: Text
 
@@ -75,6 +85,8 @@ class CheckResult:
     sentence: str
     figure: Figure | None = None
     unit: str = ""
+    # Of the bound of the region that is nearest to a mean over pairs or sessions; None for other figures.
+    p: float | None = None
 
     @property
     def reports(self) -> set[str]:
@@ -107,7 +119,7 @@ class ClaimCheck:
     # Address of the publication that has the numbers.
     source: str = ""
     # The claim that it is compared with: if they disagree, either may be wrong.
-    against: str = ""
+    against: Named = ""
     # The runs that would make its records, if there are none yet.
     needs: str = ""
 
@@ -123,16 +135,12 @@ class ClaimCheck:
         model = _arguments(form)
         arguments = {key: value for key, value in written.items() if key in model.model_fields}
         try:
-            numbers = model.model_validate(arguments).model_dump(exclude_unset=True)
+            stated = model.model_validate(arguments)
         except pydantic.ValidationError as error:
             raise _refusal(written, written.place, error.errors()[0]) from None
-        if FORMS[form].kind == "arithmetic":
-            try:
-                FORMS[form].figure(Evidence(LEDGER.parent), **numbers)
-            except ZeroDivisionError:
-                raise UserError(f"{written.place}: its numbers divide by zero", "fix them") from None
-        rest = {key: value for key, value in written.items() if key not in arguments and key not in _REGION_KEYS}
-        return {**rest, "numbers": numbers, "region": _region(written, form)}
+        rest = {key: value for key, value in written.items() if key not in arguments}
+        numbers = stated.model_dump(exclude_unset=True, exclude=set(_Bounds.model_fields))
+        return {**rest, "numbers": numbers, "region": stated.region() if isinstance(stated, _Bounds) else Region()}
 
     @property
     def kind(self) -> Kind:
@@ -164,14 +172,14 @@ class ClaimCheck:
             text += f"{figure.spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
         sentence = f"{self.shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
-        return CheckResult(self.kind, answer, _capitalized(sentence), figure, self.unit)
+        return CheckResult(self.kind, answer, _capitalized(sentence), figure, self.unit, _p_value(figure, self.region))
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Claim:
     """One claim of a document, with its checks."""
 
-    id: ClaimId
+    id: Annotated[ClaimId, pydantic.AfterValidator(_unique_id)]
     place: Text
     says: Text
     holds_if: Text
@@ -184,7 +192,8 @@ class Claim:
     # Why no record of this study can judge it, and which record would.
     untestable: str = ""
     settle: DecidingExperiment | None = None
-    protocol: Protocol | None = None
+    # Of the published figure and of this study's figure.
+    protocol: Annotated[Mapping[Literal["published", "here"], Text], pydantic.Field(min_length=2)] | None = None
     # Other explanations of a measured figure.
     alternatives: tuple[Text, ...] = ()
 
@@ -208,12 +217,8 @@ class Claim:
 class Contradiction:
     """Sides of claims that cannot both be true; one claim alone contradicts itself."""
 
-    between: Annotated[tuple[tuple[ClaimId, ...], ...], pydantic.Field(min_length=1)]
+    between: Annotated[tuple[tuple[Named, ...], ...], pydantic.Field(min_length=1)]
     why: Text
-
-    def other_claims(self, claim: str) -> list[str]:
-        """Return the claims on the sides that do not include this one."""
-        return [name for side in self.between if claim not in side for name in side]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -231,29 +236,11 @@ def read_ledger(file: Path = LEDGER) -> Ledger:
     """Read and validate the ledger; raise UserError with file and line of the first error."""
     top = read_document(file, Section)
     try:
-        ledger = pydantic.TypeAdapter(Ledger).validate_python(top)
+        return pydantic.TypeAdapter(Ledger).validate_python(top, context=top)
     except pydantic.ValidationError as error:
         # Report a misspelled key rather than the missing one that it causes.
         first = min(error.errors(), key=lambda item: item["type"] != "unexpected_keyword_argument")
         raise _refusal(top, str(file), first) from None
-    claim_ids: set[str] = set()
-    for section, claim in zip(top["claims"], ledger.claims, strict=True):
-        if claim.document not in {document.code for document in ledger.documents}:
-            raise section.refusal("id", f"is {claim.id}, but no document has that code", "add the document, or fix it")
-        if claim.id in claim_ids:
-            raise section.refusal("id", f"{claim.id} appears twice", "use another number")
-        claim_ids.add(claim.id)
-    references = [(section, "against", [check.against] if check.against else [])
-                  for part, claim in zip(top["claims"], ledger.claims, strict=True)
-                  for section, check in zip(part.get("checks", []), claim.checks, strict=True)]  # fmt: skip
-    references += [(section, "between", [name for side in item.between for name in side])
-                   for section, item in zip(top["contradictions"], ledger.contradictions, strict=True)]  # fmt: skip
-    references += [(section, "claim", [item.claim])
-                   for section, item in zip(top.get("corrections", []), ledger.corrections, strict=True)]  # fmt: skip
-    for section, key, ids in references:
-        if unknown := [name for name in ids if name not in claim_ids]:
-            raise section.refusal(key, f"names {unknown[0]!r}", "name a claim of this ledger")
-    return ledger
 
 
 def _refusal(top: Any, file: str, problem: Any) -> UserError:
@@ -269,13 +256,38 @@ def _refusal(top: Any, file: str, problem: Any) -> UserError:
         return UserError(f"{place}: {key} is missing", f"add {key}: to it")
     if problem["type"] == "unexpected_keyword_argument":
         return UserError(f"{place}: unknown key {key!r}", "fix its name, or remove it")
-    name = next((part for part in reversed(problem["loc"]) if isinstance(part, str)), "the file")
+    name = next((part for part in reversed(problem["loc"]) if isinstance(part, str)), "the entry")
     return UserError(f"{place}: {name} is {repr(problem['input'])[:80]}", problem["msg"])
+
+
+class _Bounds(pydantic.BaseModel):
+    """The keys of a check that give its region."""
+
+    at_least: Number | None = None
+    at_most: Number | None = None
+    about: Number | None = None
+    within: Annotated[Number, pydantic.Field(ge=0)] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _is_complete(self) -> _Bounds:
+        keys = self.model_fields_set & set(_Bounds.model_fields)
+        if not keys or keys not in ({"about", "within"}, keys & {"at_least", "at_most"}):
+            raise ValueError("the region is at_least, at_most or both, or about with within, a fraction")
+        if (region := self.region()).low > region.high:
+            raise ValueError("the lower limit is above the upper limit")
+        return self
+
+    def region(self) -> Region:
+        if self.about is not None and self.within is not None:
+            reach = abs(self.about) * self.within
+            return Region(self.about - reach, self.about + reach)
+        low, high = (-math.inf if self.at_least is None else self.at_least), self.at_most
+        return Region(low, math.inf if high is None else high)
 
 
 @functools.cache
 def _arguments(form: str) -> type[pydantic.BaseModel]:
-    """Return a pydantic model of a form's arguments, from its signature and the patterns of its strings."""
+    """Return a model of a form's arguments and region, from its signature and the patterns of its strings."""
     kinds: dict[str, Any] = {"float": Number, "int": Whole, "str": Text}
     fields: dict[str, Any] = {}
     for key, parameter in inspect.signature(FORMS[form].figure).parameters.items():
@@ -286,31 +298,17 @@ def _arguments(form: str) -> type[pydantic.BaseModel]:
                 Annotated[kinds[parameter.annotation], pattern],
                 ... if parameter.default is parameter.empty else parameter.default,
             )
-    return pydantic.create_model(form, **fields)
+    return pydantic.create_model(form, __base__=None if form == "missing" else _Bounds, **fields)
 
 
-def _region(section: Section, form: str) -> Region:
-    keys = section.keys() & _REGION_KEYS
-    if form == "missing":
-        if keys:
-            raise section.refusal(min(keys), "does not apply to form: missing", "remove it")
-        return Region()
-    for key in keys:
-        if type(section[key]) not in (int, float) or section[key] != section[key]:
-            raise section.refusal(key, f"is {section[key]!r}", "write a number")
-    if keys and keys <= {"at_least", "at_most"}:
-        region = Region(*(float(section.get(key, end)) for key, end in (("at_least", "-inf"), ("at_most", "inf"))))
-    elif keys == {"about", "within"}:
-        if section["within"] < 0:
-            raise section.refusal("within", f"is {section['within']!r}", "write a fraction of about, 0 or more")
-        about, reach = section["about"], abs(section["about"]) * section["within"]
-        region = Region(about - reach, about + reach)
-    else:
-        raise UserError(f"{section.place}: the region of the figure is incomplete",
-                        "write at_least, at_most or both, or about with within, a fraction")  # fmt: skip
-    if region.low > region.high:
-        raise UserError(f"{section.place}: the lower limit is above the upper limit", "swap the two")
-    return region
+def _p_value(figure: Figure, region: Region) -> float | None:
+    """Return the two-sided p of a t test at the nearest bound; None if the figure has no t interval."""
+    if figure.standard_error is None or figure.n is None:
+        return None
+    value, *bounds = (end if figure.is_slope else math.log(end)
+                      for end in (figure.value, region.low, region.high) if math.isfinite(end))  # fmt: skip
+    t = min(abs(value - bound) for bound in bounds) / max(figure.standard_error, 1e-12)
+    return float(2 * special.stdtr(figure.n - 1, -t))
 
 
 def _capitalized(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,18 +18,12 @@ from study.claims.ledger import CheckResult, ClaimCheck
 from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import derivation, published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
-from study.claims.verdicts import Basis, FindingKind, number
+from study.claims.verdicts import Basis, Figure, FindingKind, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
-from study.report.document import (
-    Link,
-    Note,
-    PageSection,
-    link_html,
-    page_html,
-    page_markdown,
-    slug,
-)
+from study.config.text import percent
+from study.records.statistics import CONFIDENCE, POWER, t_quantile
+from study.report.document import Link, Note, PageSection, link_html, page_html, page_markdown, render_paragraphs, slug
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
@@ -45,7 +40,9 @@ If two claims disagree, a check is `disputed`: one of them is wrong, and the che
 16 bytes per parameter, as in mixed-precision Adam, unless a check sets another precision.
 
 Losses count as equal within 0.12 %, a tenth of the smallest published difference, and in bf16 within its spacing,
-0.39 %. Timed and trained checks are small-scale proxies: no finding rests on one, and none is corrected for number."""
+0.39 %. Timed and trained checks are small-scale proxies: no finding rests on one. They are one family: Holm's method
+corrects their answers, so that the chance of any wrong one is at most 5 %. A check inside noise has its least
+significant difference, which is found half of the time, and its minimum detectable effect, found four times in five."""
 _TABLES = """\
 A row that trains only adapters needs memory for its frozen weights alone; the column `trains` marks it, with the bits
 per weight. A figure is read with a tolerance: half a unit of its last digit, and GiB written as GB. The tables are in
@@ -97,32 +94,32 @@ def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.Data
 
 def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim, finding = judged.claim, judged.finding
-    notes: list[str | Note] = [f"{claim.place}: \u201c{claim.quote}\u201d" if claim.quote else f"{claim.place}."]
-    notes += [f"Read as: {'; or '.join(claim.readings)}."] * bool(claim.readings)
-    notes += [f"True if: {claim.holds_if} Refuted if: {claim.falls_if}"]
-    notes += [f"Not testable here: {claim.untestable}"] * bool(claim.untestable)
-    for check, result in zip(claim.checks, judged.results, strict=True):
-        records = result.figure.records if result.figure else ()
-        more = f" and {len(records) - 1} more" if len(records) > 1 else ""
-        rests = f" Records: `{records[0]}`{more}." if records else f" Source: {check.source}." if check.source else ""
-        tested = f"\u201c{check.tests}\u201d" if check.tests else "The claim"
-        tested += f", read as: {check.reading}" if check.reading else ""
-        role = ", necessary" * check.necessary
-        below = _below(check, result, evidence.root, links_from) if evidence and result.figure else ""
-        notes.append(Note(f"{tested}: {check.basis}, {result.answer}{role}. {result.sentence}.{rests}", below))
-    if claim.protocol:
-        notes.append(f"Published protocol: {claim.protocol.published} Here: {claim.protocol.here}")
-    notes += [f"Another explanation: {alternative}" for alternative in claim.alternatives]
-    notes += [f"Contradicts {ids}: {why}" for ids, why in scoreboard.find_contradictions(claim.id)]
-    if settle := claim.settle:
-        notes.append(f"Next experiment: `{settle.command}`, about {settle.minutes:g} minutes on {settle.box}.")
-    notes += [f"{about}: {text}" for about, text in (provenance(judged, evidence) if evidence else ())]
+    checks = list(zip(claim.checks, judged.results, strict=True))
+    notes: list[str | Note] = [*render_paragraphs(
+        "claim_notes.j2", claim=claim, checks=checks, contradictions=scoreboard.find_contradictions(claim.id),
+        provenance=provenance(judged, evidence) if evidence else (), sizes=_sizes,
+    )]  # fmt: skip
+    if evidence:
+        first = 2 + bool(claim.readings) + bool(claim.untestable)
+        texts = notes[first : first + len(checks)]
+        notes[first : first + len(checks)] = [
+            Note(str(text), _below(*check, evidence.root, links_from) if check[1].figure else "")
+            for text, check in zip(texts, checks, strict=True)
+        ]
     rest = finding.text.removeprefix(finding.kind).lstrip(":; ")
     return PageSection(
         claim.id, claim.says, finding.kind,
         f"{rest[:1].upper()}{rest[1:]}{'. ' * bool(rest)}({', '.join(finding.basis)}) {judged.sentence}",
         notes=notes, level=3, classes=f"claim {claim.document} {slug(finding.kind)}", anchor=claim.id.lower(),
     )  # fmt: skip
+
+
+def _sizes(figure: Figure) -> list[str]:
+    """Return the least significant difference and the minimum detectable effect."""
+    df, error = (figure.n or 0) - 1, figure.standard_error or 0.0
+    least = t_quantile((1 + CONFIDENCE) / 2, df)
+    sizes = (least * error, (least + t_quantile(POWER, df)) * error)
+    return [number(size) if figure.is_slope else percent(math.expm1(size)) for size in sizes]
 
 
 def _below(check: ClaimCheck, result: CheckResult, reports: Path, links_from: str) -> Markup:

@@ -24,7 +24,10 @@ from study.workloads.presets import find_preset
 def derivation(check: ClaimCheck) -> str:
     """Return the formula with its numbers; empty for a figure from records or files."""
     form = FORMS[check.form].formula
-    return form.format_map({key: _plain(value) for key, value in _values(check).items()}) if form else ""
+    if not form:
+        return ""
+    plain = {key: value if isinstance(value, str) else f"{value:.10g}" for key, value in _values(check).items()}
+    return form.format_map(plain)
 
 
 def _values(check: ClaimCheck) -> Mapping[str, Any]:
@@ -46,10 +49,6 @@ def _bytes(strategy: str, gpus: int, precision: str) -> str:
     state = parameter_bytes(strategy, gpus, precision)
     parts = [number(part) for part in (state.params_device, state.grads_device, state.optimizer_device) if part]
     return f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts) or "0"
-
-
-def _plain(value: Any) -> str:
-    return f"{value:.10g}" if isinstance(value, (int, float)) else str(value)
 
 
 Plausibility = Literal["impossible", "suspicious", "possible"]
@@ -112,15 +111,12 @@ class PublishedTable:
 
 def published_tables(folder: Path = TABLES) -> list[PublishedTable]:
     """Read and check the tables of a folder."""
-    return [_published(file) for file in sorted(folder.glob("*.md"))]
-
-
-def _published(file: Path) -> PublishedTable:
-    head = file.read_text(encoding="utf-8").partition("\n|")[0].split("\n\n")
-    if len(head) < 3 or not head[0].startswith("# "):
-        raise UserError(f"{file} does not name its source", "begin with # title, its address, and how it is read")
-    note = " ".join(" ".join(head[2:]).split())
-    return PublishedTable(head[0][2:], head[1], note, tuple(check_table(file)))
+    tables = []
+    for file in sorted(folder.glob("*.md")):
+        title, address, *note = file.read_text(encoding="utf-8").partition("\n|")[0].split("\n\n")
+        note_text = " ".join(" ".join(note).split())
+        tables.append(PublishedTable(title.removeprefix("# "), address, note_text, tuple(check_table(file))))
+    return tables
 
 
 def check_table(file: Path) -> list[CheckedRow]:
@@ -160,9 +156,6 @@ def check(row: PublishedRow) -> CheckedRow:
 
 def read_table(file: Path) -> list[PublishedRow]:
     """Read a CSV or markdown table; raise UserError with file and line."""
-    # Reading a pipe or a device may never end.
-    if file.exists() and not file.is_file():
-        raise UserError(f"{file} is not readable (it is not a file)", "name a CSV file or a markdown table")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

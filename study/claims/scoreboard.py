@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +13,7 @@ from study.claims.ledger import CheckResult, Claim, Ledger, read_ledger
 from study.claims.verdicts import Answer, CheckOutcome, ClaimFinding, FindingKind, combine
 from study.config.places import REPOSITORY
 from study.records.frames import Records
+from study.records.statistics import SIGNIFICANCE, apply_holm
 
 REPORTS = REPOSITORY / "reports"
 # The value of the key `verdict` in JSON, by finding; kept for readers of earlier releases.
@@ -78,7 +79,7 @@ class JudgedClaim:
             "records": list(dict.fromkeys(run for item in self.results if item.figure for run in item.figure.records)),
             "checks": [
                 {"kind": result.kind, "tests": check.tests, "reading": check.reading, "evidence": check.basis,
-                 "answer": result.answer, "sentence": result.sentence, **_figure(result)}
+                 "answer": result.answer, "p": result.p, "sentence": result.sentence, **_figure(result)}
                 for check, result in zip(self.claim.checks, self.results, strict=True)
             ],
             "n": figure.n if figure else None,
@@ -93,14 +94,17 @@ def _figure(result: CheckResult | None) -> dict[str, Any]:
 
 def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:
     """Run the checks of a claim and combine their answers into a finding."""
-    results = tuple(check.find(evidence) for check in claim.checks)
+    return _combined(claim, [check.find(evidence) for check in claim.checks])
+
+
+def _combined(claim: Claim, results: Sequence[CheckResult]) -> JudgedClaim:
     outcomes = [
         CheckOutcome(
             result.answer, check.tests, check.reading, check.basis, check.necessary, check.decides, check.internal
         )
         for check, result in zip(claim.checks, results, strict=True)
     ]
-    return JudgedClaim(claim, combine(outcomes), results)
+    return JudgedClaim(claim, combine(outcomes), tuple(results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +124,9 @@ class Scoreboard:
     def find_contradictions(self, claim: str) -> list[tuple[str, str]]:
         """Return the ids of contradicting claims, or `itself`, each with the reason."""
         return [
-            (", ".join(contradiction.other_claims(claim)) or "itself", contradiction.why)
-            for contradiction in self.ledger.contradictions
-            if any(claim in side for side in contradiction.between)
+            (", ".join(name for side in item.between if claim not in side for name in side) or "itself", item.why)
+            for item in self.ledger.contradictions
+            if any(claim in side for side in item.between)
         ]
 
     def document(self) -> dict[str, Any]:
@@ -160,7 +164,17 @@ def claims_of_report(
 def build_scoreboard(
     reports: Path = REPORTS, ledger: Ledger | None = None, evidence: Evidence | None = None
 ) -> Scoreboard:
-    """Judge every claim of a ledger by the records of a folder."""
+    """Judge every claim of a ledger by the records of a folder.
+
+    The p values of all timed and trained checks are one family. An answer that is not significant after Holm's
+    correction is `inside noise`.
+    """
     entries = ledger or read_ledger()
     source = evidence or Evidence(reports)
-    return Scoreboard(entries, tuple(judge(claim, source) for claim in entries.claims))
+    results = [[check.find(source) for check in claim.checks] for claim in entries.claims]
+    ps = iter(apply_holm(result.p for row in results for result in row if result.p is not None))
+    results = [[result if result.p is None else dataclasses.replace(result, p=next(ps)) for result in row]
+               for row in results]  # fmt: skip
+    results = [[dataclasses.replace(result, answer="inside noise") if (result.p or 0) > SIGNIFICANCE else result
+                for result in row] for row in results]  # fmt: skip
+    return Scoreboard(entries, tuple(map(_combined, entries.claims, results)))

@@ -41,6 +41,9 @@ class Figure:
     # Run names, each after the folder of its record.
     records: tuple[str, ...] = ()
     note: str = ""
+    # Of the mean over pairs or sessions: of the logs of ratios, or of slopes.
+    standard_error: float | None = None
+    is_slope: bool = False
 
     @property
     def spread(self) -> str:
