@@ -441,9 +441,9 @@ def seeded(noise: float = 0.001) -> Records:
 def test_a_finding_follows_the_runs(full_board: Scoreboard, change: Change, labels: dict[str, str]) -> None:
     evidence = changed("laptop", change, seeded())
     claims = [find_claim(full_board, name).claim for name in labels]
-    of_laptop = [[check for check in claim.checks if check.numbers.get("report") == "laptop"] for claim in claims]
+    laptop_results = [[check for check in claim.checks if check.numbers.get("report") == "laptop"] for claim in claims]
     findings = {claim.id: judge(dataclasses.replace(claim, checks=tuple(checks)), evidence).finding
-                for claim, checks in zip(claims, of_laptop, strict=True)}  # fmt: skip
+                for claim, checks in zip(claims, laptop_results, strict=True)}  # fmt: skip
     assert {claim: finding.parts[0].proxy for claim, finding in findings.items()} == labels
 
 

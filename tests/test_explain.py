@@ -191,10 +191,10 @@ def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(t
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}},
     }
     case = make_case(tmp_path, {**PLAIN, **document})
-    said = {item.key: item for item in findings(case) if item.kind == "conflict"}
-    assert said["optimizer.params.weight_decy"].fix == "did you mean weight_decay?"
-    assert said["scheduler.params"].says.startswith("WarmupDecayLR needs total_num_steps")
-    assert len(said) == 2
+    conflicts = {item.key: item for item in findings(case) if item.kind == "conflict"}
+    assert conflicts["optimizer.params.weight_decy"].fix == "did you mean weight_decay?"
+    assert conflicts["scheduler.params"].says.startswith("WarmupDecayLR needs total_num_steps")
+    assert len(conflicts) == 2
 
 
 @pytest.mark.parametrize("key", sorted(SAID_TWICE))
