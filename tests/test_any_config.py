@@ -171,7 +171,8 @@ def test_two_ranks_have_the_predicted_state_traffic_and_peak(strategy, sort, kin
 
 def assert_as_predicted(rows: pd.DataFrame) -> None:
     print(rows.to_string())
-    unused = rows["kind"].eq("llava") & rows["strategy"].eq("ddp") & rows["ranks"].eq("real")
+    # DDP refuses parameters without a gradient, and no prediction says so.
+    unused = rows["kind"].eq("llava") & rows["strategy"].eq("ddp")
     refused = rows["refused"].notna() & ~unused
     assert refused.equals(rows["predicted refusal"].notna() & ~unused)
     ran = rows[rows["refused"].isna()]
