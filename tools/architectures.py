@@ -177,6 +177,7 @@ def make_inputs(kind: str, model: Any) -> dict[str, torch.Tensor]:
 def measure(kind: str, launch: Launch, virtual: bool) -> dict[str, Any]:
     """Train a few steps and return state, traffic and peak of this rank in bytes."""
     from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations import unset_hf_deepspeed_config
 
     from study.engine import setup
     from study.engine.optimizer import make_optimizer
@@ -190,6 +191,8 @@ def measure(kind: str, launch: Launch, virtual: bool) -> dict[str, Any]:
         plan=BatchPlan(RANKS * SAMPLES, RANKS, SAMPLES, 1), swap_folder=None,
     )  # fmt: skip
     torch.manual_seed(1)
+    # Under the last model's configuration of stage 3 transformers would shard the towers of this one.
+    unset_hf_deepspeed_config()
     model = build(kind)
     inputs = make_inputs(kind, model)
     AcceleratorState._reset_state()
