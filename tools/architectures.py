@@ -197,7 +197,7 @@ def measure(kind: str, launch: Launch, virtual: bool) -> dict[str, Any]:
     inputs = make_inputs(kind, model)
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    accelerator = setup.make_accelerator(run)  # type: ignore[arg-type]
+    accelerator = setup.make_accelerator(run)
     model, optimizer = setup.prepare(accelerator, model, make_optimizer(model, config), config)
     model.train()
 
@@ -267,7 +267,7 @@ def compare(measured: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         strategy, _, virtual = name.partition(", ")
         for kind, figures in kinds.items():
             request = make_request(kind, strategy)
-            refusal = request.shape.fsdp_refusal if strategy == "fsdp2" else None  # type: ignore[attr-defined]
+            refusal = request.shape.fsdp_refusal if strategy == "fsdp2" else None
             row = {"kind": kind, "strategy": strategy, "ranks": virtual or "real",
                    "refused": figures.get("refused"), "predicted refusal": refusal}  # fmt: skip
             if "refused" not in figures and refusal is None:
