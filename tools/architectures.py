@@ -39,7 +39,6 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.state import predict_state
 from study.records.schema import STATE_KINDS
-from study.report.document import table_markdown
 
 OUTPUT = REPOSITORY / "reports" / "architectures"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -292,6 +291,9 @@ def to_json(measured: Mapping[str, Mapping[str, Any]]) -> str:
 
 def page(rows: pd.DataFrame) -> str:
     """Return summary.md: errors by strategy, and a row per architecture."""
+    # Not imported in the ranks.
+    from study.report.document import table_markdown
+
     ran = rows[rows["sent"].notna()].assign(peak=lambda frame: frame["peak"].astype(float))
     sizes = ran.assign(sent=ran["sent"].abs(), peak=ran["peak"].abs(), equal=ran["state"] == 0)
     by_strategy = sizes.groupby(["strategy", "ranks"], sort=False).agg(
