@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from study.config.flags import RunConfig, Task, resolve_config
 from study.metrics.flops import model_flops_per_sample
+from study.predictor.activations import model_flops
 from study.predictor.hardware import find_device, known_devices, mfu, peak_flops
 from study.workloads.architecture import build_model
+from tools.architectures import CLASSIFIERS, CONFIGS, LENGTH, SAMPLES, make_request
 
 # The names that torch.cuda.get_device_name prints.
 DEVICE_NAMES = {
@@ -47,6 +51,14 @@ def test_the_count_is_that_of_a_real_step(task: Task, name: str) -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels).loss.backward()
     assert counter.get_total_flops() == 3 * model_flops_per_sample(config) > 0
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "opt", "bloom", "roberta", "mamba2"])
+def test_the_count_of_any_class_is_that_of_its_prediction(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[kind], "model_type": kind}))
+    task: Task = "bert-imdb" if kind in CLASSIFIERS else "gpt-wikitext"
+    config = run_config(task, str(tmp_path), seq_length=LENGTH, dropout=-1.0)
+    assert SAMPLES * model_flops_per_sample(config) == model_flops(make_request(kind, "ddp"))
 
 
 def test_every_strategy_gets_the_same_figure() -> None:

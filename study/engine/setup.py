@@ -222,7 +222,8 @@ def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None
     embedding = model.get_input_embeddings()
     around_embedding = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
     possible = {type(module).__name__ for module in model.modules()} - around_embedding
-    blocks = [name for name in model._no_split_modules or [] if name not in around_embedding]
+    # A model of text and images lists the blocks of towers that it does not have.
+    blocks = [name for name in model._no_split_modules or [] if name in possible]
     plugin = accelerator.state.fsdp_plugin
     requested = [name.strip() for name in plugin.transformer_cls_names_to_wrap or []]
     if wrong := [name for name in requested if name not in possible]:

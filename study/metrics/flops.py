@@ -36,12 +36,16 @@ def model_flops_per_sample(config: RunConfig) -> int:
 
     with torch.device("meta"):
         model = build_model(dataclasses.replace(config, attn_implementation="eager")).train()
+        if hasattr(model, "set_experts_implementation"):
+            # torch's grouped products of experts have no meta kernel for fp32; batched ones have the same FLOPs.
+            model.set_experts_implementation("batched_mm")
         add_adapters(model, config)
         tokens = torch.zeros(1, config.seq_length, dtype=torch.long)
         one_class = torch.zeros(1, dtype=torch.long)
         # transformers uses a mask of this shape unchanged; in any other it searches for padding, which needs values.
         # Releases before 4.56 do not support such a mask in every model, and create one without searching.
-        is_supported = is_at_least("transformers", "4.56")
+        # OPT and BLOOM count positions in a mask of tokens, and create one without values.
+        is_supported = is_at_least("transformers", "4.56") and model.config.model_type not in ("opt", "bloom")
         mask = torch.zeros(1, 1, config.seq_length, config.seq_length) if is_supported else None
     labels = tokens if FAMILY_OF_TASK[config.task] == "causal-lm" else one_class
     with FlopCounterMode(display=False) as counter:

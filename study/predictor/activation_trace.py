@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import weakref
 from typing import Any
 
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface
 
-from study.config.flags import RunConfig, Task
 from study.predictor.activations import is_fused
+from study.predictor.live import LiveShape
 from study.predictor.request import Request
 from study.predictor.shape import ModelShape
-from study.workloads.architecture import add_adapters
-
-_FUSED = "fused_without_mask"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +39,13 @@ class TracedActivations:
 
 def trace_activations(request: Request) -> TracedActivations:
     """Trace the activation memory of a request's model."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    from study.predictor import live_trace
+
+    with live_trace.fake_tensors(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32):
         model = build_meta_model(request)
-        tokens = torch.zeros(request.micro_batch, request.sequence_length, dtype=torch.long)
-        labels = tokens if request.shape.family == "causal-lm" else tokens[:, 0]
-        live = LiveBytes([*model.parameters(), *model.buffers(), tokens])
+        inputs, pixels = live_trace.make_inputs(model, request.micro_batch, request.sequence_length)
+        tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
+        live = LiveBytes([*model.parameters(), *model.buffers(), *tensors])
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
         if request.gradient_checkpointing:
@@ -56,7 +53,7 @@ def trace_activations(request: Request) -> TracedActivations:
             checkpointing = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
         with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
-            loss = model(input_ids=tokens, labels=labels).loss
+            loss = live_trace.compute_loss(model, inputs, live_trace.compute_features(model, pixels))
         saved, forward_peak, live.peak = live.now, live.peak, live.now
         with live:
             loss.backward()
@@ -65,9 +62,15 @@ def trace_activations(request: Request) -> TracedActivations:
 
 def build_meta_model(request: Request) -> Any:
     """Create transformers' model of a request, with its adapters and without dropout."""
+    # It imports this module.
+    from study.predictor import live_trace
+
     shape = request.shape
+    attention = live_trace.register_fused() if is_fused(request) else "eager"
+    if isinstance(shape, LiveShape):
+        return live_trace.build_model(json.loads(shape.document), shape.lora_rank, attention, dropout=False)
     settings = transformers.AutoConfig.for_model(
-        shape.model_type, attn_implementation=_attention(request), **_architecture(shape, request.sequence_length)
+        shape.model_type, attn_implementation=attention, **_architecture(shape, request.sequence_length)
     )
     settings.use_cache = False
     for name in vars(settings).keys() & {
@@ -78,32 +81,10 @@ def build_meta_model(request: Request) -> Any:
         kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     else:
         kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(settings)]
-    usual, moves = torch.get_default_dtype(), torch.nn.Module.to
-    torch.set_default_dtype(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32)
-    try:
-        model = kind(settings).train()
-        if shape.lora_rank is not None:
-            # Adapters are created with the model's type and device. peft then moves them, but fake tensors cannot move.
-            torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
-            task: Task = "gpt-wikitext" if shape.family == "causal-lm" else "bert-imdb"
-            add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=shape.lora_rank))
-    finally:
-        torch.nn.Module.to = moves  # type: ignore[method-assign]
-        torch.set_default_dtype(usual)
+    model = kind(settings).train()
+    if shape.lora_rank is not None:
+        live_trace.add_fake_adapters(model, shape.lora_rank, shape.family == "causal-lm")
     return model
-
-
-def _attention(request: Request) -> str:
-    """Return the attention implementation, and register the fused one without a mask."""
-    if not is_fused(request):
-        return "eager"
-
-    def fused(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        return sdpa_attention_forward(module, query, key, value, None, **options)
-
-    transformers.AttentionInterface.register(_FUSED, fused)
-    AttentionMaskInterface.register(_FUSED, lambda *_, **__: None)
-    return _FUSED
 
 
 def _architecture(shape: ModelShape, length: int) -> dict[str, Any]:

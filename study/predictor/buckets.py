@@ -104,7 +104,9 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     tied_head = request.shape.embedding.elements if has_tied_gradients(request.shape) else 0
     # Reduce-scatter input of the previous layer, freed after this layer's reduction.
     reducing, last_layer = 0.0, sizes[request.shape.layers - 1]
-    # The last layer is gathered while the root's backward pass begins.
+    # The last layer is gathered while the root's backward pass begins: after the loss's gradient, since Accelerate
+    # makes a group of a causal language model's norm and head (fsdp2_prepare_model).
+    yield Snapshot(request.shape.layers, grads, float(weight * root))
     yield Snapshot(request.shape.layers, grads, float(weight * (root + (1 + copies) * last_layer)))
     yield Snapshot(request.shape.layers, grads, float(weight * (root + last_layer + tied_head)))
     for place in reversed(range(request.shape.layers)):

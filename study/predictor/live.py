@@ -6,13 +6,12 @@ libraries and the code that traces.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from study.config.errors import UserError, first_line, require_extra
 from study.host.folders import cache_directory
 from study.predictor.request import Request
 from study.predictor.shape import ModelShape, Parameter, TensorShape
+from study.records.directory import write_json
 from study.workloads.presets import check_depth
 
 LIVE_NOTE = (
@@ -99,7 +99,7 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
-    answer = _cached("survey", text, rank, "")
+    answer = _answer("survey", text, rank)
     return LiveShape(
         name=name, model_type=str(document["model_type"]), layers=len(answer["units"]),
         family="causal-lm" if answer["is_language_model"] else "sequence-classification",
@@ -111,16 +111,10 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
     )  # fmt: skip
 
 
-def _cached(kind: Literal["survey", "measure"], document: str, rank: int | None, options: str) -> dict[str, Any]:
-    """Return an answer of live_trace.py, from the user's cache if it has one."""
-    return _answer(kind, document, rank, options, _libraries())
-
-
 @functools.lru_cache(maxsize=64)
-def _answer(
-    kind: Literal["survey", "measure"], document: str, rank: int | None, options: str, libraries: str
-) -> dict[str, Any]:
-    key = hashlib.sha256(json.dumps([kind, document, rank, options, libraries]).encode()).hexdigest()
+def _answer(kind: Literal["survey", "measure"], document: str, rank: int | None, options: str = "{}") -> dict[str, Any]:
+    """Return an answer of live_trace.py, from the user's cache if it has one."""
+    key = hashlib.sha256(json.dumps([kind, document, rank, options, _libraries()]).encode()).hexdigest()
     file = cache_directory() / "traces" / f"{key}.json"
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -129,17 +123,12 @@ def _answer(
     with require_extra("train"):
         from study.predictor import live_trace
 
-        answer = live_trace.survey(json.loads(document), rank) if kind == "survey" else live_trace.measure(
-            json.loads(document), rank, **json.loads(options)
-        )  # fmt: skip
-    try:
+        run = live_trace.survey if kind == "survey" else live_trace.measure
+        answer = run(json.loads(document), rank, **json.loads(options))
+    # A cache that cannot be written costs only time.
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as draft:
-            json.dump(answer, draft)
-        os.replace(draft.name, file)  # noqa: PTH105
-    except OSError:
-        # A cache that cannot be written costs only time.
-        pass
+        write_json(file, answer)
     return answer
 
 
@@ -193,7 +182,7 @@ def trace(request: Request) -> Trace:
         "length": request.sequence_length,
     }  # fmt: skip
     try:
-        answer = _cached("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+        answer = _answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
     except UserError:
         raise
     except Exception as error:  # Any class of transformers, on tensors without data.
@@ -254,7 +243,7 @@ def call_tree(shape: LiveShape) -> Module:
     options = {"mode": "engine", "dropout": False, "fused": shape.survey["fused"], "cuda": True,
                "length": min(64, shape.positions or 64)}  # fmt: skip
     try:
-        answer = _cached("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+        answer = _answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
         # The towers of images are called before the model.
         *towers, (_, called, _) = answer["calls"][1]
         root, kinds = ["", [*towers, *called], False], answer["kinds"]

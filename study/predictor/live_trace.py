@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -45,7 +45,7 @@ _SIZES = {
 def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     """Return parameters, layers, owners and groups of the model that a config.json describes, with LoRA of a rank."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = _build(document, rank, "eager", dropout=True)
+        model = build_model(document, rank, "eager", dropout=True)
     units, text = _units(model), model.config.get_text_config()
     index = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     owners = {
@@ -83,7 +83,7 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     if model.main_input_name == "pixel_values":
         positions = (_pair(text.image_size)[0] // _pair(text.patch_size)[0]) ** 2 + 1
     return {
-        "class": type(model).__name__, "units": units, "owners": owners, "places": places,
+        "units": units, "owners": owners, "places": places,
         "parameters": [[name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, parameter.requires_grad]
                        for name, parameter in model.named_parameters()],
         "regathered": sorted(number for number, names in members.items() if not names & {"", "tail"}),
@@ -102,19 +102,25 @@ def measure(
 ) -> dict[str, Any]:
     """Return bytes and FLOPs of a forward and backward pass of few and of twice as many samples, by kind of layer, and
     the module calls; raise the class's own error if it cannot be traced."""
+    with fake_tensors(torch.bfloat16 if mode == "engine" else torch.float32):
+        model = build_model(document, rank, register_fused() if fused else "eager", dropout=dropout)
+        names = {module: name for name, module in model.named_modules()}
+        kinds, counts = _prune(model, _units(model))
+        passes = [_Pass(model, names, kinds, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
+    return {"passes": [item.figures for item in passes], "calls": passes[0].calls, "counts": counts,
+            "kinds": kinds, "missing": passes[0].missing or None, "samples": SAMPLES}  # fmt: skip
+
+
+@contextlib.contextmanager
+def fake_tensors(dtype: torch.dtype) -> Iterator[None]:
+    """Create tensors without data, of this type by default."""
     usual, can_group = torch.get_default_dtype(), moe._can_use_grouped_mm
-    torch.set_default_dtype(torch.bfloat16 if mode == "engine" else torch.float32)
+    torch.set_default_dtype(dtype)
     # The grouped product of torch has no fake kernel for fp32; the fallback of transformers saves the same tensors.
     moe._can_use_grouped_mm = lambda *_: False
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = _build(document, rank, _register_fused() if fused else "eager", dropout=dropout)
-            names = {module: name for name, module in model.named_modules()}
-            kinds, counts = _prune(model, _units(model))
-            passes = [_Pass(model, names, kinds, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
-        missing = passes[0].missing
-        return {"passes": [item.figures for item in passes], "calls": passes[0].calls, "counts": counts,
-                "kinds": kinds, "missing": missing or None, "samples": SAMPLES}  # fmt: skip
+            yield
     finally:
         moe._can_use_grouped_mm = can_group
         torch.set_default_dtype(usual)
@@ -138,7 +144,7 @@ def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
     return transformers.MODEL_MAPPING[config], False
 
 
-def _build(document: Mapping[str, Any], rank: int | None, attention: str, *, dropout: bool) -> Any:
+def build_model(document: Mapping[str, Any], rank: int | None, attention: str, *, dropout: bool) -> Any:
     """Create the model; UserError if transformers does not support the config. No code of the model runs."""
     try:
         model_class, is_language_model = _head(document)
@@ -162,21 +168,27 @@ def _build(document: Mapping[str, Any], rank: int | None, attention: str, *, dro
         problem = f"transformers {transformers.__version__} does not build this {document['model_type']!s:.40}"
         raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", "correct config.json") from error
     if rank is not None:
-        moves = torch.nn.Module.to
-        # peft moves its adapters, and fake tensors cannot move.
-        torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
-        try:
-            task = "gpt-wikitext" if is_language_model else "bert-imdb"
-            add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=rank))  # type: ignore[arg-type]
-        finally:
-            torch.nn.Module.to = moves  # type: ignore[method-assign]
+        add_fake_adapters(model, rank, is_language_model)
     return model
 
 
-def _register_fused() -> str:
+def add_fake_adapters(model: Any, rank: int, is_language_model: bool) -> None:
+    """Add LoRA's adapters. peft moves them to the device of the model, but fake tensors cannot move."""
+    moves = torch.nn.Module.to
+    torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    try:
+        task = "gpt-wikitext" if is_language_model else "bert-imdb"
+        add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=rank))  # type: ignore[arg-type]
+    finally:
+        torch.nn.Module.to = moves  # type: ignore[method-assign]
+
+
+def register_fused() -> str:
+    """Return the name of the fused attention without a mask, as on a GPU, registered with transformers."""
+
     def fused(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         # The fused kernel of a CPU needs values as wide as the keys, that of a GPU does not (MLA).
-        width = value.shape[-1]
+        width = _Meter.value_widths[query.shape[-1]] = value.shape[-1]
         value = functional.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
         output, weights = sdpa_attention_forward(module, query, key, value, None, **options)
         return output[..., :width], weights
@@ -274,14 +286,17 @@ class _Meter(LiveBytes):
     """Counts live bytes and the FLOPs of matrix products, those of fused attention also separately."""
 
     flops = attention = 0
+    # Width of the values before they were padded, by width of the queries.
+    value_widths: ClassVar[dict[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product"):
-            query, key, value = args[1:4] if "backward" in name else args[:3]
+            query, key = args[1:3] if "backward" in name else args[:2]
             batch, heads, rows, width = query.shape
-            flops = 2 * batch * heads * rows * key.shape[2] * (width + value.shape[3]) * (1 + ("backward" in name))
+            flops = 2 * batch * heads * rows * key.shape[2] * (width + self.value_widths.get(width, width))
+            flops *= 1 + ("backward" in name)
             self.attention += flops
             self.flops += flops
         elif name.startswith("grouped_mm_fallback"):
@@ -306,7 +321,7 @@ class _Pass:
         # of its parameters at once.
         self.calls: list[Any] = ["", [], False]
         self.stack = [self.calls]
-        inputs, pixels = _inputs(model, batch, length)
+        inputs, pixels = make_inputs(model, batch, length)
         tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
         self.meter = meter = _Meter([*model.parameters(), *model.buffers(), *tensors])
         handles = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in model.parameters()
@@ -318,21 +333,13 @@ class _Pass:
         self.now: str | None = None
         self.exit = self.began = 0
         with meter, torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"), as_cuda:
-            features = []
-            if pixels is not None:
-                try:
-                    features = [
-                        leaf
-                        for leaf in tree_leaves(_features(model, pixels))
-                        if leaf is not None and leaf.is_floating_point()
-                    ]
-                except Exception as error:
-                    self.layers = {name: {} for name in counts}
-                    self.missing = f"activations of its images ({type(error).__name__}: {first_line(error)})"
-            output = model(**inputs)
-            loss = output.loss if getattr(output, "loss", None) is not None else next(iter(output.values())).sum()
-            loss = sum((feature.sum() for feature in features), loss)
-            del output, features
+            try:
+                features = compute_features(model, pixels)
+            except Exception as error:
+                features, self.layers = [], {name: {} for name in counts}
+                self.missing = f"activations of its images ({type(error).__name__}: {first_line(error)})"
+            loss = compute_loss(model, inputs, features)
+            del features
         saved, forward_peak, forward = meter.now, meter.peak, meter.flops
         forward_attention, meter.peak, self.last = meter.attention, meter.now, 0.0
         with meter:
@@ -406,11 +413,20 @@ def _drop_gradient(parameter: Any) -> None:
     parameter.grad = None
 
 
-def _features(model: Any, pixels: Any) -> Any:
-    return model.get_image_features(pixel_values=pixels)
+def compute_features(model: Any, pixels: Any) -> list[Any]:
+    """Return the features of the images that are inputs of a model of text."""
+    leaves = [] if pixels is None else tree_leaves(model.get_image_features(pixel_values=pixels))
+    return [leaf for leaf in leaves if leaf is not None and leaf.is_floating_point()]
 
 
-def _inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], Any]:
+def compute_loss(model: Any, inputs: Mapping[str, Any], features: list[Any]) -> Any:
+    """Return the loss of a forward pass, which depends on the features too."""
+    output = model(**inputs)
+    loss = output.loss if getattr(output, "loss", None) is not None else next(iter(output.values())).sum()
+    return sum((feature.sum() for feature in features), loss)
+
+
+def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], Any]:
     """Return the tensors of samples for the model's forward pass, and images for a model of text and images."""
     config, accepted = model.config, inspect.signature(model.forward).parameters
     vision = getattr(config, "vision_config", config)

@@ -301,7 +301,8 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     else:
         accumulated = predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
     stored = _stored(request, saved, layers)
-    begun, recomputed = max(standing, snapshots[0].buffers), request.gradient_checkpointing
+    # FSDP2's root stays gathered until its backward pass; stages 1 and 2 allocate their bucket at the first gradient.
+    begun, recomputed = snapshots[0].buffers if strategy.is_fsdp else standing, request.gradient_checkpointing
     # autocast caches its weight copies until the forward pass ends.
     cached = saved.cast_cached / request.checkpoint_every if recomputed else 0.0
 
@@ -311,7 +312,7 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
 
     # The end of the forward pass, when the loss is computed from the logits.
     activations, logits = stored["activations"] + cached * layers, saved.logits + saved.logits_forward
-    points = [point(gathers.live_at_end, activations=activations, logits=logits)]
+    points = [point(gathers.live_at_end, buffers=begun, activations=activations, logits=logits)]
     # During the forward pass, with the temporaries of a layer whose tensors are not saved.
     for place, live in (gathers.live_forward or {layers - 1: 0}).items():
         so_far = min(layers, place + 1)
