@@ -139,15 +139,38 @@ def test_what_makes_a_strategy_simpler_is_named_as_the_order_of_the_registry_has
     assert reason in reason_against(theirs, ours)
 
 
+def test_an_offload_has_a_range_of_speeds_and_the_release_that_its_accumulation_needs() -> None:
+    document, page = read_json("advise", "qwen2.5-7b", "2xA100-40"), print_page("qwen2.5-7b", "2xA100-40")
+    best = document["strategies"][0]
+    assert (best["strategy"], best["accumulation"] > 1) == ("zero2_cpu", True)
+    fastest = rounded(best["tokens_per_s"])
+    slowest = rounded(best["tokens_per_s"] / max_offload_slowdown())
+    assert f"{slowest} to {fastest} tokens/s, predicted" in page
+    # causes.yaml: the gradient is divided twice up to 0.19.5, and micro-batches are dropped up to 0.18.9.
+    assert best["least_deepspeed_release"] == "0.19.6"
+    assert "needs DeepSpeed 0.19.6 or later" in page
+    assert [row["least_deepspeed_release"] for row in document["strategies"] if row["strategy"] == "zero3_cpu"] == [
+        None
+    ]
+
+
+def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
+    document = read_json("advise", "Qwen/Qwen2.5-7B-Instruct", "4090", "--peft", "lora")
+    rows = {row["strategy"]: row for row in document["strategies"]}
+    assert document["recommended"] == "single"
+    assert rows["single"]["loads_in_16_bits"]
+    # Frozen weights of 2 bytes; adapters, their gradients and moments of 4, 4 and 8.
+    adapters = document["trained_parameters"]
+    weights = 2 * (document["parameters"] - adapters) + 4 * adapters
+    assert rows["single"]["device_parts"]["parameters"] == pytest.approx(weights, rel=1e-6)
+
+
 def test_the_reason_has_the_figures_that_decide() -> None:
     document, page = read_json("advise", "llama-3.1-8b", "4xA100"), print_page("llama-3.1-8b", "4xA100")
     speeds = {row["strategy"]: row["tokens_per_s"] for row in document["strategies"]}
     behind = 1 - speeds["fsdp2"] / speeds["zero3"]
     assert 0 < behind <= SPEED_TOLERANCE
-    slower = (
-        f"why fsdp2: {behind:.1%} slower than zero3, but within 5% the simpler is recommended, and it needs no DeepS"
-    )
-    assert slower in page
+    assert f"why fsdp2: {behind:.1%} slower than zero3, but simpler (needs no DeepSpeed); its 90 % bound fits" in page
     assert re.search(r"^zero3 .* 5% faster, but fsdp2 needs no DeepSpeed$", page, re.MULTILINE)
 
 
@@ -163,12 +186,7 @@ def test_advice_for_lora_is_compared_with_lora_alone() -> None:
 
 
 def test_zero1_is_advised_on_one_gpu_for_its_16_bit_weights() -> None:
-    """`single` keeps frozen weights in fp32, and autocasts the trained ones."""
-    lora = read_json("advise", "gpt2-xl", "RTX4090", "--peft", "lora")
-    rows = {row["strategy"]: row for row in lora["strategies"]}
-    assert lora["recommended"] == "zero1"
-    assert rows["zero1"]["peak_reserved"]["value"] < rows["single"]["peak_reserved"]["value"]
-    assert rows["zero1"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == lora["trained_parameters"]
+    """`single` keeps fp32 weights and autocasts them."""
     page = print_page("gpt2-xl", "A100-40")
     assert page.startswith("Use zero1, micro-batch 2, accumulation 32, no checkpointing:")
     assert page.count("ZeRO-1 on one GPU shards nothing, but its weights are 16 bits") == 1
@@ -243,7 +261,9 @@ def test_a_printed_command_needs_the_memory_that_was_advised(
     commands = {option.name: write_files(option, tmp_path, "drive", model) for option in advised}
     # With FSDP this study gathers fp32, and Accelerate gathers 16 bits for a user's program.
     without = {name for name, files in commands.items() if files.of_study is None}
-    assert without == (set() if precision == "fp32" else {"fsdp2", "hsdp"} & commands.keys())
+    # Without DeepSpeed it keeps frozen weights in fp32.
+    other_programs = {"fsdp2", "hsdp", *["ddp"] * (rank is not None)}
+    assert without == (set() if precision == "fp32" else other_programs & commands.keys())
     for option in advised:
         advised_request, files = option.request, commands[option.name]
         if files.of_study is None:

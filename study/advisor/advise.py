@@ -345,8 +345,7 @@ def explain_best(advice: Advice) -> str:
         return f"as fast as {rival.name}, but {reason_against(rival, best)}; {memory}"
     if gap < 0:
         slower = f"{1 - best.tokens_per_s / rival.tokens_per_s:.1%} slower than {rival.name}"
-        rule = f"within {SPEED_TOLERANCE:.0%} the simpler is recommended"
-        return f"{slower}, but {rule}, and it {reason_against(rival, best)}; {memory}"
+        return f"{slower}, but simpler ({reason_against(rival, best)}); {memory}"
     if gap <= SPEED_TOLERANCE:
         return f"the fastest that fits, {gap:.1%} ahead of {rival.name}; {memory}"
     error = None if error_of_time(runner_up) is None else error_of_time(best)

@@ -320,8 +320,8 @@ def _nvme_s(request: Request) -> float:
 def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[str, ...]:
     device, name = request.box.device, request.precision.removesuffix("-engine")
     notes = [
-        "MFU counts every product at the full sequence length, without savings by causal masking and without"
-        " recomputation; HFU includes recomputation"
+        "MFU counts every product at full length, without savings by causal masking or recomputation; HFU includes"
+        " recomputation",
     ]
     if device.peak_tflops.get(name) is None and name not in device.matmul_tflops:
         notes.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
