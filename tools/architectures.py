@@ -342,7 +342,7 @@ A cell is the error of the peak. If the state differs, or the sent bytes by more
 
 def _cell(row: Any) -> str:
     if isinstance(row["refused"], str):
-        return "refused, as predicted" if isinstance(row["predicted refusal"], str) else f"refused: {row['refused']}"
+        return "refused, as predicted" if isinstance(row["predicted refusal"], str) else "refused, not as predicted"
     parts = [f"{row['state']:,.0f} B" if row["state"] else "",
              f"{row['sent']:+.2%} sent" if abs(row["sent"]) > 5e-4 else "",
              "no peak" if pd.isna(row["peak"]) else f"{row['peak']:+.1%}"]  # fmt: skip
