@@ -91,7 +91,10 @@ COMMANDS = {
         "write strategies' Accelerate files for any script", configs.add_arguments, configs.run, configs.EPILOG
     ),
     "verify": Command(
-        "test which strategies compute the gradients of DDP on this stack", verify.add_arguments, verify.run
+        "test which strategies compute the gradients of DDP on this stack",
+        verify.add_arguments,
+        verify.run,
+        verify.EPILOG,
     ),
     "claims": Command(
         "judge published claims about ZeRO by arithmetic and the committed records", claims.add_arguments, claims.run

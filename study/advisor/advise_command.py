@@ -255,7 +255,8 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     if box.nodes > 1:
         yield f"each GPU is assumed to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
     if best.request.pure:
-        yield "load the model with dtype=torch.bfloat16; peft keeps the adapters in fp32"
+        how = "BitsAndBytesConfig(load_in_4bit=True)" if best.request.quantized else "dtype=torch.bfloat16"
+        yield f"load the model with {how}; peft keeps the adapters in fp32"
     if shape.lora_rank:
         yield LORA_NOTE
     yield from live_notes(shape)

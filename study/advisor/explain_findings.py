@@ -129,11 +129,11 @@ def _arguments(case: ConfigCase) -> Iterator[Finding]:
         for key in params:
             if key not in signature:
                 message = f"{kind} takes no such argument: the run ends with an error"
-                yield Finding("conflict", f"{name}.params.{key}", message, did_you_mean(str(key), signature).strip())
+                yield Finding("refused", f"{name}.params.{key}", message, did_you_mean(str(key), signature).strip())
         missing = [key for key, need in signature.items() if need == "required" and key not in params]
         if missing:
             message = f"{kind} needs {' and '.join(missing)}: without it the run ends with an error"
-            yield Finding("conflict", f"{name}.params", message)
+            yield Finding("refused", f"{name}.params", message)
 
 
 def _rules(case: ConfigCase) -> Iterator[Finding]:

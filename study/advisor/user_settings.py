@@ -127,6 +127,8 @@ def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile
     document = _read(name, findings)
     if "distributed_type" in document or "compute_environment" in document:
         return _accelerate(name, document, findings)
+    if isinstance(path := document.get("deepspeed"), str):
+        raise UserError(f"{name} is the file of a trainer, not of an engine", f"explain the file that it names: {path}")
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
     file = UserFile(name, "deepspeed", "DEEPSPEED", document, _dotted(document), findings=findings)

@@ -204,7 +204,7 @@ def lora_text(shape: ModelShape) -> str:
     """Format LoRA's rank and trainable parameters, with a leading comma; empty without LoRA."""
     if shape.lora_rank is None:
         return ""
-    return f", LoRA of rank {shape.lora_rank}: {shape.trained_parameters / 1e6:,.3g} M trained"
+    return f", LoRA of rank {shape.lora_rank} on all linear layers: {shape.trained_parameters / 1e6:,.3g} M trained"
 
 
 def apply_lora_options(shape: ModelShape, options: argparse.Namespace) -> ModelShape:
@@ -267,8 +267,9 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain) is not None
     if has_experts or re.sub("[^a-z0-9]", "", plain).startswith(OTHER_FAMILIES):
         raise UserError(f"{name!r} is of a family without presets", f"give the folder of its config.json{hub}")
-    hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else ""
-    suggestion = did_you_mean(name, PRESETS, cutoff=0.85)
+    hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else "OWNER/NAME with --hub asks the hub; or "
+    longer = [preset for preset in PRESETS if preset.startswith(f"{name.lower()}-")]
+    suggestion = did_you_mean(name, PRESETS, cutoff=0.85) or did_you_mean(name.lower(), longer, cutoff=0.1)
     raise UserError(
         f"unknown model {clip(name)}",
         f"{suggestion}{hint}give a preset (`study predict --help` lists them), a folder with config.json, or sizes:"

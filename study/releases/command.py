@@ -42,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
     if options.strategy:
         read_strategy(options.strategy)
     document = json.loads(GRID.read_text(encoding="utf-8"))
+    if any(row["DeepSpeed"] == f"{options.release}.0" for row in document["releases"]):
+        options.release += ".0"
     print_page(releases_text(document, options.release, options.strategy, options.details))
     return 0
 
