@@ -114,9 +114,9 @@ def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
                 assert dataclasses.asdict(simulate_gathers(a)) == dataclasses.asdict(simulate_gathers(b))
             peaks = [predict_memory(request).peak_allocated.value for request in (a, b)]
             # The table's own peaks are 0.95 to 1.2 times the traced ones (tests/test_predict_memory.py).
-            if model_type != "gpt2" or not checkpointing:
-                # GPT-2 recomputed is up to 7.1 % above its table; which of both is nearer to a GPU is not unused.
-                assert peaks[1] == pytest.approx(peaks[0], rel=0.05), (strategy, checkpointing)
+            # The backward pass of a layer of GPT-2 is larger in its trace: where it is the peak, by up to 7.1 %.
+            in_backward = model_type == "gpt2" and (checkpointing or strategy == "fsdp2")
+            assert peaks[1] == pytest.approx(peaks[0], rel=0.075 if in_backward else 0.05), (strategy, checkpointing)
 
 
 @pytest.mark.parametrize(

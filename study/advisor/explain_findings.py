@@ -232,7 +232,7 @@ def _fsdp(case: ConfigCase) -> Iterator[Finding]:
     key, version = "fsdp_sharding_strategy", settings.get("fsdp_version", 1)
     if str(version) not in ("1", "2"):
         yield Finding("refused", "fsdp_version", f"Accelerate has versions 1 and 2, not {clip(version)}")
-    elif str(version) == "1" and case.file.mesh_ranks > 1:
+    elif case.file.distributed_type == "FSDP" and str(version) == "1" and case.file.mesh_ranks > 1:
         yield Finding("refused", "fsdp_version", "Accelerate accepts a parallelism_config only with version 2")
     if sharding == "NO_SHARD":
         yield Finding("noted", key, "NO_SHARD is plain data parallelism, and is counted as such")
