@@ -120,7 +120,7 @@ def test_the_model_may_follow_a_flag(words: list[str], capsys: pytest.CaptureFix
 
 def test_configs_requires_a_folder_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["configs"]) == 2
-    assert "required: DIR. " in capsys.readouterr().err
+    assert "missing: DIR. " in capsys.readouterr().err
 
 
 def test_bash_completes_commands_flags_and_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
