@@ -114,7 +114,7 @@ def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
                 assert dataclasses.asdict(simulate_gathers(a)) == dataclasses.asdict(simulate_gathers(b))
             peaks = [predict_memory(request).peak_allocated.value for request in (a, b)]
             # The table's own peaks are 0.95 to 1.2 times the traced ones (tests/test_predict_memory.py).
-            # A layer's backward pass of GPT-2 is up to 7.1 % larger in its trace: the peak of FSDP2 and of recomputation.
+            # In its trace GPT-2's backward pass of a layer, the peak of FSDP2 and recomputation, is up to 7.1 % larger.
             in_backward = model_type == "gpt2" and (checkpointing or strategy == "fsdp2")
             assert peaks[1] == pytest.approx(peaks[0], rel=0.075 if in_backward else 0.05), (strategy, checkpointing)
 
