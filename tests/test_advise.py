@@ -491,6 +491,14 @@ def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: 
     assert "peak reserved" in run_command(*words, "--details")[1]
 
 
+def test_a_strategy_that_fits_with_checkpointing_alone_says_so() -> None:
+    words = ("predict", "llama-3.1-8b", "4090", "--strategy", "single", "--peft", "lora", "--quantization", "4bit")
+    recomputed = read_json(*words, "--gradient_checkpointing")["device_bytes"] / 2**30
+    verdict = run_command(*words)[1].splitlines()[0]
+    assert verdict.startswith("Does not fit: ")
+    assert f"; with --gradient_checkpointing {rounded(recomputed)} GiB; predicted" in verdict
+
+
 def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
     """DDP with accumulation keeps gradients in memory together with the activations."""
     question = AdviceRequest(

@@ -165,7 +165,7 @@ def test_the_keys_of_accelerate_and_the_optimizers_are_listed() -> None:
     assert set(TORCHS_OPTIMIZERS) == torchs
 
 
-def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(tmp_path: Path) -> None:
+def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(tmp_path: Path, capsys: Any) -> None:
     import inspect
 
     import torch
@@ -187,14 +187,19 @@ def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(t
     assert arguments(FusedLion, DeepSpeedCPULion) == optimizers["lion"]
     assert {name: arguments(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES} == schedulers
     document = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decy": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decy": 0.1, "max_grad_norm": 1.0}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}},
     }
     case = make_case(tmp_path, {**PLAIN, **document})
-    refusals = {item.key: item for item in findings(case) if item.kind == "refused"}
-    assert refusals["optimizer.params.weight_decy"].fix == "did you mean weight_decay?"
-    assert refusals["scheduler.params"].says.startswith("WarmupDecayLR needs total_num_steps")
-    assert len(refusals) == 2
+    wrong = {item.key: item for item in findings(case) if item.rule == "wrong-argument"}
+    assert wrong["optimizer.params.weight_decy"].fix == "did you mean weight_decay?"
+    assert wrong["optimizer.params.max_grad_norm"].fix == "set gradient_clipping"
+    assert wrong["scheduler.params"].message.startswith("WarmupDecayLR needs total_num_steps")
+    assert len(wrong) == 3
+    # DeepSpeed's import has written there.
+    capsys.readouterr()
+    assert main(["explain", str(tmp_path / "user.json"), "gpt2", "--world_size", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Ends with an error: optimizer.params.weight_decy, optimizer.params.max_")
 
 
 @pytest.mark.parametrize("key", sorted(SAID_TWICE))

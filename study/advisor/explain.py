@@ -226,6 +226,9 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
     if refused:
         keys = ", ".join(dict.fromkeys(item.key for item in refused))
         verdict = f"Refused by the engine: {keys}. Without {'it' if len(refused) == 1 else 'them'}: {verdict}"
+    elif wrong := [item.key for item in case.findings if item.rule == "wrong-argument"]:
+        # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
+        verdict = f"Ends with an error: {', '.join(wrong)}. Without that: {verdict}"
     yield verdict
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"

@@ -118,7 +118,7 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
 
 
 def _arguments(case: ConfigCase) -> Iterator[Finding]:
-    """Yield arguments that the class of an optimizer or scheduler does not take, and those that it needs."""
+    """Yield arguments that an optimizer or scheduler does not take or lacks; DeepSpeed's reader does not check them."""
     for name, classes in known_settings()["arguments"].items():
         section = case.top.get(name)
         kind = section.get("type") if isinstance(section, Mapping) else None
@@ -129,11 +129,12 @@ def _arguments(case: ConfigCase) -> Iterator[Finding]:
         for key in params:
             if key not in signature:
                 message = f"{kind} takes no such argument: the run ends with an error"
-                yield Finding("refused", f"{name}.params.{key}", message, did_you_mean(str(key), signature).strip())
+                fix = "set gradient_clipping" if key == "max_grad_norm" else did_you_mean(str(key), signature).strip()
+                yield Finding("conflict", f"{name}.params.{key}", message, fix, "wrong-argument")
         missing = [key for key, need in signature.items() if need == "required" and key not in params]
         if missing:
             message = f"{kind} needs {' and '.join(missing)}: without it the run ends with an error"
-            yield Finding("refused", f"{name}.params", message)
+            yield Finding("conflict", f"{name}.params", message, rule="wrong-argument")
 
 
 def _rules(case: ConfigCase) -> Iterator[Finding]:

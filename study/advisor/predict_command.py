@@ -254,16 +254,17 @@ def _verdict(prediction: Prediction) -> str:
     verdict = "Does not fit" if not prediction.fits else "May not fit"
     if fits(memory, box, at_upper=True):
         verdict = "Fits"
-    remedy = ""
+    usable = rounded(usable_bytes(box) / GIB)
+    need = f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {usable} GiB (90 % bound {rounded(bound / GIB)})"
     if not prediction.fits and not request.gradient_checkpointing:
         recomputed = predict_memory(dataclasses.replace(request, gradient_checkpointing=True))
-        remedy = f", {rounded(device_bytes(recomputed) / GIB)} with --gradient_checkpointing"
+        if fits(recomputed, box):
+            return f"{need}; with --gradient_checkpointing {rounded(device_bytes(recomputed) / GIB)} GiB; predicted"
     step, interval = time.step_s, ""
     if step.low is not None and step.high is not None:
         interval = f" ({rounded(step.low * 1e3)} to {rounded(step.high * 1e3)})"
     return (
-        f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {rounded(usable_bytes(box) / GIB)} GiB"
-        f" (90 % bound {rounded(bound / GIB)}){remedy}; about {rounded(step.value * 1e3)} ms a step{interval},"
+        f"{need}; about {rounded(step.value * 1e3)} ms a step{interval},"
         f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {_rank(request)}; predicted"
     )
 
