@@ -175,6 +175,12 @@ def test_ring_bytes_are_nowhere_called_bytes_on_the_wire() -> None:
     assert [file.name for file in files if pattern.search(file.read_text(encoding="utf-8"))] == []
 
 
+def test_the_documented_number_of_public_files_is_that_of_their_list() -> None:
+    rows = [line.split("\t") for line in read("tests/data/public_files.tsv").splitlines()[1:]]
+    text = f"For {len(rows)} files of {len({row[0] for row in rows})} public repositories the exit status"
+    assert text in unwrapped("docs/advice.md")
+
+
 def test_the_required_lead_of_an_offload_is_documented() -> None:
     assert f"predicted to be {max_offload_slowdown():.1f} times as fast" in " ".join(read("docs/advice.md").split())
 
