@@ -53,9 +53,9 @@ def differing(**changed: object) -> Verdict:
     return judge(dataclasses.replace(SINGLE, **changed), SINGLE, FP32)  # type: ignore[arg-type]
 
 
-def test_quick_finds_a_fault_in_each_stage_and_none_under_muon_and_imports_the_engines_alone() -> None:
-    """The installed DeepSpeed, with a fault planted in each stage under AdamW."""
-    result = verify("--quick", "--optimizer", "muon", "--json", path=PLANTED)
+def test_quick_finds_a_fault_in_each_stage_and_imports_the_engines_alone() -> None:
+    """The installed DeepSpeed, with a fault planted in each stage."""
+    result = verify("--quick", "--json", path=PLANTED)
     assert result.returncode == 1, result.stderr[-3000:]
     document = json.loads(result.stdout)
     assert document["answer"] == "FAIL: zero1, zero3 with accumulation (no known cause); zero2 (no known cause)"
@@ -66,16 +66,13 @@ def test_quick_finds_a_fault_in_each_stage_and_none_under_muon_and_imports_the_e
         in result.stderr
     )
     equal, clipping = ("equal", None), ("different", "clipping")
-    expected: dict[tuple[str, str | None, int], tuple[str, str | None]] = {
-        ("zero1", None, 1): equal, ("zero1", None, 4): ("different", "gradient"),
-        ("zero2", None, 1): clipping, ("zero2", None, 4): clipping,
-        ("zero3", None, 1): equal, ("zero3", None, 4): ("different", "scale"),
-        # DeepSpeed's stages report the norm of Muon's updates, so norms are not compared.
-        **{(strategy, "muon", steps): equal for strategy in QUICK_STRATEGIES for steps in (1, 4)},
+    expected = {
+        ("zero1", 1): equal, ("zero1", 4): ("different", "gradient"),
+        ("zero2", 1): clipping, ("zero2", 4): clipping,
+        ("zero3", 1): equal, ("zero3", 4): ("different", "scale"),
     }  # fmt: skip
     rows = document["rows"]
-    verdicts = {(row["strategy"], row["option"], row["micro_steps"]): (row["kind"], row["what"]) for row in rows}
-    assert verdicts == expected
+    assert {(row["strategy"], row["micro_steps"]): (row["kind"], row["what"]) for row in rows} == expected
     assert [row["norm_ratio"] for row in rows if row["what"] == "scale"] == [pytest.approx(0.25, rel=1e-3)]
     assert {row["precision"] for row in rows} == {"fp32"}
 
@@ -180,8 +177,9 @@ def test_records_of_another_device_or_stack_are_not_continued(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_every_strategy_of_the_pinned_releases_matches_one_process(tmp_path: Path) -> None:
+    # DeepSpeed's stages report the norm of Muon's updates, so those norms are not compared.
     options = ("--optimizer", "muon", "--peft", "lora")
-    four = verify("--world_size", "4", "--only", "zero2", "--precision", "fp32", *options, "--json")
+    four = verify("--world_size", "4", "--only", *QUICK_STRATEGIES, "--precision", "fp32", *options, "--json")
     assert four.returncode == 0, four.stderr
     assert "4 ranks on CPU cores" in four.stderr
     runs_dir = ("--runs_dir", str(tmp_path))
