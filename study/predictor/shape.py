@@ -241,7 +241,7 @@ _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "
 def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     """Return the shape of a preset, a folder or file with config.json, a list of sizes, or with `ask_hub` a hub id."""
     # A tuned model has its base's shape; the trainer would load other weights.
-    base = re.sub(r"-(instruct|chat|it)$", "", name, flags=re.IGNORECASE)
+    base = re.sub(r"-(instruct|chat|it)(?=(-hf)?$)", "", name, flags=re.IGNORECASE)
     if (preset := find_preset(name) or find_preset(base.lower()) or find_preset(base)) is not None:
         return shape_of_preset(preset)
     if "=" in name:
@@ -273,7 +273,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     raise UserError(
         f"unknown model {clip(name)}",
         f"{suggestion}{hint}give a preset (`study predict --help` lists them), a folder with config.json, or sizes:"
-        " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008 (without inner: a GPT-2)",
+        " layers=32,hidden=4096,heads=32,key_value_heads=8,vocabulary=128256,inner=14336 (without inner: a GPT-2)",
     )
 
 
@@ -304,7 +304,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         raise UserError(
             f"{name}: the family {model_type!r} is not modelled",
             f"use one of {', '.join(FAMILIES)}; or give the sizes of a dense model of such a family, as"
-            " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=8,head_dim=128",
+            " layers=32,hidden=4096,heads=32,key_value_heads=8,vocabulary=128256,inner=14336,head_dim=128",
         )
     get = {**dict(family.defaults), **{key: value for key, value in architecture.items() if value is not None}}
     needed = {field: next((get[key] for key in keys if key in get), None) for field, keys in _KEYS.items()}
