@@ -310,9 +310,13 @@ def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> Non
     assert offload is not None
     needed = f"{offload.memory.host_peak.value / 2**30:.0f}"
     assert lines["single"] == []
-    assert lines["zero2_cpu"] == [f"not checked: it needs {needed} GiB of host memory; set --host_memory to check it"]
+    assert lines["zero2_cpu"] == [f"its {needed} GiB of host memory are not checked (--host_memory GIB)"]
     assert lines["zero3_nvme"][1:] == ["NVMe is assumed to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
     assert lines["zero2_cpu"][0] in explain_best(Advice(advice.question, (offload,)))
+    # The fastest option that needs less host memory.
+    lighter = "with less host memory: zero3_nvme_optimizer (micro-batch 2 x accumulation 8, gradient checkpointing)"
+    assert lighter in print_page("qwen2.5-7b", "4x4090")
+    assert "with less host memory" not in print_page("qwen2.5-7b", "4x4090", "--host_memory", "512")
     assert print_page("gpt2-xl", "T4").count("set OMP_NUM_THREADS") == 1
     with_memory = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
     for option in advise(with_memory, ["zero2_cpu", "zero3_nvme"]).options:
@@ -567,6 +571,7 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
         ("gpt2", "8xH100", ("--global_batch_size", "12"), "use 16"),
         ("gpt2", "H100", ("--price_per_gpu_hour", "free"), "number above 0"),
         ("gpt2", "H100", ("--optimizer", "muon"), "`study virtual --optimizer muon"),
+        ("gpt2", "H100", ("--optimizer", "lion"), "`study predict --strategy S --optimizer lion`"),
         ("gpt2", "H100", ("--nvme_gb_per_s", "3,nan"), "two numbers above 0"),
         ("gpt2", "V100", FLASH, "has no flash_attention_2"),
         ("gpt2", "H100", ("--precision", "fp32", *FLASH), "compute in fp32"),

@@ -1066,7 +1066,13 @@ def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(
             ("--precision", "bf16"),
             r"Does not fit in bf16: optimizer state alone needs 60 of 40 GiB",
         ),
-        ("zero3", "8xT4", (), r"Does not fit in fp32: activations alone needs \d+ of 15 GiB, all together \d+ GiB"),
+        (
+            "zero3",
+            "8xA100-40",
+            ("--precision", "bf16", "--micro_batch", "4"),
+            r"Does not fit in bf16: .*; it fits with --gradient_checkpointing \(2\d GiB\) or micro-batch 1 \(\d\d GiB",
+        ),
+        ("zero3", "8xT4", (), r"Does not fit in fp32: activations alone need \d+ of 15 GiB, all together \d+ GiB"),
     ],
 )
 def test_with_hardware_the_first_line_says_whether_it_fits_and_in_which_precision(
@@ -1121,7 +1127,7 @@ def test_the_first_line_names_what_the_engine_refuses(tmp_path: Path, capsys: py
     file.write_text(json.dumps(document))
     assert main(["explain", str(file), LLAMA_8B, "--world_size", "4"]) == 1
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("Refused by the engine: zero_optimization.overlap_com. Without it: Peak ")
+    assert first.startswith("Refused by the engine: zero_optimization.overlap_com. Apart from that: Peak ")
 
 
 def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_own_readers(

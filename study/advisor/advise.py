@@ -331,8 +331,8 @@ def explain_best(advice: Advice) -> str:
     if runner_up.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
         ahead, slowest = runner_up.tokens_per_s / best.tokens_per_s - 1, max_offload_slowdown()
         return (
-            f"no offload: one is predicted {ahead:.0%} faster, but offload steps took up to {slowest:.1f} x the"
-            f" prediction; {memory}"
+            f"no offload: one is predicted {ahead:.0%} faster, but measured offload steps took up to {slowest:.1f}"
+            f" times their prediction; {memory}"
         )
     offloads = best.request.strategy.offloads
     rivals = [
@@ -408,7 +408,7 @@ def unchecked_needs(option: Option) -> Iterator[str]:
     box, strategy = option.request.box, option.request.strategy
     if strategy.offloads and box.host_gib_per_node is None:
         needed = option.memory.host_peak.value / GIB
-        yield f"not checked: it needs {needed:,.0f} GiB of host memory; set --host_memory to check it"
+        yield f"its {needed:,.0f} GiB of host memory are not checked (--host_memory GIB)"
     if strategy.uses_nvme:
         read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
         yield f"NVMe is assumed to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"

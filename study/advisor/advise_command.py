@@ -41,12 +41,15 @@ without --hub. docs/advice.md has the errors and the limits of the predictions.
 # Default: at least this many samples per optimizer step, with one of these numbers per rank.
 _BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LARGE_HOST_BYTES = 256 * GIB
+# An option that needs at most this fraction of the recommended one's host memory is named beside it.
+_LIGHTER = 0.75
 _PORT = 29500
 _COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "check-\npointing", "peak\nGiB", "90 %\nbound",
             "tokens/s,\nall ranks", "host\nGiB", "NVMe\nGiB", "cost/M\ntokens", "")  # fmt: skip
 _DETAILS = """\
 micro-batch: samples of one forward pass on one rank; accumulation: micro-batches of an optimizer step; peak: predicted,
-of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks; host and NVMe: of one node.
+of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks, ≤ under offload, where steps took longer;
+host and NVMe: of one node.
 """
 _WIDTH = 120
 ONE_RANK_NOTE = (
@@ -76,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="folder on NVMe, written to the files")
-    add("--optimizer", type=predict_command.known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
+    predict_command.add_optimizer(parser, help=argparse.SUPPRESS)
     add("--details", action="store_true", help="also print the legend, measurements and excluded strategies")
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
 
@@ -92,7 +95,7 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
     measured = list(nearest(best.request)) if nearest and best and is_printed else []
     riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
     page = _page(advice, riskier, what_ifs, measured, files is not None or best is None, options.details)
-    written = _file_lines(files, best.request) if files and best else ()
+    written = _file_lines(files, best.request, options.nvme_path) if files and best else ()
     document = functools.partial(_document, advice, riskier, what_ifs, measured, files)
     print_result(options.json, document, itertools.chain(page, written))
     return 0 if best else 1
@@ -101,6 +104,9 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
 def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
     """Return the request that the flags make; raise UserError if it is impossible."""
     predict_command.check_required(options, "study advise llama-3.1-8b --hardware 8xH100")
+    if options.optimizer != "adamw":
+        problem = "advice compares strategies with AdamW"
+        raise UserError(problem, f"`study predict --strategy S --optimizer {options.optimizer}` predicts one strategy")
     box = box_from_args(options)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
@@ -216,8 +222,8 @@ def _verdict(advice: Advice) -> str:
     if not best.is_safe:
         figures.append("may not fit")
     if request.strategy.offloads:
-        figures.append(f"{memory.host_peak.value / GIB:,.0f} GiB of host memory")
-    if request.strategy.offloads:
+        unchecked = " (unchecked)" if request.box.host_gib_per_node is None else ""
+        figures.append(f"{memory.host_peak.value / GIB:,.0f} GiB of host memory{unchecked}")
         # Each measured offload step took longer than predicted.
         least = best.tokens_per_s / max_offload_slowdown()
         figures.append(f"{rounded(least)} to {rounded(best.tokens_per_s)} tokens/s, predicted")
@@ -239,6 +245,7 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         gap = runner_up.tokens_per_s / best.tokens_per_s - 1
         if -gap > advise.SPEED_TOLERANCE:
             yield f"next {_named(runner_up)}, {-gap:.0%} slower{advise.explain_slowdown(runner_up, best)}"
+    yield from _with_less_host_memory(advice, best)
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1
         yield "; ".join([f"{faster:.0%} faster, but its 90 % bound does not fit: {_named(riskier)}",
@@ -263,6 +270,15 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     yield from request_notes(best.request)
 
 
+def _with_less_host_memory(advice: Advice, best: Option) -> Iterator[str]:
+    needed = best.memory.host_peak.value
+    lighter = [option for option in advice.fitting if option.memory.host_peak.value < _LIGHTER * needed]
+    if best.request.strategy.offloads and advice.question.box.host_gib_per_node is None and lighter:
+        option = max(lighter, key=lambda option: (option.is_safe, option.tokens_per_s))
+        host, slower = option.memory.host_peak.value / GIB, 1 - option.tokens_per_s / best.tokens_per_s
+        yield f"with less host memory: {_named(option)}, {host:,.0f} GiB of host memory, {slower:.0%} slower"
+
+
 def _least_release(option: Option) -> str:
     request = option.request
     return (
@@ -277,7 +293,7 @@ def _row(option: Option, best: Option | None) -> list[str]:
         "yes" if request.gradient_checkpointing else "no", rounded(device_bytes(memory) / GIB),
         rounded(device_bytes(memory, at_upper=True) / GIB),
         # The speeds of two strategies are compared, so their ratio is more certain than either.
-        rounded(option.tokens_per_s, 3) if option.fits else "-",
+        f"{'≤' * option.request.strategy.offloads}{rounded(option.tokens_per_s, 3)}" if option.fits else "-",
         rounded(memory.host_peak.value / GIB), rounded(memory.nvme / GIB) if memory.nvme else "-",
         "-" if cost is None else f"{cost:.3f}", _remark(option, best),
     ]  # fmt: skip
@@ -295,7 +311,7 @@ def _remark(option: Option, best: Option | None) -> str:
     if gap <= 0:
         return ""
     if option.request.strategy.offloads and not best.request.strategy.offloads:
-        return f"{gap:.0%} faster by prediction; offload steps took up to {max_offload_slowdown():.1f} x that"
+        return f"predicted {gap:.0%} faster; measured offload steps took up to {max_offload_slowdown():.1f} x longer"
     faster = "as fast" if gap < advise.SAME_SPEED else f"{gap:.0%} faster"
     return f"{faster}, but {best.name} {advise.reason_against(option, best)}"
 
@@ -304,13 +320,15 @@ def _named(option: Option) -> str:
     return f"{option.name} ({predict_command.workload_text(option.request)})"
 
 
-def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
+def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterator[str]:
     yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
     # Settings that the prediction assumes and that no file contains.
     yield f"  {files.command}    ({predict_command.workload_text(request)}{', chunked loss' * request.chunked_loss})"
     if files.of_study is not None:
         yield f"  {files.of_study}"
-    elif request.fsdp_gathers_16_bits and not request.pure:
+    if request.strategy.uses_nvme and not Path(nvme_path).is_absolute():
+        yield f"  nvme_path is {nvme_path} in the folder of the launch; --nvme_path DIR names one on your NVMe drive"
+    if files.of_study is None and request.fsdp_gathers_16_bits and not request.pure:
         yield "  study/train.py does not train this: under FSDP it gathers fp32 weights (study predict --autocast)"
 
 

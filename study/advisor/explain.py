@@ -25,7 +25,7 @@ from study.predictor import shape as adapters
 from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, sent_bytes
 from study.predictor.hardware import ANY_DEVICE, Hardware, add_speed_arguments, box_from_args, parse_int
 from study.predictor.memory import predict_memory
-from study.predictor.request import FP32_BYTES, MemoryUse, StepTime
+from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
 from study.predictor.state import persistent_params, sub_groups
 from study.predictor.time import FITTED, device_bytes, fits, predict_time, usable_bytes, why
@@ -204,7 +204,27 @@ def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> 
             f"{'Fits' if is_certain else 'May not fit'} in {precision}: {rounded(peak / GIB)} of {usable}"
             f" (90 % bound {rounded(bound / GIB)}){in_half * (not is_certain)}; {host}"
         )
-    return f"Does not fit in {precision}: {_excess(memory, request.box)}{in_half}; predicted"
+    remedies = in_half or _remedies(request)
+    return f"Does not fit in {precision}: {_excess(memory, request.box)}{remedies}; predicted"
+
+
+def _remedies(request: Request) -> str:
+    """Return what the program can change so that the same file fits: checkpointing, a smaller micro-batch, or both."""
+    checkpointed, smaller = (
+        dataclasses.replace(request, gradient_checkpointing=True),
+        dataclasses.replace(request, micro_batch=1),
+    )
+    both = dataclasses.replace(smaller, gradient_checkpointing=True)
+    changes = {
+        "--gradient_checkpointing": checkpointed,
+        "micro-batch 1": smaller,
+        "both --gradient_checkpointing and micro-batch 1": both,
+    }
+    needed = {words: predict_memory(changed) for words, changed in changes.items() if changed != request}
+    found = [
+        f"{words} ({_about(device_bytes(memory))})" for words, memory in needed.items() if fits(memory, request.box)
+    ]
+    return f"; it fits with {' or '.join(found[:2])}" if found else ""
 
 
 def _excess(memory: MemoryUse, box: Hardware) -> str:
@@ -214,7 +234,8 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
         size = sum(size for _, size in parts[:count])
         if size > usable and not box.is_cpu_only:
             names = " and ".join(_STATES.get(name, name) for name, _ in parts[:count])
-            needed = f"alone need{'s' * (count == 1)} {rounded(size / GIB)} of {_about(usable)}"
+            needs = "need" if names.endswith("s") or count > 1 else "needs"
+            needed = f"alone {needs} {rounded(size / GIB)} of {_about(usable)}"
             return f"{names} {needed}, all together {_about(device_bytes(memory))}"
     return why(memory, box)
 
@@ -225,10 +246,10 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
     verdict, refused = _verdict(case, memory, hardware), [item for item in case.findings if item.kind == "refused"]
     if refused:
         keys = ", ".join(dict.fromkeys(item.key for item in refused))
-        verdict = f"Refused by the engine: {keys}. Without {'it' if len(refused) == 1 else 'them'}: {verdict}"
+        verdict = f"Refused by the engine: {keys}. Apart from that: {verdict}"
     elif wrong := [item.key for item in case.findings if item.rule == "wrong-argument"]:
         # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
-        verdict = f"Ends with an error: {', '.join(wrong)}. Without that: {verdict}"
+        verdict = f"Ends with an error: {', '.join(wrong)}. Apart from that: {verdict}"
     yield verdict
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"

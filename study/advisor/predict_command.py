@@ -98,10 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
 
 
-def add_optimizer(parser: argparse.ArgumentParser) -> None:
-    """Add --optimizer, which `study explain` has, too."""
+def add_optimizer(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Add --optimizer, which `study explain` and `study advise` have, too."""
     names = get_args(OptimizerName)
-    parser.add_argument("--optimizer", type=known_optimizer, choices=names, default="adamw")
+    parser.add_argument("--optimizer", type=known_optimizer, choices=names, default="adamw", **options)
 
 
 def known_optimizer(text: str) -> str:
@@ -256,9 +256,9 @@ def _verdict(prediction: Prediction) -> str:
         verdict = "Fits"
     usable = rounded(usable_bytes(box) / GIB)
     need = f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {usable} GiB (90 % bound {rounded(bound / GIB)})"
-    if not prediction.fits and not request.gradient_checkpointing:
+    if verdict != "Fits" and not request.gradient_checkpointing:
         recomputed = predict_memory(dataclasses.replace(request, gradient_checkpointing=True))
-        if fits(recomputed, box):
+        if fits(recomputed, box, at_upper=prediction.fits):
             return f"{need}; with --gradient_checkpointing {rounded(device_bytes(recomputed) / GIB)} GiB; predicted"
     step, interval = time.step_s, ""
     if step.low is not None and step.high is not None:

@@ -46,7 +46,10 @@ class UserError(Exception):
 
 def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `did you mean a or b? `, to put before the list of valid words; empty if none is similar."""
-    matches = difflib.get_close_matches(word[:100], list(words), cutoff=cutoff)
+    words = list(words)
+    plain = {re.sub(r"[\W_]", "", name).lower(): name for name in words}
+    matches = [plain[key]] if (key := re.sub(r"[\W_]", "", word).lower()) in plain else []
+    matches = matches or difflib.get_close_matches(word[:100], words, cutoff=cutoff)
     return f"did you mean {' or '.join(matches)}? " if matches else ""
 
 
