@@ -4,45 +4,47 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from study import __version__
-from study.advisor import advise_command as advise
-from study.advisor import configs_command as configs
-from study.advisor import doctor, explain
-from study.advisor import predict_command as predict
-from study.autopsy import run as autopsy
-from study.claims import command as claims
 from study.config.errors import UserError, clip, first_line
 from study.config.flags import Parser
-from study.config.strategies import STRATEGY_NAMES
-from study.host.folders import check_process
-from study.predictor import validation
-from study.records.outcome import Terminated
-from study.releases import command as releases
-from study.releases import verify
-from study.releases.prepare import prepare
-from study.report.site import command as report
-from study.sweep import command as sweep
-from study.sweep.suite_file import SUITE_DIRECTORY
-from study.virtual import command as virtual
-from study.workloads.presets import PRESETS
 
 _FIXES = {errno.ENAMETOOLONG: "use a shorter name", errno.ENOSPC: "make room there"}
 
 
 class Command(NamedTuple):
-    """A subcommand: its help text, its arguments and its function, which returns the exit status."""
+    """A subcommand: its help text, and the module and names of its functions, which only that subcommand imports."""
 
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    epilog: str = ""
+    module: str
+    add: str = "add_arguments"
+    # It returns the exit status.
+    function: str = "run"
+    # A keyword of the function and the place of its value, from a package above the module.
+    given: tuple[str, str] | None = None
+    epilog: str = "EPILOG"
+
+    def find(self, name: str) -> Any:
+        """Return what the module, or the module before a colon, has under this name."""
+        module, _, name = name.rpartition(":")
+        return getattr(importlib.import_module(module or self.module), name)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments and the epilog of this subcommand."""
+        self.find(self.add)(parser)
+        parser.epilog = getattr(importlib.import_module(self.module), self.epilog, None)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run the subcommand; return the exit status."""
+        given = {} if self.given is None else {self.given[0]: self.find(self.given[1])}
+        status: int = self.find(self.function)(options, **given)
+        return status
 
 
 def add_shell(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,11 @@ def print_completion(options: argparse.Namespace) -> int:
     """Print a script with which a shell completes commands, flags and names; it starts no Python."""
     import shtab
 
-    parser, subparsers = build_parser()
+    from study.config.strategies import STRATEGY_NAMES
+    from study.sweep.suite_file import SUITE_DIRECTORY
+    from study.workloads.presets import PRESETS
+
+    parser, subparsers = build_parser(COMMANDS)
     names = {
         "suite": sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")), "strategy": STRATEGY_NAMES,
         "names": STRATEGY_NAMES, "model_name_or_path": tuple(PRESETS),
@@ -68,84 +74,59 @@ def print_completion(options: argparse.Namespace) -> int:
     return 0
 
 
+SHELL_EPILOG = (
+    "bash: study completion bash > ~/.local/share/bash-completion/completions/study; zsh: > _study in a folder of"
+    " $fpath; fish: > ~/.config/fish/completions/study.fish"
+)
 COMMANDS = {
     "advise": Command(
-        "recommend a strategy and its settings for a model on given hardware",
-        advise.add_arguments,
-        partial(advise.run, nearest=validation.describe_nearest),
-        advise.EPILOG,
+        "recommend a strategy and its settings for a model on given hardware", "study.advisor.advise_command",
+        given=("nearest", "study.predictor.validation:describe_nearest"),
     ),
-    "predict": Command(
-        "predict memory, communication and step time of a strategy",
-        predict.add_arguments,
-        predict.run,
-        predict.EPILOG,
-    ),
+    "predict": Command("predict memory, communication and step time of a strategy", "study.advisor.predict_command"),
     "explain": Command(
         "explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings without effect",
-        explain.add_arguments,
-        explain.run,
-        explain.EPILOG,
+        "study.advisor.explain",
     ),
-    "configs": Command(
-        "write strategies' Accelerate files for any script", configs.add_arguments, configs.run, configs.EPILOG
-    ),
-    "verify": Command(
-        "test which strategies compute the gradients of DDP on this stack",
-        verify.add_arguments,
-        verify.run,
-        verify.EPILOG,
-    ),
+    "configs": Command("write strategies' Accelerate files for any script", "study.advisor.configs_command"),
+    "verify": Command("test which strategies compute the gradients of DDP on this stack", "study.releases.verify"),
     "claims": Command(
-        "judge published claims about ZeRO by arithmetic and the committed records", claims.add_arguments, claims.run
+        "judge published claims about ZeRO by arithmetic and the committed records", "study.claims.command"
     ),
-    "doctor": Command("check the requirements of this machine and print fixes", doctor.add_arguments, doctor.run),
-    "run": Command("run every cell of a suite that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
+    "doctor": Command("check the requirements of this machine and print fixes", "study.advisor.doctor"),
+    "run": Command(
+        "run every cell of a suite that is not done yet", "study.sweep.command", "add_run_arguments", epilog="RESUME"
+    ),
     "status": Command(
-        "count the cells of a suite that are done, and print why others are not",
-        sweep.add_status_arguments,
-        sweep.status,
+        "count the cells of a suite that are done, and print why others are not", "study.sweep.command",
+        "add_status_arguments", "status",
     ),
     "report": Command(
-        "build the report of a suite from its records",
-        report.add_arguments,
-        partial(report.run, claims=claims.dependent_claims),
+        "build the report of a suite from its records", "study.report.site.command",
+        given=("claims", "study.claims.command:dependent_claims"),
     ),
     "virtual": Command(
-        "measure memory and communication of one rank of N, without N GPUs",
-        virtual.add_arguments,
-        virtual.run,
-        virtual.EPILOG,
+        "measure memory and communication of one rank of N, without N GPUs", "study.virtual.command"
     ),
     "prepare": Command(
         "prepare a suite: install other DeepSpeed releases, build operators, create initial weights",
-        sweep.add_timed_arguments,
-        prepare,
+        "study.sweep.command", "add_timed_arguments", "study.releases.prepare:prepare",
     ),
     "weights": Command(
         "create the initial weights of a suite's remaining cells, so that no run's time includes it",
-        sweep.add_timed_arguments,
-        sweep.weights,
+        "study.sweep.command", "add_timed_arguments", "weights",
     ),
-    "autopsy": Command("measure the effect of each flaw in a published listing", autopsy.add_arguments, autopsy.run),
-    "releases": Command(
-        "judge a DeepSpeed release, and print the grid of tested ones",
-        releases.add_arguments,
-        releases.run,
-        releases.EPILOG,
-    ),
+    "autopsy": Command("measure the effect of each flaw in a published listing", "study.autopsy.run"),
+    "releases": Command("judge a DeepSpeed release, and print the grid of tested ones", "study.releases.command"),
     "completion": Command(
-        "print a script for completion in bash, zsh or fish",
-        add_shell,
-        print_completion,
-        "bash: study completion bash > ~/.local/share/bash-completion/completions/study; zsh: > _study in a folder of"
-        " $fpath; fish: > ~/.config/fish/completions/study.fish",
+        "print a script for completion in bash, zsh or fish", "study.cli", "add_shell", "print_completion",
+        epilog="SHELL_EPILOG",
     ),
-}
+}  # fmt: skip
 
 
-def build_parser() -> tuple[Parser, argparse._SubParsersAction[Any]]:
-    """Return the parser of the command line, and its subparsers."""
+def build_parser(names: Iterable[str]) -> tuple[Parser, argparse._SubParsersAction[Any]]:
+    """Return the parser of the command line, and its subparsers; those that are not named have no arguments."""
     parser = Parser(
         prog="study",
         description="DeepSpeed ZeRO on Accelerate: advice, predictions, studies, verdicts on published claims.",
@@ -154,13 +135,19 @@ def build_parser() -> tuple[Parser, argparse._SubParsersAction[Any]]:
     parser.add_argument("--version", action="version", version=f"zero-study {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        command.add_arguments(subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False))
+        command_parser = subparsers.add_parser(name, help=command.help, allow_abbrev=False)
+        if name in names:
+            command.add_arguments(command_parser)
     return parser, subparsers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line's subcommand; return the exit status."""
-    parser, subparsers = build_parser()
+    from study.host.folders import check_process
+    from study.records.outcome import Terminated
+
+    words = sys.argv[1:] if arguments is None else arguments
+    parser, subparsers = build_parser([*words[:1]])
     try:
         check_process()
         options, unknown = parser.parse_known_args(arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from study.cli import COMMANDS as SUBCOMMANDS
 from study.cli import build_parser
 from study.config.flags import Parser, add_flags
 
@@ -102,7 +103,7 @@ def commands_markdown() -> str:
     """Return the arguments of every subcommand and of the training script, from their parsers."""
     train = Parser(prog="study/train.py", description="train under the strategy of the Accelerate file")
     add_flags(train)
-    _, subparsers = build_parser()
+    _, subparsers = build_parser(SUBCOMMANDS)
     helps = {action.dest: action.help or "" for action in subparsers._choices_actions}
     sections = [part for name, parser in subparsers.choices.items() for part in _sections(parser, helps[name])]
     return "\n\n".join(["# Commands and flags", *sections, *_sections(train, train.description or "")]) + "\n"

@@ -292,9 +292,11 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
             "\nfigures with their interval, which covers 80 % of published measurements",
             _intervals(prediction),
         )
-    utilization = [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
+    tokens_per_s = time.tokens_per_s_per_gpu.value * request.box.ranks
+    speed = [] if memory.missing else [f"{rounded(tokens_per_s)} tokens/s of all ranks"]
+    speed += [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
     yield ""
-    yield from (*utilization, *memory.notes, *time.notes, *request_notes(request, details))
+    yield from ("; ".join(speed), *memory.notes, *time.notes, *request_notes(request, details))
 
 
 def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:
