@@ -27,11 +27,11 @@ class Command(NamedTuple):
     # It returns the exit status.
     function: str = "run"
     # A keyword of the function and the place of its value, from a package above the module.
-    given: tuple[str, str] | None = None
+    extra: tuple[str, str] | None = None
     epilog: str = "EPILOG"
 
     def find(self, name: str) -> Any:
-        """Return what the module, or the module before a colon, has under this name."""
+        """Return the object of this name in the module, or in the module before a colon."""
         module, _, name = name.rpartition(":")
         return getattr(importlib.import_module(module or self.module), name)
 
@@ -42,8 +42,8 @@ class Command(NamedTuple):
 
     def run(self, options: argparse.Namespace) -> int:
         """Run the subcommand; return the exit status."""
-        given = {} if self.given is None else {self.given[0]: self.find(self.given[1])}
-        status: int = self.find(self.function)(options, **given)
+        keywords = {} if self.extra is None else {self.extra[0]: self.find(self.extra[1])}
+        status: int = self.find(self.function)(options, **keywords)
         return status
 
 
@@ -81,7 +81,7 @@ SHELL_EPILOG = (
 COMMANDS = {
     "advise": Command(
         "recommend a strategy and its settings for a model on given hardware", "study.advisor.advise_command",
-        given=("nearest", "study.predictor.validation:describe_nearest"),
+        extra=("nearest", "study.predictor.validation:describe_nearest"),
     ),
     "predict": Command("predict memory, communication and step time of a strategy", "study.advisor.predict_command"),
     "explain": Command(
@@ -103,7 +103,7 @@ COMMANDS = {
     ),
     "report": Command(
         "build the report of a suite from its records", "study.report.site.command",
-        given=("claims", "study.claims.command:dependent_claims"),
+        extra=("claims", "study.claims.command:dependent_claims"),
     ),
     "virtual": Command(
         "measure memory and communication of one rank of N, without N GPUs", "study.virtual.command"

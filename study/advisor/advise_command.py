@@ -41,7 +41,7 @@ without --hub. docs/advice.md has the errors and the limits of the predictions.
 # Default: at least this many samples per optimizer step, with one of these numbers per rank.
 _BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LARGE_HOST_BYTES = 256 * GIB
-# An option that needs at most this fraction of the recommended one's host memory is named beside it.
+# An option that needs at most this fraction of the recommended one's host memory is named as well.
 _LIGHTER = 0.75
 _PORT = 29500
 _COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "check-\npointing", "peak\nGiB", "90 %\nbound",
@@ -327,7 +327,7 @@ def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterat
     if files.of_study is not None:
         yield f"  {files.of_study}"
     if request.strategy.uses_nvme and not Path(nvme_path).is_absolute():
-        yield f"  nvme_path is {nvme_path} in the folder of the launch; --nvme_path DIR names one on your NVMe drive"
+        yield f"  nvme_path is {nvme_path} in the folder of the launch; --nvme_path DIR names a folder on NVMe"
     if files.of_study is None and request.fsdp_gathers_16_bits and not request.pure:
         yield "  study/train.py does not train this: under FSDP it gathers fp32 weights (study predict --autocast)"
 

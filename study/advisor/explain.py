@@ -209,7 +209,7 @@ def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> 
 
 
 def _remedies(request: Request) -> str:
-    """Return what the program can change so that the same file fits: checkpointing, a smaller micro-batch, or both."""
+    """Return changes of the program with which the same file fits: checkpointing, a smaller micro-batch, or both."""
     checkpointed, smaller = (
         dataclasses.replace(request, gradient_checkpointing=True),
         dataclasses.replace(request, micro_batch=1),
@@ -221,10 +221,10 @@ def _remedies(request: Request) -> str:
         "both --gradient_checkpointing and micro-batch 1": both,
     }
     needed = {words: predict_memory(changed) for words, changed in changes.items() if changed != request}
-    found = [
+    remedies = [
         f"{words} ({_about(device_bytes(memory))})" for words, memory in needed.items() if fits(memory, request.box)
     ]
-    return f"; it fits with {' or '.join(found[:2])}" if found else ""
+    return f"; it fits with {' or '.join(remedies[:2])}" if remedies else ""
 
 
 def _excess(memory: MemoryUse, box: Hardware) -> str:

@@ -91,14 +91,14 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
     deepspeed = (release or installed["deepspeed"] or next(iter(tested))).partition("+")[0]
     versions = {name: installed[name] or document["versions"].get(name) for name in PACKAGES} | {"deepspeed": deepspeed}
 
-    def faults_of(name: str) -> dict[str, Cause]:
+    def find_faults(name: str) -> dict[str, Cause]:
         return {
             document["letters"][cause.id]: cause
             for cause in known_faults(versions | {"deepspeed": name}, on_gpu=True)
             if strategy in (None, *cause.strategies)
         }
 
-    faults = faults_of(deepspeed)
+    faults = find_faults(deepspeed)
     wrong: dict[str, list[str]] = {}
     for letter, cause in sorted(faults.items()):
         condition = f"{' with accumulation' * (cause.accumulation == 'several')}{_precisions(cause)}"
@@ -119,7 +119,7 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
         notes.append("no fault found")
         # An upgrade may stop at a release that is worse.
         newer = list(tested)[: list(tested).index(deepspeed)]
-        if strategy and (worse := [name for name in newer if faults_of(name)]):
+        if strategy and (worse := [name for name in newer if find_faults(name)]):
             notes.append(f"stay, or use {newer[0]}: wrong in {worse[-1]} to {worse[0]}")
     muon = document["muon"].get(deepspeed, "not tested").replace("`", "")
     muon = re.sub(r"(\w): ([^;]+)", r"\2 (\1)", muon).replace(";", ",")
