@@ -152,3 +152,5 @@ def test_json_has_every_row_with_its_floors(capsys: pytest.CaptureFixture[str], 
     assert [row["plausibility"] for row in rows] == ["suspicious", "possible", "possible"]
     assert rows[0]["row"]["parameters"] == 9241705984
     assert rows[0]["adam_gb"] == pytest.approx(147.87, abs=0.01)
+    assert main(["claims", "check-table", file]) == 0
+    assert capsys.readouterr().out.startswith("1 suspicious, 2 possible of 3 rows\nline ")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -66,12 +67,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_table(file: Path, as_json: bool) -> None:
-    from study.claims.published import check_table
+    from study.claims.published import Plausibility, check_table
 
     checked = check_table(file)
     if as_json:
         print(json.dumps([dataclasses.asdict(row) for row in checked], indent=1))
-    for result in [] if as_json else checked:
+        return
+    counts = Counter(result.plausibility for result in checked)
+    print(
+        ", ".join(f"{counts[kind]} {kind}" for kind in get_args(Plausibility) if counts[kind])
+        + f" of {len(checked)} rows"
+    )
+    for result in checked:
         row, training = result.row, f"{result.row.model} on {result.row.gpus} under {result.row.strategy}"
         print(f"line {row.line}: {result.plausibility}: {training}: {result.why}")
 
