@@ -101,7 +101,7 @@ def communication_time(request: Request, forward: float, backward: float) -> Com
         return CommunicationTime(0.0, 0.0)
     if strategy.is_fsdp or stage == 3:
         return _sharded(request, forward, backward)
-    total = request.shape.trained_parameters * request.weight_bytes
+    total = request.shape.trained_parameters * request.adapter_bytes
     if stage is None:
         last = calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
         return _overlap(calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)

@@ -281,7 +281,7 @@ def _static_buffer_bytes(request: Request) -> float:
     """Return bytes of gradient buffers that exist during the forward pass as well."""
     shape = request.shape
     if request.strategy.name == "ddp":
-        return float(shape.trained_parameters * request.weight_bytes)
+        return float(shape.trained_parameters * request.adapter_bytes)
     if request.strategy.zero_stage == 3:
         return standing_bucket(request)
     if request.strategy.zero_stage and request.settings.optimizer is not None:
