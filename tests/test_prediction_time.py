@@ -293,7 +293,7 @@ def test_gathers_of_lora_s_recomputation_are_in_the_time_and_the_traffic(box: st
         "precision": "bf16-engine", "accumulation": 2,
     }  # fmt: skip
     plain, recomputed = (make_request(**fields, gradient_checkpointing=recomputes) for recomputes in (False, True))
-    layer_bytes = 2 * sum(tensor.elements for tensor in plain.shape.tensors if tensor.in_layer and not tensor.trained)
+    layer_bytes = 2 * sum(param.elements for param in plain.shape.params if param.place == 0 and not param.trained)
     calls = plain.accumulation * plain.shape.layers
     gathered = [predict_payload(request)["all_gather"] for request in (plain, recomputed)]
     # Plus the embedding and its consumer, which have no backward pass unless layers are recomputed.

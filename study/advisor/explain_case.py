@@ -12,7 +12,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
 from study.predictor.request import OptimizerName, Request, auto_bucket_sizes
-from study.predictor.shape import USUAL_LENGTH, ModelShape, TensorShape
+from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -74,9 +74,9 @@ class ConfigCase:
         return self.request.weight_bytes
 
     @property
-    def largest(self) -> TensorShape:
-        """Largest tensor of the model."""
-        return max(self.shape.tensors, key=lambda tensor: tensor.elements)
+    def largest(self) -> Parameter:
+        """Largest parameter of the model."""
+        return max(self.shape.params, key=lambda param: param.elements)
 
     def offload(self, what: str) -> Mapping[str, Any] | None:
         """Return the settings of an offload section; None if it is off."""

@@ -89,7 +89,7 @@ def build_meta_model(request: Request) -> Any:
 
 def _architecture(shape: ModelShape, length: int) -> dict[str, Any]:
     """Return the config keys of transformers for a shape."""
-    rows = {tensor.name: tensor.rows for tensor in shape.tensors}
+    rows = {param.name: param.rows for param in shape.params}
     positions = max(length, rows.get("wpe.weight", 0), rows.get("position_embeddings.weight", 0))
     keys: dict[str, Any] = {"vocab_size": shape.vocabulary, "bos_token_id": None, "eos_token_id": None}
     if shape.model_type in ("gpt2", "gptj"):

@@ -44,8 +44,8 @@ def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
 
 def adapter_products(shape: ModelShape) -> tuple[MatMul, ...]:
     """Return the matrix products of the LoRA adapters: two per adapted product of a layer."""
-    matrices = [matrix for matrix in shape.tensors if matrix.in_layer and INFIX in matrix.name]
-    return tuple(MatMul(matrix.elements // matrix.rows, matrix.rows, matrix.count) for matrix in matrices)
+    matrices = [param for param in shape.params if param.place == 0 and INFIX in param.name]
+    return tuple(MatMul(matrix.elements // matrix.rows, matrix.rows, shape.layers) for matrix in matrices)
 
 
 def head_flops(shape: ModelShape) -> int:
@@ -174,7 +174,7 @@ def predict_activations(request: Request) -> Activations:
         scores = each_score * rows * request.sequence_length
     pairs = 0.0 if fused else float(rows * request.sequence_length)
     largest_scores = pairs * (4 if in_fp32 else width)
-    matrices = [tensor for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows]
+    matrices = [param for param in shape.params if param.place == 0 and param.elements > param.rows]
     is_classifier = shape.family == "sequence-classification"
     logits, logits_forward, logits_backward = _loss(request, 0 if is_classifier else tokens * shape.vocabulary, width)
     outside = stream + (0 if is_classifier and stream > width else width) + 4 * shape.gated
@@ -207,9 +207,9 @@ def predict_activations(request: Request) -> Activations:
         logits=logits,
         logits_forward=logits_forward,
         logits_backward=logits_backward,
-        cast_layer=casts * sum(tensor.elements for tensor in matrices),
+        cast_layer=casts * sum(matrix.elements for matrix in matrices),
         cast_head=casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
-        cast_cached=casts * sum(tensor.elements for tensor in matrices if tensor.trained),
+        cast_cached=casts * sum(matrix.elements for matrix in matrices if matrix.trained),
     )
 
 

@@ -208,7 +208,7 @@ def _fsdp(request: Request) -> dict[str, float]:
     ranks, params = request.ranks_per_replica or request.box.ranks, request.shape.params
     padded = [math.ceil(param.rows / ranks) * ranks * (param.elements // param.rows) for param in params]
     reduced = sum(size for param, size in zip(params, padded, strict=True) if param.trained)
-    regathered = sum(size for param, size in zip(params, padded, strict=True) if param in request.shape.regathered)
+    regathered = sum(size for param, size in zip(params, padded, strict=True) if param.regathered)
     times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
     # Gradients are reduced only in the last micro-batch.
     payload = {

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from study.config.errors import UserError, first_line, require_extra
 from study.host.folders import cache_directory
 from study.predictor.request import Request
-from study.predictor.shape import ModelShape, Parameter, TensorShape
+from study.predictor.shape import ModelShape, Parameter
 from study.records.directory import write_json
 from study.workloads.presets import check_depth
 
@@ -34,50 +34,9 @@ EXPERTS_NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class LiveShape(ModelShape):
-    """Shape of a live model. Equal if made of the same config.json, libraries and adapters."""
+    """Shape of a live model."""
 
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
-
-    @functools.cached_property
-    def params(self) -> tuple[Parameter, ...]:
-        """All parameters in the engines' order."""
-        rows = zip(self.survey["parameters"], self.survey["places"], strict=True)
-        return tuple(
-            Parameter(index, name, elements, first, place, trained)
-            for index, ((name, elements, first, trained), place) in enumerate(rows)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.document, self.lora_rank))
-
-    @property
-    def embedding(self) -> Parameter:
-        """The tied embedding, or the first parameter."""
-        return self.params[self.survey["tied"] or 0]
-
-    @functools.cached_property
-    def regathered(self) -> frozenset[Parameter]:
-        """Parameters that FSDP2 gathers again for the backward pass."""
-        return frozenset(self.params[index] for index in self.survey["regathered"])
-
-    @property
-    def layer_elements(self) -> int:
-        """Elements of the largest layer."""
-        sizes = [0] * (self.layers + 2)
-        for param in self.params:
-            sizes[param.place] += param.elements
-        return max(sizes[: self.layers])
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the buffers, which DDP broadcasts."""
-        return int(self.survey["buffer_bytes"])
-
-    @property
-    def fsdp_refusal(self) -> str | None:
-        """Reason that FSDP2 does not train it; None if it does."""
-        shares: list[str] = self.survey["fsdp_shares"]
-        return f"torch refuses {shares[0]}, which modules of two FSDP2 groups share" if shares else None
 
 
 def live_notes(shape: ModelShape) -> Iterator[str]:
@@ -100,13 +59,17 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
     answer = _answer("survey", text, rank)
+    regathered, shares = set(answer["regathered"]), answer["fsdp_shares"]
+    rows = zip(answer["parameters"], answer["places"], strict=True)
     return LiveShape(
         name=name, model_type=str(document["model_type"]), layers=len(answer["units"]),
         family="causal-lm" if answer["is_language_model"] else "sequence-classification",
         inner=answer["inner"] * (answer["active"] or 1), gated=True, tied=answer["tied"] is not None,
-        tensors=tuple(TensorShape(row[0], row[1], 1, 0 <= place < len(answer["units"]), row[2], row[3])
-                      for row, place in zip(answer["parameters"], answer["places"], strict=True)),
-        lora_rank=rank, document=text, survey=answer,
+        params=tuple(Parameter(index, name, elements, first, place, trained, index in regathered)
+                     for index, ((name, elements, first, trained), place) in enumerate(rows)),
+        lora_rank=rank, document=text, survey=answer, buffer_bytes=answer["buffer_bytes"],
+        embedding_index=answer["tied"] or 0,
+        fsdp_refusal=f"torch refuses {shares[0]}, which modules of two FSDP2 groups share" if shares else None,
         **{key: answer[key] for key in ("hidden", "heads", "key_value_heads", "head_dim", "vocabulary", "positions")},
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
-from study.predictor.shape import ModelShape, Parameter, TensorShape
+from study.predictor.shape import ModelShape, Parameter
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
 MIN_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
@@ -298,10 +298,10 @@ def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained:
     """Return the state of one rank per parameter of the full model, with the strategy's overrides; of frozen weights if
     not `trained`."""
     elements = _LARGE // _LARGE_LAYERS
-    weights = (TensorShape("weights.weight", elements, _LARGE_LAYERS, in_layer=True, rows=elements, trained=trained),)
+    params = tuple(Parameter(layer, "weight", elements, elements, layer, trained) for layer in range(_LARGE_LAYERS))
     shape = ModelShape(
         name="large", model_type="llama", family="causal-lm", layers=_LARGE_LAYERS, hidden=1, inner=1, heads=1,
-        key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
+        key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, params=params,
     )  # fmt: skip
     request = Request(
         shape, strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
