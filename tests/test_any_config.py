@@ -21,11 +21,11 @@ from runs import trained
 from study.cli import main
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import read_strategy
-from study.predictor.activation_trace import trace_activations
 from study.predictor.activations import predict_activations
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, box_of_ranks, to_box
 from study.predictor.live import LiveShape, live_shape, trace
+from study.predictor.live_trace import trace_activations
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request, request_for
 from study.predictor.shape import shape_of_architecture, with_adapters

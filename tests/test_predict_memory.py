@@ -24,12 +24,12 @@ from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.predictor import run_predictions as own
-from study.predictor.activation_trace import build_meta_model, trace_activations
 from study.predictor.activations import predict_activations
 from study.predictor.communication import predict_payload
 from study.predictor.families import FAMILIES as MODELLED
 from study.predictor.families import OTHER_FAMILIES
 from study.predictor.hardware import to_box
+from study.predictor.live_trace import build_meta_model, trace_activations
 from study.predictor.memory import device_snapshots, pinned_bytes, predict_memory
 from study.predictor.request import Request
 from study.predictor.run_predictions import predict_run
@@ -46,7 +46,7 @@ from study.workloads.presets import PRESETS
 SIZES = {
     "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "n_inner": 704, "n_positions": 512,
     "num_attention_heads": 8, "n_head": 8, "num_heads": 8, "n_layer": 4, "num_layers": 4, "num_hidden_layers": 4,
-    "max_position_embeddings": 512, "type_vocab_size": 2,
+    "max_position_embeddings": 512, "type_vocab_size": 2, "rotary_dim": 32,
 }  # fmt: skip
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = {

@@ -68,7 +68,7 @@ class ModelShape:
     positions: int | None = None
     # Rank of the LoRA adapters, which are among the tensors; None: full training.
     lora_rank: int | None = None
-    # Content of config.json as JSON, of a class outside the table.
+    # Content of config.json, as JSON.
     document: str = ""
     # Integer buffers, which DDP broadcasts: BERT's positions and types.
     buffer_bytes: int = 0
@@ -347,6 +347,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         name=name, model_type=model_type, family="sequence-classification" if is_classifier else "causal-lm",
         layers=layers, hidden=hidden, inner=inner, heads=heads, key_value_heads=key_value_heads, head_dim=head_dim,
         vocabulary=vocabulary, gated=family.gated, tied=is_tied, params=params, positions=positions,
+        document=json.dumps({**architecture, "model_type": model_type, "n_inner": inner}),
         # Positions and types, of 8 bytes each.
         buffer_bytes=2 * 8 * (positions or 0) if is_classifier else 0,
     )  # fmt: skip
@@ -412,7 +413,7 @@ def _shape_of_words(text: str) -> ModelShape:
     }  # fmt: skip
     architecture: dict[str, Any] = {
         keys[word]: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()
-    }
+    } | {"bos_token_id": None, "eos_token_id": None}
     if (tied := words.get("tied")) is not None:
         if tied not in _TIED:
             raise UserError(f"tied={tied[:20]} in the sizes is neither true nor false", "use one of the two")
