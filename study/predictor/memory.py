@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from study.config.text import format_number
 from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES
-from study.predictor.activations import Activations, predict_activations
+from study.predictor.activations import Activations, predict_activations, trace
 from study.predictor.buckets import (
     Snapshot,
     gradient_snapshots,
     has_tied_gradients,
     standing_bucket,
 )
-from study.predictor.live import LiveShape, live_notes, trace
+from study.predictor.live import LiveShape, live_notes
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
 from study.predictor.state import (
     accumulated_bytes,
