@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from transformers.activations import ACT2CLS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from study.cli import main
@@ -33,7 +32,7 @@ from study.predictor.live_trace import build_meta_model, trace_activations
 from study.predictor.memory import device_snapshots, pinned_bytes, predict_memory
 from study.predictor.request import Request
 from study.predictor.run_predictions import predict_run
-from study.predictor.shape import _ACTIVATIONS, model_shape, shape_of_architecture, with_adapters
+from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
 from study.predictor.time import excess_bytes, why
 from study.predictor.validation import score
 from study.predictor.zero3_gathers import simulate_gathers
@@ -258,7 +257,7 @@ def test_dropout_keeps_masks_and_scores_a_second_time():
     ("changed", "says"),
     [
         ({"head_dim": 0}, "head_dim is 0"),
-        ({"hidden_act": "zork"}, "hidden_act is 'zork'"), ({"tie_word_embeddings": "no"}, "embeddings is 'no'"),
+        ({"tie_word_embeddings": "no"}, "embeddings is 'no'"),
         ({"num_hidden_layers": None}, "num_hidden_layers"), ({"intermediate_size": None}, "intermediate_size"),
     ],
 )  # fmt: skip
@@ -288,10 +287,6 @@ def test_the_families_that_are_not_modelled_are_those_of_transformers():
         assert any(kind.startswith(beginning) for kind in plain), beginning
         assert not any(re.sub("[^a-z0-9]", "", kind).startswith(beginning) for kind in MODELLED), beginning
         assert not any(re.sub("[^a-z0-9]", "", preset).startswith(beginning) for preset in PRESETS), beginning
-
-
-def test_the_activations_that_a_config_may_name_are_those_of_transformers():
-    assert set(_ACTIVATIONS) == set(ACT2CLS)
 
 
 def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsys):

@@ -340,30 +340,29 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     standing, weight = _static_buffer_bytes(request), request.weight_bytes
     request = dataclasses.replace(request, gradient_checkpointing=recomputes)
     gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
-    snapshots = list[tuple[Snapshot, float, float]]()
+    snapshots = list[Snapshot]()
     for snapshot in gradient_snapshots(request):
-        param = snapshot.param
+        param, buffers = snapshot.param, max(standing, snapshot.buffers)
         live = 0 if snapshot.step else gathers.live_backward.get(snapshot.place, 0)
         live = live if param is None else gathers.live_at.get(param.index, live)
-        snapshots.append((snapshot, snapshot.grads, max(standing, snapshot.buffers) + live * weight))
+        snapshots.append(snapshot._replace(buffers=buffers + live * weight))
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
             count = 2 if param.index == request.shape.embedding.index and has_tied_gradients(request.shape) else 1
-            before, grads = gathers.live_before[param.index] * weight, float(count * param.elements * weight)
-            snapshots.append((snapshot, snapshot.grads - grads, max(standing, snapshot.buffers) + before))
-    # By layer, and None for the optimizer step: per criterion the largest size, and the index of its snapshot.
-    largest: dict[int | None, list[tuple[float, int]]] = {}
-    for index, (snapshot, grads, buffers) in enumerate(snapshots):
-        sizes = (grads + buffers, grads, buffers)
-        layer = None if snapshot.step else snapshot.place
-        if (entry := largest.get(layer)) is None:
-            largest[layer] = [(size, index) for size in sizes]
-            continue
-        for criterion, size in enumerate(sizes):
-            if size > entry[criterion][0]:
-                entry[criterion] = (size, index)
-    decisive = [snapshots[index] for index in sorted({index for entries in largest.values() for _, index in entries})]
-    return [snapshot._replace(grads=grads, buffers=buffers) for snapshot, grads, buffers in decisive]
+            grads = snapshot.grads - float(count * param.elements * weight)
+            snapshots.append(
+                snapshot._replace(grads=grads, buffers=buffers + gathers.live_before[param.index] * weight)
+            )
+    decisive = set[int]()
+    for criterion in (lambda at: at.grads + at.buffers, lambda at: at.grads, lambda at: at.buffers):
+        # By layer, and None for the optimizer step: the first snapshot with the most.
+        largest: dict[int | None, int] = {}
+        for index, snapshot in enumerate(snapshots):
+            layer = None if snapshot.step else snapshot.place
+            if layer not in largest or criterion(snapshot) > criterion(snapshots[largest[layer]]):
+                largest[layer] = index
+        decisive |= {*largest.values()}
+    return [snapshots[index] for index in sorted(decisive)]
 
 
 def _stored(request: Request, saved: Activations, layers: int, working: bool = False) -> dict[str, float]:

@@ -199,14 +199,7 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
 }
-# Activations in transformers' ACT2FN; it raises KeyError for others.
-_ACTIVATIONS = (
-    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
-    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
-    "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
-)  # fmt: skip
 _MAX_SIZE = 2**31 - 1
-_TIED = {"true": True, "false": False, "1": True, "0": False}
 _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "type")
 
 
@@ -298,9 +291,6 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     )
     inner = check_size("inner", inner)
     check_depth(layers, name)
-    for key in ("hidden_act", "activation_function", "hidden_activation"):
-        if get.get(key, "gelu") not in _ACTIVATIONS:
-            raise UserError(f"{name}: {key} is {clip(get[key])}", f"use one of {', '.join(_ACTIVATIONS)}")
     key_value_heads = check_size("num_key_value_heads", get.get("num_key_value_heads") or heads)
     if heads % key_value_heads:
         raise UserError(f"{name}: {key_value_heads} key heads do not divide {heads} heads", "use key heads that do")
@@ -411,13 +401,12 @@ def _shape_of_words(text: str) -> ModelShape:
         "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions",
         "head_dim": "head_dim", "tied": "tie_word_embeddings",
     }  # fmt: skip
-    architecture: dict[str, Any] = {
-        keys[word]: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()
-    } | {"bos_token_id": None, "eos_token_id": None}
-    if (tied := words.get("tied")) is not None:
-        if tied not in _TIED:
-            raise UserError(f"tied={tied[:20]} in the sizes is neither true nor false", "use one of the two")
-        architecture["tie_word_embeddings"] = _TIED[tied]
+    architecture: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    for word, value in words.items():
+        try:
+            architecture[keys[word]] = json.loads(value)
+        except ValueError:
+            architecture[keys[word]] = value
     if isinstance(hidden := architecture[keys["hidden"]], int):
         architecture.setdefault("intermediate_size", 4 * hidden)
     return shape_of_architecture(text, model_type, architecture)
