@@ -156,13 +156,18 @@ def resolve(
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
     words = ("true", "1", "yes", "y", "on", "t")
-    offloads = str(fsdp_settings(file).get("fsdp_offload_params", False)).lower() in words
+    offloads, loads_once = (
+        strategy.is_fsdp and str(fsdp_settings(file).get(name, default)).lower() in words
+        for name, default in (("fsdp_offload_params", False), ("fsdp_cpu_ram_efficient_loading", True))
+    )
     request = Request(
         shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
-        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=strategy.is_fsdp and offloads,
+        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
         reference_model=work.reference_model, quantized=work.quantized,
+        # Accelerate leaves 4-bit weights as they are loaded.
+        fsdp_loads_once=loads_once and not work.quantized,
     )  # fmt: skip
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
 

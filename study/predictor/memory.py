@@ -101,6 +101,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     loaded, read = 4.0 * shape.parameters + (shape.largest * weight if weight < FP32_BYTES else 0), 0.0
     if stage == 3:
         loaded = read = 4.0 * shape.largest
+    read -= request.idle_loaders * loaded
     load = ranks * (libraries + loaded + state.host) + read
     if not request.box.is_cpu_only:
         # The engine creates its optimizer after the weights have left the host (_configure_distributed_model), or are
@@ -185,6 +186,7 @@ def predict_memory(request: Request) -> MemoryUse:
     loaded = float(FP32_BYTES * request.shape.parameters * request.reference_model * (request.strategy.zero_stage != 3))
     added = {"load": loaded, "train": frozen_on_host, "state": frozen_on_host}
     host_parts = {name: size + added.get(name, 0) * request.box.gpus_per_node for name, size in host_parts.items()}
+    host_parts["load"] -= request.idle_loaders * loaded
     # The bytes of weights and optimizer are exact.
     exact = sum(constant.values())
     in_host_memory, process = request.box.is_cpu_only, None
