@@ -130,10 +130,6 @@ class ModelShape:
 # peft's "all-linear" adds two matrices to every linear layer, A (rank x in) and B (out x rank), in the weights' type.
 # The output layer of a language model has none, and a classifier's new output layer is trained in full.
 INFIX = ".lora_"
-_WITHOUT_ADAPTERS = (
-    "wte", "wpe", "word_embeddings", "position_embeddings", "token_type_embeddings", "embed_tokens", "embed_in",
-    "lm_head", "classifier",
-)  # fmt: skip
 
 
 def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
@@ -151,7 +147,8 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
     ):
         matrix, *biases = (dataclasses.replace(param, trained=module == "classifier") for param in group)
         params += [matrix, *biases]
-        if matrix.elements == matrix.rows or module in _WITHOUT_ADAPTERS:
+        # Outside the layers only BERT's pooler is a linear layer with adapters.
+        if matrix.elements == matrix.rows or not (0 <= place < shape.layers or module == "pooler"):
             continue
         out, columns_in = matrix.rows, matrix.elements // matrix.rows
         if shape.table.transposed:
@@ -298,7 +295,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     if hidden % heads and "head_dim" not in get:
         raise UserError(f"{name}: {heads} heads do not divide a width of {hidden}", "use heads that do")
     tied = get.get("tie_word_embeddings", family.tied)
-    if type(tied) is not bool:
+    if tied not in (True, False):
         raise UserError(f"{name}: tie_word_embeddings is {clip(tied)}", "use true or false")
     positions = _positions(get)
     positions = None if positions is None else check_size("max_position_embeddings", positions)
@@ -325,7 +322,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
                 out = dimensions[-1 if family.transposed else 0]
                 yield f"{module}.bias", out, out
 
-    is_tied = tied and not is_classifier
+    is_tied = bool(tied) and not is_classifier
     before, inside, after = (list(tensors(text)) for text in family.parameters)
     placed = [(BEFORE, before), *((layer, inside) for layer in range(layers)), (layers, after)]
     entries = ((place, *tensor) for place, there in placed for tensor in there)
