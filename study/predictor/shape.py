@@ -43,6 +43,10 @@ class Parameter:
     # FSDP2 gathers it again for the backward pass: layers, and an untied embedding as its group.
     regathered: bool = dataclasses.field(default=False, hash=False)
 
+    def shard_by_rows(self, ranks: int) -> int:
+        """Return the elements of one rank's shard in FSDP2, with padding."""
+        return math.ceil(self.rows / ranks) * (self.elements // self.rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:

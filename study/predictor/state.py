@@ -76,8 +76,7 @@ def _unsharded(request: Request, waiting: bool) -> State:
         # hsdp shards within each of several replica groups.
         ranks = request.ranks_per_replica or ranks
         stored, trained = (
-            sum(math.ceil(param.rows / ranks) * (param.elements // param.rows) for param in params)
-            for params in (shape.params, shape.trained_params)
+            sum(param.shard_by_rows(ranks) for param in params) for params in (shape.params, shape.trained_params)
         )
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     adapted = request.adapter_bytes
@@ -157,20 +156,16 @@ def _stage3(request: Request, waiting: bool) -> State:
 def _swapped_params(request: Request) -> Sequence[Parameter]:
     """Return stage 3's parameters on NVMe: the first sub-groups, up to max_in_cpu elements of a rank, stay in host
     memory (_create_fp16_partitions_with_defragmentation in stage3.py)."""
-    params, ranks, most = request.shape.params, request.box.ranks, request.settings.max_in_cpu
-    in_memory, offset, group = set[Parameter](), 0, list[Parameter]()
-    for param in request.shape.trained_params:
-        group.append(param)
-        size = sum(math.ceil(item.elements / ranks) for item in group)
-        if size >= request.settings.sub_group_size or param is request.shape.trained_params[-1]:
-            in_memory |= set(group) if offset + size <= most else set()
-            offset, group = offset + size, []
-    return [param for param in params if param not in in_memory]
+    in_memory, elements = set[Parameter](), 0
+    for group in _sub_group_params(request):
+        elements += shard_elements(request, group)
+        in_memory |= set(group) if elements <= request.settings.max_in_cpu else set()
+    return [param for param in request.shape.params if param not in in_memory]
 
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
     """Return the bytes of shards that are large enough for NVMe."""
-    sizes = [math.ceil(param.elements / request.box.ranks) * width for param in params]
+    sizes = [shard_elements(request, [param]) * width for param in params]
     return float(sum(size for size in sizes if size >= MIN_SWAPPED_BYTES))
 
 
@@ -272,15 +267,22 @@ def persistent_params(request: Request) -> list[Parameter]:
     return persistent
 
 
-def sub_groups(request: Request) -> list[int]:
-    """Return the shard elements of each sub-group (stage3.py, _create_fp16_sub_groups)."""
-    groups, current, ranks, largest = list[int](), 0, request.box.ranks, request.settings.sub_group_size
+def _sub_group_params(request: Request) -> Iterator[list[Parameter]]:
+    """Yield the parameters of each sub-group (stage3.py, _create_fp16_sub_groups)."""
+    group, elements = list[Parameter](), 0
     for param in request.shape.trained_params:
-        current += math.ceil(param.elements / ranks)
-        if current >= largest:
-            groups.append(current)
-            current = 0
-    return [*groups, current] if current else groups
+        group.append(param)
+        elements += shard_elements(request, [param])
+        if elements >= request.settings.sub_group_size:
+            yield group
+            group, elements = [], 0
+    if group:
+        yield group
+
+
+def sub_groups(request: Request) -> list[int]:
+    """Return the shard elements of each sub-group."""
+    return [shard_elements(request, group) for group in _sub_group_params(request)]
 
 
 def unshards(request: Request) -> bool:
