@@ -47,6 +47,7 @@ def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
     return tuple(matmuls)
 
 
+@functools.lru_cache(maxsize=64)
 def adapter_products(shape: ModelShape) -> tuple[MatMul, ...]:
     """Return the matrix products of the LoRA adapters: two per adapted product of a layer."""
     matrices = [param for param in shape.params if param.place == 0 and INFIX in param.name]

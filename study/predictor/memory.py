@@ -356,14 +356,14 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
                 snapshot._replace(grads=grads, buffers=buffers + gathers.live_before[param.index] * weight)
             )
     decisive = set[int]()
-    for criterion in (lambda at: at.grads + at.buffers, lambda at: at.grads, lambda at: at.buffers):
+    for sizes in zip(*((at.grads + at.buffers, at.grads, at.buffers) for at in snapshots), strict=True):
         # By layer, and None for the optimizer step: the first snapshot with the most.
         largest: dict[int | None, int] = {}
         for index, snapshot in enumerate(snapshots):
             layer = None if snapshot.step else snapshot.place
-            if layer not in largest or criterion(snapshot) > criterion(snapshots[largest[layer]]):
+            if layer not in largest or sizes[index] > sizes[largest[layer]]:
                 largest[layer] = index
-        decisive |= {*largest.values()}
+        decisive.update(largest.values())
     return [snapshots[index] for index in sorted(decisive)]
 
 

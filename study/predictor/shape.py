@@ -136,6 +136,7 @@ class ModelShape:
 INFIX = ".lora_"
 
 
+@functools.lru_cache(maxsize=64)
 def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
     """Return the shape with LoRA adapters of a rank and frozen base weights; UserError if the rank is below 1."""
     if rank < 1:
@@ -149,7 +150,10 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
     for (place, module), group in itertools.groupby(
         shape.params, key=lambda param: (param.place, param.name.rpartition(".")[0])
     ):
-        matrix, *biases = (dataclasses.replace(param, trained=module == "classifier") for param in group)
+        matrix, *biases = (
+            dataclasses.replace(param, index=len(params) + number, trained=module == "classifier")
+            for number, param in enumerate(group)
+        )
         params += [matrix, *biases]
         # Outside the layers only BERT's pooler is a linear layer with adapters.
         if matrix.elements == matrix.rows or not (0 <= place < shape.layers or module == "pooler"):
@@ -159,9 +163,8 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
             out, columns_in = columns_in, out
         for letter, rows, columns in (("A", rank, columns_in), ("B", out, rank)):
             name = f"{module}{INFIX}{letter}.weight"
-            params.append(Parameter(0, name, rows * columns, rows, place, regathered=matrix.regathered))
-    numbered = tuple(dataclasses.replace(param, index=index) for index, param in enumerate(params))
-    return dataclasses.replace(shape, params=numbered, lora_rank=rank)
+            params.append(Parameter(len(params), name, rows * columns, rows, place, regathered=matrix.regathered))
+    return dataclasses.replace(shape, params=tuple(params), lora_rank=rank)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -308,17 +311,34 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         "h": hidden, "3h": 3 * hidden, "inner": inner, "vocabulary": vocabulary, "query": heads * head_dim,
         "key_value": key_value_heads * head_dim, "head_dim": head_dim, "positions": positions or 0, "two": 2,
         "types": get.get("type_vocab_size", 0),
-    }  # fmt: skip
-    biases = {
+        # Whether there are biases.
         "+": True, "+attention": bool(get.get("attention_bias", family.attention_bias)),
         "+mlp": bool(get.get("mlp_bias", False)),
     }  # fmt: skip
+    is_tied = bool(tied) and not is_classifier
+    return ModelShape(
+        name=name, model_type=model_type, family="sequence-classification" if is_classifier else "causal-lm",
+        layers=layers, hidden=hidden, inner=inner, heads=heads, key_value_heads=key_value_heads, head_dim=head_dim,
+        vocabulary=vocabulary, gated=family.gated, tied=is_tied, positions=positions,
+        params=_parameters(model_type, layers, bool(tied), tuple(sizes.items())),
+        document=json.dumps({**architecture, "model_type": model_type, "n_inner": inner}),
+        # Positions and types, of 8 bytes each.
+        buffer_bytes=2 * 8 * (positions or 0) if is_classifier else 0,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(
+    model_type: str, layers: int, tied: bool, sizes_by_name: tuple[tuple[str, int], ...]
+) -> tuple[Parameter, ...]:
+    """Return the parameters by the family's table; cached, since many records are of one model."""
+    family, sizes = FAMILIES[model_type], dict(sizes_by_name)
 
     def tensors(text: str) -> Iterator[tuple[str, int, int]]:
-        """Yield name, elements and rows of the parameters in a text of the family's table."""
+        """Yield name, elements and rows of the parameters in a text of the table."""
         for row in text.split(", "):
             module, *words = row.split()
-            has_bias = words[-1] in biases and biases[words.pop()]
+            has_bias = words[-1].startswith("+") and sizes[words.pop()]
             dimensions = [sizes[word] for word in words]
             if not (tied and module == "lm_head"):
                 yield f"{module}.weight", math.prod(dimensions), dimensions[0]
@@ -326,22 +346,15 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
                 out = dimensions[-1 if family.transposed else 0]
                 yield f"{module}.bias", out, out
 
-    is_tied = bool(tied) and not is_classifier
     before, inside, after = (list(tensors(text)) for text in family.parameters)
     placed = [(BEFORE, before), *((layer, inside) for layer in range(layers)), (layers, after)]
     entries = ((place, *tensor) for place, there in placed for tensor in there)
-    params = tuple(
-        Parameter(index, tensor, elements, rows, place, regathered=0 <= place < layers or (index == 0 and not is_tied))
-        for index, (place, tensor, elements, rows) in enumerate(entries)
+    # A tied embedding is in FSDP2's root, which stays gathered; BERT has no head to be tied.
+    is_group = not tied or model_type == "bert"
+    return tuple(
+        Parameter(index, name, elements, rows, place, regathered=0 <= place < layers or (index == 0 and is_group))
+        for index, (place, name, elements, rows) in enumerate(entries)
     )
-    return ModelShape(
-        name=name, model_type=model_type, family="sequence-classification" if is_classifier else "causal-lm",
-        layers=layers, hidden=hidden, inner=inner, heads=heads, key_value_heads=key_value_heads, head_dim=head_dim,
-        vocabulary=vocabulary, gated=family.gated, tied=is_tied, params=params, positions=positions,
-        document=json.dumps({**architecture, "model_type": model_type, "n_inner": inner}),
-        # Positions and types, of 8 bytes each.
-        buffer_bytes=2 * 8 * (positions or 0) if is_classifier else 0,
-    )  # fmt: skip
 
 
 def _positions(get: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ No rank has more than rank 0. The rules are those of deepspeed 0.19, torch's DDP
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -272,7 +273,7 @@ def _sub_group_params(request: Request) -> Iterator[list[Parameter]]:
     group, elements = list[Parameter](), 0
     for param in request.shape.trained_params:
         group.append(param)
-        elements += shard_elements(request, [param])
+        elements += math.ceil(param.elements / request.box.ranks)
         if elements >= request.settings.sub_group_size:
             yield group
             group, elements = [], 0
@@ -296,20 +297,25 @@ def unshards(request: Request) -> bool:
 _LARGE, _LARGE_LAYERS = 2**50, 2**10
 
 
-def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> State:
-    """Return the state of one rank per parameter of the full model, with the strategy's overrides; of frozen weights if
-    not `trained`."""
+@functools.cache
+def _large_shape(trained: bool) -> ModelShape:
     elements = _LARGE // _LARGE_LAYERS
     params = tuple(Parameter(layer, "weight", elements, elements, layer, trained) for layer in range(_LARGE_LAYERS))
-    shape = ModelShape(
+    return ModelShape(
         name="large", model_type="llama", family="causal-lm", layers=_LARGE_LAYERS, hidden=1, inner=1, heads=1,
         key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, params=params,
     )  # fmt: skip
+
+
+def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> State:
+    """Return the state of one rank per parameter of the full model, with the strategy's overrides; of frozen weights if
+    not `trained`."""
     request = Request(
-        shape, strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
-    )
+        _large_shape(trained), strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision),
+        False, "sdpa",
+    )  # fmt: skip
     state = predict_state(request, unreduced=False)
-    return State(**{name: size / shape.parameters for name, size in dataclasses.asdict(state).items()})
+    return State(**{name: size / _LARGE for name, size in dataclasses.asdict(state).items()})
 
 
 # Formulas of the ZeRO paper (Rajbhandari et al., SC20, sections 3 and 7 and Table 1).
