@@ -1,4 +1,4 @@
-"""Shapes of classes outside the table of families, from transformers' own model, and what live_trace.py answers.
+"""Shapes of classes outside the table of families, from transformers' own model, and the answers of live_trace.py.
 
 Does not import torch: study/predictor/live_trace.py does if the user's cache has no answer for this architecture, its
 libraries and the code that traces.

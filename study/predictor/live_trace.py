@@ -197,7 +197,7 @@ def register_fused() -> str:
 
     def fused(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         # The fused kernel of a CPU needs values as wide as the keys, that of a GPU does not (MLA).
-        width = _Meter.value_widths[query.shape[-1]] = value.shape[-1]
+        width = Meter.value_widths[query.shape[-1]] = value.shape[-1]
         value = functional.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
         output, weights = sdpa_attention_forward(module, query, key, value, None, **options)
         return output[..., :width], weights
@@ -312,8 +312,13 @@ class AsCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all live storages except those of `outside`."""
+class Meter(TorchDispatchMode):
+    """Counts the bytes of all live storages except those of `outside`, and the FLOPs of matrix products, those of fused
+    attention also separately."""
+
+    flops = attention = 0
+    # Width of the values before they were padded, by width of the queries.
+    value_widths: ClassVar[dict[int, int]] = {}
 
     def __init__(self, outside: list[torch.Tensor]) -> None:
         super().__init__()
@@ -328,6 +333,19 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
+        name = func.overloadpacket.__name__
+        if name.startswith("_scaled_dot_product"):
+            query, key = args[1:3] if "backward" in name else args[:2]
+            batch, heads, rows, width = query.shape
+            flops = 2 * batch * heads * rows * key.shape[2] * (width + self.value_widths.get(width, width))
+            flops *= 1 + ("backward" in name)
+            self.attention += flops
+            self.flops += flops
+        elif name.startswith("grouped_mm_fallback"):
+            rows, inner = args[0].shape
+            self.flops += 2 * rows * inner * args[1].shape[2] * (1 + ("backward" in name))
+        elif (formula := flop_registry.get(func.overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
     def see(self, tensor: torch.Tensor) -> None:
@@ -343,31 +361,6 @@ class LiveBytes(TorchDispatchMode):
         self.known[key] = weakref.ref(storage, release)
         self.now += size
         self.peak = max(self.peak, self.now)
-
-
-class _Meter(LiveBytes):
-    """Counts live bytes and the FLOPs of matrix products, those of fused attention also separately."""
-
-    flops = attention = 0
-    # Width of the values before they were padded, by width of the queries.
-    value_widths: ClassVar[dict[int, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        name = func.overloadpacket.__name__
-        if name.startswith("_scaled_dot_product"):
-            query, key = args[1:3] if "backward" in name else args[:2]
-            batch, heads, rows, width = query.shape
-            flops = 2 * batch * heads * rows * key.shape[2] * (width + self.value_widths.get(width, width))
-            flops *= 1 + ("backward" in name)
-            self.attention += flops
-            self.flops += flops
-        elif name.startswith("grouped_mm_fallback"):
-            rows, inner = args[0].shape
-            self.flops += 2 * rows * inner * args[1].shape[2] * (1 + ("backward" in name))
-        elif (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 class _Pass:
@@ -386,7 +379,7 @@ class _Pass:
         self.stack = [self.calls]
         inputs, pixels = make_inputs(model, batch, length)
         tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
-        self.meter = meter = _Meter([*model.parameters(), *model.buffers(), *tensors])
+        self.meter = meter = Meter([*model.parameters(), *model.buffers(), *tensors])
         handles = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in model.parameters()
                    if parameter.requires_grad]  # fmt: skip
         for module in model.modules():
@@ -534,7 +527,7 @@ def trace_activations(request: Request) -> TracedActivations:
         model = build_meta_model(request)
         inputs, pixels = make_inputs(model, request.micro_batch, request.sequence_length)
         tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
-        live = LiveBytes([*model.parameters(), *model.buffers(), *tensors])
+        live = Meter([*model.parameters(), *model.buffers(), *tensors])
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
         if request.gradient_checkpointing:

@@ -348,7 +348,7 @@ def _parameters(
 
     before, inside, after = (list(tensors(text)) for text in family.parameters)
     placed = [(BEFORE, before), *((layer, inside) for layer in range(layers)), (layers, after)]
-    entries = ((place, *tensor) for place, there in placed for tensor in there)
+    entries = ((place, *tensor) for place, placed_tensors in placed for tensor in placed_tensors)
     # A tied embedding is in FSDP2's root, which stays gathered; BERT has no head to be tied.
     is_group = not tied or model_type == "bert"
     return tuple(
