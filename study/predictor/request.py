@@ -235,7 +235,7 @@ class Request:
     @property
     def regathered_frozen_elements(self) -> float:
         """Elements that stage 3 gathers a third time in a micro-batch: the frozen parameters of recomputed layers
-        (_recomputing_frozen in gathers.py)."""
+        (_recomputing_frozen in zero3_gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
         layers = (param for param in self.shape.params if 0 <= param.place < self.shape.layers)
