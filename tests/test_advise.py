@@ -565,7 +565,7 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "hardware", "flags", "says"),
     [
-        (f"{SIZES},tied=no", "H100", (), "neither true nor false"),
+        (f"{SIZES},tied=no", "H100", (), "tie_word_embeddings is 'no'"),
         (LLAMA_8B[:-1] + "5", "H100", (), "5 key heads do not divide 32 heads"),
         ("gpt2", "H100", ("--seq_length", "1025"), "gpt2 has 1024 positions"),
         ("gpt2", "8xH100", ("--global_batch_size", "12"), "use 16"),

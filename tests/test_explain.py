@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -416,6 +417,18 @@ def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> N
     state = sum(memories[0].device_parts[part] for part in ("parameters", "optimizer"))
     assert memories[0].peak_allocated.value - memories[1].peak_allocated.value == pytest.approx(state, rel=0.01)
     assert memories[1].host_peak.value > memories[0].host_parts["train"] + state
+
+
+def test_fsdp_loads_the_weights_once_by_accelerate_s_default(tmp_path: Path) -> None:
+    """The first rank alone has them until the shards are sent (fsdp2_prepare_model); 4-bit weights are all loaded."""
+    files = [fsdp(fsdp_version=2), fsdp(fsdp_version=2, fsdp_cpu_ram_efficient_loading=False)]
+    once, by_all = (make_case(tmp_path, file).request for file in files)
+    weights = 4 * once.shape.parameters
+    for models in (1, 2):
+        loads = [predict_memory(dataclasses.replace(request, reference_model=models == 2)).host_parts["load"]
+                 for request in (once, by_all)]  # fmt: skip
+        assert loads[1] - loads[0] == pytest.approx(3 * weights * models)
+    assert not make_case(tmp_path, files[0], work=ProgramSettings(quantized=True)).request.fsdp_loads_once
 
 
 @pytest.mark.parametrize("most", [0, 250_000_000, 10**9])

@@ -21,9 +21,10 @@ from study.predictor.communication import (
     sent_bytes,
 )
 from study.predictor.hardware import BOX_NAMES, Hardware, known_devices, to_box
-from study.predictor.memory import predict_memory
+from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, with_adapters
+from study.predictor.state import predict_state
 from study.predictor.time import FITTED, predict_time
 
 LLAMA = "layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=32"
@@ -227,6 +228,18 @@ def test_nothing_leaves_a_rank_faster_than_its_link(name: str, box: str) -> None
     assert sent_bytes(request) <= link * (exchange.overlapped + exchange.exposed)
 
 
+def test_adapters_of_16_bit_weights_have_fp32_gradients_in_ddp_s_buckets_and_all_reduce() -> None:
+    fields = {"shape": with_adapters(model_shape(LLAMA), 8), "strategy": read_strategy("ddp")}
+    pure = make_request(**fields, precision="bf16-engine", pure=True)
+    sent = predict_payload(pure)["all_reduce"]
+    assert sent == 4 * pure.shape.trained_parameters
+    assert communication_time(pure, 0, 0) == communication_time(make_request(**fields, precision="fp32"), 0, 0)
+    state = predict_state(pure)
+    assert predict_memory(pure).steady_allocated.value - state.params_device - state.optimizer_device == sent
+    in_backward = [point for point in device_snapshots(pure) if not point.step]
+    assert max(point.parts["gradients"] for point in in_backward) == sent
+
+
 @pytest.mark.parametrize(("box", "is_known"), [("8x4090", False), ("2x8xT4", False), ("4090", True), ("8xA100", True)])
 def test_a_time_of_gpus_that_meet_over_pcie_has_no_interval(box: str, is_known: bool) -> None:
     time = predict_time(make_request(strategy=read_strategy("zero1"), box=to_box(box), precision="fp16-engine"))
@@ -280,7 +293,7 @@ def test_gathers_of_lora_s_recomputation_are_in_the_time_and_the_traffic(box: st
         "precision": "bf16-engine", "accumulation": 2,
     }  # fmt: skip
     plain, recomputed = (make_request(**fields, gradient_checkpointing=recomputes) for recomputes in (False, True))
-    layer_bytes = 2 * sum(tensor.elements for tensor in plain.shape.tensors if tensor.in_layer and not tensor.trained)
+    layer_bytes = 2 * sum(param.elements for param in plain.shape.params if param.place == 0 and not param.trained)
     calls = plain.accumulation * plain.shape.layers
     gathered = [predict_payload(request)["all_gather"] for request in (plain, recomputed)]
     # Plus the embedding and its consumer, which have no backward pass unless layers are recomputed.

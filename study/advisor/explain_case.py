@@ -12,7 +12,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
 from study.predictor.request import OptimizerName, Request, auto_bucket_sizes
-from study.predictor.shape import USUAL_LENGTH, ModelShape, TensorShape
+from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -74,9 +74,9 @@ class ConfigCase:
         return self.request.weight_bytes
 
     @property
-    def largest(self) -> TensorShape:
-        """Largest tensor of the model."""
-        return max(self.shape.tensors, key=lambda tensor: tensor.elements)
+    def largest(self) -> Parameter:
+        """Largest parameter of the model."""
+        return max(self.shape.params, key=lambda param: param.elements)
 
     def offload(self, what: str) -> Mapping[str, Any] | None:
         """Return the settings of an offload section; None if it is off."""
@@ -156,13 +156,18 @@ def resolve(
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
     words = ("true", "1", "yes", "y", "on", "t")
-    offloads = str(fsdp_settings(file).get("fsdp_offload_params", False)).lower() in words
+    offloads, loads_once = (
+        strategy.is_fsdp and str(fsdp_settings(file).get(name, default)).lower() in words
+        for name, default in (("fsdp_offload_params", False), ("fsdp_cpu_ram_efficient_loading", True))
+    )
     request = Request(
         shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
-        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=strategy.is_fsdp and offloads,
+        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
         reference_model=work.reference_model, quantized=work.quantized,
+        # Accelerate leaves 4-bit weights as they are loaded.
+        fsdp_loads_once=loads_once and not work.quantized,
     )  # fmt: skip
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
 

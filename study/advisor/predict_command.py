@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     prediction, traced = predict(request), None
     if options.traced:
         with require_extra("train"):
-            from study.predictor.activation_trace import trace_activations
+            from study.predictor.live_trace import trace_activations
 
             traced = trace_activations(request).saved_bytes
     print_result(options.json, lambda: _document(prediction, traced), _page(prediction, traced, options.details))

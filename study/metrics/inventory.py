@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import platform
 import sys
 import time
 from collections import defaultdict
@@ -13,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -77,24 +76,14 @@ class ForwardWatch:
         return used, gathered
 
 
-class _MallocFigures(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
-                     "keepcost")
-    ]  # fmt: skip
-
-
 def bytes_in_use(device: torch.device) -> int | None:
-    """Return the allocated bytes of tensors on a GPU, or of the process on a CPU; None without glibc's mallinfo2."""
+    """Return the allocated bytes of tensors on a GPU, or of the process on a CPU; None before psutil 7.2."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    library = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-    if library is None or not hasattr(library, "mallinfo2"):
+    if not hasattr(psutil, "heap_info"):
         return None
-    library.mallinfo2.restype = _MallocFigures
-    figures = library.mallinfo2()
-    return int(figures.uordblks + figures.hblkhd)
+    heap = psutil.heap_info()
+    return int(heap.heap_used + heap.mmap_used)
 
 
 class Inventory:

@@ -6,9 +6,14 @@ study/predictor/families.py counts the tensors that autograd saves per layer, by
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
 
+from study.config.errors import UserError, first_line
 from study.predictor import live
-from study.predictor.request import FP32_BYTES, Request
+from study.predictor.request import Request
 from study.predictor.shape import INFIX, ModelShape
 
 # Matrix-multiply FLOPs by formula, in the convention of study/metrics/flops.py: all products of the model, forward and
@@ -42,10 +47,11 @@ def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
     return tuple(matmuls)
 
 
+@functools.lru_cache(maxsize=64)
 def adapter_products(shape: ModelShape) -> tuple[MatMul, ...]:
     """Return the matrix products of the LoRA adapters: two per adapted product of a layer."""
-    matrices = [matrix for matrix in shape.tensors if matrix.in_layer and INFIX in matrix.name]
-    return tuple(MatMul(matrix.elements // matrix.rows, matrix.rows, matrix.count) for matrix in matrices)
+    matrices = [param for param in shape.params if param.place == 0 and INFIX in param.name]
+    return tuple(MatMul(matrix.elements // matrix.rows, matrix.rows, shape.layers) for matrix in matrices)
 
 
 def head_flops(shape: ModelShape) -> int:
@@ -72,7 +78,7 @@ def model_flops(request: Request) -> int:
     """FLOPs of one optimizer step of one rank. A frozen matrix has one product in the backward pass instead of two."""
     shape, length = request.shape, request.sequence_length
     if isinstance(shape, live.LiveShape):
-        traced = live.trace(request)
+        traced = trace(request)
         return round((traced.forward + traced.backward) * request.accumulation)
     flops = 3 * forward_flops(shape, length)
     if shape.lora_rank:
@@ -84,7 +90,7 @@ def hardware_flops(request: Request) -> int:
     """Model FLOPs plus recomputation; a fused attention's recomputation in its backward kernel is not counted."""
     sequences = request.micro_batch * request.accumulation
     if isinstance(request.shape, live.LiveShape):
-        recomputed = round(live.trace(request).layers_forward / request.micro_batch)
+        recomputed = round(trace(request).layers_forward / request.micro_batch)
     else:
         recomputed = forward_flops(request.shape, request.sequence_length, in_layers_only=True)
     return model_flops(request) + (
@@ -97,25 +103,25 @@ class Activations:
     """Activation bytes of one micro-batch."""
 
     # Saved by one layer for its backward pass; `scores` is the attention scores' part of it.
-    layer: float
-    scores: float
+    layer: float = 0.0
+    scores: float = 0.0
     # Saved by a layer that is recomputed: its input.
-    checkpoint: float
+    checkpoint: float = 0.0
     # Saved outside the layers, without the logits.
-    outside: float
+    outside: float = 0.0
     # Peak temporary memory of one layer: in a forward pass that saves nothing, and in the backward pass.
-    layer_forward: float
-    layer_working: float
+    layer_forward: float = 0.0
+    layer_working: float = 0.0
     # Log-probabilities in fp32 until the loss is computed.
-    logits: float
+    logits: float = 0.0
     # Peak temporary memory of the loss, forward and backward.
-    logits_forward: float
-    logits_backward: float
+    logits_forward: float = 0.0
+    logits_backward: float = 0.0
     # 16-bit copies of the weights that autocast makes: of one layer, and of the head.
-    cast_layer: float
-    cast_head: float
+    cast_layer: float = 0.0
+    cast_head: float = 0.0
     # Part of a layer's copies that autocast caches until the forward pass ends: trained weights only (cached_cast).
-    cast_cached: float
+    cast_cached: float = 0.0
 
 
 def is_fused(request: Request) -> bool:
@@ -128,14 +134,20 @@ def has_fused(shape: ModelShape) -> bool:
     return shape.survey["fused"] if isinstance(shape, live.LiveShape) else shape.table.fused is not None
 
 
+def _mode(request: Request) -> str:
+    """Return the types of computation: fp32, 16 bits, or both as autocast decides."""
+    if request.precision == "fp32":
+        return "fp32"
+    return "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
+
+
 def predict_activations(request: Request) -> Activations:
     """Return the activation memory of one micro-batch of the request."""
     if isinstance(request.shape, live.LiveShape):
-        return _traced(request, request.shape)
+        return trace(request).activations
     shape, family, fused = request.shape, request.shape.table, is_fused(request)
     tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
-    mode = "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
-    mode = "fp32" if width == FP32_BYTES else mode
+    mode = _mode(request)
     saved = family.fused if fused and family.fused else family.eager
     if in_kernels := bool(request.compiled and fused and family.in_kernels):
         assert family.in_kernels is not None
@@ -174,7 +186,7 @@ def predict_activations(request: Request) -> Activations:
         scores = each_score * rows * request.sequence_length
     pairs = 0.0 if fused else float(rows * request.sequence_length)
     largest_scores = pairs * (4 if in_fp32 else width)
-    matrices = [tensor for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows]
+    matrices = [param for param in shape.params if param.place == 0 and param.elements > param.rows]
     is_classifier = shape.family == "sequence-classification"
     logits, logits_forward, logits_backward = _loss(request, 0 if is_classifier else tokens * shape.vocabulary, width)
     outside = stream + (0 if is_classifier and stream > width else width) + 4 * shape.gated
@@ -207,28 +219,85 @@ def predict_activations(request: Request) -> Activations:
         logits=logits,
         logits_forward=logits_forward,
         logits_backward=logits_backward,
-        cast_layer=casts * sum(tensor.elements for tensor in matrices),
+        cast_layer=casts * sum(matrix.elements for matrix in matrices),
         cast_head=casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
-        cast_cached=casts * sum(tensor.elements for tensor in matrices if tensor.trained),
+        cast_cached=casts * sum(matrix.elements for matrix in matrices if matrix.trained),
     )
 
 
-def _traced(request: Request, shape: live.LiveShape) -> Activations:
-    """Return traced figures. A layer has the mean of all, and its temporaries the difference to the largest one."""
-    traced, layers = live.trace(request), shape.layers
-    logits = (traced.tail, traced.tail_forward, traced.tail_backward)
-    if request.chunked_loss and shape.family == "causal-lm":
-        logits = _loss(
-            request, request.micro_batch * request.sequence_length * shape.vocabulary, request.computing_bytes
-        )
-    return Activations(
-        layer=traced.saved / layers, scores=0.0, checkpoint=traced.checkpoint / layers, outside=traced.outside,
-        layer_forward=traced.largest, layer_working=traced.working
-        + (traced.largest - traced.saved / layers if request.gradient_checkpointing else 0.0),
-        logits=logits[0], logits_forward=logits[1], logits_backward=logits[2],
-        cast_layer=traced.constant / layers, cast_head=traced.tail_constant,
-        cast_cached=traced.constant / layers * shape.trained_parameters / shape.parameters,
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Traced figures of a micro-batch of a class outside the table; `missing` names what could not be traced."""
+
+    activations: Activations = Activations()
+    # FLOPs: forward, of fused attention, of the layers forward, and backward.
+    forward: float = 0.0
+    attention: float = 0.0
+    layers_forward: float = 0.0
+    backward: float = 0.0
+    missing: str | None = None
+
+
+@functools.lru_cache(maxsize=512)
+def trace(request: Request) -> Trace:
+    """Return the traced figures. A layer has the mean of all, and its temporaries the difference to the largest one."""
+    shape, layers = request.shape, request.shape.layers
+    assert isinstance(shape, live.LiveShape)
+    options = {
+        "mode": _mode(request), "dropout": request.dropout, "fused": is_fused(request),
+        "cuda": not request.box.is_cpu_only, "length": request.sequence_length,
+    }  # fmt: skip
+    try:
+        answer = live.answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+    except UserError:
+        raise
+    except Exception as error:  # Any class of transformers, on tensors without data.
+        return Trace(missing=f"activations and FLOPs ({type(error).__name__}: {first_line(error)})")
+    first_pass, second_pass = answer["passes"]
+    # Micro-batches, in units of the first pass, whose samples the second one has twice.
+    counts, batch = answer["counts"], request.micro_batch / answer["samples"]
+
+    def total(figure: str, at: Mapping[str, Any], recomputed: bool = True) -> float:
+        traced = ((counts[name], layer) for name, layer in at["layers"].items() if layer)
+        return float(sum(count * layer[figure] for count, layer in traced if layer["recomputed"] or not recomputed))
+
+    def growth(first: float, second: float) -> float:
+        """Return a figure's part that grows with the micro-batch; gradients and copies of weights are constant."""
+        return (second - first) * batch
+
+    def working(first: Mapping[str, Any], second: Mapping[str, Any], figure: str) -> float:
+        """Return temporaries without the gradient of a weight, which is constant and counted elsewhere."""
+        grown = growth(first[figure], second[figure])
+        return max(0.0, grown, 2 * first[figure] - second[figure] + grown - first["gradient"])
+
+    pairs = [(layer, second_pass["layers"][name]) for name, layer in first_pass["layers"].items() if layer]
+    saved = growth(total("saved", first_pass), total("saved", second_pass)) / layers
+    constant = (2 * total("saved", first_pass) - total("saved", second_pass)) / layers
+    largest = max(growth(a["saved"], b["saved"]) * a["recomputed"] for a, b in pairs)
+    # Bytes saved outside the layers, and by layers that are never recomputed.
+    first, second = (at["outside"] + total("saved", at, False) - total("saved", at) for at in (first_pass, second_pass))
+    tail = growth(first_pass["tail"], second_pass["tail"])
+    logits = (
+        max(0.0, tail), max(0.0, growth(first_pass["tail_forward"], second_pass["tail_forward"])),
+        working(first_pass, second_pass, "tail_backward"),
     )  # fmt: skip
+    if request.chunked_loss and shape.family == "causal-lm":
+        tokens = request.micro_batch * request.sequence_length
+        logits = _loss(request, tokens * shape.vocabulary, request.computing_bytes)
+    activations = Activations(
+        layer=saved, checkpoint=growth(total("checkpoint", first_pass), total("checkpoint", second_pass)) / layers,
+        outside=first + (second - first) * (batch - 1) + min(0.0, tail), layer_forward=largest,
+        layer_working=max(working(a, b, "working") for a, b in pairs)
+        + (largest - saved if request.gradient_checkpointing else 0.0),
+        logits=logits[0], logits_forward=logits[1], logits_backward=logits[2], cast_layer=constant,
+        cast_head=2 * first_pass["tail"] - second_pass["tail"],
+        cast_cached=constant * shape.trained_parameters / shape.parameters,
+    )  # fmt: skip
+    flops = {
+        name: batch * (first_pass[name] - sum(layer[name] for layer, _ in pairs) + total(name, first_pass, False))
+        for name in ("forward", "attention", "backward")
+    }
+    return Trace(activations, layers_forward=batch * total("forward", first_pass), missing=answer["missing"], **flops)
 
 
 def _adapted(request: Request, mode: str) -> tuple[float, float]:

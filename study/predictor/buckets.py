@@ -142,7 +142,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
 
 def _unsharded(request: Request) -> Iterator[Snapshot]:
     """Snapshots of single, DDP and DeepSpeed's stage 0. DDP stores every gradient a second time, in its buckets."""
-    weight, total = request.weight_bytes, request.shape.trained_parameters
+    weight, total = request.adapter_bytes, request.shape.trained_parameters
     buffers = float(total * weight) if request.strategy.name == "ddp" else 0.0
     grads = 0.0
     for param in reversed(request.shape.trained_params):

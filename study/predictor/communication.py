@@ -101,7 +101,7 @@ def communication_time(request: Request, forward: float, backward: float) -> Com
         return CommunicationTime(0.0, 0.0)
     if strategy.is_fsdp or stage == 3:
         return _sharded(request, forward, backward)
-    total = request.shape.trained_parameters * request.weight_bytes
+    total = request.shape.trained_parameters * request.adapter_bytes
     if stage is None:
         last = calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
         return _overlap(calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
@@ -205,14 +205,14 @@ def predict_payload(request: Request) -> dict[str, float]:
 
 def _fsdp(request: Request) -> dict[str, float]:
     """Payload bytes of FSDP2: each layer, and an untied embedding as its group, is gathered twice per micro-batch."""
-    ranks, params = request.ranks_per_replica or request.box.ranks, request.shape.params
-    padded = [math.ceil(param.rows / ranks) * ranks * (param.elements // param.rows) for param in params]
-    reduced = sum(size for param, size in zip(params, padded, strict=True) if param.trained)
-    regathered = sum(size for param, size in zip(params, padded, strict=True) if param in request.shape.regathered)
+    ranks = request.ranks_per_replica or request.box.ranks
+    padded = [(param, param.shard_by_rows(ranks) * ranks) for param in request.shape.params]
+    reduced = sum(size for param, size in padded if param.trained)
+    gathered = sum(size * (2 if param.regathered else 1) for param, size in padded)
     times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
     # Gradients are reduced only in the last micro-batch.
     payload = {
-        "all_gather": float((sum(padded) + regathered) * width * times),
+        "all_gather": float(gathered * width * times),
         "reduce_scatter": float(reduced * width),
     }
     if ranks < request.box.ranks:

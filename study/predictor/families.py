@@ -1,7 +1,7 @@
 """Table of model families: parameters, modules in call order, and tensors that autograd saves per layer.
 
 The entries follow the modelling code of transformers 5.17. Tests compare them with the models, and the saved tensors
-with those that study/predictor/activation_trace.py counts on the live code.
+with those that study/predictor/live_trace.py counts on the live code.
 """
 
 from __future__ import annotations

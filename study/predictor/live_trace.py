@@ -1,13 +1,19 @@
 """Structure and traced figures of any class of transformers, from its config.json, on fake tensors without data.
 
-The structure is that of the live model: tied weights, shared modules and buffers included. A trace runs one layer of
-each distinct kind, and study/predictor/live.py multiplies its figures by the number of such layers.
+The only module of predictions that imports torch, imported on request. The structure is that of the live model: tied
+weights, shared modules and buffers included. A trace runs one layer of each distinct kind, and study/predictor/live.py
+multiplies its figures by the number of such layers. It counts every storage that the dispatcher allocates, from its
+creation to its release, without the weights. Fused attention is torch's without a mask, as on a GPU. For hardware with
+GPUs the operations that CUDA's autocast computes in fp32 are in fp32.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -15,6 +21,8 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers.initialization import no_init_weights
@@ -26,7 +34,8 @@ from transformers.models.auto import modeling_auto
 
 from study.config.errors import UserError, first_line
 from study.config.flags import RunConfig
-from study.predictor.activation_trace import AsCuda, LiveBytes
+from study.predictor.activations import is_fused
+from study.predictor.request import Request
 from study.workloads.architecture import add_adapters
 
 # Samples of the first pass: enough that activations exceed the gradient of a weight in most layers.
@@ -188,7 +197,7 @@ def register_fused() -> str:
 
     def fused(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         # The fused kernel of a CPU needs values as wide as the keys, that of a GPU does not (MLA).
-        width = _Meter.value_widths[query.shape[-1]] = value.shape[-1]
+        width = Meter.value_widths[query.shape[-1]] = value.shape[-1]
         value = functional.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
         output, weights = sdpa_attention_forward(module, query, key, value, None, **options)
         return output[..., :width], weights
@@ -282,15 +291,48 @@ def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]
     return kinds, counts
 
 
-class _Meter(LiveBytes):
-    """Counts live bytes and the FLOPs of matrix products, those of fused attention also separately."""
+# Operations of AT_FORALL_FP32 in aten/src/ATen/autocast_mode.h that these models call.
+_IN_FP32 = {
+    functional.layer_norm, functional.softmax, functional.log_softmax, functional.cross_entropy, torch.softmax,
+    torch.pow, torch.rsqrt, torch.sum, torch.Tensor.softmax, torch.Tensor.pow, torch.Tensor.__pow__,
+    torch.Tensor.rsqrt, torch.Tensor.sum,
+}  # fmt: skip
+
+
+class AsCuda(TorchFunctionMode):
+    """Runs the operations that CUDA's autocast computes in fp32 in fp32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def widened(value: Any) -> Any:
+            return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+        kwargs = kwargs or {}
+        if func in _IN_FP32:
+            args, kwargs = tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of all live storages except those of `outside`, and the FLOPs of matrix products, those of fused
+    attention also separately."""
 
     flops = attention = 0
     # Width of the values before they were padded, by width of the queries.
     value_widths: ClassVar[dict[int, int]] = {}
 
+    def __init__(self, outside: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: dict[int, Any] = {}
+        for tensor in outside:
+            self.see(tensor)
+        self.now = self.peak = 0
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product"):
             query, key = args[1:3] if "backward" in name else args[:2]
@@ -305,6 +347,20 @@ class _Meter(LiveBytes):
         elif (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
+
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self.known:
+            return
+
+        def release(_: Any) -> None:
+            self.now -= size
+            self.known.pop(key, None)
+
+        self.known[key] = weakref.ref(storage, release)
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
 class _Pass:
@@ -323,7 +379,7 @@ class _Pass:
         self.stack = [self.calls]
         inputs, pixels = make_inputs(model, batch, length)
         tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
-        self.meter = meter = _Meter([*model.parameters(), *model.buffers(), *tensors])
+        self.meter = meter = Meter([*model.parameters(), *model.buffers(), *tensors])
         handles = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in model.parameters()
                    if parameter.requires_grad]  # fmt: skip
         for module in model.modules():
@@ -452,3 +508,45 @@ def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], An
     if "use_cache" in accepted:
         inputs["use_cache"] = False
     return inputs, pixels
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedActivations:
+    """Traced activation bytes of one micro-batch, without weights."""
+
+    # Saved for the backward pass at the end of the forward pass, including logits.
+    saved_bytes: int
+    forward_peak: int
+    # Includes gradients in the weights' type, as on one device without an engine.
+    backward_peak: int
+
+
+def trace_activations(request: Request) -> TracedActivations:
+    """Trace the activation memory of a request's model, without dropout."""
+    with fake_tensors(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32):
+        model = build_meta_model(request)
+        inputs, pixels = make_inputs(model, request.micro_batch, request.sequence_length)
+        tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
+        live = Meter([*model.parameters(), *model.buffers(), *tensors])
+        autocasts = request.precision in ("bf16", "fp16")
+        as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
+        if request.gradient_checkpointing:
+            # Recomputation enters the mode again, since a mode has no effect inside the backward pass.
+            checkpointing = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
+            loss = compute_loss(model, inputs, compute_features(model, pixels))
+        saved, forward_peak, live.peak = live.now, live.peak, live.now
+        with live:
+            loss.backward()
+        return TracedActivations(saved, forward_peak, live.peak)
+
+
+def build_meta_model(request: Request) -> Any:
+    """Create the model of a request, with its adapters and without dropout."""
+    document = json.loads(request.shape.document)
+    if document["model_type"] == "gpt_neo":
+        # One type for each layer.
+        document["attention_types"] = [[["global"], request.shape.layers]]
+    attention = register_fused() if is_fused(request) else "eager"
+    return build_model(document, request.shape.lora_rank, attention, dropout=False)

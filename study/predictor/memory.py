@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from study.config.text import format_number
 from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES
-from study.predictor.activations import Activations, predict_activations
+from study.predictor.activations import Activations, predict_activations, trace
 from study.predictor.buckets import (
     Snapshot,
     gradient_snapshots,
     has_tied_gradients,
     standing_bucket,
 )
-from study.predictor.live import LiveShape, live_notes, trace
+from study.predictor.live import LiveShape, live_notes
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
 from study.predictor.state import (
     accumulated_bytes,
@@ -101,6 +101,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     loaded, read = 4.0 * shape.parameters + (shape.largest * weight if weight < FP32_BYTES else 0), 0.0
     if stage == 3:
         loaded = read = 4.0 * shape.largest
+    read -= request.idle_loaders * loaded
     load = ranks * (libraries + loaded + state.host) + read
     if not request.box.is_cpu_only:
         # The engine creates its optimizer after the weights have left the host (_configure_distributed_model), or are
@@ -185,6 +186,7 @@ def predict_memory(request: Request) -> MemoryUse:
     loaded = float(FP32_BYTES * request.shape.parameters * request.reference_model * (request.strategy.zero_stage != 3))
     added = {"load": loaded, "train": frozen_on_host, "state": frozen_on_host}
     host_parts = {name: size + added.get(name, 0) * request.box.gpus_per_node for name, size in host_parts.items()}
+    host_parts["load"] -= request.idle_loaders * loaded
     # The bytes of weights and optimizer are exact.
     exact = sum(constant.values())
     in_host_memory, process = request.box.is_cpu_only, None
@@ -281,7 +283,7 @@ def _static_buffer_bytes(request: Request) -> float:
     """Return bytes of gradient buffers that exist during the forward pass as well."""
     shape = request.shape
     if request.strategy.name == "ddp":
-        return float(shape.trained_parameters * request.weight_bytes)
+        return float(shape.trained_parameters * request.adapter_bytes)
     if request.strategy.zero_stage == 3:
         return standing_bucket(request)
     if request.strategy.zero_stage and request.settings.optimizer is not None:
@@ -340,30 +342,29 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     standing, weight = _static_buffer_bytes(request), request.weight_bytes
     request = dataclasses.replace(request, gradient_checkpointing=recomputes)
     gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
-    snapshots = list[tuple[Snapshot, float, float]]()
+    snapshots = list[Snapshot]()
     for snapshot in gradient_snapshots(request):
-        param = snapshot.param
+        param, buffers = snapshot.param, max(standing, snapshot.buffers)
         live = 0 if snapshot.step else gathers.live_backward.get(snapshot.place, 0)
         live = live if param is None else gathers.live_at.get(param.index, live)
-        snapshots.append((snapshot, snapshot.grads, max(standing, snapshot.buffers) + live * weight))
+        snapshots.append(snapshot._replace(buffers=buffers + live * weight))
         if snapshot.arrival and param is not None and param.index in gathers.live_before:
             # A tied embedding has both gradients and their sum; before that, only the head's.
             count = 2 if param.index == request.shape.embedding.index and has_tied_gradients(request.shape) else 1
-            before, grads = gathers.live_before[param.index] * weight, float(count * param.elements * weight)
-            snapshots.append((snapshot, snapshot.grads - grads, max(standing, snapshot.buffers) + before))
-    # By layer, and None for the optimizer step: per criterion the largest size, and the index of its snapshot.
-    largest: dict[int | None, list[tuple[float, int]]] = {}
-    for index, (snapshot, grads, buffers) in enumerate(snapshots):
-        sizes = (grads + buffers, grads, buffers)
-        layer = None if snapshot.step else snapshot.place
-        if (entry := largest.get(layer)) is None:
-            largest[layer] = [(size, index) for size in sizes]
-            continue
-        for criterion, size in enumerate(sizes):
-            if size > entry[criterion][0]:
-                entry[criterion] = (size, index)
-    decisive = [snapshots[index] for index in sorted({index for entries in largest.values() for _, index in entries})]
-    return [snapshot._replace(grads=grads, buffers=buffers) for snapshot, grads, buffers in decisive]
+            grads = snapshot.grads - float(count * param.elements * weight)
+            snapshots.append(
+                snapshot._replace(grads=grads, buffers=buffers + gathers.live_before[param.index] * weight)
+            )
+    decisive = set[int]()
+    for sizes in zip(*((at.grads + at.buffers, at.grads, at.buffers) for at in snapshots), strict=True):
+        # By layer, and None for the optimizer step: the first snapshot with the most.
+        largest: dict[int | None, int] = {}
+        for index, snapshot in enumerate(snapshots):
+            layer = None if snapshot.step else snapshot.place
+            if layer not in largest or sizes[index] > sizes[largest[layer]]:
+                largest[layer] = index
+        decisive.update(largest.values())
+    return [snapshots[index] for index in sorted(decisive)]
 
 
 def _stored(request: Request, saved: Activations, layers: int, working: bool = False) -> dict[str, float]:

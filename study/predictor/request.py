@@ -162,6 +162,8 @@ class Request:
     pure: bool = False
     # FSDP keeps weights, gradients and optimizer in host memory (fsdp_offload_params).
     fsdp_offloads: bool = False
+    # The first rank of a machine alone loads the weights (fsdp_cpu_ram_efficient_loading).
+    fsdp_loads_once: bool = False
     # A frozen copy of the model in addition to it (DPO, GRPO); 4-bit frozen matrices in the layers (QLoRA).
     reference_model: bool = False
     quantized: bool = False
@@ -226,9 +228,14 @@ class Request:
                 if strategy.zero_stage == 3 and strategy.offload_device(what) == "nvme"]  # fmt: skip
 
     @property
+    def idle_loaders(self) -> int:
+        """Ranks of a machine that do not load the weights."""
+        return self.box.gpus_per_node - 1 if self.fsdp_loads_once else 0
+
+    @property
     def regathered_frozen_elements(self) -> float:
         """Elements that stage 3 gathers a third time in a micro-batch: the frozen parameters of recomputed layers
-        (_recomputing_frozen in gathers.py)."""
+        (_recomputing_frozen in zero3_gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
         layers = (param for param in self.shape.params if 0 <= param.place < self.shape.layers)

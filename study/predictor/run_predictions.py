@@ -19,13 +19,13 @@ import pandas as pd
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
-from study.config.strategies import DEFAULT_RANKS_PER_NODE, STRATEGY_NAMES, read_strategy
+from study.config.strategies import DEFAULT_RANKS_PER_NODE, STRATEGY_NAMES
 from study.host.memory import GIB
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, Hardware, box_from_device_name, box_of_ranks, to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request, request_for
-from study.predictor.shape import model_shape, resolve_length
+from study.predictor.shape import resolve_length
 from study.predictor.state import predict_state
 from study.predictor.time import predict_time
 from study.predictor.validation import Measurement
@@ -205,13 +205,13 @@ def saving_table() -> pd.DataFrame:
     measurements = json.loads((REPOSITORY / "reports" / "checkpoints" / "memory.json").read_text(encoding="utf-8"))
     flags = dict(zip(measurements["flags"][::2], measurements["flags"][1::2], strict=True))
     ranks, lines = measurements["ranks"], []
+    config = RunConfig(
+        model_name_or_path=flags["--model_name_or_path"], seq_length=int(flags["--seq_length"]),
+        precision=flags["--precision"],
+    )  # fmt: skip
+    box = Hardware("processes", CPU_CORE, ranks, gloo_copies_gathers=True)
     for name in (name for name in measurements["arms"] if name in STRATEGY_NAMES):
-        memory = predict_memory(Request(
-            shape=model_shape(flags["--model_name_or_path"]), strategy=read_strategy(name),
-            box=Hardware("processes", CPU_CORE, ranks, gloo_copies_gathers=True),
-            sequence_length=int(flags["--seq_length"]), micro_batch=int(flags["--global_batch_size"]) // ranks,
-            accumulation=1, precision=flags["--precision"], gradient_checkpointing=False, attention="sdpa",
-        ))  # fmt: skip
+        memory = predict_memory(request_for(name, config, box, int(flags["--global_batch_size"]) // ranks, 1))
         expected = (memory.steady_allocated.value + memory.host_parts["rank"]) / GIB
         measured = max(rank["phases_host_gib"]["save"] for rank in measurements["arms"][name]["save"])
         lines.append({

@@ -1,4 +1,4 @@
-"""Shapes of models: every parameter tensor by name, in the engines' order.
+"""Shapes of models: every parameter by name, in the engines' order.
 
 Does not import torch or transformers; tests compare every family with the model that transformers creates.
 """
@@ -6,13 +6,14 @@ Does not import torch or transformers; tests compare every family with the model
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,6 @@ from study.config.flags import RunConfig
 from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES, ModelFamily
 from study.workloads.presets import PRESETS, Family, Preset, check_depth, find_preset, load_from
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorShape:
-    """Shape of a parameter with one name: one per layer, or a single one outside the layers (`count` is 1)."""
-
-    name: str
-    elements: int
-    count: int
-    in_layer: bool
-    # Size of the first dimension, which FSDP2 shards.
-    rows: int = 1
-    # False: frozen, as all parameters of a LoRA model other than the adapters.
-    trained: bool = True
-
 
 # Place of parameters before the layers.
 BEFORE = -1
@@ -48,10 +34,18 @@ class Parameter:
     index: int
     name: str = dataclasses.field(hash=False)
     elements: int = dataclasses.field(hash=False)
+    # Size of the first dimension, which FSDP2 shards.
     rows: int = dataclasses.field(hash=False)
     # Its layer; BEFORE if it precedes the layers, and the number of layers if it follows them.
     place: int = dataclasses.field(hash=False)
-    trained: bool = dataclasses.field(hash=False)
+    # False: frozen, as all parameters of a LoRA model other than the adapters.
+    trained: bool = dataclasses.field(default=True, hash=False)
+    # FSDP2 gathers it again for the backward pass: layers, and an untied embedding as its group.
+    regathered: bool = dataclasses.field(default=False, hash=False)
+
+    def shard_by_rows(self, ranks: int) -> int:
+        """Return the elements of one rank's shard in FSDP2, with padding."""
+        return math.ceil(self.rows / ranks) * (self.elements // self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,39 +67,32 @@ class ModelShape:
     gated: bool
     # The output layer shares the embedding's weight.
     tied: bool
-    tensors: tuple[TensorShape, ...]
+    params: tuple[Parameter, ...] = dataclasses.field(hash=False)
     # None: the configuration does not limit the sequence length.
     positions: int | None = None
     # Rank of the LoRA adapters, which are among the tensors; None: full training.
     lora_rank: int | None = None
-    # Content of config.json as JSON, of a class outside the table.
+    # Content of config.json, as JSON.
     document: str = ""
+    # Integer buffers, which DDP broadcasts: BERT's positions and types.
+    buffer_bytes: int = 0
+    # Index of the embedding, whose weight a tied output layer shares.
+    embedding_index: int = 0
+    # Reason that FSDP2 does not train it.
+    fsdp_refusal: str | None = None
 
     @property
     def embedding(self) -> Parameter:
         """The embedding, whose weight a tied output layer shares."""
-        return self.params[0]
-
-    @functools.cached_property
-    def regathered(self) -> frozenset[Parameter]:
-        """Parameters that FSDP2 gathers again for the backward pass: layers, and an untied embedding as its group."""
-        untied = [] if self.tied else [self.embedding]
-        return frozenset([*untied, *(param for param in self.params if 0 <= param.place < self.layers)])
+        return self.params[self.embedding_index]
 
     @property
     def layer_elements(self) -> int:
-        """Elements of one layer."""
-        return sum(tensor.elements for tensor in self.tensors if tensor.in_layer)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of integer buffers, which DDP broadcasts: BERT's positions and types."""
-        return 2 * 8 * sum(tensor.rows for tensor in self.tensors if tensor.name.startswith("position_embeddings"))
-
-    @property
-    def fsdp_refusal(self) -> str | None:
-        """Reason that FSDP2 does not train it; None if it does."""
-        return None
+        """Elements of the largest layer."""
+        sizes = collections.Counter[int]()
+        for param in self.params:
+            sizes[param.place] += param.elements
+        return max(sizes[layer] for layer in range(self.layers))
 
     @property
     def table(self) -> ModelFamily:
@@ -113,59 +100,43 @@ class ModelShape:
         return FAMILIES[self.model_type]
 
     @functools.cached_property
-    def params(self) -> tuple[Parameter, ...]:
-        """All parameters in the engines' order."""
-        inside = [tensor for tensor in self.tensors if tensor.in_layer]
-        before = list(itertools.takewhile(lambda tensor: not tensor.in_layer, self.tensors))
-        after = [tensor for tensor in self.tensors[len(before) :] if not tensor.in_layer]
-        placed = [(BEFORE, before), *((layer, inside) for layer in range(self.layers)), (self.layers, after)]
-        entries = ((place, tensor) for place, tensors in placed for tensor in tensors)
-        return tuple(
-            Parameter(index, tensor.name, tensor.elements, tensor.rows, place, tensor.trained)
-            for index, (place, tensor) in enumerate(entries)
-        )
-
-    @functools.cached_property
     def trained_params(self) -> tuple[Parameter, ...]:
         """Trainable parameters in the engines' order; frozen ones are not in the optimizer's groups."""
         return tuple(param for param in self.params if param.trained)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Number of parameters (elements)."""
-        return sum(tensor.elements * tensor.count for tensor in self.tensors)
+        return sum(param.elements for param in self.params)
 
-    @property
+    @functools.cached_property
     def trained_parameters(self) -> int:
         """Number of trainable parameters (elements)."""
-        return sum(tensor.elements * tensor.count for tensor in self.tensors if tensor.trained)
+        return sum(param.elements for param in self.trained_params)
 
     @property
     def frozen_parameters(self) -> int:
         """Number of frozen parameters (elements)."""
         return self.parameters - self.trained_parameters
 
-    @property
+    @functools.cached_property
     def largest(self) -> int:
-        """Number of elements of the largest tensor."""
-        return max(tensor.elements for tensor in self.tensors)
+        """Number of elements of the largest parameter."""
+        return max(param.elements for param in self.params)
 
-    @property
+    @functools.cached_property
     def largest_trained(self) -> int:
-        """Number of elements of the largest trainable tensor."""
-        return max(tensor.elements for tensor in self.tensors if tensor.trained)
+        """Number of elements of the largest trainable parameter."""
+        return max(param.elements for param in self.trained_params)
 
 
-# LoRA: adapters are additional tensors of a shape, and all others are frozen, as in study/workloads/architecture.py.
+# LoRA: adapters are additional parameters of a shape, and all others are frozen, as in study/workloads/architecture.py.
 # peft's "all-linear" adds two matrices to every linear layer, A (rank x in) and B (out x rank), in the weights' type.
 # The output layer of a language model has none, and a classifier's new output layer is trained in full.
 INFIX = ".lora_"
-_WITHOUT_ADAPTERS = (
-    "wte", "wpe", "word_embeddings", "position_embeddings", "token_type_embeddings", "embed_tokens", "embed_in",
-    "lm_head", "classifier",
-)  # fmt: skip
 
 
+@functools.lru_cache(maxsize=64)
 def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
     """Return the shape with LoRA adapters of a rank and frozen base weights; UserError if the rank is below 1."""
     if rank < 1:
@@ -174,21 +145,26 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
         from study.predictor.live import live_shape
 
         return live_shape(shape.name, json.loads(shape.document), rank)
-    tensors = list[TensorShape]()
-    # Each module's adapters follow its tensors.
-    for module, group in itertools.groupby(shape.tensors, key=lambda tensor: tensor.name.rpartition(".")[0]):
-        base = [dataclasses.replace(tensor, trained=module == "classifier") for tensor in group]
-        tensors += base
-        matrix = base[0]
-        if matrix.elements == matrix.rows or module in _WITHOUT_ADAPTERS:
+    params = list[Parameter]()
+    # Each module's adapters follow its parameters.
+    for (place, module), group in itertools.groupby(
+        shape.params, key=lambda param: (param.place, param.name.rpartition(".")[0])
+    ):
+        matrix, *biases = (
+            dataclasses.replace(param, index=len(params) + number, trained=module == "classifier")
+            for number, param in enumerate(group)
+        )
+        params += [matrix, *biases]
+        # Outside the layers only BERT's pooler is a linear layer with adapters.
+        if matrix.elements == matrix.rows or not (0 <= place < shape.layers or module == "pooler"):
             continue
         out, columns_in = matrix.rows, matrix.elements // matrix.rows
         if shape.table.transposed:
             out, columns_in = columns_in, out
         for letter, rows, columns in (("A", rank, columns_in), ("B", out, rank)):
             name = f"{module}{INFIX}{letter}.weight"
-            tensors.append(TensorShape(name, rows * columns, matrix.count, matrix.in_layer, rows=rows))
-    return dataclasses.replace(shape, tensors=tuple(tensors), lora_rank=rank)
+            params.append(Parameter(len(params), name, rows * columns, rows, place, regathered=matrix.regathered))
+    return dataclasses.replace(shape, params=tuple(params), lora_rank=rank)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -227,14 +203,7 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
 }
-# Activations in transformers' ACT2FN; it raises KeyError for others.
-_ACTIVATIONS = (
-    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
-    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
-    "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
-)  # fmt: skip
 _MAX_SIZE = 2**31 - 1
-_TIED = {"true": True, "false": False, "1": True, "0": False}
 _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "type")
 
 
@@ -326,9 +295,6 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     )
     inner = check_size("inner", inner)
     check_depth(layers, name)
-    for key in ("hidden_act", "activation_function", "hidden_activation"):
-        if get.get(key, "gelu") not in _ACTIVATIONS:
-            raise UserError(f"{name}: {key} is {clip(get[key])}", f"use one of {', '.join(_ACTIVATIONS)}")
     key_value_heads = check_size("num_key_value_heads", get.get("num_key_value_heads") or heads)
     if heads % key_value_heads:
         raise UserError(f"{name}: {key_value_heads} key heads do not divide {heads} heads", "use key heads that do")
@@ -336,7 +302,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     if hidden % heads and "head_dim" not in get:
         raise UserError(f"{name}: {heads} heads do not divide a width of {hidden}", "use heads that do")
     tied = get.get("tie_word_embeddings", family.tied)
-    if type(tied) is not bool:
+    if tied not in (True, False):
         raise UserError(f"{name}: tie_word_embeddings is {clip(tied)}", "use true or false")
     positions = _positions(get)
     positions = None if positions is None else check_size("max_position_embeddings", positions)
@@ -345,31 +311,50 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         "h": hidden, "3h": 3 * hidden, "inner": inner, "vocabulary": vocabulary, "query": heads * head_dim,
         "key_value": key_value_heads * head_dim, "head_dim": head_dim, "positions": positions or 0, "two": 2,
         "types": get.get("type_vocab_size", 0),
-    }  # fmt: skip
-    biases = {
+        # Whether there are biases.
         "+": True, "+attention": bool(get.get("attention_bias", family.attention_bias)),
         "+mlp": bool(get.get("mlp_bias", False)),
     }  # fmt: skip
-    tensors = list[TensorShape]()
-    # Rows of the family's table: before the layers, in each layer, and after them.
-    for text, count in zip(family.parameters, (1, layers, 1), strict=True):
-        in_layer = text is family.parameters[1]
-        for row in text.split(", "):
-            module, *words = row.split()
-            has_bias = words[-1] in biases and biases[words.pop()]
-            dimensions = [sizes[word] for word in words]
-            tensors.append(TensorShape(f"{module}.weight", math.prod(dimensions), count, in_layer, rows=dimensions[0]))
-            if has_bias:
-                out = dimensions[-1 if family.transposed else 0]
-                tensors.append(TensorShape(f"{module}.bias", out, count, in_layer, rows=out))
-    if tied:
-        tensors = [tensor for tensor in tensors if tensor.name != "lm_head.weight"]
+    is_tied = bool(tied) and not is_classifier
     return ModelShape(
         name=name, model_type=model_type, family="sequence-classification" if is_classifier else "causal-lm",
         layers=layers, hidden=hidden, inner=inner, heads=heads, key_value_heads=key_value_heads, head_dim=head_dim,
-        vocabulary=vocabulary, gated=family.gated, tied=tied and not is_classifier, tensors=tuple(tensors),
-        positions=positions,
+        vocabulary=vocabulary, gated=family.gated, tied=is_tied, positions=positions,
+        params=_parameters(model_type, layers, bool(tied), tuple(sizes.items())),
+        document=json.dumps({**architecture, "model_type": model_type, "n_inner": inner}),
+        # Positions and types, of 8 bytes each.
+        buffer_bytes=2 * 8 * (positions or 0) if is_classifier else 0,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(
+    model_type: str, layers: int, tied: bool, sizes_by_name: tuple[tuple[str, int], ...]
+) -> tuple[Parameter, ...]:
+    """Return the parameters by the family's table; cached, since many records are of one model."""
+    family, sizes = FAMILIES[model_type], dict(sizes_by_name)
+
+    def tensors(text: str) -> Iterator[tuple[str, int, int]]:
+        """Yield name, elements and rows of the parameters in a text of the table."""
+        for row in text.split(", "):
+            module, *words = row.split()
+            has_bias = words[-1].startswith("+") and sizes[words.pop()]
+            dimensions = [sizes[word] for word in words]
+            if not (tied and module == "lm_head"):
+                yield f"{module}.weight", math.prod(dimensions), dimensions[0]
+            if has_bias:
+                out = dimensions[-1 if family.transposed else 0]
+                yield f"{module}.bias", out, out
+
+    before, inside, after = (list(tensors(text)) for text in family.parameters)
+    placed = [(BEFORE, before), *((layer, inside) for layer in range(layers)), (layers, after)]
+    entries = ((place, *tensor) for place, placed_tensors in placed for tensor in placed_tensors)
+    # A tied embedding is in FSDP2's root, which stays gathered; BERT has no head to be tied.
+    is_group = not tied or model_type == "bert"
+    return tuple(
+        Parameter(index, name, elements, rows, place, regathered=0 <= place < layers or (index == 0 and is_group))
+        for index, (place, name, elements, rows) in enumerate(entries)
+    )
 
 
 def _positions(get: Mapping[str, Any]) -> Any:
@@ -430,13 +415,12 @@ def _shape_of_words(text: str) -> ModelShape:
         "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions",
         "head_dim": "head_dim", "tied": "tie_word_embeddings",
     }  # fmt: skip
-    architecture: dict[str, Any] = {
-        keys[word]: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()
-    }
-    if (tied := words.get("tied")) is not None:
-        if tied not in _TIED:
-            raise UserError(f"tied={tied[:20]} in the sizes is neither true nor false", "use one of the two")
-        architecture["tie_word_embeddings"] = _TIED[tied]
+    architecture: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    for word, value in words.items():
+        try:
+            architecture[keys[word]] = json.loads(value)
+        except ValueError:
+            architecture[keys[word]] = value
     if isinstance(hidden := architecture[keys["hidden"]], int):
         architecture.setdefault("intermediate_size", 4 * hidden)
     return shape_of_architecture(text, model_type, architecture)

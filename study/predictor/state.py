@@ -6,6 +6,7 @@ No rank has more than rank 0. The rules are those of deepspeed 0.19, torch's DDP
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -14,7 +15,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
-from study.predictor.shape import ModelShape, Parameter, TensorShape
+from study.predictor.shape import ModelShape, Parameter
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
 MIN_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
@@ -76,8 +77,7 @@ def _unsharded(request: Request, waiting: bool) -> State:
         # hsdp shards within each of several replica groups.
         ranks = request.ranks_per_replica or ranks
         stored, trained = (
-            sum(math.ceil(param.rows / ranks) * (param.elements // param.rows) for param in params)
-            for params in (shape.params, shape.trained_params)
+            sum(param.shard_by_rows(ranks) for param in params) for params in (shape.params, shape.trained_params)
         )
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     adapted = request.adapter_bytes
@@ -157,20 +157,16 @@ def _stage3(request: Request, waiting: bool) -> State:
 def _swapped_params(request: Request) -> Sequence[Parameter]:
     """Return stage 3's parameters on NVMe: the first sub-groups, up to max_in_cpu elements of a rank, stay in host
     memory (_create_fp16_partitions_with_defragmentation in stage3.py)."""
-    params, ranks, most = request.shape.params, request.box.ranks, request.settings.max_in_cpu
-    in_memory, offset, group = set[Parameter](), 0, list[Parameter]()
-    for param in request.shape.trained_params:
-        group.append(param)
-        size = sum(math.ceil(item.elements / ranks) for item in group)
-        if size >= request.settings.sub_group_size or param is request.shape.trained_params[-1]:
-            in_memory |= set(group) if offset + size <= most else set()
-            offset, group = offset + size, []
-    return [param for param in params if param not in in_memory]
+    in_memory, elements = set[Parameter](), 0
+    for group in _sub_group_params(request):
+        elements += shard_elements(request, group)
+        in_memory |= set(group) if elements <= request.settings.max_in_cpu else set()
+    return [param for param in request.shape.params if param not in in_memory]
 
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
     """Return the bytes of shards that are large enough for NVMe."""
-    sizes = [math.ceil(param.elements / request.box.ranks) * width for param in params]
+    sizes = [shard_elements(request, [param]) * width for param in params]
     return float(sum(size for size in sizes if size >= MIN_SWAPPED_BYTES))
 
 
@@ -272,15 +268,22 @@ def persistent_params(request: Request) -> list[Parameter]:
     return persistent
 
 
-def sub_groups(request: Request) -> list[int]:
-    """Return the shard elements of each sub-group (stage3.py, _create_fp16_sub_groups)."""
-    groups, current, ranks, largest = list[int](), 0, request.box.ranks, request.settings.sub_group_size
+def _sub_group_params(request: Request) -> Iterator[list[Parameter]]:
+    """Yield the parameters of each sub-group (stage3.py, _create_fp16_sub_groups)."""
+    group, elements = list[Parameter](), 0
     for param in request.shape.trained_params:
-        current += math.ceil(param.elements / ranks)
-        if current >= largest:
-            groups.append(current)
-            current = 0
-    return [*groups, current] if current else groups
+        group.append(param)
+        elements += math.ceil(param.elements / request.box.ranks)
+        if elements >= request.settings.sub_group_size:
+            yield group
+            group, elements = [], 0
+    if group:
+        yield group
+
+
+def sub_groups(request: Request) -> list[int]:
+    """Return the shard elements of each sub-group."""
+    return [shard_elements(request, group) for group in _sub_group_params(request)]
 
 
 def unshards(request: Request) -> bool:
@@ -294,20 +297,25 @@ def unshards(request: Request) -> bool:
 _LARGE, _LARGE_LAYERS = 2**50, 2**10
 
 
+@functools.cache
+def _large_shape(trained: bool) -> ModelShape:
+    elements = _LARGE // _LARGE_LAYERS
+    params = tuple(Parameter(layer, "weight", elements, elements, layer, trained) for layer in range(_LARGE_LAYERS))
+    return ModelShape(
+        name="large", model_type="llama", family="causal-lm", layers=_LARGE_LAYERS, hidden=1, inner=1, heads=1,
+        key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, params=params,
+    )  # fmt: skip
+
+
 def bytes_per_parameter(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> State:
     """Return the state of one rank per parameter of the full model, with the strategy's overrides; of frozen weights if
     not `trained`."""
-    elements = _LARGE // _LARGE_LAYERS
-    weights = (TensorShape("weights.weight", elements, _LARGE_LAYERS, in_layer=True, rows=elements, trained=trained),)
-    shape = ModelShape(
-        name="large", model_type="llama", family="causal-lm", layers=_LARGE_LAYERS, hidden=1, inner=1, heads=1,
-        key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
-    )  # fmt: skip
     request = Request(
-        shape, strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
-    )
+        _large_shape(trained), strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision),
+        False, "sdpa",
+    )  # fmt: skip
     state = predict_state(request, unreduced=False)
-    return State(**{name: size / shape.parameters for name, size in dataclasses.asdict(state).items()})
+    return State(**{name: size / _LARGE for name, size in dataclasses.asdict(state).items()})
 
 
 # Formulas of the ZeRO paper (Rajbhandari et al., SC20, sections 3 and 7 and Table 1).

@@ -264,7 +264,7 @@ def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: fl
 def _traced_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:
     """Return seconds of both passes from traced FLOPs: products at the rate, fused attention and memory traffic as in
     the families of the table."""
-    shape, traced, width = request.shape, live.trace(request), request.computing_bytes
+    shape, traced, width = request.shape, activations.trace(request), request.computing_bytes
     loose_bytes = 4 if request.precision in ("bf16", "fp16") and request.autocast else width
     widths = shape.layers * (_HIDDEN_PASSES_GATED * shape.hidden + _INNER_PASSES_GATED * shape.inner)
     traffic = (constants.compiled_traffic if request.compiled else constants.eager_traffic) * widths * loose_bytes

@@ -10,9 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+from study.config.errors import UserError
 from study.predictor import live
 from study.predictor.families import Tree
 from study.predictor.request import Request
@@ -51,69 +54,99 @@ class _Node:
 @functools.lru_cache(maxsize=64)
 def module_call_order(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Return the calls of the forward and the backward pass; a recomputed layer repeats its forward calls."""
-    if isinstance(shape, live.LiveShape):
-        return _live_call_order(shape, recomputes)
+    root, layers = _live_tree(shape) if isinstance(shape, live.LiveShape) else _table_tree(shape)
+    # With gradient checkpointing transformers makes the word embedding's output require a gradient.
+    without = set[int]() if recomputes else _without_gradient(root.calls())
+    backward = [call for call in root.calls(backward=True) if id(call) not in without]
+    if recomputes and shape.lora_rank:
+        backward = list(_recomputing_frozen(backward, {place: layer.calls() for place, layer in layers.items()}))
+    elif recomputes:
+        repeated = {id(layer.call): layer.calls() for layer in layers.values()}
+        backward = [step for call in backward for step in (*repeated.get(id(call), ()), call)]
+    return tuple(root.calls()), tuple(backward)
+
+
+def _table_tree(shape: ModelShape) -> tuple[_Node, dict[int, _Node]]:
+    """Return the module calls of a forward pass by the table of families, and the layers among them."""
     owned: dict[tuple[int, str], list[Parameter]] = {}
     for param in shape.params:
         owned.setdefault((param.place, param.name.rpartition(".")[0]), []).append(param)
 
     def node(tree: str | Tree, place: int) -> _Node:
-        if isinstance(tree, str):
-            leaf = _Node(Call(place, tuple(owned.get((place, tree), ()))))
-            adapters = [owned.get((place, f"{tree}{INFIX}{letter}"), ()) for letter in "AB"]
-            if not all(adapters):
-                return leaf
-            # peft wraps the model's layer; its dropout is a module, too.
-            parts = (leaf, _Node(Call(place, ())), *(_Node(Call(place, tuple(params))) for params in adapters))
-            return _Node(Call(place, ()), parts)
-        return _Node(Call(place, ()), tuple(node(child, place) for child in tree))
+        if not isinstance(tree, str):
+            return _Node(Call(place, ()), tuple(node(child, place) for child in tree))
+        leaf = _Node(Call(place, tuple(owned.get((place, tree), ()))))
+        adapters = [owned.get((place, f"{tree}{INFIX}{letter}"), ()) for letter in "AB"]
+        if not all(adapters):
+            return leaf
+        # peft wraps the model's layer; its dropout is a module, too.
+        parts = (leaf, _Node(Call(place, ())), *(_Node(Call(place, tuple(params))) for params in adapters))
+        return _Node(Call(place, ()), parts)
 
     (before, layer, after), end = shape.table.calls, shape.layers
-    layers = tuple(node(layer, number) for number in range(shape.layers))
-    inside = (*(node(tree, BEFORE) for tree in before), *layers, *(node(tree, end) for tree in after))
+    layers = {number: node(layer, number) for number in range(shape.layers)}
+    inside = (*(node(tree, BEFORE) for tree in before), *layers.values(), *(node(tree, end) for tree in after))
     if shape.family == "sequence-classification":
         heads: tuple[_Node, ...] = (node("-", end), node("classifier", end))
     else:
         # A tied head uses the embedding's parameter.
         tied = owned[BEFORE, str(before[0])] if shape.tied else []
         heads = (_Node(Call(end, (*tied, *owned.get((end, "lm_head"), ())))),)
-    return _ordered(shape, _Node(Call(end, ()), (_Node(Call(end, ()), inside), *heads)), layers, recomputes)
+    return _Node(Call(end, ()), (_Node(Call(end, ()), inside), *heads)), layers
 
 
-def _live_call_order(shape: live.LiveShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-    """Return the traced calls, in each direction."""
-    layers: dict[int, _Node] = {}
+def _live_tree(shape: live.LiveShape) -> tuple[_Node, dict[int, _Node]]:
+    """Return the traced module calls of a forward pass, and the layers among them; in the model's order if it cannot be
+    traced."""
+    owners, units = shape.survey["owners"], {unit: place for place, unit in enumerate(shape.survey["units"])}
+    options = {"mode": "engine", "dropout": False, "fused": shape.survey["fused"], "cuda": True,
+               "length": min(64, shape.positions or 64)}  # fmt: skip
+    try:
+        answer = live.answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+        # The towers of images are called before the model.
+        *towers, (_, called, _) = answer["calls"][1]
+        traced, kinds = ["", [*towers, *called], False], answer["kinds"]
+    except UserError:
+        raise
+    except Exception:  # Any class of transformers, on tensors without data.
+        traced, kinds = ["", [], False], {}
+    layers, used = dict[int, _Node](), set[int]()
 
-    def node(module: live.Module) -> _Node:
-        children, place = tuple(map(node, module.children)), module.unit
+    def node(entry: Any, source: str = "", target: str = "", unit: int | None = None) -> _Node:
+        name, children, is_leaf = entry
+        name = target + name[len(source) :]
+        unit = units.get(name, unit)
+        inside = [numbers for owner, numbers in owners.items() if f"{owner}.".startswith(f"{name}.")] if is_leaf else []
+        indexes = dict.fromkeys(index for numbers in (owners.get(name, ()), *inside) for index in numbers)
+        used.update(indexes)
+        inner, done = list[_Node](), set[str]()
+        for child in children:
+            listed = child[0].rpartition(".")[0]
+            if source or child[0] not in units:
+                inner.append(node(child, source, target, unit))
+            elif listed not in done:
+                # The layers of a list follow each other, each as the remaining one of its kind.
+                done.add(listed)
+                entries = {entry[0]: entry for entry in children}
+                inner += [node(entries[kind], kind, layer) for layer, kind in kinds.items()
+                          if layer.rpartition(".")[0] == listed and kind in entries]  # fmt: skip
+        params, place = tuple(shape.params[index] for index in indexes), unit
         if place is None:
             # Modules called after all layers use their parameters there, even those of a tied embedding.
-            places = [param.place for param in module.params]
-            place = shape.layers if not places or len(layers) == shape.layers else places[0]
-        call_node = _Node(Call(place, module.params), children)
-        if module.unit is not None:
-            layers[module.unit] = call_node
+            place = shape.layers if not params or len(layers) == shape.layers else params[0].place
+        call_node = _Node(Call(place, params), tuple(inner))
+        if unit is not None:
+            layers[unit] = call_node
         return call_node
 
-    root = node(live.call_tree(shape))
-    return _ordered(shape, root, [layers[place] for place in sorted(layers)], recomputes)
-
-
-def _ordered(
-    shape: ModelShape, root: _Node, layers: Sequence[_Node], recomputes: bool
-) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-    """Return the calls of both passes, with the repeated ones of recomputed layers."""
-    # With gradient checkpointing transformers makes the word embedding's output require a gradient.
-    without = set[int]() if recomputes else _without_gradient(root.calls())
-    backward = [call for call in root.calls(backward=True) if id(call) not in without]
-    if recomputes and shape.lora_rank:
-        backward = list(
-            _recomputing_frozen(backward, {layer_node.call.place: layer_node.calls() for layer_node in layers})
-        )
-    elif recomputes:
-        repeated = {id(layer_node.call): layer_node.calls() for layer_node in layers}
-        backward = [step for call in backward for step in (*repeated.get(id(call), ()), call)]
-    return tuple(root.calls()), tuple(backward)
+    root = node(traced)
+    # A tower that cannot be traced is called in the order of its modules.
+    missing = [
+        _Node(Call(params[0].place, params))
+        for numbers in owners.values()
+        if (params := tuple(shape.params[index] for index in numbers if index not in used))
+    ]
+    return _Node(root.call, (*missing, *root.children)), layers
 
 
 def _recomputing_frozen(backward: Sequence[Call], layers: dict[int, list[Call]]) -> Iterator[Call]:

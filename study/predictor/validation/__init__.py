@@ -140,16 +140,11 @@ def score(row: Measurement) -> dict[str, Any]:
 
 
 FILE = Path(__file__).with_name("published.yaml")
-# Keys of the page's trainer, which are fields of Request.
-_OF_TRAINER = (
-    "attention", "autocast", "fused_loss", "dropout", "compiled", "optimizer", "step_copies", "pure", "chunked_loss",
-    "expandable_segments", "checkpoint_every",
-)  # fmt: skip
-_KEYS = {
-    "model", "box", "strategy", "precision", "sequence", "micro_batch", "accumulation", "checkpointing", "override",
-    "device", "network_gb_per_s", "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib", "memory_mib",
-    "memory_bytes", "memory_kind", "context_mib", "fits", "out_of_memory", "use", "use_memory", "url", "refuse",
-    *_OF_TRAINER,
+# Keys that are not fields of Request under the same name and with the same value.
+_CONVERTED = {
+    "model", "box", "strategy", "sequence", "checkpointing", "override", "device", "network_gb_per_s",
+    "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib", "memory_mib", "memory_bytes", "memory_kind",
+    "context_mib", "fits", "out_of_memory", "use", "use_memory", "url", "refuse",
 }  # fmt: skip
 
 
@@ -177,7 +172,6 @@ def _document() -> dict[str, Any]:
 
 
 def _measured(source: str, row: Mapping[str, Any]) -> Measurement:
-    assert row.keys() <= _KEYS, f"unknown keys in {source}: {row.keys() - _KEYS}"
     box, strategy = to_box(str(row["box"])), read_strategy(row["strategy"])
     box = dataclasses.replace(
         box, device=dataclasses.replace(box.device, **row.get("device", {})),
@@ -188,9 +182,8 @@ def _measured(source: str, row: Mapping[str, Any]) -> Measurement:
         strategy = dataclasses.replace(strategy, deepspeed=apply_overrides(strategy.deepspeed, row["override"]))
     request = Request(
         shape=model_shape(_document()["models"][row["model"]]), strategy=strategy, box=box,
-        sequence_length=row["sequence"], micro_batch=row["micro_batch"], accumulation=row["accumulation"],
-        precision=row["precision"], gradient_checkpointing=row["checkpointing"] is True,
-        **{name: row[name] for name in _OF_TRAINER if name in row},
+        sequence_length=row["sequence"], gradient_checkpointing=row["checkpointing"] is True,
+        **{name: value for name, value in row.items() if name not in _CONVERTED},
     )  # fmt: skip
     units = {"memory_gib": GIB, "memory_mib": 2**20, "memory_bytes": 1.0}
     selective = row["checkpointing"] == "selective"
