@@ -158,7 +158,7 @@ def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
     document = read_json("advise", "Qwen/Qwen2.5-7B-Instruct", "4090", "--peft", "lora")
     rows = {row["strategy"]: row for row in document["strategies"]}
     assert document["recommended"] == "single"
-    assert rows["single"]["loads_in_16_bits"]
+    assert (rows["single"]["loads_in_16_bits"], rows["single"]["precision"]) == (True, "bf16")
     # Frozen weights of 2 bytes; adapters, their gradients and moments of 4, 4 and 8.
     adapters = document["trained_parameters"]
     weights = 2 * (document["parameters"] - adapters) + 4 * adapters

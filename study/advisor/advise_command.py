@@ -144,7 +144,7 @@ def _entry(option: Option) -> dict[str, Any]:
     return {
         "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_safe, "why": option.why,
         "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
-        "gradient_checkpointing": request.gradient_checkpointing, "precision": request.precision,
+        "gradient_checkpointing": request.gradient_checkpointing, "precision": predict_command.precision_name(request),
         "loads_in_16_bits": request.pure,
         "device_bytes": device_bytes(memory), "peak_reserved": dataclasses.asdict(memory.peak_reserved),
         "device_parts": dict(memory.device_parts),
@@ -334,7 +334,7 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
             "parallelism_config_dp_shard_size": shards,
         }
     if request.strategy.deepspeed is None:
-        document["mixed_precision"] = "no" if request.precision == "fp32" else request.precision.removesuffix("-engine")
+        document["mixed_precision"] = "no" if request.precision == "fp32" else predict_command.precision_name(request)
     else:
         inner = outer.with_suffix(".json")
         settings: dict[str, Any] = copy.deepcopy(dict(request.strategy.deepspeed))

@@ -142,6 +142,11 @@ def precision_under(strategy: Strategy, precision: str) -> Precision:
     return cast(Precision, f"{precision}-engine" if has_own and precision != "fp32" else precision)
 
 
+def precision_name(request: Request) -> str:
+    """Return the precision as programs name it: a model that is loaded in 16 bits is predicted as an engine's."""
+    return request.precision if request.strategy.deepspeed else request.precision.removesuffix("-engine")
+
+
 def usual_precision(box: Hardware) -> str:
     """Return the default precision of the hardware."""
     if box.is_cpu_only:
@@ -234,7 +239,7 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
         "model": request.shape.name, "parameters": request.shape.parameters,
         "trained_parameters": request.shape.trained_parameters, "lora_rank": request.shape.lora_rank,
         "strategy": request.strategy.name, "hardware": request.box.name, "ranks": request.box.ranks,
-        "precision": request.precision, "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
+        "precision": precision_name(request), "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
         "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
         "chunked_loss": request.chunked_loss,
         "fits": None if memory.missing else prediction.fits, "missing": memory.missing,
@@ -282,7 +287,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
     yield f"{_verdict(prediction)}\n"
     yield (
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
-        f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}), {request.precision}{state},\n"
+        f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}), {precision_name(request)}{state},\n"
         f"{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{', chunked loss' if request.chunked_loss else ''}"
     )
