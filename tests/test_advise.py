@@ -499,6 +499,23 @@ def test_a_strategy_that_fits_with_checkpointing_alone_says_so() -> None:
     assert f"; with --gradient_checkpointing {rounded(recomputed)} GiB; predicted" in verdict
 
 
+def test_a_micro_batch_of_dpo_is_given_in_pairs_below_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sequence is a sample of the model: two of them have twice the activations."""
+    words, activations = ("llama-3.1-8b", "8xH100", "--with_reference"), []
+    for size, text in (("1", "half a pair"), ("2", "1 pair"), ("3", "1.5 pairs")):
+        flags = ("--strategy", "fsdp2", "--micro_batch", size)
+        assert f"DPO: micro-batch {size} is {text}: " in run_command("predict", *words, *flags)[1].splitlines()[1]
+        activations.append(read_json("predict", *words, *flags)["memory"]["device_parts"]["activations"])
+    assert activations[1] == pytest.approx(2 * activations[0], rel=0.01)
+    advised = print_page(*words).splitlines()
+    # The verdict has two lines here.
+    assert advised[2].startswith(f"DPO: micro-batch {re.findall(r'micro-batch ([0-9]+),', advised[0])[0]} is ")
+    explained = ["explain", str(ROOT / "accelerate_configs/zero3.yaml"), "llama-3.1-8b", "--with_reference"]
+    assert main(explained) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("DPO: micro-batch 1 is half a pair: ")
+    assert "DPO" not in run_command("predict", "llama-3.1-8b", "8xH100", "--strategy", "fsdp2")[1]
+
+
 def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
     """DDP with accumulation keeps gradients in memory together with the activations."""
     question = AdviceRequest(

@@ -161,7 +161,9 @@ def _page(
 ) -> Iterator[str | TextTable]:  # fmt: skip
     question, best = advice.question, advice.best
     shape, box = question.shape, question.box
-    yield f"{_verdict(advice)}\n"
+    yield _verdict(advice)
+    yield from predict_command.pair_notes(best.request) if best else ()
+    yield ""
     batch = "" if question.global_batch is None else f"global batch {question.global_batch}, "
     count = f"{shape.parameters / 1e9:.3g} B" if shape.parameters >= 1e8 else f"{shape.parameters / 1e6:.3g} M"
     yield (

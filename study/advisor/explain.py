@@ -14,7 +14,7 @@ from typing import Any
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_files, in_file
 from study.advisor.explain_findings import findings
-from study.advisor.predict_command import add_optimizer, precision_under, usual_precision
+from study.advisor.predict_command import add_optimizer, pair_notes, precision_under, usual_precision
 from study.advisor.user_settings import OFFLOADS, ZERO, known_settings, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
@@ -230,6 +230,7 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
         # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
         verdict = f"Ends with an error: {', '.join(wrong)}. Without that: {verdict}"
     yield verdict
+    yield from pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     yield f"{case.file.name}: {engine}, {request.precision}{unset}, {ranks}"

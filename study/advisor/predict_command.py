@@ -179,6 +179,14 @@ def workload_text(request: Request) -> str:
     return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {checkpointing}"
 
 
+def pair_notes(request: Request) -> Iterator[str]:
+    """Yield how many pairs of DPO a micro-batch has, if there is a reference model."""
+    if request.reference_model:
+        count = {1: "half a pair", 2: "1 pair"}.get(request.micro_batch, f"{request.micro_batch / 2:g} pairs")
+        counts = "it counts sequences, and TRL's per_device_train_batch_size counts pairs"
+        yield f"DPO: micro-batch {request.micro_batch} is {count}: {counts}"
+
+
 def _request(options: argparse.Namespace) -> Request:
     check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
     strategy = read_strategy(options.strategy)
@@ -239,9 +247,9 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
         "model": request.shape.name, "parameters": request.shape.parameters,
         "trained_parameters": request.shape.trained_parameters, "lora_rank": request.shape.lora_rank,
         "strategy": request.strategy.name, "hardware": request.box.name, "ranks": request.box.ranks,
-        "precision": precision_name(request), "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
-        "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
-        "chunked_loss": request.chunked_loss,
+        "precision": precision_name(request), "sequence_length": request.sequence_length,
+        "micro_batch": request.micro_batch, "accumulation": request.accumulation,
+        "gradient_checkpointing": request.gradient_checkpointing, "chunked_loss": request.chunked_loss,
         "fits": None if memory.missing else prediction.fits, "missing": memory.missing,
         "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced, "time": dataclasses.asdict(prediction.time),
@@ -284,11 +292,13 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
     # FSDP2 sums the gradients of micro-batches in the precision of computation.
     kinds = "weights" if request.strategy.is_fsdp else "weights and gradients"
     state = f" ({kinds} {base if request.weight_bytes == 2 else 'fp32'})" if base != "fp32" else ""
-    yield f"{_verdict(prediction)}\n"
+    yield _verdict(prediction)
+    yield from pair_notes(request)
+    yield ""
     yield (
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
-        f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}), {precision_name(request)}{state},\n"
-        f"{workload_text(request)}, {request.sequence_length} tokens per sample"
+        f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
+        f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{', chunked loss' if request.chunked_loss else ''}"
     )
     yield from _parts(prediction, traced)
