@@ -27,8 +27,8 @@ from study.advisor.explain import (
     sub_groups_on_host,
 )
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
-from study.advisor.explain_findings import ENGINES_OPTIMIZERS, TORCHS_OPTIMIZERS, findings
-from study.advisor.user_settings import OFFLOADS, SAID_TWICE, SECTIONS, ZERO, known_settings, read_entry, read_user_file
+from study.advisor.explain_findings import findings
+from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_entry, read_user_file
 from study.cli import main
 from study.config.errors import UserError
 from study.predictor.memory import predict_memory
@@ -160,9 +160,9 @@ def test_the_keys_of_accelerate_and_the_optimizers_are_listed() -> None:
     assert set(KNOWN["accelerate"]) == {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16"}
     flags = {action.dest for action in launch_command_parser()._actions if action.dest.startswith("fsdp_")}
     assert set(KNOWN["fsdp"]) == flags | {"fsdp_ignored_modules"}
-    assert set(ENGINES_OPTIMIZERS) == set(DEEPSPEED_OPTIMIZERS)
+    assert set(KNOWN["optimizers"]["engine"]) == set(DEEPSPEED_OPTIMIZERS)
     torchs = {name for name, member in vars(torch.optim).items() if inspect.isclass(member)} - {"Optimizer"}
-    assert set(TORCHS_OPTIMIZERS) == torchs
+    assert set(KNOWN["optimizers"]["torch"]) == torchs
 
 
 def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(tmp_path: Path, capsys: Any) -> None:
@@ -202,7 +202,7 @@ def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(t
     assert capsys.readouterr().out.startswith("Ends with an error: optimizer.params.weight_decy, optimizer.params.max_")
 
 
-@pytest.mark.parametrize("key", sorted(SAID_TWICE))
+@pytest.mark.parametrize("key", KNOWN["set_in_json"])
 def test_keys_that_accelerate_rejects_next_to_a_deepspeed_file_are_refused(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,6 @@ from study.predictor.shape import USUAL_LENGTH, ModelShape, TensorShape
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-# In the order of torch's ShardingStrategy, from 1.
-SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +145,7 @@ def resolve(
         mixed_precision = work.mixed_precision or file.mixed_precision
         if mixed_precision == "fp8":
             findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16: only products are in fp8"))
-        kind = "MULTI_GPU" if read_sharding_strategy(file) == "NO_SHARD" else file.distributed_type
+        kind = "MULTI_GPU" if file.sharding == "NO_SHARD" else file.distributed_type
         name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
         strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
         precision = "bf16" if mixed_precision in ("bf16", "fp8") else "fp16" if mixed_precision == "fp16" else "fp32"
@@ -155,13 +153,12 @@ def resolve(
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
-    words = ("true", "1", "yes", "y", "on", "t")
-    offloads = str(fsdp_settings(file).get("fsdp_offload_params", False)).lower() in words
     request = Request(
         shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
-        optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=strategy.is_fsdp and offloads,
+        optimizer=_optimizer(file, strategy, work, findings),
+        fsdp_offloads=strategy.is_fsdp and bool(file.fsdp and file.fsdp.get("fsdp_offload_params")),
         reference_model=work.reference_model, quantized=work.quantized,
     )  # fmt: skip
     return ConfigCase(file, zero, dict(file.deepspeed or {}), request, tuple(findings))
@@ -175,22 +172,6 @@ def _optimizer(file: UserFile, strategy: Strategy, work: ProgramSettings, findin
         findings.append(Finding("conflict", "optimizer", f"{name} does not step on the host: {REPLACED}"))
         return "adamw"
     return name
-
-
-def fsdp_settings(file: UserFile) -> dict[str, Any]:
-    """Return the FSDP settings under their full names; Accelerate accepts them without the prefix, too."""
-    items = (file.fsdp or {}).items()
-    return {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in items}
-
-
-def read_sharding_strategy(file: UserFile) -> str | None:
-    """Return the sharding strategy of FSDP version 1, whose numbers are translated; None for version 2."""
-    settings = fsdp_settings(file)
-    if file.fsdp is None or str(settings.get("fsdp_version", 1)) != "1":
-        return None
-    # By default the launcher sets FULL_SHARD, so fsdp_reshard_after_forward has no effect.
-    name = str(settings.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
-    return SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
 
 
 def ranks_of_a_batch(top: Mapping[str, Any], ranks: int) -> float:

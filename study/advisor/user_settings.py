@@ -21,19 +21,9 @@ _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
-# Accelerate's types: plain data parallelism on any device, DeepSpeed and FSDP; and two that are not modelled.
-_DISTRIBUTED = (
-    "NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-    "MULTI_NEURON", "DEEPSPEED", "FSDP",
-)  # fmt: skip
-_NOT_PREDICTED = ("XLA", "MEGATRON_LM")
+# In the order of torch's ShardingStrategy, from 1.
+_SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 NOT_MODELLED = "not modelled: the figures are without it"
-# Accelerate ends with an error if these are set in addition to a deepspeed_config_file.
-SAID_TWICE = {
-    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
-    "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
-    "mixed_precision",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +91,7 @@ class UserFile:
     # Dotted names of the settings in the file.
     explicit_keys: tuple[str, ...]
     mixed_precision: str | None = None
+    # Under their full names: Accelerate accepts FSDP's settings without the prefix, too. None without FSDP.
     fsdp: Mapping[str, Any] | None = None
     num_processes: int | None = None
     # FSDP's number of replicas, and of ranks per replica.
@@ -108,6 +99,17 @@ class UserFile:
     findings: list[Finding] = dataclasses.field(default_factory=list)
     # Ranks of Accelerate's parallelism_config; 1 if it sets none, or leaves them to DeepSpeed.
     mesh_ranks: int = 1
+    # The deepspeed_config of an Accelerate file.
+    plugin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sharding(self) -> str | None:
+        """The sharding strategy of FSDP version 1, whose numbers are those of torch; None for version 2."""
+        if self.fsdp is None or str(self.fsdp.get("fsdp_version", 1)) != "1":
+            return None
+        # By default the launcher sets FULL_SHARD, so fsdp_reshard_after_forward has no effect.
+        name = str(self.fsdp.get("fsdp_sharding_strategy", _SHARDINGS[0])).upper()
+        return _SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
 
 
 @functools.cache
@@ -229,11 +231,12 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
     kind, precision = document.get("distributed_type"), document.get("mixed_precision")
     kind, precision = "NO" if kind is False else kind, "no" if precision is False else precision
-    if kind in _NOT_PREDICTED:
+    modelled = known_settings()["distributed_types"]
+    if kind in ("XLA", "MEGATRON_LM"):
         problem = f"{name} has distributed_type: {kind}, which is not modelled"
-        raise UserError(problem, f"modelled are {', '.join(_DISTRIBUTED)}")
-    if not isinstance(kind, str) or kind not in _DISTRIBUTED:
-        guess = did_you_mean(str(kind).upper(), _DISTRIBUTED) or f"supported are {', '.join(_DISTRIBUTED)}"
+        raise UserError(problem, f"modelled are {', '.join(modelled)}")
+    if not isinstance(kind, str) or kind not in modelled:
+        guess = did_you_mean(str(kind).upper(), modelled) or f"supported are {', '.join(modelled)}"
         findings.append(_refused("distributed_type", "is missing" if kind is None else f"is {clip(kind)}", guess))
         kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
     processes = document.get("num_processes")
@@ -251,9 +254,8 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
     if kind == "DEEPSPEED":
         file = _accelerate_deepspeed(name, document, precision, processes, findings)
     else:
-        has_section = document.get("fsdp_config") is not None
-        section = None if kind != "FSDP" else _section(document, "fsdp_config", findings) if has_section else {}
-        file = UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
+        fsdp = _fsdp(document, findings) if kind == "FSDP" else None
+        file = UserFile(name, "accelerate", kind, None, (), precision, fsdp, processes, mesh, findings)
     file.mesh_ranks = mesh_ranks
     return file
 
@@ -282,18 +284,34 @@ def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tup
 
 
 def _section(document: Mapping[str, Any], key: str, findings: list[Finding]) -> dict[str, Any]:
-    section = document.get(key)
+    section = {} if document.get(key) is None else document[key]
     if isinstance(section, dict) and all(isinstance(setting, str) for setting in section):
         return section
     findings.append(_refused(key, f"is {clip(section)}, which is not a mapping", f"write its settings under {key}"))
     return {}
 
 
+def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
+    """Return FSDP's settings without those that Accelerate refuses (FullyShardedDataParallelPlugin)."""
+    section = _section(document, "fsdp_config", findings).items()
+    settings = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section}
+    known, version = known_settings()["fsdp"], str(settings.get("fsdp_version", 1))
+    for name in [name for name in settings if name not in known]:
+        guess = did_you_mean(name, known, cutoff=0.75)
+        findings.append(Finding("ignored", name, f"Accelerate drops it silently; {guess}".rstrip("; ")))
+    # The launcher's own default of both is true; to it, "false" in quotes is true.
+    if settings.get("fsdp_cpu_ram_efficient_loading", True) and not settings.get("fsdp_sync_module_states", True):
+        message = "Accelerate ends with an error if it is false and fsdp_cpu_ram_efficient_loading is not"
+        findings.append(Finding("refused", "fsdp_sync_module_states", message))
+    entries = {name: entry for name, entry in known.items() if entry.get("version", version) == version}
+    findings += _wrong_values("", settings, entries)
+    return settings
+
+
 def _accelerate_deepspeed(
     name: str, document: dict[str, Any], precision: Any, processes: int | None, findings: list[Finding]
 ) -> UserFile:
-    has_section = document.get("deepspeed_config") is not None
-    plugin, reference = _section(document, "deepspeed_config", findings) if has_section else {}, known_settings()
+    plugin, reference = _section(document, "deepspeed_config", findings), known_settings()
     mapped = reference["accelerate_deepspeed"]
     for key in plugin:
         if key not in mapped:
@@ -313,7 +331,9 @@ def _accelerate_deepspeed(
         only_deepspeeds = list[Finding]()
         settings = _read(inner, only_deepspeeds)
         findings += [dataclasses.replace(finding, kind="refused") for finding in only_deepspeeds]
-        for key in sorted((SAID_TWICE & plugin.keys()) | ({"mixed_precision"} if precision is not None else set())):
+        for key in [
+            key for key in reference["set_in_json"] if key in plugin or (key == "mixed_precision" and precision)
+        ]:
             message = f"Accelerate ends with an error if {inner} is given, too: set it there"
             findings.append(Finding("refused", key, message))
         # explain_case._auto does this for ZeRO's settings.
@@ -334,21 +354,10 @@ def _accelerate_deepspeed(
                    "stage3_gather_16bit_weights_on_model_save": saves},
         }  # fmt: skip
         explicit_keys = tuple(mapped[key] for key in plugin if mapped.get(key))
-    if "zero3_init_flag" in plugin:
-        zero = settings.get(ZERO, {})
-        is_on, is_stage3 = plugin["zero3_init_flag"], isinstance(zero, dict) and zero.get("stage") == 3
-        if is_on and not is_stage3:
-            findings.append(Finding("ineffective", "zero3_init_flag", "is for stage 3"))
-        elif is_stage3 and not is_on:
-            message = "false has no effect: transformers shards each parameter of a stage-3 model as it is created"
-            findings.append(Finding("ineffective", "zero3_init_flag", message))
-    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        if not has_json and plugin.get(key) not in (None, "none"):
-            message = "the launcher does not pass it to ranks: set nvme_path in a DeepSpeed JSON"
-            findings.append(Finding("ignored", key, message))
     file = UserFile(
-        name, "accelerate", "DEEPSPEED", settings, explicit_keys, precision, None, processes, None, findings
-    )
+        name, "accelerate", "DEEPSPEED", settings, explicit_keys, precision, None, processes, None, findings,
+        plugin=plugin,
+    )  # fmt: skip
     check_deepspeed(file)
     return file
 
@@ -378,7 +387,7 @@ _WORDS = {
     "bool": "true or false", "int": "a whole number", "whole": "true, false or a whole number", "float": "a number",
     "number": "a number", "str": "a string", "list": "a list", "dict": "{...}", "none": "no value",
 }  # fmt: skip
-_COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
+COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 _TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
 
 
@@ -429,7 +438,7 @@ def convert(kind: str, value: Any) -> Any:
         )
         if name == "int" and not float(number).is_integer():
             raise ValueError
-        is_valid = all(_COMPARE[bound.rstrip("01")](number, int(bound.lstrip("<>="))) for bound in bounds)
+        is_valid = all(COMPARE[bound.rstrip("01")](number, int(bound.lstrip("<>="))) for bound in bounds)
         if is_valid and (math.isfinite(number) or not is_strict):
             return number if name == "float" else int(number)
     if "|" in name or name == "auto":
