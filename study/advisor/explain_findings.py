@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
-from study.advisor.user_settings import COMPARE, OFFLOADS, ZERO, Finding, known_settings, read_entry, removed
+from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings, read_entry, removed
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
@@ -17,6 +18,8 @@ from study.predictor.memory import predict_memory
 from study.predictor.request import Request
 from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, fits, usable_bytes
+
+_COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
 
 def findings(case: ConfigCase) -> list[Finding]:
@@ -184,15 +187,15 @@ def _flat(section: Mapping[str, Any], place: str = "") -> dict[str, Any]:
 
 
 def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
-    name, operator, *value = condition.split()
+    name, sign, *value = condition.split()
     if name in ("set", "unset"):
-        return (operator in facts["set"]) == (name == "set")
+        return (sign in facts["set"]) == (name == "set")
     fact, text = facts.get(name), str(facts.get(name)).lower()
-    if operator in COMPARE:
+    if sign in _COMPARE:
         # The bound is a number or another fact. "auto" is neither more nor less.
         size, bound = (fact if isinstance(fact, int | float) else math.nan, facts.get(value[0], value[0]))
-        return COMPARE[operator](size, float(bound))
-    return (text in value[0].split("|")) == (operator != "!=")
+        return _COMPARE[sign](size, float(bound))
+    return (text in value[0].split("|")) == (sign != "!=")
 
 
 def _fsdp(case: ConfigCase) -> Iterator[Finding]:

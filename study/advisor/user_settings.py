@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import json
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BeforeValidator, Field, InstanceOf, TypeAdapter, ValidationError, WrapValidator
 
 from study.config.errors import UserError, clip, did_you_mean, first_line, replace_unprintable
 from study.config.yaml_sections import Section, load_package_yaml, read_document
@@ -383,72 +384,46 @@ def removed(key: str, message: str) -> Finding:
     return _refused(key, f"DeepSpeed {release} removed it, and ends with an error", fix, "removed")
 
 
-_WORDS = {
-    "bool": "true or false", "int": "a whole number", "whole": "true, false or a whole number", "float": "a number",
-    "number": "a number", "str": "a string", "list": "a list", "dict": "{...}", "none": "no value",
+_TYPES: dict[str, Any] = {
+    "any": Any, "bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict,
+    "whole": InstanceOf[int], "number": InstanceOf[int] | InstanceOf[float], "none": Literal["left out"],
 }  # fmt: skip
-COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
-_TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
+_BOUNDS = {">": "gt", "<": "lt", ">=": "ge", "<=": "le"}
 
 
-def describe(kind: str) -> str:
-    """Return the values of a type of known_settings.yaml, as text."""
+@functools.cache
+def _reader(kind: str) -> TypeAdapter[Any]:
+    """Return pydantic's reader of a type of known_settings.yaml: DeepSpeed's settings are pydantic models, too."""
+    return TypeAdapter(_hint(kind))
+
+
+def _hint(kind: str) -> Any:
     if "/" in kind:
-        return " or ".join(describe(part) for part in kind.split("/"))
-    name, *bounds = kind.lstrip("~").split()
-    name = name.rstrip("?!#")
-    words = _WORDS.get(name.partition("[")[0]) or " or ".join([", ".join(name.split("|")[:-1]), name.split("|")[-1]])
-    least = {"0": f"{words}, 0 or more", "1": f"{words}, 1 or more"}
-    if bounds[1:]:
-        return f"{words} from 0 to 1"
-    return least[str(int(bounds[0].lstrip(">=")) + (bounds[0] == ">0"))] if bounds else words
+        return Union[tuple(map(_hint, kind.split("/")))]  # noqa: UP007 - known at run time alone
+    marked, *bounds = kind.lstrip("~").split()
+    name, lacks = marked.rstrip("?!#"), [bool] * ("!" in marked) + [str] * ("#" in marked)
+    if name.startswith("list["):
+        hint: Any = list[_hint(name[5:-1])]  # type: ignore[misc]  # a type that is known at run time alone
+    elif name in _TYPES:
+        hint = _TYPES[name]
+    elif name[0].isdecimal():
+        hint = Annotated[Literal[tuple(map(int, name.split("|")))], BeforeValidator(_reader("int").validate_python)]
+    else:
+        hint = Literal[tuple(name.split("|"))]
 
+    def before(value: Any) -> Any:
+        if isinstance(value, tuple(lacks)):
+            raise ValueError(f"Input should be no {type(value).__name__}")
+        if marked.startswith("int!") and isinstance(value, str):
+            return int(value)
+        return value.lower() if kind.startswith("~") and isinstance(value, str) else value
 
-def convert(kind: str, value: Any) -> Any:
-    """Return a value as the engine (pydantic) converts it to a type of known_settings.yaml; raise ValueError."""
-    if "/" in kind:
-        for part in kind.split("/"):
-            try:
-                return convert(part, value)
-            except ValueError:
-                continue
-        raise ValueError
-    name, *bounds = kind.lstrip("~").split()
-    if ("!" in name and isinstance(value, bool)) or ("#" in name and isinstance(value, str)):
-        raise ValueError
-    if (name.endswith("?") and value is None) or (name.endswith("??") and not value):
-        return value
-    is_strict, name = "!" in name, name.rstrip("?!#")
-    name, _, inner = name.removesuffix("]").partition("[")
-    if name == "any" or (
-        name in ("str", "list", "dict") and isinstance(value, {"str": str, "list": list}.get(name, dict))
-    ):
-        return [convert(inner, item) for item in value] if inner else value
-    is_number = isinstance(value, int | float)
-    word = str(int(value) if isinstance(value, float) and value.is_integer() else value).lower()
-    if name == "bool" and word in (*_TRUE, *_FALSE) and value is not None:
-        return word in _TRUE
-    if name in ("number", "whole") and is_number and (name == "number" or isinstance(value, int)):
-        return value
-    if name in ("int", "float") and (is_number or isinstance(value, str)):
-        number = (
-            float(value)
-            if name == "float" or not isinstance(value, str)
-            else int(value if is_strict else value.strip().removesuffix(".0"))
-        )
-        if name == "int" and not float(number).is_integer():
-            raise ValueError
-        is_valid = all(COMPARE[bound.rstrip("01")](number, int(bound.lstrip("<>="))) for bound in bounds)
-        if is_valid and (math.isfinite(number) or not is_strict):
-            return number if name == "float" else int(number)
-    if "|" in name or name == "auto":
-        word = str(convert("int", value)) if name[0].isdecimal() else word
-        choice = (
-            value.lower() if kind.startswith("~") and isinstance(value, str) else word if name[0].isdecimal() else value
-        )
-        if choice in name.split("|"):
-            return int(choice) if choice.isdecimal() else choice
-    raise ValueError
+    limits: dict[str, Any] = {_BOUNDS[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
+    limits |= {"allow_inf_nan": False} if marked.startswith("float!") else {}
+    hint = Annotated[hint, Field(**limits), BeforeValidator(before)]
+    if marked.endswith("??"):
+        return Annotated[hint, WrapValidator(lambda value, read: read(value) if value else value)]
+    return hint | None if marked.endswith("?") else hint
 
 
 def check_deepspeed(file: UserFile) -> None:
@@ -473,7 +448,7 @@ def check_deepspeed(file: UserFile) -> None:
         findings.append(Finding("noted", ZERO, f"a deprecated form, read as stage {settings[ZERO]['stage']}"))
     findings += _wrong_values("", settings, reference["top"])
     if isinstance(settings.get(ZERO), bool):
-        findings.append(_refused(ZERO, f"is {clip(settings.pop(ZERO))}", f"set {describe('dict')}"))
+        findings.append(_refused(ZERO, f"is {clip(settings.pop(ZERO))}", "set a section"))
     if ZERO not in settings:
         if file.launcher == "accelerate":
             findings.append(Finding("refused", ZERO, "Accelerate ends with an error without it"))
@@ -542,7 +517,8 @@ def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any
         if value == "auto" and is_model:
             continue
         try:
-            section[key] = convert(kind, value)
-        except ValueError:
+            section[key] = _reader(kind).validate_python(value)
+        except ValidationError as error:
             del section[key]
-            yield _refused(f"{place}{key}", f"is {clip(value)}", f"set {describe(kind)}")
+            allowed = [item["msg"].partition("Input should be ")[2].partition(", unable")[0] for item in error.errors()]
+            yield _refused(f"{place}{key}", f"is {clip(value)}", f"it should be {' or '.join(filter(None, allowed))}")
