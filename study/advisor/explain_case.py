@@ -119,9 +119,6 @@ def resolve(
         if ranks is not None and ranks > 1:
             problem = f"{file.name} sets distributed_type: NO, which starts one process, and --world_size is {ranks}"
             raise UserError(problem, "leave --world_size out, or set MULTI_GPU in the file")
-        if file.num_processes is not None and file.num_processes > 1:
-            message = f"distributed_type: NO starts one process, not {file.num_processes}"
-            findings.append(Finding("ignored", "num_processes", message))
         ranks = 1
     ranks = ranks or file.num_processes or (hardware.ranks if hardware else None)
     if ranks is None:
@@ -134,17 +131,11 @@ def resolve(
         findings.append(Finding("noted", "num_processes", message))
     if ranks > MAX_JOB_GPUS:
         raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")
-    mesh = file.mesh
-    if file.mesh_ranks not in (1, ranks):
-        message = f"Accelerate ends with an error: its groups are of {file.mesh_ranks} ranks, not {ranks}"
-        findings.append(Finding("refused", "parallelism_config", message))
-        mesh = None
+    mesh = file.mesh if file.mesh_ranks in (1, ranks) else None
     zero: dict[str, Any] = {}
     precision: Precision
     if file.deepspeed is None:
         mixed_precision = work.mixed_precision or file.mixed_precision
-        if mixed_precision == "fp8":
-            findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16: only products are in fp8"))
         kind = "MULTI_GPU" if file.sharding == "NO_SHARD" else file.distributed_type
         name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
         strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
@@ -264,9 +255,8 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
         section = file.deepspeed.get(kind) or (file.deepspeed.get("bfloat16") if kind == "bf16" else None) or {}
         on[kind] = section.get("enabled", False)
     mixed = precision_flag or file.mixed_precision
-    if mixed == "fp8":
-        findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16, which Accelerate uses for it"))
-        mixed = "bf16"
+    # Accelerate uses bf16 for fp8.
+    mixed = "bf16" if mixed == "fp8" else mixed
     open_kinds = [kind for kind, value in on.items() if value == "auto"]
     if open_kinds and mixed is None:
         # A file that leaves only fp16 open was written for fp16, unless it sets bf16.
@@ -283,9 +273,6 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
             findings.append(Finding("refused", f"{second}.enabled", message))
         on[mixed] = True
     autocast = file.deepspeed.get("torch_autocast") or {}
-    if autocast.get("enabled"):
-        if not (on["bf16"] or on["fp16"]):
-            return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
-        message = "the weights have 16 bits already, so there is nothing to cast"
-        findings.append(Finding("conflict", "torch_autocast", message))
+    if autocast.get("enabled") and not (on["bf16"] or on["fp16"]):
+        return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
     return "bf16-engine" if on["bf16"] else "fp16-engine" if on["fp16"] else "fp32"

@@ -25,9 +25,7 @@ _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operato
 def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it."""
     if case.file.deepspeed is None:
-        problem = case.request.strategy.is_fsdp and case.shape.fsdp_refusal
-        refused = [Finding("refused", "fsdp_version", problem)] if problem else []
-        return [*case.findings, *_fsdp(case), *refused, *request_findings(case.request)]
+        return [*case.findings, *_rules(case)]
     results = [
         *case.findings,
         *_ineffective(case),
@@ -125,21 +123,32 @@ def _arguments(case: ConfigCase) -> Iterator[Finding]:
 
 def _rules(case: ConfigCase) -> Iterator[Finding]:
     """Yield a finding for each rule of known_settings.yaml whose conditions all hold."""
-    reference = known_settings()
-    defaults = {key: entry["default"] for key, entry in reference["top"].items() if "default" in entry}
-    top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
-    facts = {**_flat(defaults), **_flat(top), **_flat(case.zero), **_flat(case.file.plugin, "plugin.")}
-    facts |= {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
-    facts |= {"launcher": case.file.launcher, "set": {*case.file.explicit_keys, *_flat(case.top)}}
-    # The engine limits the secondary partition to the number of ranks (groups.py).
-    group, parameters = min(case.zero["zero_hpz_partition_size"], case.ranks), case.shape.parameters
-    facts |= {
-        "shard": -(-case.shape.largest // case.ranks), "largest": case.largest.name,
-        "nvme_weights": case.state.params_nvme, "group": group, "ungrouped_ranks": case.ranks % max(group, 1),
-        "parameters": parameters, "twice_parameters": 2 * parameters,
-        "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
+    file, reference, shape = case.file, known_settings(), case.shape
+    facts: dict[str, Any] = {
+        "launcher": file.launcher, "type": file.distributed_type, "mixed_precision": file.mixed_precision,
+        "num_processes": file.num_processes, "mesh_ranks": file.mesh_ranks, **request_facts(case.request),
     }  # fmt: skip
-    yield from _holding(reference["rules"], facts | request_facts(case.request))
+    if file.deepspeed is None:
+        settings, size = file.fsdp or {}, shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
+        facts |= {
+            **settings, "set": set(settings), "version": settings.get("fsdp_version", 1), "sharding": file.sharding,
+            "refusal": shape.fsdp_refusal, "more": f"up to {format_number(size / GIB)} GiB more",
+        }  # fmt: skip
+        yield from _holding(reference["rules_without_deepspeed"], facts)
+    else:
+        defaults = {key: entry["default"] for key, entry in reference["top"].items() if "default" in entry}
+        top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
+        # The engine limits the secondary partition to the number of ranks (groups.py).
+        group = min(case.zero["zero_hpz_partition_size"], case.ranks)
+        facts = {**_flat(defaults), **_flat(top), **_flat(case.zero), **_flat(file.plugin, "plugin."), **facts} | {
+            **{what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS},
+            "set": {*file.explicit_keys, *_flat(case.top)}, "group": group,
+            "ungrouped_ranks": case.ranks % max(group, 1), "shard": -(-shape.largest // case.ranks),
+            "largest": case.largest.name, "nvme_weights": case.state.params_nvme, "parameters": shape.parameters,
+            "twice_parameters": 2 * shape.parameters,
+            "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
+        }  # fmt: skip
+        yield from _holding(reference["rules"], facts)
     yield from request_findings(case.request, facts)
 
 
@@ -174,7 +183,7 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 def _holding(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
     for kind, key, conditions, says, *rule in rules:
-        if all(_holds(condition, facts) for condition in conditions):
+        if all(_holds(condition.format_map(facts), facts) for condition in conditions):
             message, _, fix = says.format_map(facts).partition(" -> ")
             yield Finding(kind, key, message, fix, rule="".join(rule))
 
@@ -192,21 +201,9 @@ def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
         return (sign in facts["set"]) == (name == "set")
     fact, text = facts.get(name), str(facts.get(name)).lower()
     if sign in _COMPARE:
-        # The bound is a number or another fact. "auto" is neither more nor less.
-        size, bound = (fact if isinstance(fact, int | float) else math.nan, facts.get(value[0], value[0]))
-        return _COMPARE[sign](size, float(bound))
+        # "auto" is neither more nor less than a number.
+        return _COMPARE[sign](fact if isinstance(fact, int | float) else math.nan, float(value[0]))
     return (text in value[0].split("|")) == (sign != "!=")
-
-
-def _fsdp(case: ConfigCase) -> Iterator[Finding]:
-    file, settings = case.file, case.file.fsdp or {}
-    size = case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
-    facts = {
-        **settings, "set": set(settings), "version": settings.get("fsdp_version", 1), "sharding": file.sharding,
-        "type": file.distributed_type, "mesh_ranks": file.mesh_ranks,
-        "more": f"up to {format_number(size / GIB)} GiB more",
-    }  # fmt: skip
-    yield from _holding(known_settings()["fsdp_rules"], facts)
 
 
 def _batch(case: ConfigCase) -> Iterator[Finding]:
