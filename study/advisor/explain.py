@@ -14,7 +14,13 @@ from typing import Any
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_files, in_file
 from study.advisor.explain_findings import findings
-from study.advisor.predict_command import add_optimizer, pair_notes, precision_under, usual_precision
+from study.advisor.predict_command import (
+    add_optimizer,
+    add_program_arguments,
+    pair_notes,
+    precision_under,
+    usual_precision,
+)
 from study.advisor.user_settings import OFFLOADS, ZERO, known_settings, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
@@ -23,7 +29,7 @@ from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
 from study.predictor import shape as adapters
 from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, sent_bytes
-from study.predictor.hardware import ANY_DEVICE, Hardware, add_speed_arguments, box_from_args, parse_int
+from study.predictor.hardware import ANY_DEVICE, Hardware, box_from_args, parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse, StepTime
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
@@ -92,17 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision if the file does not set it")
     add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
-    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
-    add("--seq_length", type=_COUNT, metavar="T", help=length)
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
-    adapters.add_arguments(parser)
+    add_program_arguments(parser)
     add_optimizer(parser)
-    add_speed_arguments(parser)
     generated = "tokens that the program generates for each sample, as PPO and GRPO do"
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
-    add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
-    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     add("--strict", action="store_true", help="check files, and fail on errors and warnings")
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 

@@ -54,16 +54,22 @@ _HOST_PARTS = {
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of model, hardware and output, which `study advise` has, too."""
     add = parser.add_argument
-    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     model = f"a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model)
     add("--model_name_or_path", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}"
     add("--hardware", metavar="BOX", help=box)
-    add("--seq_length", type=parse_int, metavar="T", help=length)
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
     add("--chunked_loss", action="store_true", help=chunked)
+    add_program_arguments(parser)
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `study explain` has, too."""
+    add = parser.add_argument
+    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
+    add("--seq_length", type=parse_int, metavar="T", help=length)
     adapters.add_arguments(parser)
     add_speed_arguments(parser)
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
