@@ -322,37 +322,46 @@ def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
 def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> AdvisedFiles:
     """Write the files of an option and return them; `model` is --model_name_or_path."""
     request = option.request
-    outer, inner = folder / f"{option.name}-fitted.yaml", None
-    texts: dict[Path, str] = {}
-    document = read_yaml(STRATEGY_DIRECTORY / f"{option.name}.yaml")
-    document |= {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
+    outer = folder / f"{option.name}-fitted.yaml"
+    settings: Any = copy.deepcopy(request.strategy.deepspeed)
+    changes: dict[str, Any] = {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
     if request.box.nodes > 1:
         # The machine rank and the main address are flags of the launch.
-        document["main_process_port"] = _PORT
+        changes["main_process_port"] = _PORT
     if request.strategy.mesh is not None:
         shards = request.ranks_per_replica or request.box.ranks
-        document["parallelism_config"] = {
+        changes["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": request.box.ranks // shards,
             "parallelism_config_dp_shard_size": shards,
         }
-    if request.strategy.deepspeed is None:
-        document["mixed_precision"] = "no" if request.precision == "fp32" else predict_command.precision_name(request)
+    precision = predict_command.precision_name(request)
+    if settings is None:
+        changes["mixed_precision"] = "no" if precision == "fp32" else precision
     else:
-        inner = outer.with_suffix(".json")
-        settings: dict[str, Any] = copy.deepcopy(dict(request.strategy.deepspeed))
         # Accelerate refuses a precision in its own file if there is a DeepSpeed JSON.
-        if request.precision.endswith("-engine"):
-            settings[request.precision.removesuffix("-engine")] = {"enabled": True}
+        if precision.endswith("-engine"):
+            settings[precision.removesuffix("-engine")] = {"enabled": True}
         for what in ("offload_optimizer", "offload_param"):
             section = settings["zero_optimization"].get(what)
             if section and section["device"] == "nvme":
                 section["nvme_path"] = nvme_path
-        document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
-        texts[inner] = json.dumps(settings, indent=2) + "\n"
-    texts[outer] = yaml.safe_dump(document, sort_keys=False)
+    texts = strategy_texts(option.name, outer, settings, changes)
     write_texts(texts, folder, "--output")
+    inner = None if settings is None else outer.with_suffix(".json")
     launch = ["accelerate", "launch", "--config_file", str(outer)]
     return AdvisedFiles(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _study_command(request, model, launch))
+
+
+def strategy_texts(
+    name: str, file: Path, deepspeed: Mapping[str, Any] | None, changes: Mapping[str, Any] | None = None
+) -> dict[Path, str]:
+    """Return a strategy's Accelerate file with these changes, and its DeepSpeed JSON next to it, by path."""
+    texts, document = dict[Path, str](), read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml") | dict(changes or {})
+    if deepspeed is not None:
+        inner = file.with_suffix(".json")
+        document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
+        texts[inner] = json.dumps(deepspeed, indent=2) + "\n"
+    return texts | {file: yaml.safe_dump(document, sort_keys=False)}
 
 
 def write_texts(texts: Mapping[Path, str], folder: Path, argument: str) -> None:

@@ -34,8 +34,6 @@ FIRST_STEADY_STEP = 3
 # Ranges of the flags' values.
 
 MAX_WORLD_SIZE = 1024
-# Up to here a float represents every integer, and a table or a plot may convert to float.
-MAX_EXACT_INT = 2**53
 
 
 def check_values(config: RunConfig) -> None:
@@ -52,10 +50,6 @@ def check_values(config: RunConfig) -> None:
             raise _out_of_range(field.name, value, "use a finite number")
         if value is not None and least is not None and value < least:
             raise _out_of_range(field.name, value, f"use {least} or more")
-        if isinstance(value, int) and value > MAX_EXACT_INT:
-            raise _out_of_range(
-                field.name, value, f"use {MAX_EXACT_INT} or less, the largest integer that a table stores exactly"
-            )
     if config.seed >= 2**32:
         raise _out_of_range("seed", config.seed, f"use {2**32 - 1} or less, the largest seed of numpy")
     cap, dropout = config.device_memory_cap_gib, config.dropout
@@ -69,15 +63,6 @@ def check_values(config: RunConfig) -> None:
     if dropout is not None and not (0 <= dropout < 1 or dropout == -1):
         raise _out_of_range("dropout", dropout, "use at least 0 and less than 1, or -1 for the model's own values")
     parse_overrides(config.engine_override)
-    _check_options(config)
-    if config.virtual_world_size is not None:
-        check_virtual_rank(config.virtual_world_size, config.virtual_rank)
-    elif config.virtual_rank is not None:
-        flag = f"--virtual_rank {config.virtual_rank}"
-        raise UserError(f"{flag} needs a virtual job", f"add --virtual_world_size 2 to {MAX_WORLD_SIZE}")
-
-
-def _check_options(config: RunConfig) -> None:
     if config.bf16_states and config.precision not in (None, "bf16-engine"):
         raise UserError(f"--bf16_states does not support --precision {config.precision}", "use --precision bf16-engine")
     if config.optimizer == "muon" and config.max_grad_norm:
@@ -86,6 +71,11 @@ def _check_options(config: RunConfig) -> None:
             " updates, and other engines the gradients",
             "use --max_grad_norm 0",
         )
+    if config.virtual_world_size is not None:
+        check_virtual_rank(config.virtual_world_size, config.virtual_rank)
+    elif config.virtual_rank is not None:
+        flag = f"--virtual_rank {config.virtual_rank}"
+        raise UserError(f"{flag} needs a virtual job", f"add --virtual_world_size 2 to {MAX_WORLD_SIZE}")
 
 
 def _out_of_range(flag: str, value: float, fix: str) -> UserError:
