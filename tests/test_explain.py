@@ -218,26 +218,6 @@ def test_keys_that_accelerate_rejects_next_to_a_deepspeed_file_are_refused(
     assert f"refused {key}" in name_findings(make_case(tmp_path, {**top, "deepspeed_config": section}))
 
 
-REFUSED_BY_THE_ENGINE: tuple[tuple[dict[str, Any], str], ...] = (
-    ({**PLAIN, "amp": {"enabled": True}}, "refused amp"),
-    ({**PLAIN, "train_batch_size": 7, ACCUMULATION: 2}, "refused train_batch_size"),
-    (zero(3, compute_grad_norm=False), "refused compute_grad_norm"),
-    (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "refused offload_optimizer.ratio"),
-    ({**PLAIN, "fp16": {"enabled": True}}, "refused fp16"),
-    (zero(2, cpu_offload=True, offload_optimizer=CPU), "refused cpu_offload"),
-)
-
-
-@pytest.mark.parametrize(("document", "finding"), REFUSED_BY_THE_ENGINE)
-def test_settings_that_the_engine_rejects_are_refused(document: dict[str, Any], finding: str, tmp_path: Path) -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-
-    # The three kinds of error that the engine raises.
-    with pytest.raises((ValueError, AssertionError, DeepSpeedConfigError)):
-        DeepSpeedConfig(json.loads(json.dumps(document)))
-    assert finding in name_findings(make_case(tmp_path, document))
-
-
 def test_a_stage_that_is_auto_or_a_bare_boolean_is_read_as_the_libraries_read_it(tmp_path: Path) -> None:
     from accelerate import DeepSpeedPlugin
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -477,17 +457,6 @@ def test_explain_counts_adapters_and_says_that_an_offload_is_not_needed(capsys: 
     assert lora["trained_parameters"] < full["trained_parameters"] / 100
     assert lora["memory"]["host_parts"]["state"] < full["memory"]["host_parts"]["state"] / 3
     assert all(any("not-needed" in finding["id"] for finding in document["findings"]) for document in documents)
-
-
-def test_accelerates_fsdp2_drops_and_refuses_the_listed_settings() -> None:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    with pytest.raises(ValueError, match="not yet implemented in FSDP2"):
-        FullyShardedDataParallelPlugin(fsdp_version=2, forward_prefetch=True)
-    assert FullyShardedDataParallelPlugin(fsdp_version=2, backward_prefetch="BACKWARD_PRE").backward_prefetch is None
-    # The form in which the launcher passes its default.
-    with pytest.raises(KeyError, match="TRUE"):
-        FullyShardedDataParallelPlugin(fsdp_version=3, reshard_after_forward="true")
 
 
 def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:

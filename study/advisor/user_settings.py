@@ -150,13 +150,10 @@ def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
         if path.is_dir():
             raise UserError(f"{name} is a folder", "name the file in it")
         if not path.exists():
-            folder = path.parent
-            if not folder.is_dir():
-                siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-                raise UserError(f"there is no folder {folder}", did_you_mean(folder.name, siblings) or _EITHER)
-            files = [entry for entry in folder.iterdir() if entry.suffix in (".json", ".yaml", ".yml")]
-            nearest = did_you_mean(name, [str(Path(name).with_name(file.name)) for file in files])
-            raise UserError(f"there is no file {name}", nearest or _EITHER)
+            missing = [place for place in (path, *path.parents) if not place.exists()][-1]
+            what = f"file {name}" if missing == path else f"folder {missing}"
+            siblings = [entry.name for entry in missing.parent.iterdir()]
+            raise UserError(f"there is no {what}", did_you_mean(missing.name, siblings) or _EITHER)
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"{name} is larger than 1 MB", _EITHER)
         text = path.read_text(encoding="utf-8")
