@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings, read_entry, removed
+from study.advisor.user_settings import OFFLOADS, ZERO, Finding, entries_of, known_settings, removed
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
@@ -53,10 +53,9 @@ def findings(case: ConfigCase) -> list[Finding]:
 
 
 def _ineffective(case: ConfigCase) -> Iterator[Finding]:
-    reference = known_settings()
     for key in case.file.explicit_keys:
         section, _, name = key.rpartition(".")
-        entry = read_entry(reference.get(section or "top", {}), name)
+        entry = entries_of(section or "top").get(name, {})
         first = key.removeprefix(f"{ZERO}.").split(".")[0]
         # A disabled setting causes no finding.
         is_off = (first in OFFLOADS and case.offload(first) is None) or (

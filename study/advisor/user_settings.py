@@ -121,6 +121,17 @@ def known_settings() -> dict[str, Any]:
     return document
 
 
+@functools.cache
+def entries_of(place: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of a section with their types; DeepSpeed accepts those of stage 3 without prefix, too."""
+    reference = known_settings()
+    entries = reference["strict_sections"].get(place) or reference["sections"].get(place) or reference[place]
+    full = {
+        key: {"type": entry} if isinstance(entry, str) else {"type": "any", **entry} for key, entry in entries.items()
+    }
+    return {key.removeprefix("stage3_"): entry for key, entry in full.items()} | full
+
+
 def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile:
     """Read a DeepSpeed JSON or an Accelerate YAML, without the keys and values that the engine refuses.
 
@@ -293,7 +304,7 @@ def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any
     """Return FSDP's settings without those that Accelerate refuses (FullyShardedDataParallelPlugin)."""
     section = _section(document, "fsdp_config", findings).items()
     settings = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section}
-    known, version = known_settings()["fsdp"], str(settings.get("fsdp_version", 1))
+    known, version = entries_of("fsdp"), str(settings.get("fsdp_version", 1))
     for name in [name for name in settings if name not in known]:
         guess = did_you_mean(name, known, cutoff=0.75)
         findings.append(Finding("ignored", name, f"Accelerate drops it silently; {guess}".rstrip("; ")))
@@ -335,7 +346,7 @@ def _accelerate_deepspeed(
             message = f"Accelerate ends with an error if {inner} is given, too: set it there"
             findings.append(Finding("refused", key, message))
         # explain_case._auto does this for ZeRO's settings.
-        keys = {f"{place}.{key}" for place in SECTIONS for key in (*reference[place], *_short_names(reference[place]))}
+        keys = {f"{place}.{key}" for place in SECTIONS for key in entries_of(place)}
         for key in _open_keys(settings):
             if key not in keys.union(reference["filled_by_accelerate"]):
                 findings.append(Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error"))
@@ -443,7 +454,7 @@ def check_deepspeed(file: UserFile) -> None:
     if isinstance(settings.get(ZERO), bool) and file.launcher == "deepspeed":
         settings[ZERO] = {"stage": int(settings[ZERO])}
         findings.append(Finding("noted", ZERO, f"a deprecated form, read as stage {settings[ZERO]['stage']}"))
-    findings += _wrong_values("", settings, reference["top"])
+    findings += _wrong_values("", settings, entries_of("top"))
     if isinstance(settings.get(ZERO), bool):
         findings.append(_refused(ZERO, f"is {clip(settings.pop(ZERO))}", "set a section"))
     if ZERO not in settings:
@@ -462,11 +473,9 @@ def check_deepspeed(file: UserFile) -> None:
         # DeepSpeed reads bfloat16 only if there is no bf16.
         section = None if place == "bfloat16" and settings.get("bf16") is not None else _find(settings, place)
         if isinstance(section, dict):
-            keys = reference["sections"].get(place)
-            entries = keys or reference["strict_sections"].get(place) or reference[place]
-            if keys is None:
-                findings += _unknown_keys(f"{place}.", section, [*entries, *_short_names(entries)], "DeepSpeed")
-            findings += _wrong_values(f"{place}.", section, entries)
+            if place not in reference["sections"]:
+                findings += _unknown_keys(f"{place}.", section, entries_of(place), "DeepSpeed")
+            findings += _wrong_values(f"{place}.", section, entries_of(place))
             findings += _not_modelled(place, section, zero)
     if "stage" not in zero and stage != 0:
         zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
@@ -480,23 +489,10 @@ def _find(settings: Mapping[str, Any], place: str) -> Any:
     return settings
 
 
-def _short_names(entries: Iterable[str]) -> list[str]:
-    """Return the names of stage 3's settings without their prefix, which DeepSpeed accepts, too."""
-    return [key.removeprefix("stage3_") for key in entries if key.startswith("stage3_")]
-
-
-def read_entry(entries: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the entry of a key in known_settings.yaml, with its type at least."""
-    entry = entries.get(key, entries.get(f"stage3_{key}", {}))
-    return {"type": entry} if isinstance(entry, str) else {"type": "any", **entry}
-
-
 def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each setting that changes the memory of a rank, but is not part of the prediction."""
-    reference = known_settings()
-    entries = reference.get(place) or reference["strict_sections"].get(place) or reference["sections"][place]
     for key, value in section.items():
-        entry = read_entry(entries, key)
+        entry = entries_of(place).get(key, {})
         if "switch" in entry:
             value = isinstance(value, Mapping) and value.get(entry["switch"])
         is_off = value in (None, "auto", {}, entry.get("default", False))
@@ -509,12 +505,11 @@ def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any
     """Take the settings with a wrong value out of a section, convert the others, and yield a finding for each."""
     is_model = place and place.removesuffix(".") not in known_settings()["sections"]
     for key, value in list(section.items()):
-        kind = read_entry(entries, key)["type"]
         # The engine's models drop "auto".
-        if value == "auto" and is_model:
+        if key not in entries or (value == "auto" and is_model):
             continue
         try:
-            section[key] = _reader(kind).validate_python(value)
+            section[key] = _reader(entries[key]["type"]).validate_python(value)
         except ValidationError as error:
             del section[key]
             allowed = [item["msg"].partition("Input should be ")[2].partition(", unable")[0] for item in error.errors()]
