@@ -51,7 +51,6 @@ from study.records.directory import read_run
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
-FLASH = ("--attn_implementation", "flash_attention_2")
 TINY = AdviceRequest(model_shape("gpt-tiny"), to_box("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
 
 
@@ -573,27 +572,3 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_files(best, tmp_path / "file", "nvme_offload", "gpt2")
-
-
-@pytest.mark.parametrize(
-    ("model", "hardware", "flags", "says"),
-    [
-        (f"{SIZES},tied=no", "H100", (), "neither true nor false"),
-        (LLAMA_8B[:-1] + "5", "H100", (), "5 key heads do not divide 32 heads"),
-        ("gpt2", "H100", ("--seq_length", "1025"), "gpt2 has 1024 positions"),
-        ("gpt2", "8xH100", ("--global_batch_size", "12"), "use 16"),
-        ("gpt2", "H100", ("--price_per_gpu_hour", "free"), "number above 0"),
-        ("gpt2", "H100", ("--optimizer", "muon"), "`study virtual --optimizer muon"),
-        ("gpt2", "H100", ("--nvme_gb_per_s", "3,nan"), "two numbers above 0"),
-        ("gpt2", "V100", FLASH, "has no flash_attention_2"),
-        ("gpt2", "H100", ("--precision", "fp32", *FLASH), "compute in fp32"),
-        ("gpt-j-6b", "H100", FLASH, "flash_attention_2 is not modelled"),
-    ],
-)
-def test_a_wrong_question_ends_in_one_line_and_status_2(
-    model: str, hardware: str, flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["advise", "--model_name_or_path", model, "--hardware", hardware, *flags]) == 2
-    refused = capsys.readouterr()
-    assert says in refused.err
-    assert (refused.err.count("\n"), refused.out) == (1, "")
