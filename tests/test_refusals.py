@@ -484,6 +484,12 @@ COMMANDS = {
     f"{VIRTUAL} --strategy zero0,ddp --engine_override zero_optimization.reduce_bucket_size=5000000":
         "--engine_override sets DeepSpeed keys, and ddp",
     f"{VIRTUAL} --strategy zero0,fsdp2 --precision bf16-engine": "and fsdp2 runs without it",
+    "releases bisect zero9": "does not compare 'zero9'",
+    "releases bisect single": "does not compare 'single'",
+    "releases bisect zero2 --accumulation 3": "has no --accumulation 3",
+    "releases bisect zero2 --repeat 0": "--repeat 0 is out of range",
+    "releases bisect zero2 --between 0.17.6 0.17.6": "--between spans a single release",
+    "releases bisect zero2 --between 9.9 0.17.6": "there is no stack '9.9'",
     f"{VERIFY} --only zero9": "'zero9' is not verified",
     f"{VERIFY} --only single": "'single' is not verified",
     f"{VERIFY} --precision fp8": "fp8",
