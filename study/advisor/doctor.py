@@ -52,7 +52,7 @@ OPEN_FILES = 1024
 NVME_FREE_GIB = 1
 # Importing torch and DeepSpeed takes seconds, and so does loading an operator; a cold disk may need ten times that.
 PROBE_LIMIT_S = 180
-_PROBED = ("gpus", "nccl", "nvcc", "matmul", "hub", "libaio", "operators", "cpu adam", "nvme bandwidth")
+_PROBED = ("gpus", "nccl", "nvcc", "hub", "libaio", "operators", "cpu adam", "nvme bandwidth")
 _AS_ABOVE = "see the lines above"
 _SHARE = "start from a folder that all nodes share"
 _BUILD = "srun --ntasks-per-node=1 python -m study.host.operators"
