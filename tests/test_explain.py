@@ -629,19 +629,6 @@ def test_a_flag_that_contradicts_the_file_is_refused(
     assert refusal.value.fix.endswith(f'make {key} "auto"')
 
 
-def test_an_auto_without_a_value_is_refused_by_accelerate(tmp_path: Path) -> None:
-    from accelerate import DeepSpeedPlugin
-
-    settings = zero(3, stage3_max_live_parameters="auto")
-    with pytest.raises(ValueError, match="not found in kwargs"):
-        DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(settings))).deepspeed_config_process(must_match=False)
-    (tmp_path / "inner.json").write_text(json.dumps(settings))
-    section = {"deepspeed_config_file": str(tmp_path / "inner.json")}
-    outer = make_case(tmp_path, {"distributed_type": "DEEPSPEED", "deepspeed_config": section})
-    assert "refused stage3_max_live_parameters" in name_findings(outer)
-    assert "filled stage3_max_live_parameters" in name_findings(make_case(tmp_path, settings))
-
-
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_costs_and_repeated_gathers_are_those_of_a_virtual_rank(tmp_path: Path) -> None:

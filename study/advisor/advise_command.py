@@ -182,15 +182,13 @@ def _page(
         usable = usable_bytes(box)
         needs: dict[str, list[str]] = {}
         for option in left_out:
+            limit, need = "for another reason", option.why
             if (peak := device_bytes(option.memory)) > usable:
-                needs.setdefault(f"{rounded(usable / GIB)} GiB a rank", []).append(
-                    f"{option.name} ({rounded(peak / GIB)})"
-                )
+                limit, need = f"{rounded(usable / GIB)} GiB a rank", rounded(peak / GIB)
             elif "host memory" in option.why and box.host_gib_per_node:
-                text = f"{option.name} ({rounded(option.memory.host_peak.value / GIB)})"
-                needs.setdefault(f"{rounded(box.host_gib_per_node)} GiB of host memory a node", []).append(text)
-            else:
-                needs.setdefault("for another reason", []).append(f"{option.name} ({option.why})")
+                limit = f"{rounded(box.host_gib_per_node)} GiB of host memory a node"
+                need = rounded(option.memory.host_peak.value / GIB)
+            needs.setdefault(limit, []).append(f"{option.name} ({need})")
         yield from (f"do not fit {limit}: {', '.join(names)}" for limit, names in needs.items())
         yield ""
     if best is not None:
@@ -219,7 +217,6 @@ def _verdict(advice: Advice) -> str:
         figures.append("may not fit")
     if request.strategy.offloads:
         figures.append(f"{memory.host_peak.value / GIB:,.0f} GiB of host memory")
-    if request.strategy.offloads:
         # Each measured offload step took longer than predicted.
         least = best.tokens_per_s / max_offload_slowdown()
         figures.append(f"{rounded(least)} to {rounded(best.tokens_per_s)} tokens/s, predicted")
