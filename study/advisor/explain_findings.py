@@ -130,7 +130,8 @@ def _rules(case: ConfigCase) -> Iterator[Finding]:
     if file.deepspeed is None:
         settings, size = file.fsdp or {}, shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
         facts |= {
-            **settings, "set": set(settings), "version": settings.get("fsdp_version", 1), "sharding": file.sharding,
+            **settings, "set": set(settings), "version": str(settings.get("fsdp_version", 1))[:60],
+            "sharding": file.sharding and file.sharding[:60],
             "refusal": shape.fsdp_refusal, "more": f"up to {format_number(size / GIB)} GiB more",
         }  # fmt: skip
         yield from _holding(reference["rules_without_deepspeed"], facts)
