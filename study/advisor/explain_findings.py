@@ -24,16 +24,14 @@ _COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operato
 
 def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it."""
+    facts, reference = _facts(case), known_settings()
     if case.file.deepspeed is None:
-        return [*case.findings, *_rules(case)]
+        rules = _holding(reference["rules_without_deepspeed"], facts)
+        return [*case.findings, *rules, *request_findings(case.request, facts)]
     results = [
-        *case.findings,
-        *_ineffective(case),
-        *_type_of_optimizer(case),
-        *_arguments(case),
-        *_rules(case),
-        *_batch(case),
-    ]
+        *case.findings, *_ineffective(case, facts), *_type_of_optimizer(case), *_arguments(case),
+        *_holding(reference["rules"], facts), *request_findings(case.request, facts), *_batch(case),
+    ]  # fmt: skip
     if case.stage and case.request.strategy.offloads and case.request.box.device.memory_gib:
         used = [what for what in OFFLOADS if case.offload(what)]
         # All offloads, else that of the parameters alone.
@@ -52,7 +50,7 @@ def findings(case: ConfigCase) -> list[Finding]:
     return results
 
 
-def _ineffective(case: ConfigCase) -> Iterator[Finding]:
+def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding]:
     for key in case.file.explicit_keys:
         section, _, name = key.rpartition(".")
         entry = entries_of(section or "top").get(name, {})
@@ -69,16 +67,8 @@ def _ineffective(case: ConfigCase) -> Iterator[Finding]:
         elif case.stage not in stages and (section == ZERO or section not in case.file.explicit_keys):
             message = f"stage {case.stage} does not use it; stage {' and '.join(map(str, stages))} would"
             yield Finding("ineffective", key, message)
-        elif (needs := entry.get("needs")) and not _has(case, needs):
-            yield Finding("ineffective", key, f"it has an effect only with {needs.replace('=', ' = ')}")
-
-
-def _has(case: ConfigCase, needs: str) -> bool:
-    if needs == "nvme":
-        return any((case.offload(what) or {}).get("device") == "nvme" for what in OFFLOADS)
-    key, _, value = needs.partition("=")
-    what, _, name = key.partition(".")
-    return str((case.zero.get(what) or {}).get(name)).lower() == value
+        elif (needs := entry.get("needs")) and not _holds(needs, facts):
+            yield Finding("ineffective", key, f"it has an effect only with {needs.replace('==', '=')}")
 
 
 def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
@@ -120,36 +110,34 @@ def _arguments(case: ConfigCase) -> Iterator[Finding]:
             yield Finding("conflict", f"{name}.params", message, rule="wrong-argument")
 
 
-def _rules(case: ConfigCase) -> Iterator[Finding]:
-    """Yield a finding for each rule of known_settings.yaml whose conditions all hold."""
-    file, reference, shape = case.file, known_settings(), case.shape
+def _facts(case: ConfigCase) -> dict[str, Any]:
+    """Return what rules may ask of a config, by name."""
+    file, shape = case.file, case.shape
     facts: dict[str, Any] = {
         "launcher": file.launcher, "type": file.distributed_type, "mixed_precision": file.mixed_precision,
         "num_processes": file.num_processes, "mesh_ranks": file.mesh_ranks, **request_facts(case.request),
     }  # fmt: skip
     if file.deepspeed is None:
         settings, size = file.fsdp or {}, shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
-        facts |= {
+        return facts | {
             **settings, "set": set(settings), "version": str(settings.get("fsdp_version", 1))[:60],
             "sharding": file.sharding and file.sharding[:60],
             "refusal": shape.fsdp_refusal, "more": f"up to {format_number(size / GIB)} GiB more",
         }  # fmt: skip
-        yield from _holding(reference["rules_without_deepspeed"], facts)
-    else:
-        defaults = {key: entry["default"] for key, entry in reference["top"].items() if "default" in entry}
-        top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
-        # The engine limits the secondary partition to the number of ranks (groups.py).
-        group = min(case.zero["zero_hpz_partition_size"], case.ranks)
-        facts = {**_flat(defaults), **_flat(top), **_flat(case.zero), **_flat(file.plugin, "plugin."), **facts} | {
-            **{what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS},
-            "set": {*file.explicit_keys, *_flat(case.top)}, "group": group,
-            "ungrouped_ranks": case.ranks % max(group, 1), "shard": -(-shape.largest // case.ranks),
-            "largest": case.largest.name, "nvme_weights": case.state.params_nvme, "parameters": shape.parameters,
-            "twice_parameters": 2 * shape.parameters,
-            "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
-        }  # fmt: skip
-        yield from _holding(reference["rules"], facts)
-    yield from request_findings(case.request, facts)
+    defaults = {key: entry["default"] for key, entry in entries_of("top").items() if "default" in entry}
+    top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
+    devices = {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
+    # The engine limits the secondary partition to the number of ranks (groups.py).
+    group = min(case.zero["zero_hpz_partition_size"], case.ranks)
+    return {**_flat(defaults), **_flat(top), **_flat(case.zero), **_flat(file.plugin, "plugin."), **facts} | {
+        "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
+        **devices, "offload": "nvme" if "nvme" in devices.values() else "none",
+        "set": {*file.explicit_keys, *_flat(case.top)}, "group": group,
+        "ungrouped_ranks": case.ranks % max(group, 1), "shard": -(-shape.largest // case.ranks),
+        "largest": case.largest.name, "nvme_weights": case.state.params_nvme, "parameters": shape.parameters,
+        "twice_parameters": 2 * shape.parameters,
+        "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
+    }  # fmt: skip
 
 
 def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:
@@ -225,14 +213,8 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
         sizes[2] = sizes[2] or case.request.accumulation
     if problem := _batch_problem(sizes, ranks):
         yield Finding("refused", *problem)
-    # Without the key Accelerate (DeepSpeedPlugin) and the engine set 1; with "auto" the program sets it.
-    accumulation = case.request.accumulation
-    if ACCUMULATION not in case.top:
-        by_batch = all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH))
-        if accumulation > 1 and not (by_batch and case.file.launcher == "deepspeed"):
-            message = f"without it Accelerate and the engine use accumulation 1, not {accumulation}"
-            yield Finding("conflict", ACCUMULATION, message)
-    elif case.top[ACCUMULATION] == "auto" and accumulation == 1:
+    # With "auto" the program sets it.
+    if case.top.get(ACCUMULATION) == "auto" and case.request.accumulation == 1:
         reserved, reserved_by_two = (
             predict_memory(dataclasses.replace(case.request, accumulation=count)).peak_reserved.value
             for count in (1, 2)
