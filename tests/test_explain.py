@@ -768,7 +768,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
         ("distributed_type: FSDP\ndebug: true\ndebug: no\n", "ignored debug", "uses the last one"),
         ("distributed_type: NCCL\n", "refused distributed_type", "is 'NCCL'"),
         ("distributed_type: NO\nnum_proceses: 2\n", "refused num_proceses", "did you mean num_processes"),
-        ("distributed_type: NO\nmixed_precision: bf61\n", "refused mixed_precision", "did you mean bf16 or"),
+        ("distributed_type: NO\nmixed_precision: bf61\n", "refused mixed_precision", "did you mean bf16?"),
         (json.dumps(mesh(dp_replicate=2, dp_shard=0)), "refused parallelism_config.dp_shard_size", "is 0"),
     ],
 )  # fmt: skip

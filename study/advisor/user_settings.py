@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -238,25 +239,20 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
-    kind, precision = document.get("distributed_type"), document.get("mixed_precision")
-    kind, precision = "NO" if kind is False else kind, "no" if precision is False else precision
-    modelled = known_settings()["distributed_types"]
-    if kind in ("XLA", "MEGATRON_LM"):
+    document |= {key: no for key, no in (("distributed_type", "NO"), ("mixed_precision", "no"))
+                 if document.get(key) is False}  # fmt: skip
+    types = entries_of("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
+    if (kind := document.get("distributed_type")) in ("XLA", "MEGATRON_LM"):
         problem = f"{name} has distributed_type: {kind}, which is not modelled"
-        raise UserError(problem, f"modelled are {', '.join(modelled)}")
-    if not isinstance(kind, str) or kind not in modelled:
-        guess = did_you_mean(str(kind).upper(), modelled) or f"supported are {', '.join(modelled)}"
-        findings.append(_refused("distributed_type", "is missing" if kind is None else f"is {clip(kind)}", guess))
+        raise UserError(problem, f"modelled are {', '.join(types)}")
+    if kind is None:
+        findings.append(_refused("distributed_type", "is missing", f"supported are {', '.join(types)}"))
+    findings += _wrong_values("", document, entries_of("accelerate"))
+    precision, processes = document.get("mixed_precision"), document.get("num_processes")
+    if (kind := document.get("distributed_type")) is None:
         kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
-    processes = document.get("num_processes")
-    if processes is not None and (type(processes) is not int or processes < 1):
-        findings.append(_refused("num_processes", f"is {clip(processes)}", "set a whole number of ranks"))
-        processes = None
-    if precision not in (None, "no", "fp16", "bf16", "fp8"):
-        guess = did_you_mean(str(precision), ("bf16", "fp16", "fp8"), cutoff=0.5) or "set no, bf16 or fp16"
-        findings.append(_refused("mixed_precision", f"is {clip(precision)}", guess))
-        precision = None
-    findings += [Finding("noted", key, NOT_MODELLED) for key in ("megatron_lm_config",) if document.get(key)]
+    if document.get("megatron_lm_config"):
+        findings.append(Finding("noted", "megatron_lm_config", NOT_MODELLED))
     mesh, mesh_ranks = None, 1
     if document.get("parallelism_config"):
         mesh, mesh_ranks = _mesh(_section(document, "parallelism_config", findings), kind, findings)
@@ -274,11 +270,8 @@ def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tup
     (ParallelismConfig._validate_accelerator)."""
     sizes = {key.removeprefix("parallelism_config_"): value for key, value in section.items()}
     sizes = {key: size for key, size in sizes.items() if key.endswith("_size")}
-    wrong = [key for key, size in sizes.items() if type(size) is not int or size < 1]
-    for key in wrong:
-        problem = f"is {clip(sizes[key])}"
-        findings.append(_refused(f"parallelism_config.{key}", problem, "set a whole number from 1 up"))
-    if wrong:
+    if wrong := list(_wrong_values("parallelism_config.", sizes, {key: {"type": "int!# >=1"} for key in sizes})):
+        findings += wrong
         return None, 1
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = [key for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1]
@@ -513,4 +506,6 @@ def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any
         except ValidationError as error:
             del section[key]
             allowed = [item["msg"].partition("Input should be ")[2].partition(", unable")[0] for item in error.errors()]
-            yield _refused(f"{place}{key}", f"is {clip(value)}", f"it should be {' or '.join(filter(None, allowed))}")
+            fix = f"it should be {' or '.join(filter(None, allowed))}"
+            guess = did_you_mean(str(value), re.findall(r"'([^']+)'", fix))
+            yield _refused(f"{place}{key}", f"is {clip(value)}", guess + fix)
