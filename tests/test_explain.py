@@ -357,7 +357,7 @@ SHARDING = "noted fsdp_sharding_strategy"
             fsdp(fsdp_version=2, fsdp_reshard_after_forward=False, fsdp_backward_prefetch="BACKWARD_PRE",
                  fsdp_forward_prefetch=True, fsdp_offload_params=False, reshard=3),
             "gpt2-xl", 8,
-            ["noted fsdp_reshard_after_forward", "ignored fsdp_backward_prefetch", "refused fsdp_forward_prefetch",
+            ["noted fsdp_reshard_after_forward", "ignored fsdp_backward_prefetch", "ignored fsdp_forward_prefetch",
              "ignored fsdp_reshard"],
             "2.90 GiB more",
         ),
