@@ -28,7 +28,7 @@ from study.advisor.explain import (
 )
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_findings import findings
-from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, entries_of, known_settings, read_user_file
+from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_user_file, section_entries
 from study.cli import main
 from study.config.errors import UserError
 from study.predictor.memory import predict_memory
@@ -895,7 +895,7 @@ def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
     }  # fmt: skip
     baseline = predict_memory(make_case(tmp_path, zero(3), "gpt-tiny").request)
     for place, key in ((place, key) for place, entries in places.items() for key in entries):
-        entry, is_feature = entries_of(place)[key], features.search(key) and key not in silent
+        entry, is_feature = section_entries(place)[key], features.search(key) and key not in silent
         if place.split(".")[0] in {*values, "activation_checkpointing"} or not ("not_modelled" in entry or is_feature):
             continue
         default = entry.get("default", False)

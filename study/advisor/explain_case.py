@@ -267,10 +267,10 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
     if on["bf16"] is True and on["fp16"] is True:
         findings.append(Finding("refused", "fp16", "the engine refuses bf16 and fp16 together"))
     if mixed in ("bf16", "fp16") and file.deepspeed.get(mixed) is None:
-        other = "fp16" if mixed == "bf16" else "bf16"
-        if on[other] is True:
+        opposite = "fp16" if mixed == "bf16" else "bf16"
+        if on[opposite] is True:
             message = f"Accelerate refuses mixed_precision: {mixed} together with it"
-            findings.append(Finding("refused", f"{other}.enabled", message))
+            findings.append(Finding("refused", f"{opposite}.enabled", message))
         on[mixed] = True
     autocast = file.deepspeed.get("torch_autocast") or {}
     if autocast.get("enabled") and not (on["bf16"] or on["fp16"]):

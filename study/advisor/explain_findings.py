@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, entries_of, known_settings, removed
+from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings, removed, section_entries
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
@@ -53,7 +53,7 @@ def findings(case: ConfigCase) -> list[Finding]:
 def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding]:
     for key in case.file.explicit_keys:
         section, _, name = key.rpartition(".")
-        entry = entries_of(section or "top").get(name, {})
+        entry = section_entries(section or "top").get(name, {})
         first = key.removeprefix(f"{ZERO}.").split(".")[0]
         # A disabled setting causes no finding.
         is_off = (first in OFFLOADS and case.offload(first) is None) or (
@@ -73,20 +73,20 @@ def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding
 
 def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
     """Yield findings about the optimizer. DeepSpeed ignores case in its names, but not in torch's (engine.py)."""
-    section, key, known = case.top.get("optimizer"), "optimizer.type", known_settings()["optimizers"]
+    section, key, optimizers = case.top.get("optimizer"), "optimizer.type", known_settings()["optimizers"]
     name = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(name, str) or name.lower() in ("adam", "adamw"):
         return
-    if name.lower() not in known["engine"] and name not in known["torch"]:
+    if name.lower() not in optimizers["engine"] and name not in optimizers["torch"]:
         message = f"the engine ends with an error: neither it nor torch.optim has {clip(name)}"
         gone = known_settings()["removed"].get(name.lower())
-        refused = Finding("refused", key, message, did_you_mean(name, known["torch"]).strip())
+        refused = Finding("refused", key, message, did_you_mean(name, optimizers["torch"]).strip())
         yield removed(key, gone) if gone else refused
         return
     if case.request.optimizer not in name.lower():
         yield Finding("noted", key, f"{name}: bytes here are AdamW's, which keeps two moments of each parameter")
     is_allowed = case.file.launcher == "accelerate" or case.top.get("zero_allow_untested_optimizer")
-    if case.stage and name.lower() not in known["zero"] and not is_allowed:
+    if case.stage and name.lower() not in optimizers["zero"] and not is_allowed:
         yield Finding("refused", key, f"ZeRO accepts {name} only with zero_allow_untested_optimizer: true")
 
 
@@ -124,7 +124,7 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
             "sharding": file.sharding and file.sharding[:60],
             "refusal": shape.fsdp_refusal, "more": f"up to {format_number(size / GIB)} GiB more",
         }  # fmt: skip
-    defaults = {key: entry["default"] for key, entry in entries_of("top").items() if "default" in entry}
+    defaults = {key: entry["default"] for key, entry in section_entries("top").items() if "default" in entry}
     top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
     devices = {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
     # The engine limits the secondary partition to the number of ranks (groups.py).

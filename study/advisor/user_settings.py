@@ -123,7 +123,7 @@ def known_settings() -> dict[str, Any]:
 
 
 @functools.cache
-def entries_of(place: str) -> dict[str, dict[str, Any]]:
+def section_entries(place: str) -> dict[str, dict[str, Any]]:
     """Return the settings of a section with their types; DeepSpeed accepts those of stage 3 without prefix, too."""
     reference = known_settings()
     entries = reference["strict_sections"].get(place) or reference["sections"].get(place) or reference[place]
@@ -241,13 +241,13 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
     document |= {key: no for key, no in (("distributed_type", "NO"), ("mixed_precision", "no"))
                  if document.get(key) is False}  # fmt: skip
-    types = entries_of("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
+    types = section_entries("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
     if (kind := document.get("distributed_type")) in ("XLA", "MEGATRON_LM"):
         problem = f"{name} has distributed_type: {kind}, which is not modelled"
         raise UserError(problem, f"modelled are {', '.join(types)}")
     if kind is None:
         findings.append(_refused("distributed_type", "is missing", f"supported are {', '.join(types)}"))
-    findings += _wrong_values("", document, entries_of("accelerate"))
+    findings += _wrong_values("", document, section_entries("accelerate"))
     precision, processes = document.get("mixed_precision"), document.get("num_processes")
     if (kind := document.get("distributed_type")) is None:
         kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
@@ -297,15 +297,15 @@ def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any
     """Return FSDP's settings without those that Accelerate refuses (FullyShardedDataParallelPlugin)."""
     section = _section(document, "fsdp_config", findings).items()
     settings = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section}
-    known, version = entries_of("fsdp"), str(settings.get("fsdp_version", 1))
-    for name in [name for name in settings if name not in known]:
-        guess = did_you_mean(name, known, cutoff=0.75)
+    typed_entries, version = section_entries("fsdp"), str(settings.get("fsdp_version", 1))
+    for name in [name for name in settings if name not in typed_entries]:
+        guess = did_you_mean(name, typed_entries, cutoff=0.75)
         findings.append(Finding("ignored", name, f"Accelerate drops it silently; {guess}".rstrip("; ")))
     # The launcher's own default of both is true; to it, "false" in quotes is true.
     if settings.get("fsdp_cpu_ram_efficient_loading", True) and not settings.get("fsdp_sync_module_states", True):
         message = "Accelerate ends with an error if it is false and fsdp_cpu_ram_efficient_loading is not"
         findings.append(Finding("refused", "fsdp_sync_module_states", message))
-    entries = {name: entry for name, entry in known.items() if entry.get("version", version) == version}
+    entries = {name: entry for name, entry in typed_entries.items() if entry.get("version", version) == version}
     findings += _wrong_values("", settings, entries)
     return settings
 
@@ -339,7 +339,7 @@ def _accelerate_deepspeed(
             message = f"Accelerate ends with an error if {inner} is given, too: set it there"
             findings.append(Finding("refused", key, message))
         # explain_case._auto does this for ZeRO's settings.
-        keys = {f"{place}.{key}" for place in SECTIONS for key in entries_of(place)}
+        keys = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
         for key in _open_keys(settings):
             if key not in keys.union(reference["filled_by_accelerate"]):
                 findings.append(Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error"))
@@ -447,7 +447,7 @@ def check_deepspeed(file: UserFile) -> None:
     if isinstance(settings.get(ZERO), bool) and file.launcher == "deepspeed":
         settings[ZERO] = {"stage": int(settings[ZERO])}
         findings.append(Finding("noted", ZERO, f"a deprecated form, read as stage {settings[ZERO]['stage']}"))
-    findings += _wrong_values("", settings, entries_of("top"))
+    findings += _wrong_values("", settings, section_entries("top"))
     if isinstance(settings.get(ZERO), bool):
         findings.append(_refused(ZERO, f"is {clip(settings.pop(ZERO))}", "set a section"))
     if ZERO not in settings:
@@ -467,8 +467,8 @@ def check_deepspeed(file: UserFile) -> None:
         section = None if place == "bfloat16" and settings.get("bf16") is not None else _find(settings, place)
         if isinstance(section, dict):
             if place not in reference["sections"]:
-                findings += _unknown_keys(f"{place}.", section, entries_of(place), "DeepSpeed")
-            findings += _wrong_values(f"{place}.", section, entries_of(place))
+                findings += _unknown_keys(f"{place}.", section, section_entries(place), "DeepSpeed")
+            findings += _wrong_values(f"{place}.", section, section_entries(place))
             findings += _not_modelled(place, section, zero)
     if "stage" not in zero and stage != 0:
         zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
@@ -485,7 +485,7 @@ def _find(settings: Mapping[str, Any], place: str) -> Any:
 def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each setting that changes the memory of a rank, but is not part of the prediction."""
     for key, value in section.items():
-        entry = entries_of(place).get(key, {})
+        entry = section_entries(place).get(key, {})
         if "switch" in entry:
             value = isinstance(value, Mapping) and value.get(entry["switch"])
         is_off = value in (None, "auto", {}, entry.get("default", False))
