@@ -21,7 +21,7 @@ import grimp
 PACKAGE = "study"
 # Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
 BUDGETS = {
-    "config": 1_609,
+    "config": 1_571,
     "records": 2_626,
     "host": 1_447,
     "workloads": 1_857,
@@ -32,7 +32,7 @@ BUDGETS = {
     "run": 1_590,
     "virtual": 866,
     "releases": 1_483,
-    "advisor": 3_922,
+    "advisor": 3_748,
     "report": 4_060,
     "autopsy": 1_393,
     "claims": 2_202,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 144,
     "cli": 205,
     "__init__": 3,
-    "tests": 21_408,
+    "tests": 21_348,
 }
 
 
