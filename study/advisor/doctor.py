@@ -26,13 +26,7 @@ import psutil
 from study.config.errors import UserError
 from study.config.places import IMPORT_ROOT, IS_CHECKOUT, REPOSITORY, WORKING_FOLDER, install_command
 from study.config.printing import TextTable, print_result
-from study.config.strategies import (
-    MIN_RANKS_WITH_REPLICAS,
-    STRATEGY_NAMES,
-    WITH_REPLICAS,
-    Strategy,
-    read_strategy,
-)
+from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_REPLICAS, Strategy, read_strategy
 from study.host.folders import cache_directory, check_writable, folder_argument, home_folder
 from study.host.machine import detect_machine, visible_gpus
 from study.host.memory import GIB, MIB, can_lock, host_memory, required_pinned_bytes

@@ -11,16 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from study.advisor import predict_command
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_files, in_file
 from study.advisor.explain_findings import findings
-from study.advisor.predict_command import (
-    add_optimizer,
-    add_program_arguments,
-    pair_notes,
-    precision_under,
-    usual_precision,
-)
 from study.advisor.user_settings import OFFLOADS, ZERO, known_settings, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
@@ -99,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
-    add_program_arguments(parser)
-    add_optimizer(parser)
+    predict_command.add_program_arguments(parser)
+    predict_command.add_optimizer(parser)
     generated = "tokens that the program generates for each sample, as PPO and GRPO do"
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
@@ -185,9 +179,10 @@ def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> 
     """Return the peak of a rank, and whether it fits."""
     request, peak = case.request, device_bytes(memory)
     precision, in_half = request.precision.removesuffix("-engine"), ""
-    half = usual_precision(hardware) if hardware else "bf16"
+    half = predict_command.usual_precision(hardware) if hardware else "bf16"
     if precision == "fp32" and half != "fp32":
-        smaller = predict_memory(dataclasses.replace(request, precision=precision_under(request.strategy, half)))
+        in_16_bits = predict_command.precision_under(request.strategy, half)
+        smaller = predict_memory(dataclasses.replace(request, precision=in_16_bits))
         if hardware is None:
             in_half = f" (in {half} {_about(device_bytes(smaller))})"
         elif fits(smaller, request.box, at_upper=True):
@@ -231,7 +226,7 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
         # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
         verdict = f"Ends with an error: {', '.join(wrong)}. Without that: {verdict}"
     yield verdict
-    yield from pair_notes(request)
+    yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     yield f"{case.file.name}: {engine}, {request.precision}{unset}, {ranks}"
