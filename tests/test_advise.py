@@ -51,7 +51,6 @@ from study.records.directory import read_run
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
-FLASH = ("--attn_implementation", "flash_attention_2")
 TINY = AdviceRequest(model_shape("gpt-tiny"), to_box("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
 
 
@@ -158,7 +157,7 @@ def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
     document = read_json("advise", "Qwen/Qwen2.5-7B-Instruct", "4090", "--peft", "lora")
     rows = {row["strategy"]: row for row in document["strategies"]}
     assert document["recommended"] == "single"
-    assert rows["single"]["loads_in_16_bits"]
+    assert (rows["single"]["loads_in_16_bits"], rows["single"]["precision"]) == (True, "bf16")
     # Frozen weights of 2 bytes; adapters, their gradients and moments of 4, 4 and 8.
     adapters = document["trained_parameters"]
     weights = 2 * (document["parameters"] - adapters) + 4 * adapters
@@ -503,6 +502,23 @@ def test_a_strategy_that_fits_with_checkpointing_alone_says_so() -> None:
     assert f"; with --gradient_checkpointing {rounded(recomputed)} GiB; predicted" in verdict
 
 
+def test_a_micro_batch_of_dpo_is_given_in_pairs_below_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sequence is a sample of the model: two of them have twice the activations."""
+    words, activations = ("llama-3.1-8b", "8xH100", "--with_reference"), []
+    for size, text in (("1", "half a pair"), ("2", "1 pair"), ("3", "1.5 pairs")):
+        flags = ("--strategy", "fsdp2", "--micro_batch", size)
+        assert f"DPO: micro-batch {size} is {text}: " in run_command("predict", *words, *flags)[1].splitlines()[1]
+        activations.append(read_json("predict", *words, *flags)["memory"]["device_parts"]["activations"])
+    assert activations[1] == pytest.approx(2 * activations[0], rel=0.01)
+    advised = print_page(*words).splitlines()
+    # The verdict has two lines here.
+    assert advised[2].startswith(f"DPO: micro-batch {re.findall(r'micro-batch ([0-9]+),', advised[0])[0]} is ")
+    explained = ["explain", str(ROOT / "accelerate_configs/zero3.yaml"), "llama-3.1-8b", "--with_reference"]
+    assert main(explained) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("DPO: micro-batch 1 is half a pair: ")
+    assert "DPO" not in run_command("predict", "llama-3.1-8b", "8xH100", "--strategy", "fsdp2")[1]
+
+
 def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
     """DDP with accumulation keeps gradients in memory together with the activations."""
     question = AdviceRequest(
@@ -560,28 +576,3 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_files(best, tmp_path / "file", "nvme_offload", "gpt2")
-
-
-@pytest.mark.parametrize(
-    ("model", "hardware", "flags", "says"),
-    [
-        (f"{SIZES},tied=no", "H100", (), "tie_word_embeddings is 'no'"),
-        (LLAMA_8B[:-1] + "5", "H100", (), "5 key heads do not divide 32 heads"),
-        ("gpt2", "H100", ("--seq_length", "1025"), "gpt2 has 1024 positions"),
-        ("gpt2", "8xH100", ("--global_batch_size", "12"), "use 16"),
-        ("gpt2", "H100", ("--price_per_gpu_hour", "free"), "number above 0"),
-        ("gpt2", "H100", ("--optimizer", "muon"), "`study virtual --optimizer muon"),
-        ("gpt2", "H100", ("--optimizer", "lion"), "`study predict --strategy S --optimizer lion`"),
-        ("gpt2", "H100", ("--nvme_gb_per_s", "3,nan"), "two numbers above 0"),
-        ("gpt2", "V100", FLASH, "has no flash_attention_2"),
-        ("gpt2", "H100", ("--precision", "fp32", *FLASH), "compute in fp32"),
-        ("gpt-j-6b", "H100", FLASH, "flash_attention_2 is not modelled"),
-    ],
-)
-def test_a_wrong_question_ends_in_one_line_and_status_2(
-    model: str, hardware: str, flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["advise", "--model_name_or_path", model, "--hardware", hardware, *flags]) == 2
-    refused = capsys.readouterr()
-    assert says in refused.err
-    assert (refused.err.count("\n"), refused.out) == (1, "")

@@ -76,24 +76,6 @@ def test_one_equal_run_does_not_make_a_release_with_a_known_race_good(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (["zero9"], "does not compare 'zero9'"),
-        (["single"], "does not compare 'single'"),
-        (["zero2", "--accumulation", "3"], "has no --accumulation 3"),
-        (["zero2", "--repeat", "0"], "--repeat 0 is out of range"),
-        (["zero2", "--between", "0.17.6", "0.17.6"], "--between spans a single release"),
-        (["zero2", "--between", "9.9", "0.17.6"], "there is no stack '9.9'"),
-    ],
-)
-def test_a_wrong_request_is_refused_in_one_line(tmp_path, capsys, flags, problem):
-    assert cli.main(["releases", "bisect", *flags, "--runs_dir", str(tmp_path)]) == 2
-    printed = capsys.readouterr().err
-    assert problem in printed
-    assert printed.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("verdicts", "expected"),
     [
         # g good, b bad, - neither: one letter for each release from the oldest on.

@@ -110,7 +110,7 @@ def test_json_is_one_document_with_every_check_in_a_known_state(normal, poor):
         assert len(host) < 4 or host not in result.stdout + result.stderr
 
 
-def test_packages_the_matrix_rate_and_the_hub_are_as_they_are_here(normal: subprocess.CompletedProcess[str]) -> None:
+def test_packages_and_the_hub_are_as_they_are_here(normal: subprocess.CompletedProcess[str]) -> None:
     checks = read_checks(normal)
     assert checks["packages"]["state"] == "ok"
     assert f"{sys.version_info[0]}.{sys.version_info[1]}." in checks["python"]["found"]
@@ -118,12 +118,6 @@ def test_packages_the_matrix_rate_and_the_hub_are_as_they_are_here(normal: subpr
     pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     meant = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
     assert f"of {len(meant)} " in checks["versions"]["found"]
-    matmul = checks["matmul"]
-    rates = [float(part.split()[0]) for part in matmul["found"].split(" (")[0].split(", ")]
-    # A core reaches some hundredths in fp32, a two hundredth of that in bf16 without instructions for it, less under
-    # load; no device reaches a hundred thousand.
-    assert all(1e-6 < rate < 1e5 for rate in rates)
-    assert (matmul["state"], "TFLOP/s fp32" in matmul["found"]) == ("ok", True)
     # The hub is contacted only with --hub.
     for text in ("HF_HUB_OFFLINE set", "a login exists", "no request was sent"):
         assert text in checks["hub"]["found"]

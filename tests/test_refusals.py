@@ -443,6 +443,8 @@ def test_help_reaches_the_terminal(tmp_path: Path) -> None:
 
 PREDICT = "predict --model_name_or_path gpt2 --hardware 8xH100 --strategy zero2"
 SIZES = f"{PREDICT} --model_name_or_path layers=2,hidden=64,heads=2,vocabulary=9"
+ADVISE = "advise --model_name_or_path gpt2 --hardware 8xH100"
+FLASH = f"{ADVISE} --attn_implementation flash_attention_2"
 VIRTUAL = "virtual --strategy zero3 --world_size 4 --runs_dir runs"
 VERIFY = "verify --runs_dir runs"
 # Of a flag that is given twice, the last one counts.
@@ -482,6 +484,12 @@ COMMANDS = {
     f"{VIRTUAL} --strategy zero0,ddp --engine_override zero_optimization.reduce_bucket_size=5000000":
         "--engine_override sets DeepSpeed keys, and ddp",
     f"{VIRTUAL} --strategy zero0,fsdp2 --precision bf16-engine": "and fsdp2 runs without it",
+    "releases bisect zero9": "does not compare 'zero9'",
+    "releases bisect single": "does not compare 'single'",
+    "releases bisect zero2 --accumulation 3": "has no --accumulation 3",
+    "releases bisect zero2 --repeat 0": "--repeat 0 is out of range",
+    "releases bisect zero2 --between 0.17.6 0.17.6": "--between spans a single release",
+    "releases bisect zero2 --between 9.9 0.17.6": "there is no stack '9.9'",
     f"{VERIFY} --only zero9": "'zero9' is not verified",
     f"{VERIFY} --only single": "'single' is not verified",
     f"{VERIFY} --precision fp8": "fp8",
@@ -512,6 +520,16 @@ COMMANDS = {
     f"{PREDICT} --lora_rank 8": "add --peft lora",
     f"{PREDICT} --peft lora --lora_rank 0": "--lora_rank 0",
     f"{PREDICT} --strategy ddp --precision bf16-engine": "use --precision bf16",
+    f"{SIZES},tied=no": "neither true nor false",
+    f"{SIZES},key_value_heads=5": "5 key heads do not divide 2 heads",
+    f"{PREDICT} --seq_length 1025": "gpt2 has 1024 positions",
+    f"{ADVISE} --global_batch_size 12": "use 16",
+    f"{ADVISE} --price_per_gpu_hour free": "number above 0",
+    f"{ADVISE} --optimizer muon": "`study virtual --optimizer muon",
+    f"{ADVISE} --nvme_gb_per_s 3,nan": "two numbers above 0",
+    f"{FLASH} --hardware V100": "has no flash_attention_2",
+    f"{FLASH} --precision fp32": "compute in fp32",
+    f"{FLASH} --model_name_or_path gpt-j-6b": "flash_attention_2 is not modelled",
     f"{PREDICT} --strategy zero2_cpu --host_gb_per_s nan": "'nan' is not a number above 0",
 }  # fmt: skip
 

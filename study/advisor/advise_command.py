@@ -150,7 +150,7 @@ def _entry(option: Option) -> dict[str, Any]:
     return {
         "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_safe, "why": option.why,
         "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
-        "gradient_checkpointing": request.gradient_checkpointing, "precision": request.precision,
+        "gradient_checkpointing": request.gradient_checkpointing, "precision": predict_command.precision_name(request),
         "loads_in_16_bits": request.pure,
         "device_bytes": device_bytes(memory), "peak_reserved": dataclasses.asdict(memory.peak_reserved),
         "device_parts": dict(memory.device_parts),
@@ -167,7 +167,9 @@ def _page(
 ) -> Iterator[str | TextTable]:  # fmt: skip
     question, best = advice.question, advice.best
     shape, box = question.shape, question.box
-    yield f"{_verdict(advice)}\n"
+    yield _verdict(advice)
+    yield from predict_command.pair_notes(best.request) if best else ()
+    yield ""
     batch = "" if question.global_batch is None else f"global batch {question.global_batch}, "
     count = f"{shape.parameters / 1e9:.3g} B" if shape.parameters >= 1e8 else f"{shape.parameters / 1e6:.3g} M"
     yield (
@@ -186,15 +188,13 @@ def _page(
         usable = usable_bytes(box)
         needs: dict[str, list[str]] = {}
         for option in left_out:
+            limit, need = "for another reason", option.why
             if (peak := device_bytes(option.memory)) > usable:
-                needs.setdefault(f"{rounded(usable / GIB)} GiB a rank", []).append(
-                    f"{option.name} ({rounded(peak / GIB)})"
-                )
+                limit, need = f"{rounded(usable / GIB)} GiB a rank", rounded(peak / GIB)
             elif "host memory" in option.why and box.host_gib_per_node:
-                text = f"{option.name} ({rounded(option.memory.host_peak.value / GIB)})"
-                needs.setdefault(f"{rounded(box.host_gib_per_node)} GiB of host memory a node", []).append(text)
-            else:
-                needs.setdefault("for another reason", []).append(f"{option.name} ({option.why})")
+                limit = f"{rounded(box.host_gib_per_node)} GiB of host memory a node"
+                need = rounded(option.memory.host_peak.value / GIB)
+            needs.setdefault(limit, []).append(f"{option.name} ({need})")
         yield from (f"do not fit {limit}: {', '.join(names)}" for limit, names in needs.items())
         yield ""
     if best is not None:
@@ -338,37 +338,46 @@ def _file_lines(files: AdvisedFiles, request: Request, nvme_path: str) -> Iterat
 def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> AdvisedFiles:
     """Write the files of an option and return them; `model` is --model_name_or_path."""
     request = option.request
-    outer, inner = folder / f"{option.name}-fitted.yaml", None
-    texts: dict[Path, str] = {}
-    document = read_yaml(STRATEGY_DIRECTORY / f"{option.name}.yaml")
-    document |= {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
+    outer = folder / f"{option.name}-fitted.yaml"
+    settings: Any = copy.deepcopy(request.strategy.deepspeed)
+    changes: dict[str, Any] = {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
     if request.box.nodes > 1:
         # The machine rank and the main address are flags of the launch.
-        document["main_process_port"] = _PORT
+        changes["main_process_port"] = _PORT
     if request.strategy.mesh is not None:
         shards = request.ranks_per_replica or request.box.ranks
-        document["parallelism_config"] = {
+        changes["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": request.box.ranks // shards,
             "parallelism_config_dp_shard_size": shards,
         }
-    if request.strategy.deepspeed is None:
-        document["mixed_precision"] = "no" if request.precision == "fp32" else request.precision.removesuffix("-engine")
+    precision = predict_command.precision_name(request)
+    if settings is None:
+        changes["mixed_precision"] = "no" if precision == "fp32" else precision
     else:
-        inner = outer.with_suffix(".json")
-        settings: dict[str, Any] = copy.deepcopy(dict(request.strategy.deepspeed))
         # Accelerate refuses a precision in its own file if there is a DeepSpeed JSON.
-        if request.precision.endswith("-engine"):
-            settings[request.precision.removesuffix("-engine")] = {"enabled": True}
+        if precision.endswith("-engine"):
+            settings[precision.removesuffix("-engine")] = {"enabled": True}
         for what in ("offload_optimizer", "offload_param"):
             section = settings["zero_optimization"].get(what)
             if section and section["device"] == "nvme":
                 section["nvme_path"] = nvme_path
-        document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
-        texts[inner] = json.dumps(settings, indent=2) + "\n"
-    texts[outer] = yaml.safe_dump(document, sort_keys=False)
+    texts = strategy_texts(option.name, outer, settings, changes)
     write_texts(texts, folder, "--output")
+    inner = None if settings is None else outer.with_suffix(".json")
     launch = ["accelerate", "launch", "--config_file", str(outer)]
     return AdvisedFiles(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _study_command(request, model, launch))
+
+
+def strategy_texts(
+    name: str, file: Path, deepspeed: Mapping[str, Any] | None, changes: Mapping[str, Any] | None = None
+) -> dict[Path, str]:
+    """Return a strategy's Accelerate file with these changes, and its DeepSpeed JSON next to it, by path."""
+    texts, document = dict[Path, str](), read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml") | dict(changes or {})
+    if deepspeed is not None:
+        inner = file.with_suffix(".json")
+        document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
+        texts[inner] = json.dumps(deepspeed, indent=2) + "\n"
+    return texts | {file: yaml.safe_dump(document, sort_keys=False)}
 
 
 def write_texts(texts: Mapping[Path, str], folder: Path, argument: str) -> None:

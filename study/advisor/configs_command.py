@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-import yaml
-
-from study.advisor.advise_command import write_texts
-from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, read_strategy, read_yaml
+from study.advisor.advise_command import strategy_texts, write_texts
+from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.host.folders import folder_argument
 
 EPILOG = """\
@@ -27,13 +24,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the files and print their paths; return the exit status."""
     folder, texts = options.folder.absolute(), dict[Path, str]()
     for name in options.names or STRATEGY_NAMES:
-        deepspeed = read_strategy(name).deepspeed
-        document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
-        if deepspeed is not None:
-            inner = folder / f"{name}.json"
-            document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
-            texts[inner] = json.dumps(deepspeed, indent=2) + "\n"
-        texts[folder / f"{name}.yaml"] = yaml.safe_dump(document, sort_keys=False)
+        texts |= strategy_texts(name, folder / f"{name}.yaml", read_strategy(name).deepspeed)
     write_texts(texts, folder, "DIR")
     print("\n".join(map(str, texts)))
     return 0

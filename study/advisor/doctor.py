@@ -26,13 +26,7 @@ import psutil
 from study.config.errors import UserError
 from study.config.places import IMPORT_ROOT, IS_CHECKOUT, REPOSITORY, WORKING_FOLDER, install_command
 from study.config.printing import TextTable, print_result
-from study.config.strategies import (
-    MIN_RANKS_WITH_REPLICAS,
-    STRATEGY_NAMES,
-    WITH_REPLICAS,
-    Strategy,
-    read_strategy,
-)
+from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_REPLICAS, Strategy, read_strategy
 from study.host.folders import cache_directory, check_writable, folder_argument, home_folder
 from study.host.machine import detect_machine, visible_gpus
 from study.host.memory import GIB, MIB, can_lock, host_memory, required_pinned_bytes
@@ -52,7 +46,7 @@ OPEN_FILES = 1024
 NVME_FREE_GIB = 1
 # Importing torch and DeepSpeed takes seconds, and so does loading an operator; a cold disk may need ten times that.
 PROBE_LIMIT_S = 180
-_PROBED = ("gpus", "nccl", "nvcc", "matmul", "hub", "libaio", "operators", "cpu adam", "nvme bandwidth")
+_PROBED = ("gpus", "nccl", "nvcc", "hub", "libaio", "operators", "cpu adam", "nvme bandwidth")
 _AS_ABOVE = "see the lines above"
 _SHARE = "start from a folder that all nodes share"
 _BUILD = "srun --ntasks-per-node=1 python -m study.host.operators"

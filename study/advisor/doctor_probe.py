@@ -49,9 +49,8 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
         sections: dict[str, Callable[[], Check]] = {
-            "gpus": _gpus, "nccl": _nccl, "nvcc": _nvcc, "matmul": _matmul,
-            "hub": functools.partial(_hub, options.hub), "libaio": _libaio, "operators": _operators,
-            "cpu adam": _cpu_adam,
+            "gpus": _gpus, "nccl": _nccl, "nvcc": _nvcc, "hub": functools.partial(_hub, options.hub),
+            "libaio": _libaio, "operators": _operators, "cpu adam": _cpu_adam,
             "nvme bandwidth": functools.partial(_nvme_bandwidth, options.measure_in, options.not_measured),
         }  # fmt: skip
         for name, section in sections.items():
@@ -107,15 +106,6 @@ def _nvcc() -> Check:
     text = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}" if CUDA_HOME and version else "no CUDA toolkit"
     problem = f"operators of NVMe strategies are built with it, for torch's CUDA {torch.version.cuda}"
     return needed("nvcc", same, text, problem, operators.toolkit_fix())
-
-
-def _matmul() -> Check:
-    from study.metrics.flops import measure_matmul_rates
-
-    measured = measure_matmul_rates(seconds=0.2)
-    rates = ", ".join(f"{rate:.3g} TFLOP/s {name}" for name, rate in measured["tflops"].items())
-    where = f"{measured['threads']} threads" if measured["threads"] else measured["device"]
-    return Check("matmul", "ok", f"{rates} (random matrices of {measured['size']}, {where})")
 
 
 def _libaio() -> Check:

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from study.advisor import predict_command
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_check import check_files, in_file
 from study.advisor.explain_findings import findings
-from study.advisor.predict_command import add_optimizer, precision_under, usual_precision
 from study.advisor.user_settings import OFFLOADS, ZERO, known_settings, read_user_file
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
@@ -23,7 +23,7 @@ from study.host.folders import resolve_path
 from study.host.memory import GIB, MIB
 from study.predictor import shape as adapters
 from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, sent_bytes
-from study.predictor.hardware import ANY_DEVICE, Hardware, add_speed_arguments, box_from_args, parse_int
+from study.predictor.hardware import ANY_DEVICE, Hardware, box_from_args, parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
@@ -92,17 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision if the file does not set it")
     add("--micro_batch", type=_COUNT, metavar="B", help="if it is auto in the file; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
-    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
-    add("--seq_length", type=_COUNT, metavar="T", help=length)
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
-    adapters.add_arguments(parser)
-    add_optimizer(parser)
-    add_speed_arguments(parser)
+    predict_command.add_program_arguments(parser)
+    predict_command.add_optimizer(parser)
     generated = "tokens that the program generates for each sample, as PPO and GRPO do"
     add("--generated_tokens", type=_COUNT, metavar="T", help=generated)
-    add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
-    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     add("--strict", action="store_true", help="check files, and fail on errors and warnings")
     add("--output_format", choices=("text", "github"), help="of --strict: github annotates the lines in GitHub Actions")
 
@@ -184,9 +179,10 @@ def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> 
     """Return the peak of a rank, and whether it fits."""
     request, peak = case.request, device_bytes(memory)
     precision, in_half = request.precision.removesuffix("-engine"), ""
-    half = usual_precision(hardware) if hardware else "bf16"
+    half = predict_command.usual_precision(hardware) if hardware else "bf16"
     if precision == "fp32" and half != "fp32":
-        smaller = predict_memory(dataclasses.replace(request, precision=precision_under(request.strategy, half)))
+        in_16_bits = predict_command.precision_under(request.strategy, half)
+        smaller = predict_memory(dataclasses.replace(request, precision=in_16_bits))
         if hardware is None:
             in_half = f" (in {half} {_about(device_bytes(smaller))})"
         elif fits(smaller, request.box, at_upper=True):
@@ -251,6 +247,7 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
         # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
         verdict = f"Ends with an error: {', '.join(wrong)}. Apart from that: {verdict}"
     yield verdict
+    yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
     yield f"{case.file.name}: {engine}, {request.precision}{unset}, {ranks}"
@@ -450,28 +447,22 @@ def sub_groups_on_host(case: ConfigCase) -> int:
 _COMPARED = ", without offload_param"
 
 
-def find_answers(case: ConfigCase) -> list[Explanation]:
-    """Return the answers to the frequent questions that apply to this case."""
-    explanations = []
-    optimizer, box = case.offload("offload_optimizer"), case.request.box
-    if box.device is not ANY_DEVICE and not predict_memory(case.request).missing:
-        explanations.append(_explain_time(case))
+def find_answers(case: ConfigCase) -> Iterator[Explanation]:
+    """Yield the answers to the frequent questions that apply to this case."""
+    if case.request.box.device is not ANY_DEVICE and not predict_memory(case.request).missing:
+        yield _explain_time(case)
     if case.stage in (1, 2) and case.ranks > 1:
-        explanations.append(_compare_stages(case, 1, 2))
+        yield _compare_stages(case, 1, 2)
     if case.stage and case.ranks > 1:
-        explanations.append(_compare_stages(case, 2, 3))
+        yield _compare_stages(case, 2, 3)
     if case.stage == 3:
-        explanations += _explain_loading(case)
+        yield from _explain_loading(case)
     if case.generated_tokens:
-        explanations.append(_explain_generation(case, case.generated_tokens))
+        yield _explain_generation(case, case.generated_tokens)
     if case.file.distributed_type != "NO":
-        explanations.append(_compare_ranks(case))
-    if case.stage >= 2 and optimizer:
-        explanations.append(_compare_host_memory(case))
-    sets_ratio = f"{ZERO}.offload_optimizer.ratio" in case.file.explicit_keys
-    if case.stage == 3 and optimizer and optimizer["device"] == "cpu" and sets_ratio:
-        explanations.append(_explain_ratio(case))
-    return explanations
+        yield _compare_ranks(case)
+    if case.stage >= 2 and case.offload("offload_optimizer"):
+        yield _compare_host_memory(case)
 
 
 def _explain_time(case: ConfigCase) -> Explanation:
@@ -499,7 +490,7 @@ def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
     return time, f"{rounded(1e3 * time.step_s.value)} ms{sends}"
 
 
-def _explain_loading(case: ConfigCase) -> list[Explanation]:
+def _explain_loading(case: ConfigCase) -> Iterator[Explanation]:
     """Compare loading a model in shards, as stage 3 does, and whole in each process."""
     shards, full = (predict_memory(variant.request).host_parts["load"] for variant in (case, case.at(stage=2)))
     because = (
@@ -509,8 +500,9 @@ def _explain_loading(case: ConfigCase) -> list[Explanation]:
         " the checkpoint's type, next to the weights that it reads; more GPUs in a node do not help",
     )
     short = f"{gib(shards)} a node; {gib(full)} if the model is created before TrainingArguments"
-    figures = {"shards": shards, "whole": full}
-    return [Explanation("How much host memory does loading need?", short, because, figures)][: full > shards]
+    if full > shards:
+        figures = {"shards": shards, "whole": full}
+        yield Explanation("How much host memory does loading need?", short, because, figures)
 
 
 def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
@@ -542,54 +534,52 @@ def _at_stages(case: ConfigCase, *stages: int, ranks: int | None = None, **zero:
 
 
 def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
-    cases = _at_stages(case, lower, higher)
-    second, third = (predict_memory(variant.request) for variant in cases)
-    before, after = device_bytes(second), device_bytes(third)
-    less_from, count = None, case.ranks
-    while after >= before and count < _MAX_RANKS and less_from is None:
+    def memories(ranks: int) -> list[MemoryUse]:
+        return [predict_memory(variant.request) for variant in _at_stages(case, lower, higher, ranks=ranks)]
+
+    at_lower, at_higher = memories(case.ranks)
+    before, after = device_bytes(at_lower), device_bytes(at_higher)
+    short = f"{'yes' if after >= before else 'no'}: {after / GIB:.1f} GiB, stage {lower} {before / GIB:.1f} GiB"
+    short += _COMPARED * (case.offload("offload_param") is not None)
+    figures: dict[str, float] = {f"stage_{lower}": before, f"stage_{higher}": after}
+    count = case.ranks
+    while after >= before and count < _MAX_RANKS and "less_from_ranks" not in figures:
         count *= 2
-        at = [device_bytes(predict_memory(variant.request)) for variant in _at_stages(case, lower, higher, ranks=count)]
-        less_from = count if at[1] < at[0] else None
-    answer = "yes" if after >= before else "no"
-    short = f"{answer}: {after / 2**30:.1f} GiB, stage {lower} {before / 2**30:.1f} GiB"
-    if case.offload("offload_param"):
-        short += _COMPARED
-    if less_from:
-        short += f"; no from {less_from} ranks"
+        lower_bytes, higher_bytes = map(device_bytes, memories(count))
+        if higher_bytes < lower_bytes:
+            short += f"; no from {count} ranks"
+            figures["less_from_ranks"] = count
     parts = ("parameters", "gradients", "optimizer", "buffers")
-    shares = (f"{part} {gib(second.device_parts[part])} and {gib(third.device_parts[part])}" for part in parts)
-    because = [f"at the peaks of stage {lower} and stage {higher}: {', '.join(shares)}", *_stage_reasons(cases[1])]
-    figures = {
-        f"stage_{lower}": before,
-        f"stage_{higher}": after,
-        **({"less_from_ranks": less_from} if less_from else {}),
-    }
-    return Explanation(f"Does stage {higher} need more memory than stage {lower}?", short, tuple(because), figures)
+    shares = (f"{part} {gib(at_lower.device_parts[part])} and {gib(at_higher.device_parts[part])}" for part in parts)
+    reasons = _stage_reasons(_at_stages(case, higher)[0])
+    because = (f"at the peaks of stage {lower} and stage {higher}: {', '.join(shares)}", *reasons)
+    return Explanation(f"Does stage {higher} need more memory than stage {lower}?", short, because, figures)
 
 
-def _stage_reasons(third: ConfigCase) -> Iterator[str]:
-    elements, bucket = third.shape.parameters, third.zero["reduce_bucket_size"]
-    if third.stage == 2:
-        parts = predict_memory(third.request).device_parts
-        sizes = (elements * third.weight, bucket_bytes(third), parts["activations"] + parts["logits"])
+def _stage_reasons(case: ConfigCase) -> Iterator[str]:
+    """Yield what decides whether the higher stage of a comparison saves memory, from the case at that stage."""
+    elements, bucket = case.shape.parameters, case.zero["reduce_bucket_size"]
+    if case.stage == 2:
+        parts = predict_memory(case.request).device_parts
+        sizes = (elements * case.weight, bucket_bytes(case), parts["activations"] + parts["logits"])
         saved = "stage 2 shards {} of gradients as buckets of {} fill; few exist where activations and logits need {}"
         yield saved.format(*map(gib, sizes))
-    elif gathered := gathered_elements(third):
+    elif gathered := gathered_elements(case):
         yield (
             f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.1%} of the model:"
             " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps reused"
-            f" ones; with their buffers that is {gib(simulate_gathers(third.request).max_live_elements * third.weight)}"
+            f" ones; with their buffers that is {gib(simulate_gathers(case.request).max_live_elements * case.weight)}"
         )
-    largest = third.largest.elements
+    largest = case.largest.elements
     if bucket >= elements:
         yield f"all of this model's gradients fit into reduce_bucket_size ({bucket:,.0f}), so neither stage saves any"
     elif largest > bucket:
         yield (
-            f"{third.largest.name} ({largest:,}) does not fit into reduce_bucket_size ({bucket:,.0f}): its gradient"
-            f" stays unpartitioned, {gib(largest * third.weight)}; a bucket of {largest:,} has room for it"
+            f"{case.largest.name} ({largest:,}) does not fit into reduce_bucket_size ({bucket:,.0f}): its gradient"
+            f" stays unpartitioned, {gib(largest * case.weight)}; a bucket of {largest:,} has room for it"
         )
-    if third.stage == 3 and (fixed := sum(param.elements for param in persistent_params(third.request))):
-        yield f"{fixed:,} elements in small tensors stay unpartitioned, {gib(fixed * third.weight)} on every rank"
+    if case.stage == 3 and (fixed := sum(param.elements for param in persistent_params(case.request))):
+        yield f"{fixed:,} elements in small tensors stay unpartitioned, {gib(fixed * case.weight)} on every rank"
 
 
 def _compare_ranks(case: ConfigCase) -> Explanation:
@@ -619,12 +609,11 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
 def _compare_host_memory(case: ConfigCase) -> Explanation:
     optimizer = {**(case.offload("offload_optimizer") or {}), "device": "cpu", "ratio": 1.0}
     cases = _at_stages(case, 2, 3, offload_optimizer=optimizer)
-    second, third = (predict_memory(variant.request) for variant in cases)
-    peaks = [memory.host_peak.value for memory in (second, third)]
+    at_2, at_3 = (predict_memory(variant.request) for variant in cases)
+    peaks = [at_2.host_peak.value, at_3.host_peak.value]
     per_node, largest = case.request.box.gpus_per_node, case.largest.elements
-    phases = ", ".join(
-        f"{name} {gib(second.host_parts[name])} and {gib(third.host_parts[name])}" for name in ("load", "train", "save")
-    )
+    names = ("load", "train", "save")
+    phases = ", ".join(f"{name} {gib(at_2.host_parts[name])} and {gib(at_3.host_parts[name])}" for name in names)
     because = (
         phases,
         f"outside stage 3 each of a node's {per_node} processes creates the full model, assumed in fp32"
@@ -632,7 +621,7 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
         f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
         " with accumulation, the gradients of its shard as full tensors",
         "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",
-        f"state alone is {gib(second.host_parts['state'])} and {gib(third.host_parts['state'])} on a node",
+        f"state alone is {gib(at_2.host_parts['state'])} and {gib(at_3.host_parts['state'])} on a node",
     )
     return Explanation(
         "Does offload need more host memory with stage 2 than with stage 3?",
@@ -640,20 +629,3 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
         f"{_COMPARED if case.offload('offload_param') else ' on a node'}",
         because, {"stage_2": peaks[0], "stage_3": peaks[1]},
     )  # fmt: skip
-
-
-def _explain_ratio(case: ConfigCase) -> Explanation:
-    optimizer, count = case.offload("offload_optimizer") or {}, len(sub_groups(case.request))
-    moves = {
-        ratio: sub_groups_on_host(case.at(offload_optimizer={**optimizer, "ratio": ratio})) / count
-        for ratio in (0.0, 0.25, 0.5, 0.75, 1.0)
-    }
-    because = [f"whole sub-groups move, the first ones stay on the device, and a rank has {count} here"]
-    if count == 1:
-        because.append(
-            f"sub_group_size ({case.zero['sub_group_size']:,.0f}) is larger than a rank's shard, so any ratio above 0"
-            f" is 1: {case.shape.parameters // case.ranks // 10:,} would make ten of them"
-        )
-    short = f"to the host: {', '.join(f'{ratio:g} moves {fraction:.0%}' for ratio, fraction in moves.items())}"
-    figures = {f"ratio_{ratio:g}": fraction for ratio, fraction in moves.items()}
-    return Explanation("What does `ratio` move?", short, tuple(because), figures)

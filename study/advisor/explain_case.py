@@ -16,8 +16,6 @@ from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-# In the order of torch's ShardingStrategy, from 1.
-SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +119,6 @@ def resolve(
         if ranks is not None and ranks > 1:
             problem = f"{file.name} sets distributed_type: NO, which starts one process, and --world_size is {ranks}"
             raise UserError(problem, "leave --world_size out, or set MULTI_GPU in the file")
-        if file.num_processes is not None and file.num_processes > 1:
-            message = f"distributed_type: NO starts one process, not {file.num_processes}"
-            findings.append(Finding("ignored", "num_processes", message))
         ranks = 1
     ranks = ranks or file.num_processes or (hardware.ranks if hardware else None)
     if ranks is None:
@@ -136,18 +131,12 @@ def resolve(
         findings.append(Finding("noted", "num_processes", message))
     if ranks > MAX_JOB_GPUS:
         raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")
-    mesh = file.mesh
-    if file.mesh_ranks not in (1, ranks):
-        message = f"Accelerate ends with an error: its groups are of {file.mesh_ranks} ranks, not {ranks}"
-        findings.append(Finding("refused", "parallelism_config", message))
-        mesh = None
+    mesh = file.mesh if file.mesh_ranks in (1, ranks) else None
     zero: dict[str, Any] = {}
     precision: Precision
     if file.deepspeed is None:
         mixed_precision = work.mixed_precision or file.mixed_precision
-        if mixed_precision == "fp8":
-            findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16: only products are in fp8"))
-        kind = "MULTI_GPU" if read_sharding_strategy(file) == "NO_SHARD" else file.distributed_type
+        kind = "MULTI_GPU" if file.sharding == "NO_SHARD" else file.distributed_type
         name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
         strategy = Strategy(name, kind, custom_settings={"mesh": mesh} if mesh else None, mesh=mesh)
         precision = "bf16" if mixed_precision in ("bf16", "fp8") else "fp16" if mixed_precision == "fp16" else "fp32"
@@ -155,9 +144,9 @@ def resolve(
         precision, zero = _precision(file, work.mixed_precision, findings), _resolved_zero(file, shape, findings)
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
-    words = ("true", "1", "yes", "y", "on", "t")
+    # As Accelerate reads the variables that its launcher sets.
     offloads, loads_once = (
-        strategy.is_fsdp and str(fsdp_settings(file).get(name, default)).lower() in words
+        strategy.is_fsdp and str((file.fsdp or {}).get(name, default)).lower() in ("true", "1", "yes", "y", "on", "t")
         for name, default in (("fsdp_offload_params", False), ("fsdp_cpu_ram_efficient_loading", True))
     )
     request = Request(
@@ -180,22 +169,6 @@ def _optimizer(file: UserFile, strategy: Strategy, work: ProgramSettings, findin
         findings.append(Finding("conflict", "optimizer", f"{name} does not step on the host: {REPLACED}"))
         return "adamw"
     return name
-
-
-def fsdp_settings(file: UserFile) -> dict[str, Any]:
-    """Return the FSDP settings under their full names; Accelerate accepts them without the prefix, too."""
-    items = (file.fsdp or {}).items()
-    return {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in items}
-
-
-def read_sharding_strategy(file: UserFile) -> str | None:
-    """Return the sharding strategy of FSDP version 1, whose numbers are translated; None for version 2."""
-    settings = fsdp_settings(file)
-    if file.fsdp is None or str(settings.get("fsdp_version", 1)) != "1":
-        return None
-    # By default the launcher sets FULL_SHARD, so fsdp_reshard_after_forward has no effect.
-    name = str(settings.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
-    return SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
 
 
 def ranks_of_a_batch(top: Mapping[str, Any], ranks: int) -> float:
@@ -288,9 +261,8 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
         section = file.deepspeed.get(kind) or (file.deepspeed.get("bfloat16") if kind == "bf16" else None) or {}
         on[kind] = section.get("enabled", False)
     mixed = precision_flag or file.mixed_precision
-    if mixed == "fp8":
-        findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16, which Accelerate uses for it"))
-        mixed = "bf16"
+    # Accelerate uses bf16 for fp8.
+    mixed = "bf16" if mixed == "fp8" else mixed
     open_kinds = [kind for kind, value in on.items() if value == "auto"]
     if open_kinds and mixed is None:
         # A file that leaves only fp16 open was written for fp16, unless it sets bf16.
@@ -301,15 +273,12 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
     if on["bf16"] is True and on["fp16"] is True:
         findings.append(Finding("refused", "fp16", "the engine refuses bf16 and fp16 together"))
     if mixed in ("bf16", "fp16") and file.deepspeed.get(mixed) is None:
-        second = "fp16" if mixed == "bf16" else "bf16"
-        if on[second] is True:
+        opposite = "fp16" if mixed == "bf16" else "bf16"
+        if on[opposite] is True:
             message = f"Accelerate refuses mixed_precision: {mixed} together with it"
-            findings.append(Finding("refused", f"{second}.enabled", message))
+            findings.append(Finding("refused", f"{opposite}.enabled", message))
         on[mixed] = True
     autocast = file.deepspeed.get("torch_autocast") or {}
-    if autocast.get("enabled"):
-        if not (on["bf16"] or on["fp16"]):
-            return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
-        message = "the weights have 16 bits already, so there is nothing to cast"
-        findings.append(Finding("conflict", "torch_autocast", message))
+    if autocast.get("enabled") and not (on["bf16"] or on["fp16"]):
+        return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
     return "bf16-engine" if on["bf16"] else "fp16-engine" if on["fp16"] else "fp32"

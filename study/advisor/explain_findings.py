@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study.advisor.explain_case import (
-    ACCUMULATION,
-    MICRO_BATCH,
-    SHARDINGS,
-    ConfigCase,
-    fsdp_settings,
-    ranks_of_a_batch,
-    read_sharding_strategy,
-)
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, convert, known_settings, read_entry, removed
+from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
+from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings, removed, section_entries
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
@@ -25,31 +19,19 @@ from study.predictor.request import Request
 from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, fits, usable_bytes
 
-# DEEPSPEED_OPTIMIZERS of DeepSpeed's config.py, and the classes of torch.optim.
-ENGINES_OPTIMIZERS = ("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "muon", "musgd")
-TORCHS_OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
-    "Rprop", "SGD", "SparseAdam",
-)  # fmt: skip
-# Names that create a class of ZERO_SUPPORTED_OPTIMIZERS (zero/utils.py); mup's Adam is torch's.
-_ZEROS_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muadam", "muadamw", "muon")
+_COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
 
 def findings(case: ConfigCase) -> list[Finding]:
     """Return all findings of a config, including those of parsing it."""
+    facts, reference = _facts(case), known_settings()
     if case.file.deepspeed is None:
-        problem = case.request.strategy.is_fsdp and case.shape.fsdp_refusal
-        refused = [Finding("refused", "fsdp_version", problem)] if problem else []
-        return [*case.findings, *_fsdp(case), *refused, *request_findings(case.request)]
+        rules = _holding(reference["rules_without_deepspeed"], facts)
+        return [*case.findings, *rules, *request_findings(case.request, facts)]
     results = [
-        *case.findings,
-        *_ineffective(case),
-        *_type_of_optimizer(case),
-        *_arguments(case),
-        *_rules(case),
-        *_zero(case),
-        *_batch(case),
-    ]
+        *case.findings, *_ineffective(case, facts), *_type_of_optimizer(case), *_arguments(case),
+        *_holding(reference["rules"], facts), *request_findings(case.request, facts), *_batch(case),
+    ]  # fmt: skip
     if case.stage and case.request.strategy.offloads and case.request.box.device.memory_gib:
         used = [what for what in OFFLOADS if case.offload(what)]
         # All offloads, else that of the parameters alone.
@@ -68,11 +50,10 @@ def findings(case: ConfigCase) -> list[Finding]:
     return results
 
 
-def _ineffective(case: ConfigCase) -> Iterator[Finding]:
-    reference = known_settings()
+def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding]:
     for key in case.file.explicit_keys:
         section, _, name = key.rpartition(".")
-        entry = read_entry(reference.get(section or "top", {}), name)
+        entry = section_entries(section or "top").get(name, {})
         first = key.removeprefix(f"{ZERO}.").split(".")[0]
         # A disabled setting causes no finding.
         is_off = (first in OFFLOADS and case.offload(first) is None) or (
@@ -86,34 +67,26 @@ def _ineffective(case: ConfigCase) -> Iterator[Finding]:
         elif case.stage not in stages and (section == ZERO or section not in case.file.explicit_keys):
             message = f"stage {case.stage} does not use it; stage {' and '.join(map(str, stages))} would"
             yield Finding("ineffective", key, message)
-        elif (needs := entry.get("needs")) and not _has(case, needs):
-            yield Finding("ineffective", key, f"it has an effect only with {needs.replace('=', ' = ')}")
-
-
-def _has(case: ConfigCase, needs: str) -> bool:
-    if needs == "nvme":
-        return any((case.offload(what) or {}).get("device") == "nvme" for what in OFFLOADS)
-    key, _, value = needs.partition("=")
-    what, _, name = key.partition(".")
-    return str((case.zero.get(what) or {}).get(name)).lower() == value
+        elif (needs := entry.get("needs")) and not _holds(needs, facts):
+            yield Finding("ineffective", key, f"it has an effect only with {needs.replace('==', '=')}")
 
 
 def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
     """Yield findings about the optimizer. DeepSpeed ignores case in its names, but not in torch's (engine.py)."""
-    section, key = case.top.get("optimizer"), "optimizer.type"
+    section, key, optimizers = case.top.get("optimizer"), "optimizer.type", known_settings()["optimizers"]
     name = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(name, str) or name.lower() in ("adam", "adamw"):
         return
-    if name.lower() not in ENGINES_OPTIMIZERS and name not in TORCHS_OPTIMIZERS:
+    if name.lower() not in optimizers["engine"] and name not in optimizers["torch"]:
         message = f"the engine ends with an error: neither it nor torch.optim has {clip(name)}"
         gone = known_settings()["removed"].get(name.lower())
-        refused = Finding("refused", key, message, did_you_mean(name, TORCHS_OPTIMIZERS).strip())
+        refused = Finding("refused", key, message, did_you_mean(name, optimizers["torch"]).strip())
         yield removed(key, gone) if gone else refused
         return
     if case.request.optimizer not in name.lower():
         yield Finding("noted", key, f"{name}: bytes here are AdamW's, which keeps two moments of each parameter")
     is_allowed = case.file.launcher == "accelerate" or case.top.get("zero_allow_untested_optimizer")
-    if case.stage and name.lower() not in _ZEROS_OPTIMIZERS and not is_allowed:
+    if case.stage and name.lower() not in optimizers["zero"] and not is_allowed:
         yield Finding("refused", key, f"ZeRO accepts {name} only with zero_allow_untested_optimizer: true")
 
 
@@ -137,16 +110,34 @@ def _arguments(case: ConfigCase) -> Iterator[Finding]:
             yield Finding("conflict", f"{name}.params", message, rule="wrong-argument")
 
 
-def _rules(case: ConfigCase) -> Iterator[Finding]:
-    """Yield a finding for each rule of known_settings.yaml whose conditions all hold."""
-    reference = known_settings()
-    defaults = {key: entry["default"] for key, entry in reference["top"].items() if "default" in entry}
+def _facts(case: ConfigCase) -> dict[str, Any]:
+    """Return what rules may ask of a config, by name."""
+    file, shape = case.file, case.shape
+    facts: dict[str, Any] = {
+        "launcher": file.launcher, "type": file.distributed_type, "mixed_precision": file.mixed_precision,
+        "num_processes": file.num_processes, "mesh_ranks": file.mesh_ranks, **request_facts(case.request),
+    }  # fmt: skip
+    if file.deepspeed is None:
+        settings, size = file.fsdp or {}, shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
+        return facts | {
+            **settings, "set": set(settings), "version": str(settings.get("fsdp_version", 1))[:60],
+            "sharding": file.sharding and file.sharding[:60],
+            "refusal": shape.fsdp_refusal, "more": f"up to {format_number(size / GIB)} GiB more",
+        }  # fmt: skip
+    defaults = {key: entry["default"] for key, entry in section_entries("top").items() if "default" in entry}
     top = dict(case.top) if case.top.get("bf16") else {**case.top, "bf16": case.top.get("bfloat16")}
-    facts = {**_flat(defaults), **_flat(top), **_flat(case.zero), "launcher": case.file.launcher}
-    facts |= {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
-    facts |= {"set": {*case.file.explicit_keys, *_flat(case.top)}}
-    yield from _holding(reference["rules"], facts | request_facts(case.request))
-    yield from request_findings(case.request, facts)
+    devices = {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
+    # The engine limits the secondary partition to the number of ranks (groups.py).
+    group = min(case.zero["zero_hpz_partition_size"], case.ranks)
+    return {**_flat(defaults), **_flat(top), **_flat(case.zero), **_flat(file.plugin, "plugin."), **facts} | {
+        "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
+        **devices, "offload": "nvme" if "nvme" in devices.values() else "none",
+        "set": {*file.explicit_keys, *_flat(case.top)}, "group": group,
+        "ungrouped_ranks": case.ranks % max(group, 1), "shard": -(-shape.largest // case.ranks),
+        "largest": case.largest.name, "nvme_weights": case.state.params_nvme, "parameters": shape.parameters,
+        "twice_parameters": 2 * shape.parameters,
+        "max_in_cpu": (case.offload("offload_param") or {}).get("max_in_cpu"),
+    }  # fmt: skip
 
 
 def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -> Iterator[Finding]:
@@ -180,8 +171,9 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 def _holding(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
     for kind, key, conditions, says, *rule in rules:
-        if all(_holds(condition, facts) for condition in conditions):
-            yield Finding(kind, key, says, rule="".join(rule))
+        if all(_holds(condition.format_map(facts), facts) for condition in conditions):
+            message, _, fix = says.format_map(facts).partition(" -> ")
+            yield Finding(kind, key, message, fix, rule="".join(rule))
 
 
 def _flat(section: Mapping[str, Any], place: str = "") -> dict[str, Any]:
@@ -192,101 +184,14 @@ def _flat(section: Mapping[str, Any], place: str = "") -> dict[str, Any]:
 
 
 def _holds(condition: str, facts: Mapping[str, Any]) -> bool:
-    name, operator, *value = condition.split()
+    name, sign, *value = condition.split()
     if name in ("set", "unset"):
-        return (operator in facts["set"]) == (name == "set")
+        return (sign in facts["set"]) == (name == "set")
     fact, text = facts.get(name), str(facts.get(name)).lower()
-    if operator in "<>":
-        # "auto" is neither.
-        size = fact if isinstance(fact, int | float) else float("nan")
-        return size < float(value[0]) if operator == "<" else size > float(value[0])
-    return (text in value[0].split("|")) == (operator != "!=")
-
-
-def _zero(case: ConfigCase) -> Iterator[Finding]:
-    zero, stage = case.zero, case.stage
-    if stage != 3:
-        return
-    parameters, shard = case.offload("offload_param"), -(-case.shape.largest // case.ranks)
-    if parameters and parameters["device"] == "nvme" and parameters["buffer_size"] < shard:
-        message = f"the engine ends with an error: a rank's shard of {case.largest.name} has {shard:,} elements"
-        yield Finding("refused", f"{ZERO}.offload_param.buffer_size", message)
-    if parameters and parameters["device"] == "nvme" and not case.state.params_nvme:
-        message = f"a rank's weights have fewer than {parameters['max_in_cpu']:,} elements, and stay in host memory"
-        yield Finding("conflict", f"{ZERO}.offload_param.max_in_cpu", message, "set 0 to move them to NVMe")
-    # The engine limits it to the number of ranks (groups.py).
-    if (group := min(zero["zero_hpz_partition_size"], case.ranks)) > 1 and case.ranks % group:
-        message = f"the engine ends with an error: {group:,.0f} does not divide {case.ranks} ranks"
-        yield Finding("refused", f"{ZERO}.zero_hpz_partition_size", message)
-    key, live = f"{ZERO}.stage3_max_live_parameters", zero["stage3_max_live_parameters"]
-    if zero["stage3_prefetch_bucket_size"] and live < case.shape.parameters <= zero["stage3_max_reuse_distance"] / 2:
-        # The reuse distance of a parameter, from its forward to its backward pass, is at most twice the model.
-        message = f"{live:,.0f} does not limit gathering: stage3_max_reuse_distance keeps every parameter"
-        yield Finding("conflict", key, message)
-
-
-def _fsdp(case: ConfigCase) -> Iterator[Finding]:
-    settings, effects, sharding = fsdp_settings(case.file), known_settings()["fsdp"], read_sharding_strategy(case.file)
-    size = case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
-    more = f"up to {format_number(size / GIB)} GiB more a rank"
-    unsharded = f"weights stay unsharded from the forward to the backward pass, {more}"
-    key, version = "fsdp_sharding_strategy", settings.get("fsdp_version", 1)
-    if str(version) not in ("1", "2"):
-        yield Finding("refused", "fsdp_version", f"Accelerate has versions 1 and 2, not {clip(version)}")
-    elif case.file.distributed_type == "FSDP" and str(version) == "1" and case.file.mesh_ranks > 1:
-        yield Finding("refused", "fsdp_version", "Accelerate accepts a parallelism_config only with version 2")
-    if sharding == "NO_SHARD":
-        yield Finding("noted", key, "NO_SHARD is plain data parallelism, and is counted as such")
-    elif sharding is not None:
-        if sharding not in SHARDINGS:
-            yield Finding("refused", key, f"Accelerate ends with an error: no {clip(sharding)}")
-        default = "" if "fsdp_version" in settings else ", the default"
-        yield Finding("noted", "fsdp_version", f"1{default}: bytes here are those of version 2")
-        if sharding.endswith(("SHARD_GRAD_OP", "ZERO2")):
-            yield Finding("noted", key, f"{sharding}: {unsharded}")
-        if "HYBRID" in sharding:
-            yield Finding("noted", key, f"{sharding} shards over the ranks of one machine, bytes here over all")
-    if case.file.fsdp is not None and sharding != "NO_SHARD" and settings.get("fsdp_auto_wrap_policy") == "NO_WRAP":
-        yield Finding("noted", "fsdp_auto_wrap_policy", f"NO_WRAP: all weights are gathered at once, {more}")
-    yield from _fsdp_refusals(settings, str(version))
-    for name, value in settings.items():
-        if name not in effects:
-            guess = did_you_mean(name, effects, cutoff=0.75)
-            yield Finding("ignored", name, f"Accelerate drops it silently; {guess}".rstrip("; "))
-        elif (effect := effects[name]) is not None and str(value).lower() not in ("false", "none"):
-            kind, _, message = effect.partition(": ")
-            # Version 1 supports the settings that version 2 ignores or rejects.
-            if sharding is None or kind == "noted":
-                yield Finding(kind, name, message)
-    if sharding is None and str(settings.get("fsdp_reshard_after_forward", True)).lower() == "false":
-        yield Finding("noted", "fsdp_reshard_after_forward", f"false: {unsharded}")
-
-
-def _fsdp_refusals(settings: Mapping[str, Any], version: str) -> Iterator[Finding]:
-    """Yield what ends Accelerate with an error (prepare_multi_gpu_env and FullyShardedDataParallelPlugin)."""
-    error, switches = "Accelerate ends with an error", ["offload_params", "cpu_ram_efficient_loading"]
-    switches += ["activation_checkpointing", "activation_checkpointing_offload"]
-    switches += ["reshard_after_forward"] if version == "2" else ["use_orig_params", "sync_module_states"]
-    on = set()
-    for name in (f"fsdp_{switch}" for switch in switches):
-        try:
-            on |= {name} if name in settings and convert("bool", settings[name]) else set()
-        except ValueError:
-            yield Finding("refused", name, f"{error}: it is {clip(settings[name])}", "set true or false")
-    for name, values in (
-        ("fsdp_auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
-        ("fsdp_state_dict_type", ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", "1", "2", "3")),
-    ):
-        if (value := settings.get(name)) is not None and str(value).upper() not in values:
-            guess = did_you_mean(str(value).upper(), values).strip()
-            yield Finding("refused", name, f"{error}: no {clip(value)}", guess)
-    # The launcher's own default of both is true.
-    if settings.get("fsdp_cpu_ram_efficient_loading", True) and not settings.get("fsdp_sync_module_states", True):
-        message = f"{error} if it is false and fsdp_cpu_ram_efficient_loading, by default true, is not"
-        yield Finding("refused", "fsdp_sync_module_states", message)
-    offload, needed = "fsdp_activation_checkpointing_offload", "fsdp_activation_checkpointing"
-    if offload in on and not (needed in on and version == "2"):
-        yield Finding("refused", offload, f"{error} without {needed} and fsdp_version 2")
+    if sign in _COMPARE:
+        # "auto" is neither more nor less than a number.
+        return _COMPARE[sign](fact if isinstance(fact, int | float) else math.nan, float(value[0]))
+    return (text in value[0].split("|")) == (sign != "!=")
 
 
 def _batch(case: ConfigCase) -> Iterator[Finding]:
@@ -308,14 +213,8 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
         sizes[2] = sizes[2] or case.request.accumulation
     if problem := _batch_problem(sizes, ranks):
         yield Finding("refused", *problem)
-    # Without the key Accelerate (DeepSpeedPlugin) and the engine set 1; with "auto" the program sets it.
-    accumulation = case.request.accumulation
-    if ACCUMULATION not in case.top:
-        by_batch = all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH))
-        if accumulation > 1 and not (by_batch and case.file.launcher == "deepspeed"):
-            message = f"without it Accelerate and the engine use accumulation 1, not {accumulation}"
-            yield Finding("conflict", ACCUMULATION, message)
-    elif case.top[ACCUMULATION] == "auto" and accumulation == 1:
+    # With "auto" the program sets it.
+    if case.top.get(ACCUMULATION) == "auto" and case.request.accumulation == 1:
         reserved, reserved_by_two = (
             predict_memory(dataclasses.replace(case.request, accumulation=count)).peak_reserved.value
             for count in (1, 2)

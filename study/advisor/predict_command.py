@@ -54,16 +54,22 @@ _HOST_PARTS = {
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of model, hardware and output, which `study advise` has, too."""
     add = parser.add_argument
-    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     model = f"a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes"
     add("model_name_or_path", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=model)
     add("--model_name_or_path", metavar="M", help="the same as MODEL")
     box = f"8xH100, 4x8xH100 for four nodes, A100-40, or this; known are {', '.join(BOX_NAMES)}"
     add("--hardware", metavar="BOX", help=box)
-    add("--seq_length", type=parse_int, metavar="T", help=length)
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
     add("--chunked_loss", action="store_true", help=chunked)
+    add_program_arguments(parser)
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `study explain` has, too."""
+    add = parser.add_argument
+    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
+    add("--seq_length", type=parse_int, metavar="T", help=length)
     adapters.add_arguments(parser)
     add_speed_arguments(parser)
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
@@ -142,6 +148,11 @@ def precision_under(strategy: Strategy, precision: str) -> Precision:
     return cast(Precision, f"{precision}-engine" if has_own and precision != "fp32" else precision)
 
 
+def precision_name(request: Request) -> str:
+    """Return the precision as programs name it: a model that is loaded in 16 bits is predicted as an engine's."""
+    return request.precision if request.strategy.deepspeed else request.precision.removesuffix("-engine")
+
+
 def usual_precision(box: Hardware) -> str:
     """Return the default precision of the hardware."""
     if box.is_cpu_only:
@@ -172,6 +183,14 @@ def workload_text(request: Request) -> str:
     """Return micro-batch, accumulation and checkpointing of a rank as text."""
     checkpointing = "gradient checkpointing" if request.gradient_checkpointing else "no gradient checkpointing"
     return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {checkpointing}"
+
+
+def pair_notes(request: Request) -> Iterator[str]:
+    """Yield how many pairs of DPO a micro-batch has, if there is a reference model."""
+    if request.reference_model:
+        count = {1: "half a pair", 2: "1 pair"}.get(request.micro_batch, f"{request.micro_batch / 2:g} pairs")
+        counts = "it counts sequences, and TRL's per_device_train_batch_size counts pairs"
+        yield f"DPO: micro-batch {request.micro_batch} is {count}: {counts}"
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -234,9 +253,9 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
         "model": request.shape.name, "parameters": request.shape.parameters,
         "trained_parameters": request.shape.trained_parameters, "lora_rank": request.shape.lora_rank,
         "strategy": request.strategy.name, "hardware": request.box.name, "ranks": request.box.ranks,
-        "precision": request.precision, "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
-        "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
-        "chunked_loss": request.chunked_loss,
+        "precision": precision_name(request), "sequence_length": request.sequence_length,
+        "micro_batch": request.micro_batch, "accumulation": request.accumulation,
+        "gradient_checkpointing": request.gradient_checkpointing, "chunked_loss": request.chunked_loss,
         "fits": None if memory.missing else prediction.fits, "missing": memory.missing,
         "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced, "time": dataclasses.asdict(prediction.time),
@@ -279,11 +298,13 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
     # FSDP2 sums the gradients of micro-batches in the precision of computation.
     kinds = "weights" if request.strategy.is_fsdp else "weights and gradients"
     state = f" ({kinds} {base if request.weight_bytes == 2 else 'fp32'})" if base != "fp32" else ""
-    yield f"{_verdict(prediction)}\n"
+    yield _verdict(prediction)
+    yield from pair_notes(request)
+    yield ""
     yield (
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
-        f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}), {request.precision}{state},\n"
-        f"{workload_text(request)}, {request.sequence_length} tokens per sample"
+        f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
+        f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{', chunked loss' if request.chunked_loss else ''}"
     )
     yield from _parts(prediction, traced)

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import json
 import math
-import operator
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BeforeValidator, Field, InstanceOf, TypeAdapter, ValidationError, WrapValidator
 
 from study.config.errors import UserError, clip, did_you_mean, first_line, replace_unprintable
 from study.config.yaml_sections import Section, load_package_yaml, read_document
@@ -21,19 +23,9 @@ _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
-# Accelerate's types: plain data parallelism on any device, DeepSpeed and FSDP; and two that are not modelled.
-_DISTRIBUTED = (
-    "NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-    "MULTI_NEURON", "DEEPSPEED", "FSDP",
-)  # fmt: skip
-_NOT_PREDICTED = ("XLA", "MEGATRON_LM")
+# In the order of torch's ShardingStrategy, from 1.
+_SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 NOT_MODELLED = "not modelled: the figures are without it"
-# Accelerate ends with an error if these are set in addition to a deepspeed_config_file.
-SAID_TWICE = {
-    "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
-    "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
-    "mixed_precision",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +93,7 @@ class UserFile:
     # Dotted names of the settings in the file.
     explicit_keys: tuple[str, ...]
     mixed_precision: str | None = None
+    # Under their full names: Accelerate accepts FSDP's settings without the prefix, too. None without FSDP.
     fsdp: Mapping[str, Any] | None = None
     num_processes: int | None = None
     # FSDP's number of replicas, and of ranks per replica.
@@ -108,6 +101,17 @@ class UserFile:
     findings: list[Finding] = dataclasses.field(default_factory=list)
     # Ranks of Accelerate's parallelism_config; 1 if it sets none, or leaves them to DeepSpeed.
     mesh_ranks: int = 1
+    # The deepspeed_config of an Accelerate file.
+    plugin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sharding(self) -> str | None:
+        """The sharding strategy of FSDP version 1, whose numbers are those of torch; None for version 2."""
+        if self.fsdp is None or str(self.fsdp.get("fsdp_version", 1)) != "1":
+            return None
+        # By default the launcher sets FULL_SHARD, so fsdp_reshard_after_forward has no effect.
+        name = str(self.fsdp.get("fsdp_sharding_strategy", _SHARDINGS[0])).upper()
+        return _SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
 
 
 @functools.cache
@@ -116,6 +120,17 @@ def known_settings() -> dict[str, Any]:
     text = Path(__file__).with_name("known_settings.yaml").read_text(encoding="utf-8")
     document: dict[str, Any] = load_package_yaml(text)
     return document
+
+
+@functools.cache
+def section_entries(place: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of a section with their types; DeepSpeed accepts those of stage 3 without prefix, too."""
+    reference = known_settings()
+    entries = reference["strict_sections"].get(place) or reference["sections"].get(place) or reference[place]
+    full = {
+        key: {"type": entry} if isinstance(entry, str) else {"type": "any", **entry} for key, entry in entries.items()
+    }
+    return {key.removeprefix("stage3_"): entry for key, entry in full.items()} | full
 
 
 def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile:
@@ -147,13 +162,10 @@ def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
         if path.is_dir():
             raise UserError(f"{name} is a folder", "name the file in it")
         if not path.exists():
-            folder = path.parent
-            if not folder.is_dir():
-                siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-                raise UserError(f"there is no folder {folder}", did_you_mean(folder.name, siblings) or _EITHER)
-            files = [entry for entry in folder.iterdir() if entry.suffix in (".json", ".yaml", ".yml")]
-            nearest = did_you_mean(name, [str(Path(name).with_name(file.name)) for file in files])
-            raise UserError(f"there is no file {name}", nearest or _EITHER)
+            missing = [place for place in (path, *path.parents) if not place.exists()][-1]
+            what = f"file {name}" if missing == path else f"folder {missing}"
+            siblings = [entry.name for entry in missing.parent.iterdir()]
+            raise UserError(f"there is no {what}", did_you_mean(missing.name, siblings) or _EITHER)
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UserError(f"{name} is larger than 1 MB", _EITHER)
         text = path.read_text(encoding="utf-8")
@@ -227,33 +239,28 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
-    kind, precision = document.get("distributed_type"), document.get("mixed_precision")
-    kind, precision = "NO" if kind is False else kind, "no" if precision is False else precision
-    if kind in _NOT_PREDICTED:
+    document |= {key: no for key, no in (("distributed_type", "NO"), ("mixed_precision", "no"))
+                 if document.get(key) is False}  # fmt: skip
+    types = section_entries("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
+    if (kind := document.get("distributed_type")) in ("XLA", "MEGATRON_LM"):
         problem = f"{name} has distributed_type: {kind}, which is not modelled"
-        raise UserError(problem, f"modelled are {', '.join(_DISTRIBUTED)}")
-    if not isinstance(kind, str) or kind not in _DISTRIBUTED:
-        guess = did_you_mean(str(kind).upper(), _DISTRIBUTED) or f"supported are {', '.join(_DISTRIBUTED)}"
-        findings.append(_refused("distributed_type", "is missing" if kind is None else f"is {clip(kind)}", guess))
+        raise UserError(problem, f"modelled are {', '.join(types)}")
+    if kind is None:
+        findings.append(_refused("distributed_type", "is missing", f"supported are {', '.join(types)}"))
+    findings += _wrong_values("", document, section_entries("accelerate"))
+    precision, processes = document.get("mixed_precision"), document.get("num_processes")
+    if (kind := document.get("distributed_type")) is None:
         kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
-    processes = document.get("num_processes")
-    if processes is not None and (type(processes) is not int or processes < 1):
-        findings.append(_refused("num_processes", f"is {clip(processes)}", "set a whole number of ranks"))
-        processes = None
-    if precision not in (None, "no", "fp16", "bf16", "fp8"):
-        guess = did_you_mean(str(precision), ("bf16", "fp16", "fp8"), cutoff=0.5) or "set no, bf16 or fp16"
-        findings.append(_refused("mixed_precision", f"is {clip(precision)}", guess))
-        precision = None
-    findings += [Finding("noted", key, NOT_MODELLED) for key in ("megatron_lm_config",) if document.get(key)]
+    if document.get("megatron_lm_config"):
+        findings.append(Finding("noted", "megatron_lm_config", NOT_MODELLED))
     mesh, mesh_ranks = None, 1
     if document.get("parallelism_config"):
         mesh, mesh_ranks = _mesh(_section(document, "parallelism_config", findings), kind, findings)
     if kind == "DEEPSPEED":
         file = _accelerate_deepspeed(name, document, precision, processes, findings)
     else:
-        has_section = document.get("fsdp_config") is not None
-        section = None if kind != "FSDP" else _section(document, "fsdp_config", findings) if has_section else {}
-        file = UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
+        fsdp = _fsdp(document, findings) if kind == "FSDP" else None
+        file = UserFile(name, "accelerate", kind, None, (), precision, fsdp, processes, mesh, findings)
     file.mesh_ranks = mesh_ranks
     return file
 
@@ -263,11 +270,8 @@ def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tup
     (ParallelismConfig._validate_accelerator)."""
     sizes = {key.removeprefix("parallelism_config_"): value for key, value in section.items()}
     sizes = {key: size for key, size in sizes.items() if key.endswith("_size")}
-    wrong = [key for key, size in sizes.items() if type(size) is not int or size < 1]
-    for key in wrong:
-        problem = f"is {clip(sizes[key])}"
-        findings.append(_refused(f"parallelism_config.{key}", problem, "set a whole number from 1 up"))
-    if wrong:
+    if wrong := list(_wrong_values("parallelism_config.", sizes, {key: {"type": "int!# >=1"} for key in sizes})):
+        findings += wrong
         return None, 1
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = [key for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1]
@@ -282,18 +286,34 @@ def _mesh(section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tup
 
 
 def _section(document: Mapping[str, Any], key: str, findings: list[Finding]) -> dict[str, Any]:
-    section = document.get(key)
+    section = {} if document.get(key) is None else document[key]
     if isinstance(section, dict) and all(isinstance(setting, str) for setting in section):
         return section
     findings.append(_refused(key, f"is {clip(section)}, which is not a mapping", f"write its settings under {key}"))
     return {}
 
 
+def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
+    """Return FSDP's settings without those that Accelerate refuses (FullyShardedDataParallelPlugin)."""
+    section = _section(document, "fsdp_config", findings).items()
+    settings = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section}
+    typed_entries, version = section_entries("fsdp"), str(settings.get("fsdp_version", 1))
+    for name in [name for name in settings if name not in typed_entries]:
+        guess = did_you_mean(name, typed_entries, cutoff=0.75)
+        findings.append(Finding("ignored", name, f"Accelerate drops it silently; {guess}".rstrip("; ")))
+    # The launcher's own default of both is true; to it, "false" in quotes is true.
+    if settings.get("fsdp_cpu_ram_efficient_loading", True) and not settings.get("fsdp_sync_module_states", True):
+        message = "Accelerate ends with an error if it is false and fsdp_cpu_ram_efficient_loading is not"
+        findings.append(Finding("refused", "fsdp_sync_module_states", message))
+    entries = {name: entry for name, entry in typed_entries.items() if entry.get("version", version) == version}
+    findings += _wrong_values("", settings, entries)
+    return settings
+
+
 def _accelerate_deepspeed(
     name: str, document: dict[str, Any], precision: Any, processes: int | None, findings: list[Finding]
 ) -> UserFile:
-    has_section = document.get("deepspeed_config") is not None
-    plugin, reference = _section(document, "deepspeed_config", findings) if has_section else {}, known_settings()
+    plugin, reference = _section(document, "deepspeed_config", findings), known_settings()
     mapped = reference["accelerate_deepspeed"]
     for key in plugin:
         if key not in mapped:
@@ -313,11 +333,13 @@ def _accelerate_deepspeed(
         only_deepspeeds = list[Finding]()
         settings = _read(inner, only_deepspeeds)
         findings += [dataclasses.replace(finding, kind="refused") for finding in only_deepspeeds]
-        for key in sorted((SAID_TWICE & plugin.keys()) | ({"mixed_precision"} if precision is not None else set())):
+        for key in [
+            key for key in reference["set_in_json"] if key in plugin or (key == "mixed_precision" and precision)
+        ]:
             message = f"Accelerate ends with an error if {inner} is given, too: set it there"
             findings.append(Finding("refused", key, message))
         # explain_case._auto does this for ZeRO's settings.
-        keys = {f"{place}.{key}" for place in SECTIONS for key in (*reference[place], *_short_names(reference[place]))}
+        keys = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
         for key in _open_keys(settings):
             if key not in keys.union(reference["filled_by_accelerate"]):
                 findings.append(Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error"))
@@ -334,21 +356,10 @@ def _accelerate_deepspeed(
                    "stage3_gather_16bit_weights_on_model_save": saves},
         }  # fmt: skip
         explicit_keys = tuple(mapped[key] for key in plugin if mapped.get(key))
-    if "zero3_init_flag" in plugin:
-        zero = settings.get(ZERO, {})
-        is_on, is_stage3 = plugin["zero3_init_flag"], isinstance(zero, dict) and zero.get("stage") == 3
-        if is_on and not is_stage3:
-            findings.append(Finding("ineffective", "zero3_init_flag", "is for stage 3"))
-        elif is_stage3 and not is_on:
-            message = "false has no effect: transformers shards each parameter of a stage-3 model as it is created"
-            findings.append(Finding("ineffective", "zero3_init_flag", message))
-    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        if not has_json and plugin.get(key) not in (None, "none"):
-            message = "the launcher does not pass it to ranks: set nvme_path in a DeepSpeed JSON"
-            findings.append(Finding("ignored", key, message))
     file = UserFile(
-        name, "accelerate", "DEEPSPEED", settings, explicit_keys, precision, None, processes, None, findings
-    )
+        name, "accelerate", "DEEPSPEED", settings, explicit_keys, precision, None, processes, None, findings,
+        plugin=plugin,
+    )  # fmt: skip
     check_deepspeed(file)
     return file
 
@@ -374,72 +385,46 @@ def removed(key: str, message: str) -> Finding:
     return _refused(key, f"DeepSpeed {release} removed it, and ends with an error", fix, "removed")
 
 
-_WORDS = {
-    "bool": "true or false", "int": "a whole number", "whole": "true, false or a whole number", "float": "a number",
-    "number": "a number", "str": "a string", "list": "a list", "dict": "{...}", "none": "no value",
+_TYPES: dict[str, Any] = {
+    "any": Any, "bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict,
+    "whole": InstanceOf[int], "number": InstanceOf[int] | InstanceOf[float], "none": Literal["left out"],
 }  # fmt: skip
-_COMPARE = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
-_TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
+_BOUNDS = {">": "gt", "<": "lt", ">=": "ge", "<=": "le"}
 
 
-def describe(kind: str) -> str:
-    """Return the values of a type of known_settings.yaml, as text."""
+@functools.cache
+def _reader(kind: str) -> TypeAdapter[Any]:
+    """Return pydantic's reader of a type of known_settings.yaml: DeepSpeed's settings are pydantic models, too."""
+    return TypeAdapter(_hint(kind))
+
+
+def _hint(kind: str) -> Any:
     if "/" in kind:
-        return " or ".join(describe(part) for part in kind.split("/"))
-    name, *bounds = kind.lstrip("~").split()
-    name = name.rstrip("?!#")
-    words = _WORDS.get(name.partition("[")[0]) or " or ".join([", ".join(name.split("|")[:-1]), name.split("|")[-1]])
-    least = {"0": f"{words}, 0 or more", "1": f"{words}, 1 or more"}
-    if bounds[1:]:
-        return f"{words} from 0 to 1"
-    return least[str(int(bounds[0].lstrip(">=")) + (bounds[0] == ">0"))] if bounds else words
+        return Union[tuple(map(_hint, kind.split("/")))]  # noqa: UP007 - known at run time alone
+    marked, *bounds = kind.lstrip("~").split()
+    name, lacks = marked.rstrip("?!#"), [bool] * ("!" in marked) + [str] * ("#" in marked)
+    if name.startswith("list["):
+        hint: Any = list[_hint(name[5:-1])]  # type: ignore[misc]  # a type that is known at run time alone
+    elif name in _TYPES:
+        hint = _TYPES[name]
+    elif name[0].isdecimal():
+        hint = Annotated[Literal[tuple(map(int, name.split("|")))], BeforeValidator(_reader("int").validate_python)]
+    else:
+        hint = Literal[tuple(name.split("|"))]
 
+    def before(value: Any) -> Any:
+        if isinstance(value, tuple(lacks)):
+            raise ValueError(f"Input should be no {type(value).__name__}")
+        if marked.startswith("int!") and isinstance(value, str):
+            return int(value)
+        return value.lower() if kind.startswith("~") and isinstance(value, str) else value
 
-def convert(kind: str, value: Any) -> Any:
-    """Return a value as the engine (pydantic) converts it to a type of known_settings.yaml; raise ValueError."""
-    if "/" in kind:
-        for part in kind.split("/"):
-            try:
-                return convert(part, value)
-            except ValueError:
-                continue
-        raise ValueError
-    name, *bounds = kind.lstrip("~").split()
-    if ("!" in name and isinstance(value, bool)) or ("#" in name and isinstance(value, str)):
-        raise ValueError
-    if (name.endswith("?") and value is None) or (name.endswith("??") and not value):
-        return value
-    is_strict, name = "!" in name, name.rstrip("?!#")
-    name, _, inner = name.removesuffix("]").partition("[")
-    if name == "any" or (
-        name in ("str", "list", "dict") and isinstance(value, {"str": str, "list": list}.get(name, dict))
-    ):
-        return [convert(inner, item) for item in value] if inner else value
-    is_number = isinstance(value, int | float)
-    word = str(int(value) if isinstance(value, float) and value.is_integer() else value).lower()
-    if name == "bool" and word in (*_TRUE, *_FALSE) and value is not None:
-        return word in _TRUE
-    if name in ("number", "whole") and is_number and (name == "number" or isinstance(value, int)):
-        return value
-    if name in ("int", "float") and (is_number or isinstance(value, str)):
-        number = (
-            float(value)
-            if name == "float" or not isinstance(value, str)
-            else int(value if is_strict else value.strip().removesuffix(".0"))
-        )
-        if name == "int" and not float(number).is_integer():
-            raise ValueError
-        is_valid = all(_COMPARE[bound.rstrip("01")](number, int(bound.lstrip("<>="))) for bound in bounds)
-        if is_valid and (math.isfinite(number) or not is_strict):
-            return number if name == "float" else int(number)
-    if "|" in name or name == "auto":
-        word = str(convert("int", value)) if name[0].isdecimal() else word
-        choice = (
-            value.lower() if kind.startswith("~") and isinstance(value, str) else word if name[0].isdecimal() else value
-        )
-        if choice in name.split("|"):
-            return int(choice) if choice.isdecimal() else choice
-    raise ValueError
+    limits: dict[str, Any] = {_BOUNDS[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
+    limits |= {"allow_inf_nan": False} if marked.startswith("float!") else {}
+    hint = Annotated[hint, Field(**limits), BeforeValidator(before)]
+    if marked.endswith("??"):
+        return Annotated[hint, WrapValidator(lambda value, read: read(value) if value else value)]
+    return hint | None if marked.endswith("?") else hint
 
 
 def check_deepspeed(file: UserFile) -> None:
@@ -462,9 +447,9 @@ def check_deepspeed(file: UserFile) -> None:
     if isinstance(settings.get(ZERO), bool) and file.launcher == "deepspeed":
         settings[ZERO] = {"stage": int(settings[ZERO])}
         findings.append(Finding("noted", ZERO, f"a deprecated form, read as stage {settings[ZERO]['stage']}"))
-    findings += _wrong_values("", settings, reference["top"])
+    findings += _wrong_values("", settings, section_entries("top"))
     if isinstance(settings.get(ZERO), bool):
-        findings.append(_refused(ZERO, f"is {clip(settings.pop(ZERO))}", f"set {describe('dict')}"))
+        findings.append(_refused(ZERO, f"is {clip(settings.pop(ZERO))}", "set a section"))
     if ZERO not in settings:
         if file.launcher == "accelerate":
             findings.append(Finding("refused", ZERO, "Accelerate ends with an error without it"))
@@ -481,11 +466,9 @@ def check_deepspeed(file: UserFile) -> None:
         # DeepSpeed reads bfloat16 only if there is no bf16.
         section = None if place == "bfloat16" and settings.get("bf16") is not None else _find(settings, place)
         if isinstance(section, dict):
-            keys = reference["sections"].get(place)
-            entries = keys or reference["strict_sections"].get(place) or reference[place]
-            if keys is None:
-                findings += _unknown_keys(f"{place}.", section, [*entries, *_short_names(entries)], "DeepSpeed")
-            findings += _wrong_values(f"{place}.", section, entries)
+            if place not in reference["sections"]:
+                findings += _unknown_keys(f"{place}.", section, section_entries(place), "DeepSpeed")
+            findings += _wrong_values(f"{place}.", section, section_entries(place))
             findings += _not_modelled(place, section, zero)
     if "stage" not in zero and stage != 0:
         zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
@@ -499,23 +482,10 @@ def _find(settings: Mapping[str, Any], place: str) -> Any:
     return settings
 
 
-def _short_names(entries: Iterable[str]) -> list[str]:
-    """Return the names of stage 3's settings without their prefix, which DeepSpeed accepts, too."""
-    return [key.removeprefix("stage3_") for key in entries if key.startswith("stage3_")]
-
-
-def read_entry(entries: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the entry of a key in known_settings.yaml, with its type at least."""
-    entry = entries.get(key, entries.get(f"stage3_{key}", {}))
-    return {"type": entry} if isinstance(entry, str) else {"type": "any", **entry}
-
-
 def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each setting that changes the memory of a rank, but is not part of the prediction."""
-    reference = known_settings()
-    entries = reference.get(place) or reference["strict_sections"].get(place) or reference["sections"][place]
     for key, value in section.items():
-        entry = read_entry(entries, key)
+        entry = section_entries(place).get(key, {})
         if "switch" in entry:
             value = isinstance(value, Mapping) and value.get(entry["switch"])
         is_off = value in (None, "auto", {}, entry.get("default", False))
@@ -528,12 +498,14 @@ def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any
     """Take the settings with a wrong value out of a section, convert the others, and yield a finding for each."""
     is_model = place and place.removesuffix(".") not in known_settings()["sections"]
     for key, value in list(section.items()):
-        kind = read_entry(entries, key)["type"]
         # The engine's models drop "auto".
-        if value == "auto" and is_model:
+        if key not in entries or (value == "auto" and is_model):
             continue
         try:
-            section[key] = convert(kind, value)
-        except ValueError:
+            section[key] = _reader(entries[key]["type"]).validate_python(value)
+        except ValidationError as error:
             del section[key]
-            yield _refused(f"{place}{key}", f"is {clip(value)}", f"set {describe(kind)}")
+            allowed = [item["msg"].partition("Input should be ")[2].partition(", unable")[0] for item in error.errors()]
+            fix = f"it should be {' or '.join(filter(None, allowed))}"
+            guess = did_you_mean(str(value), re.findall(r"'([^']+)'", fix))
+            yield _refused(f"{place}{key}", f"is {clip(value)}", guess + fix)

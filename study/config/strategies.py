@@ -241,45 +241,40 @@ class Strategy:
     def check_engine_flags(self, config: RunConfig) -> None:
         """Raise for flags that need DeepSpeed under another engine, and for those that DeepSpeed handles wrongly."""
         self._check_checkpointing(config)
-        precision = config.precision or ""
-        if precision == "fp16" and self.zero_stage:
-            # It never lowers the loss scale there either: after one overflow, all steps are skipped.
-            raise UserError(
-                f"--precision fp16 is autocast, and DeepSpeed's stage {self.zero_stage} clips gradients before"
-                " unscaling them",
-                "use --precision fp16-engine, which is DeepSpeed's own fp16, or --precision bf16",
-            )
-        if precision == "fp16-engine" and self.zero_stage == 0:
-            raise UserError(
-                "DeepSpeed's own fp16 at stage 0 divides gradients by a loss scale, but does not multiply the loss by"
-                " it",
-                "use --precision fp16, which is autocast, or another zero* strategy",
-            )
-        if self.deepspeed is None and precision.endswith("-engine"):
-            plain = precision.removesuffix("-engine")
-            problem, fix = f"--precision {precision} is DeepSpeed's own {plain}", f"use --precision {plain}"
-        elif self.deepspeed is None and config.engine_override:
-            problem, fix = "--engine_override sets DeepSpeed keys", "leave it out"
-        else:
-            self._check_options(config)
-            return
-        raise UserError(f"{problem}, and {self.name} runs without it", f"{fix}, or use a zero* strategy")
-
-    def _check_options(self, config: RunConfig) -> None:
+        precision, stage = config.precision or "", self.zero_stage
+        plain = precision.removesuffix("-engine")
         offloads = self.offload_device("optimizer") is not None
-        if config.bf16_states and (not self.zero_stage or offloads):
-            problem = f"--bf16_states needs DeepSpeed's stages 1 to 3 without offload, not {self.name}"
-            raise UserError(problem, "leave it out, or use zero1, zero2 or zero3")
-        if self.zero_stage and self.group and self.group.divides == "tensors":
-            for flag, is_set, why in (
-                ("optimizer muon", config.optimizer == "muon", "shards matrices that Muon needs unsharded"),
-                ("peft lora", config.peft == "lora", "shards layers by names that adapters change"),
-            ):
-                if is_set:
-                    raise UserError(f"--{flag}: {self.name} {why}", "leave it out, or use a strategy without _tp")
-        if config.optimizer == "muon" and (self.is_fsdp or offloads):
-            why = "shards matrices that Muon needs unsharded" if self.is_fsdp else "steps AdamW on the host"
-            raise UserError(f"--optimizer muon: {self.name} {why}", "use single, ddp, or zero0 to zero3")
+        splits_tensors = bool(stage) and self.group is not None and self.group.divides == "tensors"
+        without_deepspeed, without_tp = "or use a zero* strategy", "leave it out, or use a strategy without _tp"
+        for is_wrong, problem, fix in (
+            # It never lowers the loss scale there either: after one overflow, all steps are skipped.
+            (precision == "fp16" and stage,
+             f"--precision fp16 is autocast, and DeepSpeed's stage {stage} clips gradients before unscaling them",
+             "use --precision fp16-engine, which is DeepSpeed's own fp16, or --precision bf16"),
+            (precision == "fp16-engine" and stage == 0,
+             "DeepSpeed's own fp16 at stage 0 divides gradients by a loss scale, but does not multiply the loss by it",
+             "use --precision fp16, which is autocast, or another zero* strategy"),
+            (self.deepspeed is None and precision != plain,
+             f"--precision {precision} is DeepSpeed's own {plain}, and {self.name} runs without it",
+             f"use --precision {plain}, {without_deepspeed}"),
+            (self.deepspeed is None and config.engine_override,
+             f"--engine_override sets DeepSpeed keys, and {self.name} runs without it",
+             f"leave it out, {without_deepspeed}"),
+            (config.bf16_states and (not stage or offloads),
+             f"--bf16_states needs DeepSpeed's stages 1 to 3 without offload, not {self.name}",
+             "leave it out, or use zero1, zero2 or zero3"),
+            (config.optimizer == "muon" and splits_tensors,
+             f"--optimizer muon: {self.name} shards matrices that Muon needs unsharded", without_tp),
+            (config.peft == "lora" and splits_tensors,
+             f"--peft lora: {self.name} shards layers by names that adapters change", without_tp),
+            (config.optimizer == "muon" and self.is_fsdp,
+             f"--optimizer muon: {self.name} shards matrices that Muon needs unsharded",
+             "use single, ddp, or zero0 to zero3"),
+            (config.optimizer == "muon" and offloads,
+             f"--optimizer muon: {self.name} steps AdamW on the host", "use single, ddp, or zero0 to zero3"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise UserError(problem, fix)
 
 
 def ranks_per_replica(world_size: int, per_machine: int) -> int:
