@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             else:
                 documents = [name.upper() for name in names if name.upper() in document["findings"]]
                 head = [f"{first_line(document, name)}\n" for name in documents] if names else scoreboard_text(document)
-                print_page([*head, *(claim_lines(document["claims"]) if names or options.details else [_MORE])])
+                print_page([*head, *(claim_lines(document) if names or options.details else [_MORE])])
     return 0
 
 
@@ -138,13 +138,18 @@ def scoreboard_text(document: Mapping[str, Any]) -> list[str | TextTable]:
     ]  # fmt: skip
 
 
-def claim_lines(claims: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return two lines for each claim: its text, and its finding with the deciding figure."""
+def claim_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return a line each for a claim's document, its sentence, the finding, the deciding figure and the evidence."""
     lines = []
-    for claim in claims:
-        finding = f"{claim['finding_text'][:1].upper()}{claim['finding_text'][1:]} ({', '.join(claim['evidence'])})."
-        lines += [f"{claim['id']}  {claim['says']}", f"       {finding} {claim['sentence']}"]
-    return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False) for line in lines]
+    for claim in document["claims"]:
+        lines += [
+            f"{claim['id']}  {document['documents'][claim['document']]}",
+            f"  Claim:    {claim['says']}",
+            f"  Finding:  {claim['finding_text']} ({', '.join(claim['evidence'])})",
+            f"  Figure:   {claim['sentence']}",
+            f"  Evidence: {claim['evidence_in']}; every check: docs/claims.md#{claim['id'].lower()}",
+        ]
+    return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 12, break_on_hyphens=False) for line in lines]
 
 
 def dependent_claims(records: Records, report: str, output: Path) -> list[DependentClaim]:

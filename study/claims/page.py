@@ -14,11 +14,11 @@ from markupsafe import Markup
 
 from study.claims.command import VERDICTS as VERDICTS_FILE
 from study.claims.evidence import KEYS_FILE, Evidence
-from study.claims.ledger import CheckResult, ClaimCheck
+from study.claims.ledger import ClaimCheck
 from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import derivation, published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
-from study.claims.verdicts import Basis, Figure, FindingKind, number
+from study.claims.verdicts import Basis, CheckResult, Figure, FindingKind, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
