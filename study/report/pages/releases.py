@@ -20,18 +20,18 @@ from study.config.places import REPOSITORY
 from study.host.stacks import is_of_today, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
-from study.releases.causes import GRID, PACKAGES, Cause, known_faults
+from study.releases.causes import GRID, PACKAGES, Cause
 from study.releases.command import LATEST_RELEASES
 from study.releases.command import NOT_RUN as NOT_TESTED
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import Answer, render_markdown
-from study.report.questions.releases import KINDS, QUESTION, clipped, lettered
+from study.report.questions.releases import DAGGER, KINDS, ON_GPU, QUESTION, cause_table, clipped, gpu_faults, lettered
 
 PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
 DETAILS = REPORT / "causes.md"
 # DeepSpeed without this project's trainer: records of study/releases/bare.py, in the history up to 7ff8d96.
 BARE = "bare.json"
-INSTALLED, NOT_RUN, DAGGER = "installed", "\N{MIDDLE DOT}", "\N{DAGGER}"
+INSTALLED, NOT_RUN = "installed", "\N{MIDDLE DOT}"
 Row = Mapping[str, Any]
 # Rounding of a loss or a norm. The installed release differs by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
 _ROUNDING = {"fp32": 1e-5, "bf16": 2e-3}
@@ -44,7 +44,6 @@ _WHOSE = {
     "engine": "DeepSpeed's",
     "pairing": "a mismatch of releases; DeepSpeed alone does not do it, and with other releases beside it neither",
 }
-_ON_GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,15 +85,8 @@ class ReleaseReport:
 
     def page(self) -> str:
         """Return docs/releases.md: the faults of each release, one row per group of releases with the same ones."""
-        rows = [
-            {"": letter, "Fault": cause.title, "On a GPU": _ON_GPU[cause.gpu], "Since": cause.entered.release or "-",
-             "Fixed in": f"{cause.left.release} {cause.left.change}".strip() or "-"}
-            for cause, letter in self.letters.items()
-        ]  # fmt: skip
-        return render_markdown(
-            "releases.md.j2", answer=self.answer, brief=_brief(self.today, self.letters), causes=pd.DataFrame(rows),
-            muon=_grid(self.muon, self.letters) if self.muon else None,
-        )  # fmt: skip
+        muon = _grid(self.muon, self.letters) if self.muon else None
+        return render_markdown("releases.md.j2", answer=self.answer, causes=cause_table(), muon=muon)
 
     def details(self, control: Sequence[Row]) -> str:
         """Return reports/releases/causes.md: the grid, the causes, and the bare control."""
@@ -115,7 +107,7 @@ class ReleaseReport:
         ]  # fmt: skip
         judged = [row for row in control if row.get("precision") == "fp32" and row.get("clipping")]
         return render_markdown(
-            "causes.md.j2", answer=self.answer, letters=self.letters, whose=_WHOSE, on_gpu=_ON_GPU,
+            "causes.md.j2", answer=self.answer, letters=self.letters, whose=_WHOSE, on_gpu=ON_GPU,
             grids={title: _grid(cells, self.letters) for title, cells in grids.items() if cells},
             cells_by_cause={cause: [cell for cell in self.cells if cause in cell.causes] for cause in self.letters},
             losses=self._losses(), stopped=_stopped(self.cells),
@@ -162,15 +154,6 @@ class ReleaseReport:
             "versions": versions, "letters": {cause.id: letter for cause, letter in self.letters.items()},
             "releases": lines, "muon": _muon_faults(self.muon, self.letters),
         }  # fmt: skip
-
-
-def gpu_faults(cell: ReleaseCell) -> list[Cause]:
-    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes from another fault."""
-    faults = cell.causes
-    if cell.verdict.kind == "crashes":
-        candidates = known_faults(cell.versions, on_gpu=True)
-        faults = tuple(cause for cause in candidates if cause.shows_in(cell.strategy, cell.micro_steps, cell.precision))
-    return [cause for cause in faults if cause.gpu != "hidden"]
 
 
 def _muon_faults(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> dict[str, str]:
@@ -241,33 +224,6 @@ def _figures(steps: pd.DataFrame) -> tuple[str, str]:
     norm = steps["grad_norm"].iloc[0]
     shown = ", ".join([*losses[:_SHOWN_LOSSES], *gap, losses[-1]])
     return shown, "not reported" if pd.isna(norm) else f"{norm:.4g}"
-
-
-def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.DataFrame:
-    """Return one row per group of successive releases that have the same faults, the newest first."""
-
-    def faults(release: str) -> tuple[str, ...]:
-        by_column: list[dict[str, list[str]]] = [{}, {}, {}]
-        for cell in (cell for cell in cells if cell.release == release):
-            kind, causes = cell.verdict.kind, cell.races if cell.is_equal_by_chance else cell.causes
-            name = f"`{cell.strategy}`"
-            if kind == "crashes" and causes:
-                # A CPU bug ends this run before the faults that a GPU shows.
-                for cause in gpu_faults(cell):
-                    by_column[int(cell.micro_steps > 1)].setdefault(letters[cause], []).append(f"{name}{DAGGER}")
-            if kind in ("different", "crashes") or cell.is_equal_by_chance:
-                column = 2 if causes and all(cause.gpu == "hidden" for cause in causes) else int(cell.micro_steps > 1)
-                sign = "crashes " * (kind == "crashes") + "".join(letters[cause] for cause in causes)
-                names = by_column[column].setdefault(sign.strip() or "?", [])
-                names += [name] * (name not in names)
-        return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in entries.items()) or "none"
-                     for entries in by_column)  # fmt: skip
-
-    rows = itertools.groupby(dict.fromkeys(cell.release for cell in cells), key=faults)
-    columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
-    return pd.DataFrame(
-        {"DeepSpeed": ", ".join(releases), **dict(zip(columns, texts, strict=True))} for texts, releases in rows
-    ).iloc[::-1]
 
 
 def _grid(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.DataFrame:
