@@ -23,30 +23,11 @@ from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.statistics import CONFIDENCE, POWER, t_quantile
-from study.report.document import Link, Note, PageSection, link_html, page_html, page_markdown, render_paragraphs, slug
+from study.report.document import Link, Note, PageSection, link_html, page_html, render_markdown, render_paragraphs
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
 _TITLE = "Claims: which hold"
-_HEAD = """<!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
-
-The claims of the replicated documents, and six of the ZeRO paper's, judged by the committed records and by plain
-arithmetic. `study claims` repeats all checks, without torch or a GPU. `study claims --page FILE` writes one HTML
-page with an overview, a filter by document and finding, and the provenance of the records. The codes name these
-documents:
-"""
-_READING = """\
-If two claims disagree, a check is `disputed`: one of them is wrong, and the check does not show which. Model state is
-16 bytes per parameter, as in mixed-precision Adam, unless a check sets another precision.
-
-Losses count as equal within 0.12 %, a tenth of the smallest published difference, and in bf16 within its spacing,
-0.39 %. Timed and trained checks are small-scale proxies: no finding rests on one. They are one family: Holm's method
-corrects their answers, so that the chance of any wrong one is at most 5 %. A check inside noise has its least
-significant difference, which is found half of the time, and its minimum detectable effect, found four times in five."""
-_TABLES = """\
-A row that trains only adapters needs memory for its frozen weights alone; the column `trains` marks it, with the bits
-per weight. A figure is read with a tolerance: half a unit of its last digit, and GiB written as GB. The tables are in
-`study/claims/tables`."""
 
 
 def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
@@ -55,12 +36,13 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     `links_from` is the folder that links to reports are relative to; without it there are no links.
     """
     legend = scoreboard.ledger.legend
+    *reading, check_table, reading_tables = render_paragraphs("claims_about.j2")
     yield PageSection(text="How several checks make one finding:", table=_table(legend["findings"], "finding", "when"))
     yield PageSection(
         text="Evidence of the parts that a finding rests on, the strongest first:",
         table=_table(legend["evidence"], "evidence", "is"),
     )
-    yield PageSection(text=_READING)
+    yield PageSection(text="\n\n".join(reading))
     for document in scoreboard.ledger.documents:
         code = document.code
         yield PageSection(
@@ -74,11 +56,8 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
         for item in scoreboard.ledger.corrections
     ]  # fmt: skip
     yield PageSection("Corrections", table=_table(corrections, "date", "claim", "correction", "because"))
-    about = (
-        "`study claims check-table FILE` compares a table of models, GPUs, strategies and gigabytes with arithmetic:"
-    )
-    yield PageSection("Published tables", about, table=_table(legend["tables"], "verdict", "the row states"))
-    yield PageSection(text=_TABLES)
+    yield PageSection("Published tables", check_table, table=_table(legend["tables"], "verdict", "the row states"))
+    yield PageSection(text=reading_tables)
     for table in published_tables():
         rows = [
             (row.model, str(row.gpus), row.strategy, row.trains, row.stated_gb, item.plausibility, item.why)
@@ -110,7 +89,8 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
     return PageSection(
         claim.id, claim.says, finding.kind,
         f"{rest[:1].upper()}{rest[1:]}{'. ' * bool(rest)}({', '.join(finding.basis)}) {judged.sentence}",
-        notes=notes, level=3, classes=f"claim {claim.document} {slug(finding.kind)}", anchor=claim.id.lower(),
+        notes=notes, level=3, anchor=claim.id.lower(),
+        classes=f"claim {claim.document} {finding.kind.replace(' ', '-')}",
     )  # fmt: skip
 
 
@@ -152,9 +132,10 @@ def page(claims: Scoreboard) -> str:
     rows = [
         [name, *(counts[kind] or "-" for kind in FINDINGS), counts.total()] for name, counts in claims.counts().items()
     ]
-    scoreboard = _table(rows, "document", *FINDINGS, "claims")
-    head = "\n".join([_HEAD, *(f"- {document.code}: {document.source}" for document in claims.ledger.documents)])
-    return page_markdown(_TITLE, [PageSection(text=head, table=scoreboard), *sections(claims)])
+    return render_markdown(
+        "claims.md.j2", title=_TITLE, documents=claims.ledger.documents, sections=sections(claims),
+        counts=_table(rows, "document", *FINDINGS, "claims"),
+    )  # fmt: skip
 
 
 def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
