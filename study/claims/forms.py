@@ -14,7 +14,7 @@ import pandas as pd
 from study.autopsy.contrasts import Autopsy, is_as_printed
 from study.autopsy.design import CORRECTED, RESPONSES
 from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, counted_bytes, virtual_bytes
-from study.claims.verdicts import Figure, Kind, NotJudged, awaited
+from study.claims.verdicts import Figure, Kind, NotJudged, awaited, number
 from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.state import KINDS, State, bytes_per_parameter, paper_state_bytes, paper_traffic, split_by
@@ -23,21 +23,20 @@ from study.virtual.summaries import AS_SHIPPED, Summary
 
 
 class Form(NamedTuple):
-    """Kind of evidence, function and formula of one form; empty without a formula."""
+    """Kind of evidence and function of one form."""
 
     kind: Kind
     figure: Callable[..., Figure]
-    formula: str
 
 
 FORMS: dict[str, Form] = {}
 
 
-def form(kind: Kind, formula: str = "") -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
+def form(kind: Kind) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
     """Register a function as the form of that name."""
 
     def register(figure: Callable[..., Figure]) -> Callable[..., Figure]:
-        FORMS[figure.__name__] = Form(kind, figure, formula)
+        FORMS[figure.__name__] = Form(kind, figure)
         return figure
 
     return register
@@ -54,59 +53,71 @@ def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> State:
     return bytes_per_parameter(read_strategy(strategy), precision, ranks)
 
 
-@form("consistency", "{value}")
+def _sum(state: State) -> str:
+    """Return bytes per parameter on one device as text: weight, gradient and optimizer state."""
+    parts = [number(part) for part in (state.params_device, state.grads_device, state.optimizer_device) if part]
+    return f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts) or "0"
+
+
+@form("consistency")
 def stated(_: Evidence, *, value: float) -> Figure:
     """Return a number that the document states, or that is counted in its listing."""
-    return Figure(value)
+    return Figure(value, derivation=f"{value:.10g}")
 
 
-@form("arithmetic", "{of} / {to}")
+@form("arithmetic")
 def ratio(_: Evidence, *, of: float, to: float) -> Figure:
     """Return the ratio of two numbers."""
-    return Figure(of / to)
+    return Figure(of / to, derivation=f"{of:.10g} / {to:.10g}")
 
 
-@form("arithmetic", "3600 s x {tokens_per_s} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)")
+@form("arithmetic")
 def steps_per_hour(_: Evidence, *, tokens_per_s: float, gpus: int, batch: int, length: int) -> Figure:
     """Return steps per hour at a speed per GPU and a batch."""
-    return Figure(3600 * tokens_per_s * gpus / (batch * length))
+    derivation = f"3600 s x {tokens_per_s:.10g} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)"
+    return Figure(3600 * tokens_per_s * gpus / (batch * length), derivation=derivation)
 
 
-@form("arithmetic", "{parameters_b} B x {bytes} bytes")
+@form("arithmetic")
 def state_gb(_: Evidence, *, parameters_b: float, strategy: str, gpus: int, precision: str = MIXED) -> Figure:
     """Return the model state on one device."""
-    return Figure(parameters_b * parameter_bytes(strategy, gpus, precision).device)
+    state = parameter_bytes(strategy, gpus, precision)
+    return Figure(parameters_b * state.device, derivation=f"{parameters_b:.10g} B x {_sum(state)} bytes")
 
 
-@form("arithmetic", "{bytes} / {over_bytes} bytes")
+@form("arithmetic")
 def state_ratio(
     _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, over_precision: str = MIXED
 ) -> Figure:
     """Return the ratio of the model state on one device under two strategies."""
-    return Figure(parameter_bytes(strategy, gpus).device / parameter_bytes(over, over_gpus, over_precision).device)
+    state, other = parameter_bytes(strategy, gpus), parameter_bytes(over, over_gpus, over_precision)
+    return Figure(state.device / other.device, derivation=f"{_sum(state)} / {_sum(other)} bytes")
 
 
-@form("arithmetic", "{parameters_b} B x ({over_bytes} - {bytes} bytes)")
+@form("arithmetic")
 def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: str, over: str, gpus: int) -> Figure:
     """Return the difference of the model state on one device under two strategies."""
-    return Figure(parameters_b * (parameter_bytes(over, gpus).device - parameter_bytes(strategy, gpus).device))
+    state, other = parameter_bytes(strategy, gpus), parameter_bytes(over, gpus)
+    derivation = f"{parameters_b:.10g} B x ({_sum(other)} - {_sum(state)} bytes)"
+    return Figure(parameters_b * (other.device - state.device), derivation=derivation)
 
 
-@form("arithmetic", "{device_gb} GB / {bytes} bytes")
+@form("arithmetic")
 def capacity_b(_: Evidence, *, device_gb: float, strategy: str, gpus: int) -> Figure:
     """Return the parameters, in billions, whose model state fills the device; activations would reduce it."""
-    return Figure(device_gb / parameter_bytes(strategy, gpus).device)
+    state = parameter_bytes(strategy, gpus)
+    return Figure(device_gb / state.device, derivation=f"{device_gb:.10g} GB / {_sum(state)} bytes")
 
 
-@form(
-    "arithmetic", "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} + {rest_gb} GB"
-)
+@form("arithmetic")
 def shares_gb(
     _: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: float, stage: int, gpus: int, rest_gb: float = 0
 ) -> Figure:
     """Return the sum of three sizes, sharded as the stage shards them, and of a rest that no stage shards."""
     sizes = {"optimizer": optimizer_gb, "grads": grads_gb, "params": params_gb}
-    return Figure(rest_gb + sum(size / split_by(kind, stage, gpus) for kind, size in sizes.items()))
+    pairs = [(size, split_by(kind, stage, gpus)) for kind, size in sizes.items()]
+    parts = " + ".join(f"{size:.10g} / {ranks}" for size, ranks in reversed(pairs))
+    return Figure(rest_gb + sum(size / ranks for size, ranks in pairs), derivation=f"{parts} + {rest_gb:.10g} GB")
 
 
 @form("consistency")

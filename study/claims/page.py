@@ -14,11 +14,10 @@ from markupsafe import Markup
 
 from study.claims.command import VERDICTS as VERDICTS_FILE
 from study.claims.evidence import KEYS_FILE, Evidence
-from study.claims.ledger import ClaimCheck
 from study.claims.provenance import NOT_OF_RUNS, provenance
-from study.claims.published import derivation, published_tables
+from study.claims.published import published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
-from study.claims.verdicts import Basis, CheckResult, Figure, FindingKind, number
+from study.claims.verdicts import Basis, Figure, FindingKind, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
@@ -73,18 +72,15 @@ def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.Data
 
 def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim, finding = judged.claim, judged.finding
-    checks = list(zip(claim.checks, judged.results, strict=True))
     notes: list[str | Note] = [*render_paragraphs(
-        "claim_notes.j2", claim=claim, checks=checks, contradictions=scoreboard.find_contradictions(claim.id),
+        "claim_notes.j2", claim=claim, results=judged.results, contradictions=scoreboard.find_contradictions(claim.id),
         provenance=provenance(judged, evidence) if evidence else (), sizes=_sizes,
     )]  # fmt: skip
     if evidence:
         first = 2 + bool(claim.readings) + bool(claim.untestable)
-        texts = notes[first : first + len(checks)]
-        notes[first : first + len(checks)] = [
-            Note(str(text), _below(*check, evidence.root, links_from) if check[1].figure else "")
-            for text, check in zip(texts, checks, strict=True)
-        ]
+        for place, result in enumerate(judged.results, first):
+            if result.figure:
+                notes[place] = Note(str(notes[place]), _below(result.figure, result.unit, evidence.root, links_from))
     rest = finding.text.removeprefix(finding.kind).lstrip(":; ")
     return PageSection(
         claim.id, claim.says, finding.kind,
@@ -102,13 +98,11 @@ def _sizes(figure: Figure) -> list[str]:
     return [number(size) if figure.is_slope else percent(math.expm1(size)) for size in sizes]
 
 
-def _below(check: ClaimCheck, result: CheckResult, reports: Path, links_from: str) -> Markup:
+def _below(figure: Figure, unit: str, reports: Path, links_from: str) -> Markup:
     """Return the derivation of a figure, or links to its records."""
-    assert result.figure is not None
-    form = derivation(check)
-    items = [link_html(name, _address(name, reports, links_from)) for name in result.figure.records]
-    value = f"{form} = {number(result.figure.value, result.unit)}" if form else ""
-    html = Markup('<code class="derivation">{}</code>').format(value) if value else Markup("")
+    items = [link_html(name, _address(name, reports, links_from)) for name in figure.records]
+    value = f"{figure.derivation} = {number(figure.value, unit)}"
+    html = Markup('<code class="derivation">{}</code>').format(value) if figure.derivation else Markup("")
     if items:
         fold = '<details><summary>{} record{}</summary><p class="records">{}</p></details>'
         html += Markup(fold).format(len(items), "s" * (len(items) > 1), Markup(", ").join(items))

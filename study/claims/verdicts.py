@@ -44,6 +44,8 @@ class Figure:
     # Of the mean over pairs or sessions: of the logs of ratios, or of slopes.
     standard_error: float | None = None
     is_slope: bool = False
+    # The arithmetic that it comes from.
+    derivation: str = ""
 
     @property
     def spread(self) -> str:
