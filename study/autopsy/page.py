@@ -20,7 +20,7 @@ from study.autopsy.run import MARK
 from study.config.errors import UserError
 from study.config.text import percent
 from study.records.statistics import equivalence_test
-from study.report.document import PageSection, page_html, page_markdown, render_paragraphs
+from study.report.document import PageSection, page_html, page_markdown, paragraphs
 from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take_figures, write_figures
 from study.report.site.publishing import FIGURES, publish_report
 
@@ -68,7 +68,7 @@ def sections(study: Autopsy) -> list[PageSection]:
     arms = study.arms
     bad = arms[(arms["state"] != "ok") & (arms["kind"] != "gate")].drop_duplicates("session")
     failures = [f"{row.session}: {row.state}, {row.reason}" for row in bad.itertuples()]
-    limits = render_paragraphs(
+    limits = paragraphs(
         "autopsy_limits.j2", lanes=int(arms["lanes"].max()), gpu=SCALES["a100"],
         on_gpu=SCALES[str(arms["scale"].iloc[0])].on_gpu,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def _findings(study: Autopsy) -> list[str]:
     def share(kind: Kind, cell: str) -> Callable[[str], str]:
         return lambda response: share_text(study.ratio(response, kind, cell))
 
-    return render_paragraphs(
+    return paragraphs(
         "autopsy_findings.j2", printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
         equal=share("aa", AA), third=share("printed rate", PRINTED),
         engine="" if study.engine_was_on(all_as_printed=True)[0] else ", without DeepSpeed",

@@ -22,7 +22,7 @@ from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.statistics import CONFIDENCE, POWER, t_quantile
-from study.report.document import Link, Note, PageSection, link_html, page_html, render_markdown, render_paragraphs
+from study.report.document import Link, Note, PageSection, link_html, page_html, paragraphs, render_markdown
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
@@ -35,7 +35,7 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     `links_from` is the folder that links to reports are relative to; without it there are no links.
     """
     legend = scoreboard.ledger.legend
-    *reading, check_table, reading_tables = render_paragraphs("claims_about.j2")
+    *reading, check_table, reading_tables = paragraphs("claims_about.j2")
     yield PageSection(text="How several checks make one finding:", table=_table(legend["findings"], "finding", "when"))
     yield PageSection(
         text="Evidence of the parts that a finding rests on, the strongest first:",
@@ -72,7 +72,7 @@ def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.Data
 
 def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim, finding = judged.claim, judged.finding
-    notes: list[str | Note] = [*render_paragraphs(
+    notes: list[str | Note] = [*paragraphs(
         "claim_notes.j2", claim=claim, results=judged.results, contradictions=scoreboard.find_contradictions(claim.id),
         provenance=provenance(judged, evidence) if evidence else (), sizes=_sizes,
     )]  # fmt: skip

@@ -154,7 +154,7 @@ def render_markdown(template: str, **values: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def render_paragraphs(template: str, **values: Any) -> list[str]:
+def paragraphs(template: str, **values: Any) -> list[str]:
     """Return the paragraphs of a text template as the sentences and notes of sections, which are escaped later."""
     text = _templates(Markup).get_template(template).render(values)
     return [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]

@@ -16,7 +16,7 @@ from study.records.frames import Records, real_runs, steps_by_run
 from study.records.outcome import has_diverged
 from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
-from study.report.document import Answer, Question, format_names, format_or_dash, render_paragraphs
+from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
 from study.report.questions.comparison import Comparison, arm_notes, arm_table, fair_arms, real_arms, workloads
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
@@ -170,7 +170,7 @@ def _words(comparisons: Sequence[_LossComparison]) -> list[str]:
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
     worst = max(different, key=lambda row: row.difference / row.margin, default=None)
     tested = sorted({row.test.n for row in comparisons if row.test.verdict != "no test"})
-    return render_paragraphs(
+    return paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=worst, percent=percent,
         diverged=_diverged_seeds(worst.arm) if worst and math.isinf(worst.difference) else [],
         largest=max(row.difference for row in comparisons), seeds=tested[:1] + tested[-1:],

@@ -14,7 +14,7 @@ from study.records.frames import Records
 from study.releases.causes import Cause, known_faults, read_causes
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING, Verdict
-from study.report.document import Answer, Question, render_paragraphs
+from study.report.document import Answer, Question, paragraphs
 
 
 def answer(records: Records) -> Answer | None:
@@ -31,7 +31,7 @@ def answer(records: Records) -> Answer | None:
     kinds = [{cause.gpu for cause in cell.causes} for cell in bad]
     # A race condition may be absent from any run.
     steady = [cell.contemporary for cell in bad if not any(cause.sometimes for cause in cell.causes)]
-    sentence, *notes = render_paragraphs(
+    sentence, *notes = paragraphs(
         "releases_answer.j2", cells=cells, bad=bad, ran=ran, wrong=wrong, hidden=hidden, rounding=ROUNDING,
         percent=percent, good=sorted(ran - wrong, key=release_key),
         on_a_gpu=sorted(ran - wrong | hidden, key=release_key),
