@@ -137,8 +137,8 @@ def test_the_answer_names_the_good_releases_and_such_a_report_has_no_speeds(reco
     assert {question.name for question in answers(records)} == {"releases", "runs"}
     # The newest first; the two newest have no fault.
     assert answer.table.to_numpy().tolist() == [
-        ["0.19.2, 0.19.8", "none", "none", "none"],
-        ["0.18.6", "none", "`zero1`: a; `zero2`: ?; `zero3_cpu`: crashes", "`zero3`: b"],
+        ["0.19.2, 0.19.8", "not run", "no fault", "no fault"],
+        ["0.18.6", "no fault", "a: `zero1`; ?: `zero2`; not run: `zero2_cpu`, `zero3_cpu`", "b: `zero3`"],
     ]
     verdicts = verdict_table(records).set_index(["Release", "Accelerate and torch", "Strategy", "Micro-steps"])
     assert verdicts.loc[("0.18.6", "today's", "zero1", 4), "Cause"] == "a"

@@ -22,10 +22,9 @@ from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import GRID, PACKAGES, Cause
 from study.releases.command import LATEST_RELEASES
-from study.releases.command import NOT_RUN as NOT_TESTED
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import Answer, render_markdown
-from study.report.questions.releases import DAGGER, KINDS, ON_GPU, QUESTION, cause_table, clipped, gpu_faults, lettered
+from study.report.questions.releases import KINDS, ON_GPU, QUESTION, cause_table, clipped, faults_on_gpu, lettered
 
 PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
 DETAILS = REPORT / "causes.md"
@@ -141,7 +140,7 @@ class ReleaseReport:
             group = list(cells)[::-1]
             halves = {"no accumulation": [cell for cell in group if cell.micro_steps == 1],
                       "accumulation": [cell for cell in group if cell.micro_steps > 1]}  # fmt: skip
-            faults = {column: _faults_on_gpu(half, self.letters) for column, half in halves.items()}
+            faults = {column: faults_on_gpu(half) for column, half in halves.items()}
             lines.append({"DeepSpeed": release, **faults})
         latest = self.latest()
         runs = self.records.runs[self.records.runs["run"].isin({run for cell in latest for run in cell.runs})]
@@ -167,23 +166,6 @@ def _muon_faults(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> 
                 struck.setdefault(sign, {})[f"`{cell.strategy}`"] = None
         result[release] = "; ".join(f"{sign}: {', '.join(names)}" for sign, names in struck.items()) or "no fault"
     return result
-
-
-def _faults_on_gpu(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> str:
-    """Return the faults of a release, each with its strategies; a dagger marks those found in the source only."""
-    struck: dict[str, list[str]] = {}
-    for cell in cells:
-        dagger = DAGGER * (cell.verdict.kind == "crashes")
-        is_known = cell.causes or cell.verdict.kind in ("equal", "different")
-        if not is_known:
-            struck.setdefault(NOT_TESTED, []).append(f"`{cell.strategy}`")
-        for cause in gpu_faults(cell) if is_known else ():
-            struck.setdefault(letters[cause], []).append(f"`{cell.strategy}`{dagger}")
-    if len(struck.get(NOT_TESTED, ())) == len(cells):
-        return NOT_TESTED
-    has_crash = any(cell.verdict.kind == "crashes" for cell in cells)
-    faults = [f"{letter}: {', '.join(names)}" for letter, names in struck.items()]
-    return "; ".join(faults) or f"no fault{DAGGER * has_crash}"
 
 
 def is_right(row: Row) -> bool | None:

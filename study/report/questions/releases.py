@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
@@ -12,6 +12,7 @@ from study.config.text import percent
 from study.host.stacks import release_key
 from study.records.frames import Records
 from study.releases.causes import Cause, known_faults, read_causes
+from study.releases.command import NOT_RUN
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING, Verdict
 from study.report.document import Answer, Question, paragraphs
@@ -44,30 +45,42 @@ def answer(records: Records) -> Answer | None:
 def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
     """Return one row per group of successive releases that have the same faults in fp32, the newest first."""
     today = [cell for cell in clipped(cells) if cell.precision == "fp32" and not cell.is_contemporary]
-    letters = lettered()
 
     def faults(release: str) -> tuple[str, ...]:
-        by_column: list[dict[str, list[str]]] = [{}, {}, {}]
-        for cell in (cell for cell in today if cell.release == release):
-            kind, causes = cell.verdict.kind, cell.races if cell.is_equal_by_chance else cell.causes
-            name = f"`{cell.strategy}`"
-            if kind == "crashes" and causes:
-                # A CPU bug ends this run before the faults that a GPU shows.
-                for cause in gpu_faults(cell):
-                    by_column[int(cell.micro_steps > 1)].setdefault(letters[cause], []).append(f"{name}{DAGGER}")
-            if kind in ("different", "crashes") or cell.is_equal_by_chance:
-                column = 2 if causes and all(cause.gpu == "hidden" for cause in causes) else int(cell.micro_steps > 1)
-                sign = "crashes " * (kind == "crashes") + "".join(letters[cause] for cause in causes)
-                names = by_column[column].setdefault(sign.strip() or "?", [])
-                names += [name] * (name not in names)
-        return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in entries.items()) or "none"
-                     for entries in by_column)  # fmt: skip
+        group = [cell for cell in today if cell.release == release]
+        one, several = ([cell for cell in group if (cell.micro_steps > 1) == many] for many in (False, True))
+        hidden: dict[str, dict[str, None]] = {}
+        for cell in group:
+            for cause in cell.races if cell.is_equal_by_chance else cell.causes:
+                if cause.gpu == "hidden":
+                    hidden.setdefault(lettered()[cause], {})[f"`{cell.strategy}`"] = None
+        on_gpu = (faults_on_gpu(one), faults_on_gpu(several))
+        return *on_gpu, _by_letter(hidden) or (NOT_RUN if {*on_gpu} == {NOT_RUN} else "no fault")
 
     rows = itertools.groupby(dict.fromkeys(cell.release for cell in today), key=faults)
     columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
     return pd.DataFrame(
         {"DeepSpeed": ", ".join(releases), **dict(zip(columns, texts, strict=True))} for texts, releases in rows
     ).iloc[::-1]
+
+
+def faults_on_gpu(cells: Sequence[ReleaseCell]) -> str:
+    """Return the faults of a release, each with its strategies; a dagger marks those found in the source only."""
+    struck: dict[str, list[str]] = {}
+    for cell in cells:
+        kind, name = cell.verdict.kind, f"`{cell.strategy}`"
+        if not cell.causes and kind != "equal":
+            struck.setdefault("?" if kind == "different" else NOT_RUN, []).append(name)
+        for cause in gpu_faults(cell) if cell.causes else ():
+            # A CPU bug ends a crashed run before the faults that a GPU shows.
+            struck.setdefault(lettered()[cause], []).append(name + DAGGER * (kind == "crashes"))
+    if len(struck.get(NOT_RUN, ())) == len(cells):
+        return NOT_RUN
+    return _by_letter(struck) or f"no fault{DAGGER * any(cell.verdict.kind == 'crashes' for cell in cells)}"
+
+
+def _by_letter(struck: Mapping[str, Iterable[str]]) -> str:
+    return "; ".join(f"{letter}: {', '.join(names)}" for letter, names in struck.items())
 
 
 def gpu_faults(cell: ReleaseCell) -> list[Cause]:
