@@ -90,16 +90,16 @@ def state_ratio(
     _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, over_precision: str = MIXED
 ) -> Figure:
     """Return the ratio of the model state on one device under two strategies."""
-    state, other = parameter_bytes(strategy, gpus), parameter_bytes(over, over_gpus, over_precision)
-    return Figure(state.device / other.device, derivation=f"{_sum(state)} / {_sum(other)} bytes")
+    state, reference = parameter_bytes(strategy, gpus), parameter_bytes(over, over_gpus, over_precision)
+    return Figure(state.device / reference.device, derivation=f"{_sum(state)} / {_sum(reference)} bytes")
 
 
 @form("arithmetic")
 def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: str, over: str, gpus: int) -> Figure:
     """Return the difference of the model state on one device under two strategies."""
-    state, other = parameter_bytes(strategy, gpus), parameter_bytes(over, gpus)
-    derivation = f"{parameters_b:.10g} B x ({_sum(other)} - {_sum(state)} bytes)"
-    return Figure(parameters_b * (other.device - state.device), derivation=derivation)
+    state, reference = parameter_bytes(strategy, gpus), parameter_bytes(over, gpus)
+    derivation = f"{parameters_b:.10g} B x ({_sum(reference)} - {_sum(state)} bytes)"
+    return Figure(parameters_b * (reference.device - state.device), derivation=derivation)
 
 
 @form("arithmetic")

@@ -20,7 +20,7 @@ from study.config.places import REPOSITORY
 from study.host.stacks import is_of_today, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
-from study.releases.causes import GRID, PACKAGES, Cause
+from study.releases.causes import GRID, PACKAGES
 from study.releases.command import LATEST_RELEASES
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import Answer, render_markdown
@@ -57,11 +57,6 @@ class ReleaseReport:
         return release_cells(self.records)
 
     @functools.cached_property
-    def letters(self) -> dict[Cause, str]:
-        """The known causes, with their letters."""
-        return lettered()
-
-    @functools.cached_property
     def answer(self) -> Answer:
         """The answer of the report's question."""
         return QUESTION.answer(self.records) or Answer("No release is tested.", pd.DataFrame())
@@ -84,7 +79,7 @@ class ReleaseReport:
 
     def page(self) -> str:
         """Return docs/releases.md: the faults of each release, one row per group of releases with the same ones."""
-        muon = _grid(self.muon, self.letters) if self.muon else None
+        muon = _grid(self.muon) if self.muon else None
         return render_markdown("releases.md.j2", answer=self.answer, causes=cause_table(), muon=muon)
 
     def details(self, control: Sequence[Row]) -> str:
@@ -106,9 +101,9 @@ class ReleaseReport:
         ]  # fmt: skip
         judged = [row for row in control if row.get("precision") == "fp32" and row.get("clipping")]
         return render_markdown(
-            "causes.md.j2", answer=self.answer, letters=self.letters, whose=_WHOSE, on_gpu=ON_GPU,
-            grids={title: _grid(cells, self.letters) for title, cells in grids.items() if cells},
-            cells_by_cause={cause: [cell for cell in self.cells if cause in cell.causes] for cause in self.letters},
+            "causes.md.j2", answer=self.answer, letters=lettered(), whose=_WHOSE, on_gpu=ON_GPU,
+            grids={title: _grid(cells) for title, cells in grids.items() if cells},
+            cells_by_cause={cause: [cell for cell in self.cells if cause in cell.causes] for cause in lettered()},
             losses=self._losses(), stopped=_stopped(self.cells),
             control=_control([row for row in judged if row["loss"] == "inside"], _ONE),
             several=_control([row for row in judged if "-" in row["caller"]], _SEVERAL), stacks=pd.DataFrame(stacks),
@@ -120,7 +115,7 @@ class ReleaseReport:
         steps = steps_by_run(self.records)
         groups: dict[tuple[str, ...], list[ReleaseCell]] = {}
         for cell in (cell for cell in cells if cell.verdict.kind == "different"):
-            signs = "".join(self.letters[cause] for cause in cell.causes) or "?"
+            signs = "".join(lettered()[cause] for cause in cell.causes) or "?"
             # A run whose first loss is NaN has no recorded steps.
             worst = steps.get(cell.worst_run)
             figures = (cell.verdict.reason, "none") if worst is None else _figures(worst)
@@ -150,19 +145,19 @@ class ReleaseReport:
         packages = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
         return {
             "tested": f"Tested {days} on two CPU ranks in fp32 with gradient clipping; {packages}",
-            "versions": versions, "letters": {cause.id: letter for cause, letter in self.letters.items()},
-            "releases": lines, "muon": _muon_faults(self.muon, self.letters),
+            "versions": versions, "letters": {cause.id: letter for cause, letter in lettered().items()},
+            "releases": lines, "muon": _muon_faults(self.muon),
         }  # fmt: skip
 
 
-def _muon_faults(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> dict[str, str]:
+def _muon_faults(cells: Sequence[ReleaseCell]) -> dict[str, str]:
     """Return the faults of Muon by release, the newest first."""
     result = {}
     for release in sorted({cell.release for cell in cells}, key=release_key, reverse=True):
         struck: dict[str, dict[str, None]] = {}
         for cell in cells:
             if cell.release == release and cell.verdict.kind != "equal":
-                sign = "".join(letters[cause] for cause in cell.causes) or "?"
+                sign = "".join(lettered()[cause] for cause in cell.causes) or "?"
                 struck.setdefault(sign, {})[f"`{cell.strategy}`"] = None
         result[release] = "; ".join(f"{sign}: {', '.join(names)}" for sign, names in struck.items()) or "no fault"
     return result
@@ -208,9 +203,9 @@ def _figures(steps: pd.DataFrame) -> tuple[str, str]:
     return shown, "not reported" if pd.isna(norm) else f"{norm:.4g}"
 
 
-def _grid(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.DataFrame:
+def _grid(cells: Sequence[ReleaseCell]) -> pd.DataFrame:
     """Return a row per release and a column per strategy: the signs with one micro-step and with several."""
-    signs = {(cell.row, cell.strategy, cell.micro_steps > 1): _sign(cell, letters) for cell in cells}
+    signs = {(cell.row, cell.strategy, cell.micro_steps > 1): _sign(cell) for cell in cells}
     assert len(signs) == len(cells), "two cells in one place of the grid"
     strategies = sorted({cell.strategy for cell in cells}, key=strategy_order)
     return pd.DataFrame(
@@ -221,8 +216,8 @@ def _grid(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Data
     )  # fmt: skip
 
 
-def _sign(cell: ReleaseCell, letters: Mapping[Cause, str]) -> str:
-    kind, why = cell.verdict.kind, "".join(letters[cause] for cause in cell.causes)
+def _sign(cell: ReleaseCell) -> str:
+    kind, why = cell.verdict.kind, "".join(lettered()[cause] for cause in cell.causes)
     if kind == "different":
         return (why or "?") + "'" * cell.differs_sometimes
     return {"equal": "(=)" if cell.is_equal_by_chance else "=", "crashes": "x"}.get(kind, "-") + why
