@@ -25,10 +25,6 @@ from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take
 from study.report.site.publishing import FIGURES, publish_report
 
 TITLE = "What makes the gap in loss that the listing of S2 (University of Guelph) prints?"
-_MADE_BY = (
-    "Made by `study autopsy report` from `arms.parquet`; `study autopsy run` makes the sessions anew. Design, expected"
-    " signs and margins were committed before the first of them."
-)
 _MARKS = {"as expected": " ✓", "not as expected": " ✗"}
 
 
@@ -47,7 +43,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         pictures = list(itertools.chain(*take_figures(folder / "autopsy.ipynb").values()))
         write_figures(pictures, folder)
         first, *remaining = sections(study)
-        facts = _facts(study)
+        facts, made_by = _facts(study)
         html = page_html(
             "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead="", facts=facts, failure="",
             sections=[dataclasses.replace(first, drawings=pictures), *remaining],
@@ -55,7 +51,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         (folder / "index.html").write_text(html, encoding="utf-8")
         shown = [f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures]
         first = dataclasses.replace(first, text="\n\n".join([facts, *shown]))
-        markdown = page_markdown(TITLE, [first, *remaining, PageSection(text=_MADE_BY)])
+        markdown = page_markdown(TITLE, [first, *remaining, PageSection(text=made_by)])
         (folder / "summary.md").write_text(markdown, encoding="utf-8")
         publish_report(folder, output)
     finally:
@@ -97,22 +93,14 @@ def sections(study: Autopsy) -> list[PageSection]:
     ]
 
 
-def _facts(study: Autopsy) -> str:
-    arms = study.arms
-    environments = [json.loads(text) for text in arms["environment"].unique() if text != "null"]
-    sessions = arms.drop_duplicates("session")
-    last = environments[-1]
-    device = ", ".join(entry["name"] for entry in last["devices"]) or "no accelerator"
-    commits = sorted({str(entry["git_commit"])[:12] for entry in environments})
-    minutes = sessions["session_s"].sum() / 60 / sessions["lanes"].max()
-    return " · ".join([
-        f"{len(sessions)} sessions, {int((sessions['state'] == 'ok').sum())} ok",
-        f"{len(study.models['eval_loss'].terms)} seeds with all their cells",
-        f"{last['cpu']}, {device}",
-        *(f"{name} {last['packages'][name]}" for name in ("torch", "transformers", "accelerate", "deepspeed")),
-        f"commit {', '.join(commits)}",
-        f"{sessions['started_at'].min()[:10]}, {minutes:.0f} minutes",
-    ])  # fmt: skip
+def _facts(study: Autopsy) -> list[str]:
+    """Return what ran, where and when, and how the page is made again."""
+    sessions = study.arms.drop_duplicates("session")
+    return paragraphs(
+        "autopsy_facts.j2", states=list(sessions["state"]), seeds=len(study.models["eval_loss"].terms),
+        environments=[json.loads(text) for text in study.arms["environment"].unique() if text != "null"],
+        started=sessions["started_at"].min(), minutes=sessions["session_s"].sum() / 60 / sessions["lanes"].max(),
+    )  # fmt: skip
 
 
 def _memory(study: Autopsy) -> str:
