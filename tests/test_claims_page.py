@@ -140,7 +140,7 @@ def test_a_derivation_comes_to_its_figure(full_board: Scoreboard) -> None:
 def test_a_report_names_only_the_claims_that_rest_on_it(tmp_path: Path) -> None:
     # Those of reports in git: test_report_build.py.
     records = read_parquet(REPORTS / "laptop")
-    assert dependent_claims(records, "laptop", tmp_path)[0].address == ""
+    assert dependent_claims(records, "laptop", tmp_path)[0]["Claim"].address == ""
     assert dependent_claims(records, "another", tmp_path) == []
     failed = Records(records.runs.assign(status_state="failed"), records.steps)
     assert dependent_claims(failed, "laptop", tmp_path) == []

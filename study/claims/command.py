@@ -18,7 +18,7 @@ from study.config.printing import TextTable, print_page
 
 if TYPE_CHECKING:
     from study.records.frames import Records
-    from study.report.questions.runs import DependentClaim
+    from study.records.strategy_runs import Row
 
 # The document of `study claims --json`, which `make claims` writes from the records.
 VERDICTS = Path(__file__).with_name("verdicts.json")
@@ -152,18 +152,19 @@ def claim_lines(document: Mapping[str, Any]) -> list[str]:
     return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 12, break_on_hyphens=False) for line in lines]
 
 
-def dependent_claims(records: Records, report: str, output: Path) -> list[DependentClaim]:
-    """Return the claims that rest on a report's records, linked from `output`."""
+def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
+    """Return a table row for each claim that rests on a report's records, linked from `output`."""
     with require_extra("report"):
         from study.claims.ledger import read_ledger
         from study.claims.page import address
         from study.claims.scoreboard import claims_of_report
-        from study.report.questions.runs import DependentClaim
-    rows = []
+        from study.report.document import Link
+    rows: list[Row] = []
     for judged, results in claims_of_report(report, records, read_ledger()):
         claim, more = judged.claim, f" And {len(results) - 1} more." if len(results) > 1 else ""
-        finding = f"{judged.finding.kind} ({judged.finding.basis[0]})"
-        rows.append(
-            DependentClaim(claim.id, address(claim.id, output), finding, claim.says, f"{results[0].sentence}.{more}")
-        )
+        rows.append({
+            "Claim": Link(claim.id, address(claim.id, output)),
+            "Finding": f"{judged.finding.kind} ({judged.finding.basis[0]})", "It says": claim.says,
+            "These records": f"{results[0].sentence}.{more}",
+        })  # fmt: skip
     return rows

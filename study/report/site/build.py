@@ -28,9 +28,9 @@ from papermill.exceptions import PapermillExecutionError
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
+from study.records.strategy_runs import Row
 from study.report.document import Answer, PageSection, Picture, Question, link_html, page_html, page_markdown
 from study.report.questions import answers
-from study.report.questions.runs import DependentClaim
 from study.report.questions.time import noise_fact
 from study.report.site.publishing import FIGURES, LIST, check_place, publish_report
 
@@ -121,7 +121,7 @@ Drawn = Mapping[Question, Sequence[Picture]]
 
 
 def build(
-    records: Records, suite: str, output: Path, *, claims: Sequence[DependentClaim] = (), notebooks: Path = NOTEBOOKS,
+    records: Records, suite: str, output: Path, *, claims: Sequence[Row] = (), notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
     title: str = "",
 ) -> dict[str, str]:  # fmt: skip
