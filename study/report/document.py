@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from study.config.text import NOT_MEASURED, format_number, percent
 from study.records.frames import Records
-from study.report.canvas import STRATEGIES, Drawing
+from study.report.canvas import STRATEGIES
 
 # Strategies that a sentence names before it counts the rest.
 _MAX_NAMES = 3
@@ -128,7 +128,7 @@ class PageSection:
     table: pd.DataFrame | None = None
     notes: Sequence[str | Note] = ()
     # HTML folds the table below them.
-    drawings: Sequence[Drawing | Picture] = ()
+    drawings: Sequence[Picture] = ()
     # Further tables by title; folded in HTML.
     tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
     level: int = 2
@@ -245,10 +245,10 @@ def link_html(text: str, address: str) -> Markup:
     return Markup('<a href="{}">{}</a>').format(address, text) if address else Markup.escape(text)
 
 
-def png_html(drawing: Drawing | Picture) -> Markup:
+def png_html(picture: Picture) -> Markup:
     """Return the figure as an embedded image."""
-    content = base64.b64encode(drawing.png).decode()
-    return Markup('<img src="data:image/png;base64,{}" alt="{}">').format(content, drawing.alt)
+    content = base64.b64encode(picture.png).decode()
+    return Markup('<img src="data:image/png;base64,{}" alt="{}">').format(content, picture.alt)
 
 
 def table_html(frame: pd.DataFrame) -> Markup:
