@@ -8,14 +8,14 @@ import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pydantic
 from pydantic.dataclasses import dataclass
 from scipy import special
 
 from study.claims.evidence import Evidence
-from study.claims.forms import FORMS, WORDS
+from study.claims.forms import FORMS
 from study.claims.verdicts import PROXY, Basis, CheckResult, Figure, Kind, NoRecords, NotJudged, Region, awaited, number
 from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
@@ -275,17 +275,13 @@ class _Bounds(pydantic.BaseModel):
 
 @functools.cache
 def _arguments(form: str) -> type[pydantic.BaseModel]:
-    """Return a model of a form's arguments and region, from its signature and the patterns of its strings."""
-    kinds: dict[str, Any] = {"float": Number, "int": Whole, "str": Text}
-    fields: dict[str, Any] = {}
-    for key, parameter in inspect.signature(FORMS[form].figure).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            words = WORDS.get(f"{form}.{key}") or WORDS.get(key)
-            pattern = pydantic.Field(pattern=f"^(?:{words})$") if words else pydantic.Field()
-            fields[key] = (
-                Annotated[kinds[parameter.annotation], pattern],
-                ... if parameter.default is parameter.empty else parameter.default,
-            )
+    """Return a model of a form's arguments and region, from its signature."""
+    hints, checked = get_type_hints(FORMS[form].figure, include_extras=True), {float: Number, int: Whole, str: Text}
+    fields: dict[str, Any] = {
+        key: (checked.get(hints[key], hints[key]), ... if parameter.default is parameter.empty else parameter.default)
+        for key, parameter in inspect.signature(FORMS[form].figure).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
     return pydantic.create_model(form, __base__=None if form == "missing" else _Bounds, **fields)
 
 
