@@ -18,12 +18,12 @@ from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NoRecords, NotJudged
 from study.host.memory import GIB
 from study.records.fairness import differences_between
-from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real_runs, virtual_runs
+from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import Interval, paired_ratio, pivot_by_seed
 from study.records.virtual_summary import ring_bytes
 from study.report.questions.fits import Fit, fits
-from study.virtual.summaries import Summary, figure_or_nan, kind_bytes, rank_state_bytes, setting_text, summaries
+from study.virtual.summaries import Summary, figure_or_nan, kind_bytes, rank_state_bytes, summaries
 
 # The precision of the ZeRO paper, and of all virtual ranks that judge claims.
 _PRECISION = "bf16-engine"
@@ -75,25 +75,14 @@ class Evidence:
         return copy
 
     def rank(self, report: str, model: str, strategy: str, ranks: int, setting: str) -> Summary:
-        """Return one virtual rank, run with all layers or extrapolated from fewer."""
+        """Return one virtual rank, run with all layers or extrapolated from fewer, and the names of its runs."""
         if report not in self._summaries:
             self._summaries[report] = summaries(self.records(report))
         key = (model, strategy, ranks, setting, _PRECISION)
         for rank in self._summaries[report]:
             if (rank["model"], rank["strategy"], rank["world_size"], rank["setting"], rank["precision"]) == key:
-                return rank
+                return rank | {"runs": tuple(f"{report}/{run}" for run in rank["runs"])}
         raise NotJudged(f"{report} has no {strategy} of {model} at {ranks} ranks")
-
-    def find_runs(self, report: str, summary: Summary) -> tuple[str, ...]:
-        """Return the runs behind the figures of a virtual rank."""
-        runs = self._ended(report, virtual_runs)
-        models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
-        is_alike = (runs["strategy"] == summary["strategy"]) & (runs["world_size"] == summary["world_size"])
-        runs = runs[is_alike & (runs["precision"] == _PRECISION) & (models == summary["model"])]
-        rows = runs[[setting_text(run) == summary["setting"] for run in runs.to_dict("records")]]
-        is_full = rows["model_layers"] == rows["preset_layers"]
-        rows = rows[is_full] if summary["extrapolated"] is None else rows[~is_full].nsmallest(3, "model_layers")
-        return tuple(f"{report}/{run}" for run in rows["run"])
 
     def pair(
         self, report: str, task: str, strategy: str, over: str, where: str = "", over_where: str = "",

@@ -179,7 +179,7 @@ def virtual(
     which no virtual rank here ran.
     """
     summary = evidence.rank(report, model, strategy, ranks, setting)
-    value, records = _known(summary, figure), evidence.find_runs(report, summary)
+    value, records = _known(summary, figure), summary["runs"]
     if not (over or over_ranks or over_figure):
         return Figure(value if figure == "calls" else value / GB, n=len(records), records=records)
     below_figure, below_ranks = over_figure or figure, over_ranks or ranks
@@ -188,7 +188,7 @@ def virtual(
         below = formula_bytes(float(summary["model_parameters"]), below_figure, stage, below_ranks)
     else:
         reference = evidence.rank(report, model, over or strategy, below_ranks, setting)
-        below, records = _known(reference, below_figure), (*records, *evidence.find_runs(report, reference))
+        below, records = _known(reference, below_figure), (*records, *reference["runs"])
     return Figure(value / below, n=len(records), records=records)
 
 
@@ -207,7 +207,7 @@ def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: Pr
             half = 0.5 / 10 ** len(figure.partition(".")[2])
             error = max(0.0, abs(_known(summary, "state") / GB - float(figure)) - half)
             worst = max(worst, error / float(figure))
-            records += evidence.find_runs(report, summary)
+            records += summary["runs"]
     return Figure(worst, n=len(records), records=records)
 
 
