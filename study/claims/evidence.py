@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Evidence:
         self.root = root
         self._records: dict[str, Records] = {}
         self._summaries: dict[str, list[Summary]] = {}
-        self._of_kind: dict[tuple[str, Callable[[Records], Records]], pd.DataFrame] = {}
+        self._ended: dict[str, pd.DataFrame] = {}
         self._arms: pd.DataFrame | None = None
 
     def records(self, report: str) -> Records:
@@ -60,12 +60,12 @@ class Evidence:
             self._records[report] = read_parquet(self.root / report)
         return self._records[report]
 
-    def _ended(self, report: str, kind: Callable[[Records], Records]) -> pd.DataFrame:
-        """Return the successful runs of one kind."""
-        if (report, kind) not in self._of_kind:
-            runs = kind(self.records(report)).runs
-            self._of_kind[report, kind] = runs[runs["status_state"] == "ok"]
-        return self._of_kind[report, kind]
+    def _runs(self, report: str) -> pd.DataFrame:
+        """Return the real runs that succeeded."""
+        if report not in self._ended:
+            runs = real_runs(self.records(report)).runs
+            self._ended[report] = runs[runs["status_state"] == "ok"]
+        return self._ended[report]
 
     def with_records(self, report: str, records: Records) -> Evidence:
         """Return evidence with one report's records replaced."""
@@ -93,7 +93,7 @@ class Evidence:
         Both come from the workload with the most common runs. With `over_where` they come from two workloads that
         differ only in that setting.
         """
-        runs = self._ended(report, real_runs)
+        runs = self._runs(report)
         runs = runs[runs["task"] == task]
         confound = "confounded_loss" if is_loss else "confounded"
         if over_where:
@@ -110,7 +110,7 @@ class Evidence:
         least_pairs: int,
     ) -> Levels:  # fmt: skip
         """Return the pairs at each value of a setting or model size with enough seeds, in ascending order."""
-        runs = self._ended(report, real_runs)
+        runs = self._runs(report)
         runs = _with(runs[runs["task"] == task], settings(where))
         pairs = {}
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
