@@ -285,6 +285,13 @@ def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_bo
     ):
         assert main(["claims", *names]) == 0
         assert [line[:5] for line in capsys.readouterr().out.splitlines() if line[:1] != " "] == ids
+    assert main(["claims", "S1-04"]) == 0
+    printed = re.sub(r"\n {3,}", " ", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"S1-04  DeepSpeed ZeRO-3 Architecture\n  Claim:    At 20 B parameters stage 3 is 40 % faster than stage 2\.\n"
+        r"  Finding:  undecided: .*\(derived, small-scale proxy\)\n  Figure:   Time of a .* needs at most 0\.714\.\n"
+        r"  Evidence: reports/laptop \(6 records\); every check: docs/claims\.md#s1-04\n", printed,
+    )  # fmt: skip
     assert main(["claims", "S0-06", "--json"]) == 0
     assert [claim["id"] for claim in json.loads(capsys.readouterr().out)["claims"]] == ["S0-06"]
     for name, nearest in (("S5", "S3"), ("check-tabel", "check-table")):

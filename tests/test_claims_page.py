@@ -23,7 +23,6 @@ from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
 from study.claims.page import page, write_page
 from study.claims.provenance import Order, order_text, preregistration_orders, provenance
-from study.claims.published import derivation
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
 from study.cli import main
 from study.config.places import REPOSITORY
@@ -129,8 +128,7 @@ def test_a_derivation_comes_to_its_figure(full_board: Scoreboard) -> None:
     forms = set()
     for judged in full_board.judged:
         for check, finding in zip(judged.claim.checks, judged.results, strict=True):
-            if text := derivation(check):
-                assert finding.figure is not None
+            if finding.figure and (text := finding.figure.derivation):
                 plain = re.sub(r"(?<=[\d)]) (?:B|GB|GPUs|tokens/s|tokens|bytes|s)\b", "", text).replace("x", "*")
                 assert eval(plain) == pytest.approx(finding.figure.value, rel=1e-3), text
                 forms.add(check.form)
@@ -142,7 +140,7 @@ def test_a_derivation_comes_to_its_figure(full_board: Scoreboard) -> None:
 def test_a_report_names_only_the_claims_that_rest_on_it(tmp_path: Path) -> None:
     # Those of reports in git: test_report_build.py.
     records = read_parquet(REPORTS / "laptop")
-    assert dependent_claims(records, "laptop", tmp_path)[0].address == ""
+    assert dependent_claims(records, "laptop", tmp_path)[0]["Claim"].address == ""
     assert dependent_claims(records, "another", tmp_path) == []
     failed = Records(records.runs.assign(status_state="failed"), records.steps)
     assert dependent_claims(failed, "laptop", tmp_path) == []

@@ -31,8 +31,8 @@ from study.predictor.time import max_offload_slowdown
 from study.records.frames import read_parquet
 from study.releases.release_cells import release_cells
 from study.report.pages.readme import DOCUMENTS, rewritten
-from study.report.pages.releases import ReleaseReport, gpu_faults
-from study.report.questions.releases import clipped
+from study.report.pages.releases import ReleaseReport
+from study.report.questions.releases import clipped, gpu_faults
 from study.report.questions.virtual import TABLE1
 from study.sweep.suite_file import find_suite
 

@@ -75,7 +75,7 @@ def read(file: Path) -> nbformat.NotebookNode:
 
 def test_notebooks_in_git_have_no_output_take_parameters_and_show_their_own_code() -> None:
     files = {file.stem: file for file in NOTEBOOKS.glob("*.ipynb")}
-    assert files.keys() == {*IN_GIT, "claims", "colab", "prediction", "what_fits"}
+    assert files.keys() == {*IN_GIT, "autopsy", "claims", "colab", "prediction", "what_fits"}
     for name, file in files.items():
         document = read(file)
         nbformat.validate(document)
@@ -131,7 +131,7 @@ def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, 
             nbformat.write(document, folder / f"{stem}.ipynb")
         return {}
 
-    monkeypatch.setattr("study.report.site.build._run_notebooks", copy_notebooks)
+    monkeypatch.setattr("study.report.site.build.run_notebooks", copy_notebooks)
     claims = dependent_claims(records, name, source)
     build(records, name, tmp_path / "report", claims=claims, title=command.title_of(name))
     before, after = contents(source), contents(tmp_path / "report")

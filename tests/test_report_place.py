@@ -89,7 +89,7 @@ def test_records_are_read_only_from_the_given_folder(tmp_path, monkeypatch, caps
 def test_a_report_with_the_only_records_of_runs_is_replaced_only_on_request(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # This test does not draw figures.
-    monkeypatch.setattr("study.report.site.build._run_notebooks", lambda *_: {})
+    monkeypatch.setattr("study.report.site.build.run_notebooks", lambda *_: {})
     monkeypatch.setattr("study.report.site.build._write_pages", lambda *_: None)
     first, second = (write_run(tmp_path / "runs" / "mine", "ddp", seed=seed) for seed in (1, 2))
     assert cli.main(["report", "mine"]) == 0

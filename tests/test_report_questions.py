@@ -19,10 +19,9 @@ from report_folders import figures
 from study.records.frames import Records, read_records
 from study.records.statistics import estimate_noise
 from study.report import questions
-from study.report.document import Answer, Question, cell_text
+from study.report.document import Answer, Link, Question, cell_text
 from study.report.questions import QUESTIONS, TABLES, answers
 from study.report.questions.loss import largest_step_difference
-from study.report.questions.runs import DependentClaim
 from study.report.site.build import NOTEBOOKS, build
 from synthetic_records import with_steps, write_run
 
@@ -299,10 +298,11 @@ def test_claims_that_depend_on_the_records_have_links(tmp_path: Path) -> None:
     # Without an answer that has a notebook.
     write_run(tmp_path / "runs", "ddp", state="failed", reason="x")
     evil = "<img src=x onerror=alert(1)> | *x*"
-    resting = [
-        DependentClaim("S9-01", "../docs/claims.md#s9-01", "holds (derived)", "It is so.", f"It was so. {evil}"),
-        DependentClaim("S9-02", "", "holds in part (derived)", "It may be so.", "It was."),
-    ]
+    columns = ("Claim", "Finding", "It says", "These records")
+    resting = [dict(zip(columns, row, strict=True)) for row in (
+        (Link("S9-01", "../docs/claims.md#s9-01"), "holds (derived)", "It is so.", f"It was so. {evil}"),
+        (Link("S9-02", ""), "holds in part (derived)", "It may be so.", "It was."),
+    )]  # fmt: skip
     records = read_records(tmp_path / "runs")
     assert "claims" not in read_answers(records)
     build(records, "mine", tmp_path / "report", claims=resting)

@@ -128,14 +128,13 @@ def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Pa
 def test_tables_of_virtual_runs_have_no_real_runs(blank: Records, tmp_path: Path) -> None:
     write_run(tmp_path, "zero2")
     real_records = read_records(tmp_path)
-    for name in ("virtual_runs", "table1", "settings", "setting_effects"):
+    for name in ("virtual_runs", "table1", "settings"):
         assert TABLES[name](real_records).empty
     for question in (TABLE1, SETTINGS, LAYERS):
         assert question.answer(real_records) is None
     bert = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
     assert TABLES["table1"](bert).empty
     assert drawn("virtual_cluster", bert) == []
-    assert TABLES["setting_effects"](bert).empty
     # Another model is compared by the paper's formula for its number of parameters.
     assert answered(TABLE1.answer(bert)).table.to_numpy().tolist() == [
         ["zero2", "1 of 1", "+0.00 %", "bert-large-uncased at 8"]

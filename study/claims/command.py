@@ -19,7 +19,7 @@ from study.config.printing import TextTable, print_page
 
 if TYPE_CHECKING:
     from study.records.frames import Records
-    from study.report.questions.runs import DependentClaim
+    from study.records.strategy_runs import Row
 
 # The document of `study claims --json`, which `make claims` writes from the records.
 VERDICTS = Path(__file__).with_name("verdicts.json")
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             else:
                 documents = [name.upper() for name in names if name.upper() in document["findings"]]
                 head = [f"{first_line(document, name)}\n" for name in documents] if names else scoreboard_text(document)
-                print_page([*head, *(claim_lines(document["claims"]) if names or options.details else [_MORE])])
+                print_page([*head, *(claim_lines(document) if names or options.details else [_MORE])])
     return 0
 
 
@@ -145,27 +145,33 @@ def scoreboard_text(document: Mapping[str, Any]) -> list[str | TextTable]:
     ]  # fmt: skip
 
 
-def claim_lines(claims: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return two lines for each claim: its text, and its finding with the deciding figure."""
+def claim_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return a line each for a claim's document, its sentence, the finding, the deciding figure and the evidence."""
     lines = []
-    for claim in claims:
-        finding = f"{claim['finding_text'][:1].upper()}{claim['finding_text'][1:]} ({', '.join(claim['evidence'])})."
-        lines += [f"{claim['id']}  {claim['says']}", f"       {finding} {claim['sentence']}"]
-    return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False) for line in lines]
+    for claim in document["claims"]:
+        lines += [
+            f"{claim['id']}  {document['documents'][claim['document']]}",
+            f"  Claim:    {claim['says']}",
+            f"  Finding:  {claim['finding_text']} ({', '.join(claim['evidence'])})",
+            f"  Figure:   {claim['sentence']}",
+            f"  Evidence: {claim['evidence_in']}; every check: docs/claims.md#{claim['id'].lower()}",
+        ]
+    return [textwrap.fill(line, _WIDTH, subsequent_indent=" " * 12, break_on_hyphens=False) for line in lines]
 
 
-def dependent_claims(records: Records, report: str, output: Path) -> list[DependentClaim]:
-    """Return the claims that rest on a report's records, linked from `output`."""
+def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
+    """Return a table row for each claim that rests on a report's records, linked from `output`."""
     with require_extra("report"):
         from study.claims.ledger import read_ledger
         from study.claims.page import address
         from study.claims.scoreboard import claims_of_report
-        from study.report.questions.runs import DependentClaim
-    rows = []
+        from study.report.document import Link
+    rows: list[Row] = []
     for judged, results in claims_of_report(report, records, read_ledger()):
         claim, more = judged.claim, f" And {len(results) - 1} more." if len(results) > 1 else ""
-        finding = f"{judged.finding.kind} ({judged.finding.basis[0]})"
-        rows.append(
-            DependentClaim(claim.id, address(claim.id, output), finding, claim.says, f"{results[0].sentence}.{more}")
-        )
+        rows.append({
+            "Claim": Link(claim.id, address(claim.id, output)),
+            "Finding": f"{judged.finding.kind} ({judged.finding.basis[0]})", "It says": claim.says,
+            "These records": f"{results[0].sentence}.{more}",
+        })  # fmt: skip
     return rows

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NoRecords, NotJudged
 from study.host.memory import GIB
 from study.records.fairness import differences_between
-from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real_runs, virtual_runs
+from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import Interval, paired_ratio, pivot_by_seed
 from study.records.virtual_summary import ring_bytes
 from study.report.questions.fits import Fit, fits
-from study.virtual.summaries import Summary, figure_or_nan, kind_bytes, rank_state_bytes, setting_text, summaries
+from study.virtual.summaries import Summary, figure_or_nan, kind_bytes, rank_state_bytes, summaries
 
 # The precision of the ZeRO paper, and of all virtual ranks that judge claims.
 _PRECISION = "bf16-engine"
@@ -49,7 +49,7 @@ class Evidence:
         self.root = root
         self._records: dict[str, Records] = {}
         self._summaries: dict[str, list[Summary]] = {}
-        self._of_kind: dict[tuple[str, Callable[[Records], Records]], pd.DataFrame] = {}
+        self._ended: dict[str, pd.DataFrame] = {}
         self._arms: pd.DataFrame | None = None
 
     def records(self, report: str) -> Records:
@@ -60,12 +60,12 @@ class Evidence:
             self._records[report] = read_parquet(self.root / report)
         return self._records[report]
 
-    def _ended(self, report: str, kind: Callable[[Records], Records]) -> pd.DataFrame:
-        """Return the successful runs of one kind."""
-        if (report, kind) not in self._of_kind:
-            runs = kind(self.records(report)).runs
-            self._of_kind[report, kind] = runs[runs["status_state"] == "ok"]
-        return self._of_kind[report, kind]
+    def _runs(self, report: str) -> pd.DataFrame:
+        """Return the real runs that succeeded."""
+        if report not in self._ended:
+            runs = real_runs(self.records(report)).runs
+            self._ended[report] = runs[runs["status_state"] == "ok"]
+        return self._ended[report]
 
     def with_records(self, report: str, records: Records) -> Evidence:
         """Return evidence with one report's records replaced."""
@@ -75,25 +75,14 @@ class Evidence:
         return copy
 
     def rank(self, report: str, model: str, strategy: str, ranks: int, setting: str) -> Summary:
-        """Return one virtual rank, run with all layers or extrapolated from fewer."""
+        """Return one virtual rank, run with all layers or extrapolated from fewer, and the names of its runs."""
         if report not in self._summaries:
             self._summaries[report] = summaries(self.records(report))
         key = (model, strategy, ranks, setting, _PRECISION)
         for rank in self._summaries[report]:
             if (rank["model"], rank["strategy"], rank["world_size"], rank["setting"], rank["precision"]) == key:
-                return rank
+                return rank | {"runs": tuple(f"{report}/{run}" for run in rank["runs"])}
         raise NotJudged(f"{report} has no {strategy} of {model} at {ranks} ranks")
-
-    def find_runs(self, report: str, summary: Summary) -> tuple[str, ...]:
-        """Return the runs behind the figures of a virtual rank."""
-        runs = self._ended(report, virtual_runs)
-        models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
-        is_alike = (runs["strategy"] == summary["strategy"]) & (runs["world_size"] == summary["world_size"])
-        runs = runs[is_alike & (runs["precision"] == _PRECISION) & (models == summary["model"])]
-        rows = runs[[setting_text(run) == summary["setting"] for run in runs.to_dict("records")]]
-        is_full = rows["model_layers"] == rows["preset_layers"]
-        rows = rows[is_full] if summary["extrapolated"] is None else rows[~is_full].nsmallest(3, "model_layers")
-        return tuple(f"{report}/{run}" for run in rows["run"])
 
     def pair(
         self, report: str, task: str, strategy: str, over: str, where: str = "", over_where: str = "",
@@ -104,7 +93,7 @@ class Evidence:
         Both come from the workload with the most common runs. With `over_where` they come from two workloads that
         differ only in that setting.
         """
-        runs = self._ended(report, real_runs)
+        runs = self._runs(report)
         runs = runs[runs["task"] == task]
         confound = "confounded_loss" if is_loss else "confounded"
         if over_where:
@@ -121,7 +110,7 @@ class Evidence:
         least_pairs: int,
     ) -> Levels:  # fmt: skip
         """Return the pairs at each value of a setting or model size with enough seeds, in ascending order."""
-        runs = self._ended(report, real_runs)
+        runs = self._runs(report)
         runs = _with(runs[runs["task"] == task], settings(where))
         pairs = {}
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):

@@ -1,4 +1,4 @@
-"""The forms of checks, and the valid values of their arguments."""
+"""The forms of checks. The types of their arguments are the valid values in the ledger."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+import pydantic
 
 from study.autopsy.contrasts import Autopsy, is_as_printed
 from study.autopsy.design import CORRECTED, RESPONSES
 from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, counted_bytes, virtual_bytes
-from study.claims.verdicts import Figure, Kind, NotJudged, awaited
+from study.claims.verdicts import Figure, Kind, NotJudged, awaited, number
 from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.state import KINDS, State, bytes_per_parameter, paper_state_bytes, paper_traffic, split_by
@@ -22,22 +23,44 @@ from study.records.statistics import Interval, interval
 from study.virtual.summaries import AS_SHIPPED, Summary
 
 
+def _matching(*patterns: str) -> pydantic.StringConstraints:
+    return pydantic.StringConstraints(pattern=f"^(?:{'|'.join(patterns)})$")
+
+
+_STATE = r"(state|params|grads|optimizer)(_(device|host|nvme))?"
+_SIZE = rf"({_STATE}|sent|gathered|calls|forward)"
+_SETTING = rf"(?:{'|'.join(SETTINGS)})=\S+"
+# A row of a table: ranks, and the printed figures of stages 1, 2 and 3.
+_CELLS = r"\d+: [\d.]+ [\d.]+ [\d.]+"
+Strategy = Annotated[str, _matching(*STRATEGY_NAMES)]
+Over = Annotated[str, _matching(*STRATEGY_NAMES, "paper")]
+Virtual = Annotated[str, _matching(
+    _STATE, "(state|grads)_before_step", "sent", "calls", "host_peak", "device_peak", r"collective\.\w+"
+)]  # fmt: skip
+Counted = Annotated[str, _matching(f"{_SIZE}(/(tokens|parameters))?", "parameters", "tokens")]
+Measured = Literal["step_time_s_median", "tokens_per_s", "train_loss_final", "eval_loss_final", "host_peak_rss_gib",
+                   "memory_steady_host_gib", "avg_memory_gib_device", "energy_j"]  # fmt: skip
+Along = Literal["model_parameters", "seq_length", "global_batch_size", "micro_batch_size"]
+Where = Annotated[str, _matching(f"{_SETTING}( {_SETTING})*")]
+Printed = Annotated[str, _matching(f"{_CELLS}(; {_CELLS})*")]
+SessionFigure = Annotated[str, _matching(*(response.name for response in RESPONSES))]
+
+
 class Form(NamedTuple):
-    """Kind of evidence, function and formula of one form; empty without a formula."""
+    """Kind of evidence and function of one form."""
 
     kind: Kind
     figure: Callable[..., Figure]
-    formula: str
 
 
 FORMS: dict[str, Form] = {}
 
 
-def form(kind: Kind, formula: str = "") -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
+def form(kind: Kind) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
     """Register a function as the form of that name."""
 
     def register(figure: Callable[..., Figure]) -> Callable[..., Figure]:
-        FORMS[figure.__name__] = Form(kind, figure, formula)
+        FORMS[figure.__name__] = Form(kind, figure)
         return figure
 
     return register
@@ -46,7 +69,7 @@ def form(kind: Kind, formula: str = "") -> Callable[[Callable[..., Figure]], Cal
 # Forms without records: arithmetic with the numbers of a document, and comparisons of its statements.
 
 GB = 1e9
-MIXED = "bf16-engine"
+MIXED: Precision = "bf16-engine"
 
 
 def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> State:
@@ -54,63 +77,77 @@ def parameter_bytes(strategy: str, ranks: int, precision: str = MIXED) -> State:
     return bytes_per_parameter(read_strategy(strategy), precision, ranks)
 
 
-@form("consistency", "{value}")
+def _sum(state: State) -> str:
+    """Return bytes per parameter on one device as text: weight, gradient and optimizer state."""
+    parts = [number(part) for part in (state.params_device, state.grads_device, state.optimizer_device) if part]
+    return f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts) or "0"
+
+
+@form("consistency")
 def stated(_: Evidence, *, value: float) -> Figure:
     """Return a number that the document states, or that is counted in its listing."""
-    return Figure(value)
+    return Figure(value, derivation=f"{value:.10g}")
 
 
-@form("arithmetic", "{of} / {to}")
+@form("arithmetic")
 def ratio(_: Evidence, *, of: float, to: float) -> Figure:
     """Return the ratio of two numbers."""
-    return Figure(of / to)
+    return Figure(of / to, derivation=f"{of:.10g} / {to:.10g}")
 
 
-@form("arithmetic", "3600 s x {tokens_per_s} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)")
+@form("arithmetic")
 def steps_per_hour(_: Evidence, *, tokens_per_s: float, gpus: int, batch: int, length: int) -> Figure:
     """Return steps per hour at a speed per GPU and a batch."""
-    return Figure(3600 * tokens_per_s * gpus / (batch * length))
+    derivation = f"3600 s x {tokens_per_s:.10g} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)"
+    return Figure(3600 * tokens_per_s * gpus / (batch * length), derivation=derivation)
 
 
-@form("arithmetic", "{parameters_b} B x {bytes} bytes")
-def state_gb(_: Evidence, *, parameters_b: float, strategy: str, gpus: int, precision: str = MIXED) -> Figure:
+@form("arithmetic")
+def state_gb(
+    _: Evidence, *, parameters_b: float, strategy: Strategy, gpus: int, precision: Precision = MIXED
+) -> Figure:
     """Return the model state on one device."""
-    return Figure(parameters_b * parameter_bytes(strategy, gpus, precision).device)
+    state = parameter_bytes(strategy, gpus, precision)
+    return Figure(parameters_b * state.device, derivation=f"{parameters_b:.10g} B x {_sum(state)} bytes")
 
 
-@form("arithmetic", "{bytes} / {over_bytes} bytes")
+@form("arithmetic")
 def state_ratio(
-    _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, over_precision: str = MIXED
+    _: Evidence, *, strategy: Strategy, gpus: int, over: Strategy, over_gpus: int, over_precision: Precision = MIXED
 ) -> Figure:
     """Return the ratio of the model state on one device under two strategies."""
-    return Figure(parameter_bytes(strategy, gpus).device / parameter_bytes(over, over_gpus, over_precision).device)
+    state, reference = parameter_bytes(strategy, gpus), parameter_bytes(over, over_gpus, over_precision)
+    return Figure(state.device / reference.device, derivation=f"{_sum(state)} / {_sum(reference)} bytes")
 
 
-@form("arithmetic", "{parameters_b} B x ({over_bytes} - {bytes} bytes)")
-def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: str, over: str, gpus: int) -> Figure:
+@form("arithmetic")
+def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: Strategy, over: Strategy, gpus: int) -> Figure:
     """Return the difference of the model state on one device under two strategies."""
-    return Figure(parameters_b * (parameter_bytes(over, gpus).device - parameter_bytes(strategy, gpus).device))
+    state, reference = parameter_bytes(strategy, gpus), parameter_bytes(over, gpus)
+    derivation = f"{parameters_b:.10g} B x ({_sum(reference)} - {_sum(state)} bytes)"
+    return Figure(parameters_b * (reference.device - state.device), derivation=derivation)
 
 
-@form("arithmetic", "{device_gb} GB / {bytes} bytes")
-def capacity_b(_: Evidence, *, device_gb: float, strategy: str, gpus: int) -> Figure:
+@form("arithmetic")
+def capacity_b(_: Evidence, *, device_gb: float, strategy: Strategy, gpus: int) -> Figure:
     """Return the parameters, in billions, whose model state fills the device; activations would reduce it."""
-    return Figure(device_gb / parameter_bytes(strategy, gpus).device)
+    state = parameter_bytes(strategy, gpus)
+    return Figure(device_gb / state.device, derivation=f"{device_gb:.10g} GB / {_sum(state)} bytes")
 
 
-@form(
-    "arithmetic", "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} + {rest_gb} GB"
-)
+@form("arithmetic")
 def shares_gb(
     _: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: float, stage: int, gpus: int, rest_gb: float = 0
 ) -> Figure:
     """Return the sum of three sizes, sharded as the stage shards them, and of a rest that no stage shards."""
     sizes = {"optimizer": optimizer_gb, "grads": grads_gb, "params": params_gb}
-    return Figure(rest_gb + sum(size / split_by(kind, stage, gpus) for kind, size in sizes.items()))
+    pairs = [(size, split_by(kind, stage, gpus)) for kind, size in sizes.items()]
+    parts = " + ".join(f"{size:.10g} / {ranks}" for size, ranks in reversed(pairs))
+    return Figure(rest_gb + sum(size / ranks for size, ranks in pairs), derivation=f"{parts} + {rest_gb:.10g} GB")
 
 
 @form("consistency")
-def settings_changed(_: Evidence, *, strategy: str, over: str) -> Figure:
+def settings_changed(_: Evidence, *, strategy: Strategy, over: Strategy) -> Figure:
     """Count the ZeRO keys of a DeepSpeed file that a second strategy's file lacks or sets to another value."""
     zero, over_zero = (dict((read_strategy(name).deepspeed or {})["zero_optimization"]) for name in (strategy, over))
     changed = [key for key in zero if key not in over_zero or zero[key] != over_zero[key]]
@@ -133,8 +170,8 @@ def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> flo
 
 @form("virtual")
 def virtual(
-    evidence: Evidence, *, report: str, model: str, strategy: str, ranks: int, figure: str, setting: str = AS_SHIPPED,
-    over: str = "", over_ranks: int = 0, over_figure: str = "",
+    evidence: Evidence, *, report: str, model: str, strategy: Strategy, ranks: int, figure: Virtual,
+    setting: str = AS_SHIPPED, over: Over = "", over_ranks: int = 0, over_figure: Virtual = "",
 ) -> Figure:  # fmt: skip
     """Return a figure of one virtual rank, in GB or calls, or its ratio to another figure.
 
@@ -142,7 +179,7 @@ def virtual(
     which no virtual rank here ran.
     """
     summary = evidence.rank(report, model, strategy, ranks, setting)
-    value, records = _known(summary, figure), evidence.find_runs(report, summary)
+    value, records = _known(summary, figure), summary["runs"]
     if not (over or over_ranks or over_figure):
         return Figure(value if figure == "calls" else value / GB, n=len(records), records=records)
     below_figure, below_ranks = over_figure or figure, over_ranks or ranks
@@ -151,12 +188,12 @@ def virtual(
         below = formula_bytes(float(summary["model_parameters"]), below_figure, stage, below_ranks)
     else:
         reference = evidence.rank(report, model, over or strategy, below_ranks, setting)
-        below, records = _known(reference, below_figure), (*records, *evidence.find_runs(report, reference))
+        below, records = _known(reference, below_figure), (*records, *reference["runs"])
     return Figure(value / below, n=len(records), records=records)
 
 
 @form("virtual")
-def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: str) -> Figure:
+def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: Printed) -> Figure:
     """Return the largest relative difference from the figures printed for stages 1, 2 and 3.
 
     A printed figure is rounded, so up to half a unit of its last digit counts as equal.
@@ -170,14 +207,14 @@ def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: st
             half = 0.5 / 10 ** len(figure.partition(".")[2])
             error = max(0.0, abs(_known(summary, "state") / GB - float(figure)) - half)
             worst = max(worst, error / float(figure))
-            records += evidence.find_runs(report, summary)
+            records += summary["runs"]
     return Figure(worst, n=len(records), records=records)
 
 
 @form("measured")
 def paired(
-    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, least_pairs: int,
-    where: str = "", over_where: str = "",
+    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Measured,
+    least_pairs: int, where: Where = "", over_where: Where = "",
 ) -> Figure:  # fmt: skip
     """Return the ratio of a time, a loss or a peak of two strategies, paired by seed, with its interval.
 
@@ -190,8 +227,9 @@ def paired(
 
 @form("measured")
 def largest(
-    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, cap_gib: float, precision: str
-) -> Figure:
+    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, cap_gib: float,
+    precision: Precision,
+) -> Figure:  # fmt: skip
     """Return the largest micro-batch that a search found to fit, as a multiple of another strategy's."""
     treatment, control = (evidence.fit(report, task, name, cap_gib, precision) for name in (strategy, over))
     sizes = [
@@ -205,7 +243,7 @@ def largest(
 
 @form("measured")
 def utilization(
-    evidence: Evidence, *, report: str, task: str, strategy: str, least_runs: int, where: str = ""
+    evidence: Evidence, *, report: str, task: str, strategy: Strategy, least_runs: int, where: Where = ""
 ) -> Figure:
     """Return the model FLOP utilization, with its interval over runs."""
     pair = evidence.pair(report, task, strategy, strategy, where)
@@ -215,8 +253,9 @@ def utilization(
 
 @form("measured")
 def gradient_norms(
-    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "", first_steps: int = 0
-) -> Figure:
+    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, where: Where = "",
+    first_steps: int = 0,
+) -> Figure:  # fmt: skip
     """Return the largest relative difference of the gradient norms over all steps, or over the first ones."""
     pair = evidence.pair(report, task, strategy, over, where, is_loss=True)
     steps = evidence.records(report).steps
@@ -228,8 +267,8 @@ def gradient_norms(
 
 @form("measured")
 def counted(
-    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, over_figure: str = "",
-    times: float = 1, where: str = "", over_where: str = "",
+    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Counted,
+    over_figure: Counted = "", times: float = 1, where: Where = "", over_where: Where = "",
 ) -> Figure:  # fmt: skip
     """Return the ratio of two measured sizes, with the minimum and maximum over runs as its interval.
 
@@ -247,8 +286,8 @@ def counted(
 
 @form("measured")
 def ratio_slope(
-    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, along: str, levels: int,
-    least_pairs: int, where: str = "",
+    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Measured, along: Along,
+    levels: int, least_pairs: int, where: Where = "",
 ) -> Figure:  # fmt: skip
     """Return the log-log slope of the ratio of two strategies over size, length or batch.
 
@@ -265,8 +304,8 @@ def ratio_slope(
 
 @form("measured")
 def growth(
-    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, along: str, levels: int,
-    least_pairs: int, where: str = "",
+    evidence: Evidence, *, report: str, task: str, strategy: Strategy, over: Strategy, figure: Measured, along: Along,
+    levels: int, least_pairs: int, where: Where = "",
 ) -> Figure:  # fmt: skip
     """Return the growth of one strategy's figure with size, length or batch, as a multiple of the other's."""
     pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
@@ -297,7 +336,7 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
 
 
 @form("measured")
-def corrected(evidence: Evidence, *, figure: str, least_sessions: int) -> Figure:
+def corrected(evidence: Evidence, *, figure: SessionFigure, least_sessions: int) -> Figure:
     """Return the ratio of the ZeRO arm to the standard one, in sessions of the listing with all switches corrected."""
     arms = evidence.arms()
     estimate, of = Autopsy(arms).ratio(figure, "corrected", CORRECTED), f"corrected sessions with {figure}"
@@ -360,28 +399,3 @@ def _known(summary: Summary, figure: str) -> float:
         where = f"{summary['strategy']} of {summary['model']} at {summary['world_size']} ranks"
         raise NotJudged(f"{figure} of {where} cannot be extrapolated over layers")
     return value
-
-
-_STRATEGIES = "|".join(STRATEGY_NAMES)
-_PRECISIONS = "|".join(get_args(Precision))
-_STATE = r"(state|params|grads|optimizer)(_(device|host|nvme))?"
-_VIRTUAL = rf"{_STATE}|(state|grads)_before_step|sent|calls|host_peak|device_peak|collective\.\w+"
-_SIZE = rf"({_STATE}|sent|gathered|calls|forward)"
-# A row of a table: ranks, and the printed figures of stages 1, 2 and 3.
-_CELLS = r"\d+: [\d.]+ [\d.]+ [\d.]+"
-_COUNTED = rf"{_SIZE}(/(tokens|parameters))?|parameters|tokens"
-_MEASURED = "|".join(
-    ("step_time_s_median", "tokens_per_s", "train_loss_final", "eval_loss_final", "host_peak_rss_gib",
-     "memory_steady_host_gib", "avg_memory_gib_device", "energy_j")
-)  # fmt: skip
-_WHERE = rf"(?:{'|'.join(SETTINGS)})=\S+"
-_ALONG = "model_parameters|seq_length|global_batch_size|micro_batch_size"
-# Pattern of an argument by its key, or by its form and key; other strings are not restricted.
-WORDS = {
-    "strategy": _STRATEGIES, "over": f"{_STRATEGIES}|paper", "precision": _PRECISIONS, "over_precision": _PRECISIONS,
-    "virtual.figure": _VIRTUAL, "virtual.over_figure": _VIRTUAL,
-    "counted.figure": _COUNTED, "counted.over_figure": _COUNTED, "virtual_furthest.printed": rf"{_CELLS}(; {_CELLS})*",
-    "paired.figure": _MEASURED, "ratio_slope.figure": _MEASURED, "growth.figure": _MEASURED, "along": _ALONG,
-    "where": f"{_WHERE}( {_WHERE})*", "over_where": f"{_WHERE}( {_WHERE})*", "probed.over": ".+",
-    "corrected.figure": "|".join(each.name for each in RESPONSES),
-}  # fmt: skip

@@ -8,15 +8,15 @@ import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pydantic
 from pydantic.dataclasses import dataclass
 from scipy import special
 
 from study.claims.evidence import Evidence
-from study.claims.forms import FORMS, WORDS
-from study.claims.verdicts import PROXY, Answer, Basis, Figure, Kind, NoRecords, NotJudged, Region, awaited, number
+from study.claims.forms import FORMS
+from study.claims.verdicts import PROXY, Basis, CheckResult, Figure, Kind, NoRecords, NotJudged, Region, awaited, number
 from study.config.errors import UserError
 from study.config.yaml_sections import Section, read_document
 
@@ -74,25 +74,6 @@ class Correction:
     claim: Named
     what: Text
     why: Text
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckResult:
-    """The result of one check."""
-
-    kind: Kind
-    answer: Answer
-    sentence: str
-    figure: Figure | None = None
-    unit: str = ""
-    # Of the bound of the region that is nearest to a mean over pairs or sessions; None for other figures.
-    p: float | None = None
-
-    @property
-    def reports(self) -> set[str]:
-        """Reports whose records its figure uses."""
-        records = self.figure.records if self.figure else ()
-        return {record.split("/")[0] for record in records if not record.startswith("accelerate_configs/")}
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -158,12 +139,16 @@ class ClaimCheck:
 
     def find(self, evidence: Evidence) -> CheckResult:
         """Compute the figure and compare it with the region."""
+        result = CheckResult(
+            answer="not judged", tests=self.tests, reading=self.reading, basis=self.basis, necessary=self.necessary,
+            decides=self.decides, internal=self.internal, kind=self.kind, sentence="", source=self.source,
+        )  # fmt: skip
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
             is_awaited = self.needs and isinstance(reason, NoRecords)
             why = awaited(self.needs) if is_awaited else str(reason)
-            return CheckResult(self.kind, "not judged", _capitalized(f"{self.shows}: {why}"))
+            return dataclasses.replace(result, sentence=_capitalized(f"{self.shows}: {why}"))
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"
@@ -172,7 +157,10 @@ class ClaimCheck:
             text += f"{figure.spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
         sentence = f"{self.shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
-        return CheckResult(self.kind, answer, _capitalized(sentence), figure, self.unit, _p_value(figure, self.region))
+        return dataclasses.replace(
+            result, answer=answer, sentence=_capitalized(sentence), figure=figure, unit=self.unit,
+            p=_p_value(figure, self.region),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -287,17 +275,13 @@ class _Bounds(pydantic.BaseModel):
 
 @functools.cache
 def _arguments(form: str) -> type[pydantic.BaseModel]:
-    """Return a model of a form's arguments and region, from its signature and the patterns of its strings."""
-    kinds: dict[str, Any] = {"float": Number, "int": Whole, "str": Text}
-    fields: dict[str, Any] = {}
-    for key, parameter in inspect.signature(FORMS[form].figure).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            words = WORDS.get(f"{form}.{key}") or WORDS.get(key)
-            pattern = pydantic.Field(pattern=f"^(?:{words})$") if words else pydantic.Field()
-            fields[key] = (
-                Annotated[kinds[parameter.annotation], pattern],
-                ... if parameter.default is parameter.empty else parameter.default,
-            )
+    """Return a model of a form's arguments and region, from its signature."""
+    hints, checked = get_type_hints(FORMS[form].figure, include_extras=True), {float: Number, int: Whole, str: Text}
+    fields: dict[str, Any] = {
+        key: (checked.get(hints[key], hints[key]), ... if parameter.default is parameter.empty else parameter.default)
+        for key, parameter in inspect.signature(FORMS[form].figure).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
     return pydantic.create_model(form, __base__=None if form == "missing" else _Bounds, **fields)
 
 

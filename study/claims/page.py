@@ -14,39 +14,19 @@ from markupsafe import Markup
 
 from study.claims.command import VERDICTS as VERDICTS_FILE
 from study.claims.evidence import KEYS_FILE, Evidence
-from study.claims.ledger import CheckResult, ClaimCheck
 from study.claims.provenance import NOT_OF_RUNS, provenance
-from study.claims.published import derivation, published_tables
+from study.claims.published import published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
 from study.claims.verdicts import Basis, Figure, FindingKind, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.statistics import CONFIDENCE, POWER, t_quantile
-from study.report.document import Link, Note, PageSection, link_html, page_html, page_markdown, render_paragraphs, slug
+from study.report.document import Link, Note, PageSection, link_html, page_html, paragraphs, render_markdown
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
 _TITLE = "Claims: which hold"
-_HEAD = """<!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
-
-The claims of the replicated documents, and six of the ZeRO paper's, judged by the committed records and by plain
-arithmetic. `study claims` repeats all checks, without torch or a GPU. `study claims --page FILE` writes one HTML
-page with an overview, a filter by document and finding, and the provenance of the records. The codes name these
-documents:
-"""
-_READING = """\
-If two claims disagree, a check is `disputed`: one of them is wrong, and the check does not show which. Model state is
-16 bytes per parameter, as in mixed-precision Adam, unless a check sets another precision.
-
-Losses count as equal within 0.12 %, a tenth of the smallest published difference, and in bf16 within its spacing,
-0.39 %. Timed and trained checks are small-scale proxies: no finding rests on one. They are one family: Holm's method
-corrects their answers, so that the chance of any wrong one is at most 5 %. A check inside noise has its least
-significant difference, which is found half of the time, and its minimum detectable effect, found four times in five."""
-_TABLES = """\
-A row that trains only adapters needs memory for its frozen weights alone; the column `trains` marks it, with the bits
-per weight. A figure is read with a tolerance: half a unit of its last digit, and GiB written as GB. The tables are in
-`study/claims/tables`."""
 
 
 def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
@@ -55,12 +35,13 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     `links_from` is the folder that links to reports are relative to; without it there are no links.
     """
     legend = scoreboard.ledger.legend
+    *reading, check_table, reading_tables = paragraphs("claims_about.j2")
     yield PageSection(text="How several checks make one finding:", table=_table(legend["findings"], "finding", "when"))
     yield PageSection(
         text="Evidence of the parts that a finding rests on, the strongest first:",
         table=_table(legend["evidence"], "evidence", "is"),
     )
-    yield PageSection(text=_READING)
+    yield PageSection(text="\n\n".join(reading))
     for document in scoreboard.ledger.documents:
         code = document.code
         yield PageSection(
@@ -74,11 +55,8 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
         for item in scoreboard.ledger.corrections
     ]  # fmt: skip
     yield PageSection("Corrections", table=_table(corrections, "date", "claim", "correction", "because"))
-    about = (
-        "`study claims check-table FILE` compares a table of models, GPUs, strategies and gigabytes with arithmetic:"
-    )
-    yield PageSection("Published tables", about, table=_table(legend["tables"], "verdict", "the row states"))
-    yield PageSection(text=_TABLES)
+    yield PageSection("Published tables", check_table, table=_table(legend["tables"], "verdict", "the row states"))
+    yield PageSection(text=reading_tables)
     for table in published_tables():
         rows = [
             (row.model, str(row.gpus), row.strategy, row.trains, row.stated_gb, item.plausibility, item.why)
@@ -94,23 +72,21 @@ def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.Data
 
 def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim, finding = judged.claim, judged.finding
-    checks = list(zip(claim.checks, judged.results, strict=True))
-    notes: list[str | Note] = [*render_paragraphs(
-        "claim_notes.j2", claim=claim, checks=checks, contradictions=scoreboard.find_contradictions(claim.id),
+    notes: list[str | Note] = [*paragraphs(
+        "claim_notes.j2", claim=claim, results=judged.results, contradictions=scoreboard.find_contradictions(claim.id),
         provenance=provenance(judged, evidence) if evidence else (), sizes=_sizes,
     )]  # fmt: skip
     if evidence:
         first = 2 + bool(claim.readings) + bool(claim.untestable)
-        texts = notes[first : first + len(checks)]
-        notes[first : first + len(checks)] = [
-            Note(str(text), _below(*check, evidence.root, links_from) if check[1].figure else "")
-            for text, check in zip(texts, checks, strict=True)
-        ]
+        for place, result in enumerate(judged.results, first):
+            if result.figure:
+                notes[place] = Note(str(notes[place]), _below(result.figure, result.unit, evidence.root, links_from))
     rest = finding.text.removeprefix(finding.kind).lstrip(":; ")
     return PageSection(
         claim.id, claim.says, finding.kind,
         f"{rest[:1].upper()}{rest[1:]}{'. ' * bool(rest)}({', '.join(finding.basis)}) {judged.sentence}",
-        notes=notes, level=3, classes=f"claim {claim.document} {slug(finding.kind)}", anchor=claim.id.lower(),
+        notes=notes, level=3, anchor=claim.id.lower(),
+        classes=f"claim {claim.document} {finding.kind.replace(' ', '-')}",
     )  # fmt: skip
 
 
@@ -122,13 +98,11 @@ def _sizes(figure: Figure) -> list[str]:
     return [number(size) if figure.is_slope else percent(math.expm1(size)) for size in sizes]
 
 
-def _below(check: ClaimCheck, result: CheckResult, reports: Path, links_from: str) -> Markup:
+def _below(figure: Figure, unit: str, reports: Path, links_from: str) -> Markup:
     """Return the derivation of a figure, or links to its records."""
-    assert result.figure is not None
-    form = derivation(check)
-    items = [link_html(name, _address(name, reports, links_from)) for name in result.figure.records]
-    value = f"{form} = {number(result.figure.value, result.unit)}" if form else ""
-    html = Markup('<code class="derivation">{}</code>').format(value) if value else Markup("")
+    items = [link_html(name, _address(name, reports, links_from)) for name in figure.records]
+    value = f"{figure.derivation} = {number(figure.value, unit)}"
+    html = Markup('<code class="derivation">{}</code>').format(value) if figure.derivation else Markup("")
     if items:
         fold = '<details><summary>{} record{}</summary><p class="records">{}</p></details>'
         html += Markup(fold).format(len(items), "s" * (len(items) > 1), Markup(", ").join(items))
@@ -152,9 +126,10 @@ def page(claims: Scoreboard) -> str:
     rows = [
         [name, *(counts[kind] or "-" for kind in FINDINGS), counts.total()] for name, counts in claims.counts().items()
     ]
-    scoreboard = _table(rows, "document", *FINDINGS, "claims")
-    head = "\n".join([_HEAD, *(f"- {document.code}: {document.source}" for document in claims.ledger.documents)])
-    return page_markdown(_TITLE, [PageSection(text=head, table=scoreboard), *sections(claims)])
+    return render_markdown(
+        "claims.md.j2", title=_TITLE, documents=claims.ledger.documents, sections=sections(claims),
+        counts=_table(rows, "document", *FINDINGS, "claims"),
+    )  # fmt: skip
 
 
 def write_page(file: Path, reports_dir: Path = REPORTS) -> None:

@@ -5,51 +5,18 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from study.claims.forms import FORMS, GB, MIXED, parameter_bytes
-from study.claims.ledger import ClaimCheck
+from study.claims.forms import GB, parameter_bytes
 from study.claims.verdicts import number
 from study.config.errors import UserError
 from study.config.strategies import STRATEGY_NAMES
 from study.host.memory import GIB
 from study.predictor.hardware import known_devices
 from study.predictor.shape import shape_of_preset
-from study.predictor.state import KINDS, split_by
 from study.workloads.presets import find_preset
-
-
-def derivation(check: ClaimCheck) -> str:
-    """Return the formula with its numbers; empty for a figure from records or files."""
-    form = FORMS[check.form].formula
-    if not form:
-        return ""
-    plain = {key: value if isinstance(value, str) else f"{value:.10g}" for key, value in _values(check).items()}
-    return form.format_map(plain)
-
-
-def _values(check: ClaimCheck) -> Mapping[str, Any]:
-    numbers: dict[str, Any] = {"rest_gb": 0.0, **check.numbers}
-    gpus = numbers.get("gpus", 1)
-    if "strategy" in numbers:
-        numbers["bytes"] = _bytes(numbers["strategy"], gpus, numbers.get("precision", MIXED))
-    if "over" in numbers:
-        numbers["over_bytes"] = _bytes(
-            numbers["over"], numbers.get("over_gpus", gpus), numbers.get("over_precision", MIXED)
-        )
-    if "stage" in numbers:
-        numbers |= {f"{kind}_by": split_by(kind, numbers["stage"], gpus) for kind in KINDS}
-    return numbers
-
-
-def _bytes(strategy: str, gpus: int, precision: str) -> str:
-    """Return the bytes per parameter on one device: weight, gradient and optimizer state."""
-    state = parameter_bytes(strategy, gpus, precision)
-    parts = [number(part) for part in (state.params_device, state.grads_device, state.optimizer_device) if part]
-    return f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts) or "0"
-
 
 Plausibility = Literal["impossible", "suspicious", "possible"]
 # Names of columns in published tables, lower case and letters only.

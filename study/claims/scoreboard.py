@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 from study.claims.evidence import Evidence
-from study.claims.ledger import CheckResult, Claim, Ledger, read_ledger
-from study.claims.verdicts import Answer, CheckOutcome, ClaimFinding, FindingKind, combine
+from study.claims.ledger import Claim, Ledger, read_ledger
+from study.claims.verdicts import PROXY, Answer, CheckResult, ClaimFinding, FindingKind, combine
 from study.config.places import REPOSITORY
 from study.records.frames import Records
 from study.records.statistics import SIGNIFICANCE, apply_holm
@@ -33,24 +34,45 @@ class JudgedClaim:
     """A claim with its finding and the results of its checks."""
 
     claim: Claim
-    finding: ClaimFinding
     results: tuple[CheckResult, ...]
+
+    @functools.cached_property
+    def finding(self) -> ClaimFinding:
+        """The finding that the answers of the checks make."""
+        return combine(self.results)
 
     @property
     def leading(self) -> CheckResult | None:
         """The first result that the finding rests on; None if no check was judged."""
-        pairs = list(zip(self.claim.checks, self.results, strict=True))
         deciding = {part.words for part in self.finding.parts if part.decides}
-        pairs.sort(key=lambda pair: (pair[0].proxy, pair[0].tests not in deciding))
-        results = (result for answer in _LEADING[self.finding.kind] for _, result in pairs if result.answer == answer)
-        return next(results, None)
+        results = sorted(self.results, key=lambda result: (result.basis == PROXY, result.tests not in deciding))
+        return next((
+            result for answer in _LEADING[self.finding.kind] for result in results if result.answer == answer
+        ), None)  # fmt: skip
 
     @property
     def sentence(self) -> str:
         """One sentence with the figure that decides, or the reason why there is none."""
-        if self.leading is None or (self.claim.untestable and self.finding.kind == "undecided"):
+        if self.leading is None or self._is_untestable:
             return self.claim.untestable or "No record here can judge it yet."
         return f"{self.leading.sentence}."
+
+    @property
+    def evidence_in(self) -> str:
+        """Folders of records, files or the publication with the evidence of that figure."""
+        if self.leading is None or self._is_untestable or self.leading.figure is None:
+            return "none yet"
+        places = Counter(
+            record if record.startswith("accelerate_configs/") else f"reports/{record.split('/')[0]}"
+            for record in self.leading.figure.records
+        )
+        texts = [f"{place} ({count} record{'s' * (count > 1)})" if place.startswith("reports/") else place
+                 for place, count in places.items()]  # fmt: skip
+        return ", ".join(texts) or self.leading.source or "figures of the document, by arithmetic"
+
+    @property
+    def _is_untestable(self) -> bool:
+        return bool(self.claim.untestable) and self.finding.kind == "undecided"
 
     @property
     def kinds(self) -> list[str]:
@@ -62,7 +84,7 @@ class JudgedClaim:
         """The finding in the words of earlier releases."""
         if self.finding.kind != "undecided":
             return _VERDICTS[self.finding.kind]
-        return "untestable" if self.claim.untestable else "inconclusive"
+        return "untestable" if self._is_untestable else "inconclusive"
 
     def document(self) -> dict[str, Any]:
         """Return the claim for JSON."""
@@ -76,11 +98,12 @@ class JudgedClaim:
                 {"words": part.words, "finding": part.label, "evidence": part.basis} for part in self.finding.parts
             ],
             "verdict": self.verdict, "sentence": self.sentence, "rests_on": self.kinds, **_figure(self.leading),
+            "evidence_in": self.evidence_in,
             "records": list(dict.fromkeys(run for item in self.results if item.figure for run in item.figure.records)),
             "checks": [
-                {"kind": result.kind, "tests": check.tests, "reading": check.reading, "evidence": check.basis,
+                {"kind": result.kind, "tests": result.tests, "reading": result.reading, "evidence": result.basis,
                  "answer": result.answer, "p": result.p, "sentence": result.sentence, **_figure(result)}
-                for check, result in zip(self.claim.checks, self.results, strict=True)
+                for result in self.results
             ],
             "n": figure.n if figure else None,
         }  # fmt: skip
@@ -94,17 +117,7 @@ def _figure(result: CheckResult | None) -> dict[str, Any]:
 
 def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:
     """Run the checks of a claim and combine their answers into a finding."""
-    return _combined(claim, [check.find(evidence) for check in claim.checks])
-
-
-def _combined(claim: Claim, results: Sequence[CheckResult]) -> JudgedClaim:
-    outcomes = [
-        CheckOutcome(
-            result.answer, check.tests, check.reading, check.basis, check.necessary, check.decides, check.internal
-        )
-        for check, result in zip(claim.checks, results, strict=True)
-    ]
-    return JudgedClaim(claim, combine(outcomes), tuple(results))
+    return JudgedClaim(claim, tuple(check.find(evidence) for check in claim.checks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +145,7 @@ class Scoreboard:
     def document(self) -> dict[str, Any]:
         """Return the scoreboard for JSON."""
         return {
+            "documents": {document.code: document.title for document in self.ledger.documents},
             "counts": {name: dict(counts) for name, counts in self.counts(lambda item: item.verdict).items()},
             "findings": {name: dict(counts) for name, counts in self.counts().items()},
             "evidence": {
@@ -173,8 +187,12 @@ def build_scoreboard(
     source = evidence or Evidence(reports)
     results = [[check.find(source) for check in claim.checks] for claim in entries.claims]
     ps = iter(apply_holm(result.p for row in results for result in row if result.p is not None))
-    results = [[result if result.p is None else dataclasses.replace(result, p=next(ps)) for result in row]
-               for row in results]  # fmt: skip
-    results = [[dataclasses.replace(result, answer="inside noise") if (result.p or 0) > SIGNIFICANCE else result
-                for result in row] for row in results]  # fmt: skip
-    return Scoreboard(entries, tuple(map(_combined, entries.claims, results)))
+
+    def corrected(result: CheckResult) -> CheckResult:
+        if result.p is None:
+            return result
+        p = next(ps)
+        return dataclasses.replace(result, p=p, answer="inside noise" if p > SIGNIFICANCE else result.answer)
+
+    rows = (tuple(map(corrected, row)) for row in results)
+    return Scoreboard(entries, tuple(map(JudgedClaim, entries.claims, rows)))

@@ -44,6 +44,8 @@ class Figure:
     # Of the mean over pairs or sessions: of the logs of ratios, or of slopes.
     standard_error: float | None = None
     is_slope: bool = False
+    # The arithmetic that it comes from.
+    derivation: str = ""
 
     @property
     def spread(self) -> str:
@@ -85,7 +87,7 @@ class CheckOutcome:
 
     answer: Answer
     # The words of the claim that it tests, and the reading under which it does; empty: the whole claim, all readings.
-    part: str = ""
+    tests: str = ""
     reading: str = ""
     basis: Basis = "at scale"
     # Its failure refutes the part; its success does not support it.
@@ -94,6 +96,26 @@ class CheckOutcome:
     decides: bool = False
     # It compares figures of the claim with each other.
     internal: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckResult(CheckOutcome):
+    """The result of one check."""
+
+    kind: Kind
+    sentence: str
+    # Address of the publication that has its numbers.
+    source: str = ""
+    figure: Figure | None = None
+    unit: str = ""
+    # Of the bound of the region that is nearest to a mean over pairs or sessions; None for other figures.
+    p: float | None = None
+
+    @property
+    def reports(self) -> set[str]:
+        """Reports whose records its figure uses."""
+        records = self.figure.records if self.figure else ()
+        return {record.split("/")[0] for record in records if not record.startswith("accelerate_configs/")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +180,8 @@ def combine(outcomes: Sequence[CheckOutcome]) -> ClaimFinding:
     - Holds: every part holds.
     - Undecided: everything else, so also whatever only small-scale proxies judge.
     """
-    parts = [_judge_part([item for item in outcomes if item.part == words])
-             for words in dict.fromkeys(item.part for item in outcomes)]  # fmt: skip
+    parts = [_judge_part([item for item in outcomes if item.tests == words])
+             for words in dict.fromkeys(item.tests for item in outcomes)]  # fmt: skip
     statuses = [part.status for part in parts]
     deciding = {part.status for part in parts if part.decides or len(parts) == 1}
     kind: FindingKind = "undecided"
@@ -185,7 +207,7 @@ def _judge_part(outcomes: Sequence[CheckOutcome]) -> PartFinding:
     judged = [item for item in outcomes if item.answer != "not judged"]
     used = [item.basis for item in judged if item.basis == PROXY or answer in (None, item.answer)]
     decides = any(item.decides for item in outcomes)
-    return PartFinding(outcomes[0].part, status, proxy, by_reading or small, tuple(dict.fromkeys(used)), decides)
+    return PartFinding(outcomes[0].tests, status, proxy, by_reading or small, tuple(dict.fromkeys(used)), decides)
 
 
 def _under_readings(

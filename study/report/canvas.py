@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import textwrap
@@ -138,7 +137,6 @@ class Drawing(NamedTuple):
         return {"image/png": self.png, "image/svg+xml": as_svg(self.figure)}, {"figure": self.name}
 
 
-@functools.lru_cache(64)
 def as_png(figure: Figure) -> bytes:
     """Return a PNG with 128 colors, a third of its full size."""
     with matplotlib.rc_context(SETTINGS):

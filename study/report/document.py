@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from study.config.text import NOT_MEASURED, format_number, percent
 from study.records.frames import Records
-from study.report.canvas import STRATEGIES, Drawing
+from study.report.canvas import STRATEGIES
 
 # Strategies that a sentence names before it counts the rest.
 _MAX_NAMES = 3
@@ -128,7 +128,7 @@ class PageSection:
     table: pd.DataFrame | None = None
     notes: Sequence[str | Note] = ()
     # HTML folds the table below them.
-    drawings: Sequence[Drawing | Picture] = ()
+    drawings: Sequence[Picture] = ()
     # Further tables by title; folded in HTML.
     tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
     level: int = 2
@@ -154,7 +154,7 @@ def render_markdown(template: str, **values: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def render_paragraphs(template: str, **values: Any) -> list[str]:
+def paragraphs(template: str, **values: Any) -> list[str]:
     """Return the paragraphs of a text template as the sentences and notes of sections, which are escaped later."""
     text = _templates(Markup).get_template(template).render(values)
     return [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
@@ -245,10 +245,10 @@ def link_html(text: str, address: str) -> Markup:
     return Markup('<a href="{}">{}</a>').format(address, text) if address else Markup.escape(text)
 
 
-def png_html(drawing: Drawing | Picture) -> Markup:
+def png_html(picture: Picture) -> Markup:
     """Return the figure as an embedded image."""
-    content = base64.b64encode(drawing.png).decode()
-    return Markup('<img src="data:image/png;base64,{}" alt="{}">').format(content, drawing.alt)
+    content = base64.b64encode(picture.png).decode()
+    return Markup('<img src="data:image/png;base64,{}" alt="{}">').format(content, picture.alt)
 
 
 def table_html(frame: pd.DataFrame) -> Markup:

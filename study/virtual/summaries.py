@@ -74,13 +74,12 @@ def full_depth_summary(depths: Mapping[int, Summary]) -> Summary | None:
 
 def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
     """Extrapolate from the three smallest depths other than the full one; None if there are fewer."""
-    partial = sorted(layers for layers, summary in depths.items() if layers != summary["preset_layers"])[:3]
-    if len(partial) < 3:
+    chosen = [summary for layers, summary in sorted(depths.items()) if layers != summary["preset_layers"]][:3]
+    if len(chosen) < 3:
         return None
-    chosen = [depths[layers] for layers in partial]
     first = chosen[0]
     line = extrapolate([summary["rank_summary"] for summary in chosen], first["model"], int(first["preset_layers"]))
-    return first | line.document() | {"rank_summary": line}
+    return first | line.document() | {"rank_summary": line, "runs": sum((summary["runs"] for summary in chosen), ())}
 
 
 def _summary(row: Mapping[Any, Any]) -> Summary:
@@ -89,6 +88,7 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
     return {
         **rank.document(),
         "rank_summary": rank,
+        "runs": (row["run"],),
         "model": model,
         "setting": setting_text(row),
         # Equal for runs that differ only in setting or depth.

@@ -20,18 +20,17 @@ from study.config.places import REPOSITORY
 from study.host.stacks import is_of_today, release_key
 from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
-from study.releases.causes import GRID, PACKAGES, Cause, known_faults
+from study.releases.causes import GRID, PACKAGES
 from study.releases.command import LATEST_RELEASES
-from study.releases.command import NOT_RUN as NOT_TESTED
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.report.document import Answer, render_markdown
-from study.report.questions.releases import KINDS, QUESTION, clipped, lettered
+from study.report.questions.releases import KINDS, ON_GPU, QUESTION, cause_table, clipped, faults_on_gpu, lettered
 
 PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
 DETAILS = REPORT / "causes.md"
 # DeepSpeed without this project's trainer: records of study/releases/bare.py, in the history up to 7ff8d96.
 BARE = "bare.json"
-INSTALLED, NOT_RUN, DAGGER = "installed", "\N{MIDDLE DOT}", "\N{DAGGER}"
+INSTALLED, NOT_RUN = "installed", "\N{MIDDLE DOT}"
 Row = Mapping[str, Any]
 # Rounding of a loss or a norm. The installed release differs by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
 _ROUNDING = {"fp32": 1e-5, "bf16": 2e-3}
@@ -44,7 +43,6 @@ _WHOSE = {
     "engine": "DeepSpeed's",
     "pairing": "a mismatch of releases; DeepSpeed alone does not do it, and with other releases beside it neither",
 }
-_ON_GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,11 +55,6 @@ class ReleaseReport:
     def cells(self) -> list[ReleaseCell]:
         """All cells, the oldest release first."""
         return release_cells(self.records)
-
-    @functools.cached_property
-    def letters(self) -> dict[Cause, str]:
-        """The known causes, with their letters."""
-        return lettered()
 
     @functools.cached_property
     def answer(self) -> Answer:
@@ -86,15 +79,8 @@ class ReleaseReport:
 
     def page(self) -> str:
         """Return docs/releases.md: the faults of each release, one row per group of releases with the same ones."""
-        rows = [
-            {"": letter, "Fault": cause.title, "On a GPU": _ON_GPU[cause.gpu], "Since": cause.entered.release or "-",
-             "Fixed in": f"{cause.left.release} {cause.left.change}".strip() or "-"}
-            for cause, letter in self.letters.items()
-        ]  # fmt: skip
-        return render_markdown(
-            "releases.md.j2", answer=self.answer, brief=_brief(self.today, self.letters), causes=pd.DataFrame(rows),
-            muon=_grid(self.muon, self.letters) if self.muon else None,
-        )  # fmt: skip
+        muon = _grid(self.muon) if self.muon else None
+        return render_markdown("releases.md.j2", answer=self.answer, causes=cause_table(), muon=muon)
 
     def details(self, control: Sequence[Row]) -> str:
         """Return reports/releases/causes.md: the grid, the causes, and the bare control."""
@@ -115,9 +101,9 @@ class ReleaseReport:
         ]  # fmt: skip
         judged = [row for row in control if row.get("precision") == "fp32" and row.get("clipping")]
         return render_markdown(
-            "causes.md.j2", answer=self.answer, letters=self.letters, whose=_WHOSE, on_gpu=_ON_GPU,
-            grids={title: _grid(cells, self.letters) for title, cells in grids.items() if cells},
-            cells_by_cause={cause: [cell for cell in self.cells if cause in cell.causes] for cause in self.letters},
+            "causes.md.j2", answer=self.answer, letters=lettered(), whose=_WHOSE, on_gpu=ON_GPU,
+            grids={title: _grid(cells) for title, cells in grids.items() if cells},
+            cells_by_cause={cause: [cell for cell in self.cells if cause in cell.causes] for cause in lettered()},
             losses=self._losses(), stopped=_stopped(self.cells),
             control=_control([row for row in judged if row["loss"] == "inside"], _ONE),
             several=_control([row for row in judged if "-" in row["caller"]], _SEVERAL), stacks=pd.DataFrame(stacks),
@@ -129,7 +115,7 @@ class ReleaseReport:
         steps = steps_by_run(self.records)
         groups: dict[tuple[str, ...], list[ReleaseCell]] = {}
         for cell in (cell for cell in cells if cell.verdict.kind == "different"):
-            signs = "".join(self.letters[cause] for cause in cell.causes) or "?"
+            signs = "".join(lettered()[cause] for cause in cell.causes) or "?"
             # A run whose first loss is NaN has no recorded steps.
             worst = steps.get(cell.worst_run)
             figures = (cell.verdict.reason, "none") if worst is None else _figures(worst)
@@ -149,7 +135,7 @@ class ReleaseReport:
             group = list(cells)[::-1]
             halves = {"no accumulation": [cell for cell in group if cell.micro_steps == 1],
                       "accumulation": [cell for cell in group if cell.micro_steps > 1]}  # fmt: skip
-            faults = {column: _faults_on_gpu(half, self.letters) for column, half in halves.items()}
+            faults = {column: faults_on_gpu(half) for column, half in halves.items()}
             lines.append({"DeepSpeed": release, **faults})
         latest = self.latest()
         runs = self.records.runs[self.records.runs["run"].isin({run for cell in latest for run in cell.runs})]
@@ -159,48 +145,22 @@ class ReleaseReport:
         packages = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
         return {
             "tested": f"Tested {days} on two CPU ranks in fp32 with gradient clipping; {packages}",
-            "versions": versions, "letters": {cause.id: letter for cause, letter in self.letters.items()},
-            "releases": lines, "muon": _muon_faults(self.muon, self.letters),
+            "versions": versions, "letters": {cause.id: letter for cause, letter in lettered().items()},
+            "releases": lines, "muon": _muon_faults(self.muon),
         }  # fmt: skip
 
 
-def gpu_faults(cell: ReleaseCell) -> list[Cause]:
-    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes from another fault."""
-    faults = cell.causes
-    if cell.verdict.kind == "crashes":
-        candidates = known_faults(cell.versions, on_gpu=True)
-        faults = tuple(cause for cause in candidates if cause.shows_in(cell.strategy, cell.micro_steps, cell.precision))
-    return [cause for cause in faults if cause.gpu != "hidden"]
-
-
-def _muon_faults(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> dict[str, str]:
+def _muon_faults(cells: Sequence[ReleaseCell]) -> dict[str, str]:
     """Return the faults of Muon by release, the newest first."""
     result = {}
     for release in sorted({cell.release for cell in cells}, key=release_key, reverse=True):
         struck: dict[str, dict[str, None]] = {}
         for cell in cells:
             if cell.release == release and cell.verdict.kind != "equal":
-                sign = "".join(letters[cause] for cause in cell.causes) or "?"
+                sign = "".join(lettered()[cause] for cause in cell.causes) or "?"
                 struck.setdefault(sign, {})[f"`{cell.strategy}`"] = None
         result[release] = "; ".join(f"{sign}: {', '.join(names)}" for sign, names in struck.items()) or "no fault"
     return result
-
-
-def _faults_on_gpu(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> str:
-    """Return the faults of a release, each with its strategies; a dagger marks those found in the source only."""
-    struck: dict[str, list[str]] = {}
-    for cell in cells:
-        dagger = DAGGER * (cell.verdict.kind == "crashes")
-        is_known = cell.causes or cell.verdict.kind in ("equal", "different")
-        if not is_known:
-            struck.setdefault(NOT_TESTED, []).append(f"`{cell.strategy}`")
-        for cause in gpu_faults(cell) if is_known else ():
-            struck.setdefault(letters[cause], []).append(f"`{cell.strategy}`{dagger}")
-    if len(struck.get(NOT_TESTED, ())) == len(cells):
-        return NOT_TESTED
-    has_crash = any(cell.verdict.kind == "crashes" for cell in cells)
-    faults = [f"{letter}: {', '.join(names)}" for letter, names in struck.items()]
-    return "; ".join(faults) or f"no fault{DAGGER * has_crash}"
 
 
 def is_right(row: Row) -> bool | None:
@@ -243,36 +203,9 @@ def _figures(steps: pd.DataFrame) -> tuple[str, str]:
     return shown, "not reported" if pd.isna(norm) else f"{norm:.4g}"
 
 
-def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.DataFrame:
-    """Return one row per group of successive releases that have the same faults, the newest first."""
-
-    def faults(release: str) -> tuple[str, ...]:
-        by_column: list[dict[str, list[str]]] = [{}, {}, {}]
-        for cell in (cell for cell in cells if cell.release == release):
-            kind, causes = cell.verdict.kind, cell.races if cell.is_equal_by_chance else cell.causes
-            name = f"`{cell.strategy}`"
-            if kind == "crashes" and causes:
-                # A CPU bug ends this run before the faults that a GPU shows.
-                for cause in gpu_faults(cell):
-                    by_column[int(cell.micro_steps > 1)].setdefault(letters[cause], []).append(f"{name}{DAGGER}")
-            if kind in ("different", "crashes") or cell.is_equal_by_chance:
-                column = 2 if causes and all(cause.gpu == "hidden" for cause in causes) else int(cell.micro_steps > 1)
-                sign = "crashes " * (kind == "crashes") + "".join(letters[cause] for cause in causes)
-                names = by_column[column].setdefault(sign.strip() or "?", [])
-                names += [name] * (name not in names)
-        return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in entries.items()) or "none"
-                     for entries in by_column)  # fmt: skip
-
-    rows = itertools.groupby(dict.fromkeys(cell.release for cell in cells), key=faults)
-    columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
-    return pd.DataFrame(
-        {"DeepSpeed": ", ".join(releases), **dict(zip(columns, texts, strict=True))} for texts, releases in rows
-    ).iloc[::-1]
-
-
-def _grid(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.DataFrame:
+def _grid(cells: Sequence[ReleaseCell]) -> pd.DataFrame:
     """Return a row per release and a column per strategy: the signs with one micro-step and with several."""
-    signs = {(cell.row, cell.strategy, cell.micro_steps > 1): _sign(cell, letters) for cell in cells}
+    signs = {(cell.row, cell.strategy, cell.micro_steps > 1): _sign(cell) for cell in cells}
     assert len(signs) == len(cells), "two cells in one place of the grid"
     strategies = sorted({cell.strategy for cell in cells}, key=strategy_order)
     return pd.DataFrame(
@@ -283,8 +216,8 @@ def _grid(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.Data
     )  # fmt: skip
 
 
-def _sign(cell: ReleaseCell, letters: Mapping[Cause, str]) -> str:
-    kind, why = cell.verdict.kind, "".join(letters[cause] for cause in cell.causes)
+def _sign(cell: ReleaseCell) -> str:
+    kind, why = cell.verdict.kind, "".join(lettered()[cause] for cause in cell.causes)
     if kind == "different":
         return (why or "?") + "'" * cell.differs_sometimes
     return {"equal": "(=)" if cell.is_equal_by_chance else "=", "crashes": "x"}.get(kind, "-") + why

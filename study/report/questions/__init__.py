@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from study.records.frames import Records
+from study.records.strategy_runs import Row
 from study.report.document import Answer, Question, Table
 from study.report.questions import fits, loss, memory, releases, runs, scaling, time, virtual
 
@@ -19,7 +20,7 @@ QUESTIONS: tuple[Question, ...] = (
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 
 
-def answers(records: Records, claims: Sequence[runs.DependentClaim] = ()) -> dict[Question, Answer]:
+def answers(records: Records, claims: Sequence[Row] = ()) -> dict[Question, Answer]:
     """Return the questions that these records answer; `claims` are the ledger's claims that depend on them."""
     answered = {runs.CLAIMS: runs.claims_answer(claims)}
     questions = QUESTIONS

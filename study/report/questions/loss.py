@@ -16,7 +16,7 @@ from study.records.frames import Records, real_runs, steps_by_run
 from study.records.outcome import has_diverged
 from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
-from study.report.document import Answer, Question, format_names, format_or_dash
+from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
 from study.report.questions.comparison import Comparison, arm_notes, arm_table, fair_arms, real_arms, workloads
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
@@ -158,50 +158,25 @@ def answer(records: Records) -> Answer | None:
     alone = [arm.name for group in grouped.values() for arm in fair_arms(group, _CONFOUND) if id(arm) not in in_table]
     if alone:
         asides.append(f"Not compared, because the baseline has no run with any of their seeds: {format_names(alone)}.")
-    notes = (*_notes(comparisons), *dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND))
+    sentence, *notes = _words(comparisons)
+    notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
     largest = max(comparison.difference for comparison in comparisons)
     number = (percent(largest), "largest difference in loss from the baseline's") if math.isfinite(largest) else None
-    return Answer(_sentence(comparisons), table.loc[:, (table != NOT_MEASURED).any()], notes, number)
+    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], tuple(notes), number)
 
 
-def _sentence(comparisons: Sequence[_LossComparison]) -> str:
-    different, unsure = (
-        [comparison for comparison in comparisons if comparison.verdict == verdict] for verdict in ("other", "open")
-    )
-    count, largest = len(comparisons), max(comparison.difference for comparison in comparisons)
-    if different:
-        worst = max(different, key=lambda comparison: comparison.difference / comparison.margin)
-        what = f"`{worst.arm.name}` differs from its baseline by {percent(worst.difference)}"
-        if math.isinf(worst.difference):
-            seeds = ", ".join(map(str, _diverged_seeds(worst.arm)))
-            what = f"`{worst.arm.name}` diverged to NaN, but its baseline did not (seed {seeds})"
-        return f"Yes, under {len(different)} of {count} strategies: {what}."
-    if not unsure:
-        return f"No: in all {count} comparisons the loss is within {percent(largest)} of the baseline's."
-    return (
-        f"Inconclusive under {len(unsure)} of {count} strategies: their differences are neither significant nor within"
-        f" the margin of equivalence; max difference {percent(largest)}."
-    )
-
-
-def _notes(comparisons: Sequence[_LossComparison]) -> Iterable[str]:
-    if any(comparison.by == "steps" for comparison in comparisons):
-        yield "Max difference: at any step, relative to the baseline's loss at that step."
-    if above := [
-        comparison.reducible_margin for comparison in comparisons if not math.isnan(comparison.reducible_margin)
-    ]:
-        yield f"The margin is at most {percent(max(above))} of the loss above its floor, which training can reduce."
-    if seeds := sorted({comparison.test.n for comparison in comparisons if comparison.test.verdict != "no test"}):
-        n = "-".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
-        yield f"Equivalent: two one-sided tests (TOST) of evaluation losses, seed by seed (n = {n})."
-    if any(comparison.by == "seeds" for comparison in comparisons):
-        yield "With dropout, masks differ between strategies: evaluation losses are compared by seed, not by step."
-    if any(comparison.by == "steps" and comparison.margin > LOSS_MARGIN for comparison in comparisons):
-        yield (
-            f"The margin of a step in bf16 is {percent(BF16_SPACING)}, the spacing of bf16 numbers. It was"
-            f" {percent(LOSS_MARGIN)} until a strategy failed it, and was widened after that (reports/LOG.md,"
-            " 2026-11-20)."
-        )
+def _words(comparisons: Sequence[_LossComparison]) -> list[str]:
+    """Return the sentence of the answer, and its notes."""
+    different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
+    worst = max(different, key=lambda row: row.difference / row.margin, default=None)
+    tested = sorted({row.test.n for row in comparisons if row.test.verdict != "no test"})
+    return paragraphs(
+        "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=worst, percent=percent,
+        diverged=_diverged_seeds(worst.arm) if worst and math.isinf(worst.difference) else [],
+        largest=max(row.difference for row in comparisons), seeds=tested[:1] + tested[-1:],
+        reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
+        loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
+    )  # fmt: skip
 
 
 def loss_table(records: Records) -> pd.DataFrame:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
 from study.config.text import percent
 from study.host.stacks import release_key
 from study.records.frames import Records
-from study.records.workloads import strategy_order
-from study.releases.causes import Cause, read_causes
+from study.releases.causes import Cause, known_faults, read_causes
+from study.releases.command import NOT_RUN
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING, Verdict
-from study.report.document import Answer, Question
+from study.report.document import Answer, Question, paragraphs
 
 
 def answer(records: Records) -> Answer | None:
@@ -27,72 +27,69 @@ def answer(records: Records) -> Answer | None:
     bad = [cell for cell in today if cell.verdict.kind == "different"]
     ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
     wrong = {cell.release for cell in bad}
-    good = sorted(ran - wrong, key=release_key)
     # A release counts as hidden only if a GPU hides the causes of all its cases.
     hidden = wrong - {cell.release for cell in bad if not cell.hides_on_gpu}
-    on_a_gpu = sorted(ran - wrong | hidden, key=release_key)
-    sentence = (
-        f"On a GPU, by the source of each fault, these releases compute the gradients of one process under all"
-        f" strategies: {', '.join(on_a_gpu) or 'none'}."
-        f" With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
-        f" one process under some strategy, {len(hidden)} of them by a fault that a GPU does not show."
-        f" Equal to it there under all strategies: {', '.join(good) or 'none'}."
-    )
+    kinds = [{cause.gpu for cause in cell.causes} for cell in bad]
     # A race condition may be absent from any run.
-    steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
-    compared = [cell.contemporary for cell in steady if cell.contemporary in ("equal", "different")]
-    full, half, engine = (ROUNDING[precision] for precision in ("fp32", "bf16", "bf16-engine"))
-    notes = [
-        f"{sum(len(cell.runs) for cell in cells)} runs of {len(cells)} cases, each against `single` with the"
-        f" same releases. Equal: within {full.loss:.0e} of a loss and {full.norm:.0e} of a norm in fp32,"
-        f" {percent(half.loss)} and {percent(half.norm)} in bf16,"
-        f" {percent(engine.loss)} and {percent(engine.norm)} in DeepSpeed's own bf16."
-    ]
-    if compared:
-        right = compared.count("equal")
-        why = "; those are a mismatch between releases, not a fault of the engine alone" if right else ""
-        notes.append(
-            f"Of {len(compared)} cases that are wrong today and also ran with contemporary Accelerate and torch,"
-            f" {right} are right with those{why}."
-        )
-    if bad:
-        kinds = [{cause.gpu for cause in cell.causes} for cell in bad]
-        notes.append(
-            f"Of {len(bad)} cases that are wrong today, {sum('shows' in kind for kind in kinds)} have a cause that a"
-            f" GPU shows too, according to its source; {kinds.count({'hidden'})} have one that a GPU does not show; the"
-            f" cause of {kinds.count(set())} is not known."
-        )
-    if lucky := sum(cell.is_equal_by_chance for cell in cells):
-        notes.append(f"{lucky} cases agree although a fault strikes them by chance: they are no evidence.")
-    return Answer(sentence, avoid_table(records), tuple(notes))
+    steady = [cell.contemporary for cell in bad if not any(cause.sometimes for cause in cell.causes)]
+    sentence, *notes = paragraphs(
+        "releases_answer.j2", cells=cells, bad=bad, ran=ran, wrong=wrong, hidden=hidden, rounding=ROUNDING,
+        percent=percent, good=sorted(ran - wrong, key=release_key),
+        on_a_gpu=sorted(ran - wrong | hidden, key=release_key),
+        compared=[verdict for verdict in steady if verdict in ("equal", "different")],
+        shown=sum("shows" in kind for kind in kinds), only_hidden=kinds.count({"hidden"}),
+    )  # fmt: skip
+    return Answer(sentence, fault_table(cells), tuple(notes))
 
 
-def avoid_table(records: Records) -> pd.DataFrame:
-    """Return the releases to avoid, by strategy, with and without accumulation."""
-    cells = clipped(release_cells(records))
-    rows: list[dict[str, str]] = []
-    columns = {"Strategy": None}
-    for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
-        row = {"Strategy": strategy}
-        for is_contemporary, several in itertools.product(KINDS, (False, True)):
-            matching = [cell for cell in cells if cell.strategy == strategy and cell.is_contemporary == is_contemporary
-                    and (cell.micro_steps > 1) == several]  # fmt: skip
-            column = f"{'Accumulating' if several else 'One micro-step'}, {KINDS[is_contemporary]}"
-            columns[column] = None
-            is_hidden: dict[str, bool] = {}
-            for cell in matching:
-                if cell.verdict.kind == "different" or cell.is_equal_by_chance:
-                    hides = is_hidden.get(cell.release, True) and (cell.is_equal_by_chance or cell.hides_on_gpu)
-                    is_hidden[cell.release] = hides
-            parts = [", ".join(name for name in is_hidden if not is_hidden[name])]
-            if any(is_hidden.values()):
-                parts.append(f"on a CPU {', '.join(name for name in is_hidden if is_hidden[name])}")
-            if any(cell.verdict.kind in ("equal", "different") for cell in matching):
-                row[column] = "; ".join(filter(None, parts)) or "none"
-            elif matching:
-                row[column] = "none of them runs"
-        rows.append(row)
-    return pd.DataFrame(rows, columns=list(columns)).dropna(axis="columns", how="all").fillna("not run")
+def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
+    """Return one row per group of successive releases that have the same faults in fp32, the newest first."""
+    today = [cell for cell in clipped(cells) if cell.precision == "fp32" and not cell.is_contemporary]
+
+    def faults(release: str) -> tuple[str, ...]:
+        group = [cell for cell in today if cell.release == release]
+        one, several = ([cell for cell in group if (cell.micro_steps > 1) == many] for many in (False, True))
+        hidden: dict[str, dict[str, None]] = {}
+        for cell in group:
+            for cause in cell.races if cell.is_equal_by_chance else cell.causes:
+                if cause.gpu == "hidden":
+                    hidden.setdefault(lettered()[cause], {})[f"`{cell.strategy}`"] = None
+        on_gpu = (faults_on_gpu(one), faults_on_gpu(several))
+        return *on_gpu, _by_letter(hidden) or (NOT_RUN if {*on_gpu} == {NOT_RUN} else "no fault")
+
+    rows = itertools.groupby(dict.fromkeys(cell.release for cell in today), key=faults)
+    columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
+    return pd.DataFrame(
+        {"DeepSpeed": ", ".join(releases), **dict(zip(columns, texts, strict=True))} for texts, releases in rows
+    ).iloc[::-1]
+
+
+def faults_on_gpu(cells: Sequence[ReleaseCell]) -> str:
+    """Return the faults of a release, each with its strategies; a dagger marks those found in the source only."""
+    struck: dict[str, list[str]] = {}
+    for cell in cells:
+        kind, name = cell.verdict.kind, f"`{cell.strategy}`"
+        if not cell.causes and kind != "equal":
+            struck.setdefault("?" if kind == "different" else NOT_RUN, []).append(name)
+        for cause in gpu_faults(cell) if cell.causes else ():
+            # A CPU bug ends a crashed run before the faults that a GPU shows.
+            struck.setdefault(lettered()[cause], []).append(name + DAGGER * (kind == "crashes"))
+    if len(struck.get(NOT_RUN, ())) == len(cells):
+        return NOT_RUN
+    return _by_letter(struck) or f"no fault{DAGGER * any(cell.verdict.kind == 'crashes' for cell in cells)}"
+
+
+def _by_letter(struck: Mapping[str, Iterable[str]]) -> str:
+    return "; ".join(f"{letter}: {', '.join(names)}" for letter, names in struck.items())
+
+
+def gpu_faults(cell: ReleaseCell) -> list[Cause]:
+    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes from another fault."""
+    faults = cell.causes
+    if cell.verdict.kind == "crashes":
+        candidates = known_faults(cell.versions, on_gpu=True)
+        faults = tuple(cause for cause in candidates if cause.shows_in(cell.strategy, cell.micro_steps, cell.precision))
+    return [cause for cause in faults if cause.gpu != "hidden"]
 
 
 def verdict_table(records: Records) -> pd.DataFrame:
@@ -126,22 +123,18 @@ def verdict_table(records: Records) -> pd.DataFrame:
     )
 
 
-def cause_table(records: Records) -> pd.DataFrame:
-    """Return a row per cause with its releases and strategies."""
-    cells = release_cells(records)
-    rows = []
-    for cause, letter in lettered().items():
-        matching = [cell for cell in cells if cause in cell.causes]
-        rows.append({
-            "": letter, "Cause": cause.title, "Whose": cause.blame,
-            "Releases seen": ", ".join(dict.fromkeys(cell.stack for cell in matching)) or "none",
-            "Strategies": ", ".join(dict.fromkeys(cell.strategy for cell in matching)) or cause.where,
-            "On a GPU": f"{cause.gpu}: {cause.gpu_why}", "Instead": cause.instead or "-",
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+def cause_table() -> pd.DataFrame:
+    """Return a row per known cause with its letter; reports/releases/causes.md has its lines and its proof."""
+    return pd.DataFrame(
+        {"": letter, "Fault": cause.title, "On a GPU": ON_GPU[cause.gpu], "Since": cause.entered.release or "-",
+         "Fixed in": f"{cause.left.release} {cause.left.change}".strip() or "-"}
+        for cause, letter in lettered().items()
+    )  # fmt: skip
 
 
 _LETTERS = string.ascii_lowercase + string.ascii_uppercase
+DAGGER = "\N{DAGGER}"
+ON_GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
 KINDS = {False: "with today's Accelerate and torch", True: "with contemporary Accelerate and torch"}
 
 
@@ -158,6 +151,6 @@ def lettered() -> dict[Cause, str]:
 
 QUESTION = Question(
     "releases", "Which releases compute the gradients of one process?", answer,
-    tables={"releases_to_avoid": avoid_table, "causes": cause_table, "verdicts": verdict_table},
+    tables={"causes": lambda _records: cause_table(), "verdicts": verdict_table},
     figures=("release_grid", "fault_curves"), notebook="releases",
 )  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pandas as pd
 
 from study.config.text import format_duration, percent
 from study.records.frames import Records, SliceProgress
 from study.records.statistics import Noise, estimate_noise, repeat_noise
-from study.report.document import Answer, Link, Question
+from study.records.strategy_runs import Row
+from study.report.document import Answer, Question
 from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
 
@@ -64,26 +64,10 @@ REMAINING = Question(
 )  # fmt: skip
 
 
-class DependentClaim(NamedTuple):
-    """A claim that depends on these records, with their evidence."""
-
-    claim: str
-    # Link to its entry among all claims, relative to the report; empty if there is no relative path.
-    address: str
-    finding: str
-    says: str
-    result: str
-
-
-def claims_answer(claims: Sequence[DependentClaim]) -> Answer | None:
-    """Return the claims and their findings; None without claims."""
-    if not claims:
+def claims_answer(rows: Sequence[Row]) -> Answer | None:
+    """Return the rows of the claims that depend on these records; None without claims."""
+    if not rows:
         return None
-    rows = [
-        {"Claim": Link(claim.claim, claim.address), "Finding": claim.finding, "It says": claim.says,
-         "These records": claim.result}
-        for claim in claims
-    ]  # fmt: skip
     sentence = f"The findings on {len(rows)} published claims depend on these records, some of them on others too."
     return Answer(sentence, pd.DataFrame(rows).astype(object))
 

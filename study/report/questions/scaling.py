@@ -22,7 +22,7 @@ from study.records.strategy_runs import (
     ratio_text,
     runs_with_several,
 )
-from study.report.document import Answer, Question, format_names, format_or_dash, span_text, times_text
+from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs, span_text, times_text
 from study.report.questions.comparison import (
     UNSURE,
     Columns,
@@ -166,29 +166,15 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
         index="arm", columns="place", values="cell", aggfunc="first", sort=False
     )
     table.columns = [words.format(place) for place in table.columns]
-    baseline = " or ".join(dict.fromkeys(chosen["baseline"]))
     fair = chosen[(chosen["note"] == "") & (chosen["arm"] != chosen["baseline"])]
     several = fair[fair.groupby("arm")["place"].transform("nunique") > 1]
-    sentence = f"No strategy is comparable with `{baseline}` at more than one place."
-    if len(several):
-        # The sentence is about the strategy that shards most.
-        arm = several.iloc[-1]["arm"]
-        ends = [several[several["arm"] == arm].iloc[place] for place in (0, -1)]
-        speeds = " and ".join(
-            f"{f'{end.percent:.0f} %' if end.significant else NOT_SIGNIFICANT} at {words.format(end.place)}"
-            for end in ends
-        )
-        sentence = f"The speed of `{arm}` in percent of `{baseline}`: {speeds}."
-        if not any(end.significant for end in ends):
-            sentence = f"The speed of `{arm}` differs from `{baseline}`, but at both ends it is {NOT_SIGNIFICANT}."
-    notes = [f"Throughput in percent of `{baseline}`, {subject}."]
-    if sign.str.len().any():
-        notes.append(f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.")
-    confounded = chosen[chosen["note"] != ""]
-    for name, note in zip(confounded["arm"], confounded["note"], strict=True):
-        notes.append(f"`{name}`: not a fair comparison †, {note}.")
-    if more := speed["subject"].nunique() - 1:
-        notes.append(f"In the details: {more} more of these comparisons.")
+    # The sentence is about the strategy that shards most.
+    ends = list(several[several["arm"] == several["arm"].iloc[-1]].itertuples()) if len(several) else []
+    sentence, *notes = paragraphs(
+        "speed_answer.j2", ends=ends and [ends[0], ends[-1]], baseline=" or ".join(dict.fromkeys(chosen["baseline"])),
+        words=words, subject=subject, is_unsure=sign.str.len().any(), not_significant=NOT_SIGNIFICANT,
+        confounded=list(chosen[chosen["note"] != ""].itertuples()), more=speed["subject"].nunique() - 1,
+    )  # fmt: skip
     return Answer(sentence, table.reset_index(names="Strategy").fillna("-"), tuple(dict.fromkeys(notes)))
 
 

@@ -128,7 +128,7 @@ TABLE1 = Question(
 # Smaller differences in traffic or memory are padding and bookkeeping.
 _NOTABLE = 0.01
 _THREE_DIGITS = "{:.3g}".format
-_X_PAPER, _X_WEIGHTS = "Ring bytes (NCCL), x paper", "Ring bytes (NCCL), x weights"
+_X_PAPER = "Ring bytes (NCCL), x paper"
 
 
 def _sent_x_paper(row: Summary) -> float:
@@ -136,20 +136,14 @@ def _sent_x_paper(row: Summary) -> float:
     return relative_ring_bytes(row) / paper if paper else math.nan
 
 
+# The figures of a setting, in the order of the answer's table.
 _FIGURES: dict[str, Callable[[Summary], float]] = {
     _X_PAPER: _sent_x_paper,
-    _X_WEIGHTS: relative_ring_bytes,
     "Calls": lambda row: figure_or_nan(row, "comm_calls_per_step"),
     "State, GB": lambda row: rank_state_bytes(row) / GB,
-    "Params, GB": lambda row: kind_bytes(row, "params") / GB,
-    "Grads, GB": lambda row: kind_bytes(row, "grads") / GB,
-    "Optimizer, GB": lambda row: kind_bytes(row, "optimizer") / GB,
     "Gradients in the bucket, GB": lambda row: figure_or_nan(row, "grads_in_bucket_bytes") / GB,
     "Buffers, GB": lambda row: buffer_bytes(row) / GB,
 }
-# Figures of a row that merges all cases of a setting, and of a row per case.
-_OF_A_SETTING = (_X_PAPER, "Calls", "State, GB", "Gradients in the bucket, GB", "Buffers, GB")
-_OF_A_CASE = tuple(name for name in _FIGURES if name not in (_X_PAPER, "State, GB"))
 
 
 def _settings_answer(records: Records) -> Answer | None:
@@ -170,7 +164,7 @@ def _settings_answer(records: Records) -> Answer | None:
     for before, after in setting_pairs(records):
         changed[after["strategy"], after["setting"]].append((before, after))
     for (strategy, setting), pairs in changed.items():
-        effects = {name: effect for name in _OF_A_SETTING if (effect := _effect(pairs, _FIGURES[name]))}
+        effects = {name: effect for name, figure in _FIGURES.items() if (effect := _effect(pairs, figure))}
         rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
     rows.sort(key=lambda entry: entry["Strategy"])
     notes = ("Effects of settings above 1 % are shown, as shipped → changed.",) if changed else ()
@@ -190,10 +184,15 @@ def settings_table(records: Records) -> pd.DataFrame:
     """Return memory in GB, and ring bytes of one step as multiples of the model's weights."""
     return pd.DataFrame(
         {
-            **_case(row),
-            **{name: _FIGURES[name](row) for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
+            "Model": row["model"],
+            "Ranks": row["world_size"],
+            "Strategy": row["strategy"],
+            "Precision": row["precision"],
+            "Setting": row["setting"],
+            **{f"{kind.capitalize()}, GB": kind_bytes(row, kind) / GB for kind in ("params", "grads", "optimizer")},
             "Persistent parameters, GB": figure_or_nan(row, "kept_whole_bytes") / GB,
-            **{name: _FIGURES[name](row) for name in ("Gradients in the bucket, GB", "Buffers, GB", _X_WEIGHTS)},
+            **{name: _FIGURES[name](row) for name in ("Gradients in the bucket, GB", "Buffers, GB")},
+            "Ring bytes (NCCL), x weights": relative_ring_bytes(row),
             "Paper, x weights": paper_traffic(row["stage"], row["world_size"]),
             "Payload, x weights": _payloads(row),
             "Calls": _FIGURES["Calls"](row),
@@ -201,13 +200,6 @@ def settings_table(records: Records) -> pd.DataFrame:
         }
         for row in summaries(records)
     )
-
-
-def _case(row: Summary) -> dict[str, object]:
-    return {
-        "Model": row["model"], "Ranks": row["world_size"], "Strategy": row["strategy"], "Precision": row["precision"],
-        "Setting": row["setting"],
-    }  # fmt: skip
 
 
 def _payloads(row: Summary) -> str:
@@ -219,27 +211,9 @@ def _payloads(row: Summary) -> str:
     return ", ".join(texts) or "nothing"
 
 
-def setting_effects_table(records: Records) -> pd.DataFrame:
-    """Return the figures that each setting changes: empty if unchanged, ? if one of the two is unknown."""
-
-    def change(before: float, after: float) -> str:
-        if math.isnan(before + after):
-            return "?"
-        is_same = abs(after - before) <= 1e-3 * max(abs(before), abs(after), 1e-9)
-        return "" if is_same else f"{before:.4g} to {after:.4g}"
-
-    return pd.DataFrame(
-        _case(after)
-        | {name: change(_FIGURES[name](before), _FIGURES[name](after)) for name in _OF_A_CASE}
-        | {"Collectives before": _payloads(before), "and after": _payloads(after)}
-        for before, after in setting_pairs(records)
-    )
-
-
 SETTINGS = Question(
     "settings", "Where does the engine differ from the paper, and by which setting?", _settings_answer,
-    tables={"settings": settings_table, "setting_effects": setting_effects_table},
-    figures=("settings",), notebook="virtual_cluster",
+    tables={"settings": settings_table}, figures=("settings",), notebook="virtual_cluster",
 )  # fmt: skip
 
 

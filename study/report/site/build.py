@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,9 @@ from papermill.exceptions import PapermillExecutionError
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
-from study.report.document import (
-    Answer,
-    PageSection,
-    Picture,
-    Question,
-    link_html,
-    page_html,
-    page_markdown,
-)
+from study.records.strategy_runs import Row
+from study.report.document import Answer, PageSection, Picture, Question, link_html, page_html, page_markdown
 from study.report.questions import answers
-from study.report.questions.runs import DependentClaim
 from study.report.questions.time import noise_fact
 from study.report.site.publishing import FIGURES, LIST, check_place, publish_report
 
@@ -129,7 +121,7 @@ Drawn = Mapping[Question, Sequence[Picture]]
 
 
 def build(
-    records: Records, suite: str, output: Path, *, claims: Sequence[DependentClaim] = (), notebooks: Path = NOTEBOOKS,
+    records: Records, suite: str, output: Path, *, claims: Sequence[Row] = (), notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
     title: str = "",
 ) -> dict[str, str]:  # fmt: skip
@@ -154,7 +146,7 @@ def build(
         raise UserError(f"--output {output} is not writable ({error.strerror})", "name another") from None
     try:
         write_parquet(records, folder)
-        failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
+        failures = run_notebooks(names, notebooks, folder, time_limit_s, say)
         _write_pages(records, suite, folder, answered, failures, [*facts, *noise_fact(records)], title or suite)
         publish_report(folder, output)
     except OSError as error:
@@ -166,9 +158,11 @@ def build(
     return failures
 
 
-def _run_notebooks(
+def run_notebooks(
     names: Sequence[str], notebooks: Path, folder: Path, time_limit_s: float, say: Callable[[str], None]
 ) -> dict[str, str]:
+    """Execute notebooks on the records in `folder`, and write them there; return the reason of each failed one."""
+
     def run(name: str) -> str:
         failure = ""
         try:
@@ -192,7 +186,7 @@ def _write_pages(
         # The title and the question of a page are the first cell of its notebook.
         first = nbformat.read(folder / f"{name}.ipynb", as_version=4).cells[0].source
         heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
-        figures |= _take_figures(folder / f"{name}.ipynb")
+        figures |= take_figures(folder / f"{name}.ipynb")
     drawn = {question: [one for name in question.figures for one in figures.get(name, ())] for question in answered}
     pages = {"index": suite, **{name: head for name, (head, _) in heads.items()}}
     cards = [_card(question, answer, drawn, records) for question, answer in answered.items()]
@@ -222,13 +216,10 @@ def _write_pages(
         )
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    for picture in itertools.chain(*drawn.values()):
-        (folder / FIGURES).mkdir(exist_ok=True)
-        (folder / FIGURES / f"{picture.name}.png").write_bytes(picture.png)
-        (folder / FIGURES / f"{picture.name}.svg").write_text(picture.svg, encoding="utf-8")
+    write_figures(itertools.chain(*drawn.values()), folder)
 
 
-def _take_figures(notebook: Path) -> dict[str, list[Picture]]:
+def take_figures(notebook: Path) -> dict[str, list[Picture]]:
     """Return the figures of an executed notebook by name, numbered; it keeps only their PNG images."""
     figures: dict[str, list[Picture]] = {}
     document = nbformat.read(notebook, as_version=4)
@@ -239,6 +230,14 @@ def _take_figures(notebook: Path) -> dict[str, list[Picture]]:
             images.append(Picture(f"{name}_{len(images) + 1}", png, svg, output.data["text/plain"]))
     nbformat.write(document, notebook)
     return figures
+
+
+def write_figures(pictures: Iterable[Picture], folder: Path) -> None:
+    """Write the figures as files of a report."""
+    for picture in pictures:
+        (folder / FIGURES).mkdir(exist_ok=True)
+        (folder / FIGURES / f"{picture.name}.png").write_bytes(picture.png)
+        (folder / FIGURES / f"{picture.name}.svg").write_text(picture.svg, encoding="utf-8")
 
 
 def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) -> PageSection:
