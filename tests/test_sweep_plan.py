@@ -409,7 +409,10 @@ def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
     fixed = {**TINY, "train_samples": None}
     file = write_suite(tmp_path, axes, fixed, exclude=rules, overrides=[override])
     cells = plan_cells(shrink_suite(read_suite(file)), CPU_BOX)
-    assert [cell.id.split("-")[4] for cell in cells] == ["ddp", "zero2"]
+    # Rules apply to the suite's own values: zero2 runs with the override and without it.
+    checkpointing = sorted((cell.strategy, cell.config.gradient_checkpointing) for cell in cells)
+    assert checkpointing == [("ddp", False), ("zero2", False), ("zero2", True)]
+    assert {(cell.config.seed, cell.config.device_memory_cap_gib) for cell in cells} == {(41, None)}
 
 
 def test_a_damaged_record_has_no_time_and_a_narrow_terminal_is_written_to(tmp_path):
