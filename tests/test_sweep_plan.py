@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import forked
+from engines import run_in_terminal
 from study import cli
 from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolve_config
@@ -355,6 +356,20 @@ def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, caps
         words = shlex.split(line)
         assert words[1:3] == ["launch", "--config_file"]
         assert "study/train.py" in words
+    command = [
+        sys.executable,
+        "-m",
+        "study.cli",
+        "run",
+        "one_gpu_bert",
+        "--dry_run",
+        "--runs_dir",
+        str(tmp_path / "runs"),
+    ]
+    screen = re.sub(r"\x1b\[[\d;]*m", "", run_in_terminal(command, COLUMNS="120")).splitlines()
+    assert len(screen) <= 25
+    assert max(map(len, screen)) <= 120
+    assert "and 36 more; --details prints all" in screen
     assert not (tmp_path / "runs").exists()
 
 
