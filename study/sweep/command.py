@@ -159,28 +159,26 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
         remaining += remaining_of_slice
         parts.append((part.title, estimate(remaining_of_slice, bool(part.searches))))
         forecast = Forecast(part.suite, box, earlier_durations(part.root), predicted_for)
-        if not is_short:
-            if plan.is_series:
-                print(f"# {': '.join(parts[-1])}")
-            for cell, note in _next_runs(part, options.retry):
-                if note:
-                    print(f"# {note}")
-                if cell is not None:
-                    expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
-                    command = shlex.join(launch_command(cell, part.root / cell.id))
-                    print(f"{command}  # predicted: {', '.join(forecast.describe(cell))}{expected}")
-        elif not plan.is_series:
-            for cell, note in _next_runs(part, options.retry):
-                # The outcome first, because a long text is cut.
+        if plan.is_series and not is_short:
+            print(f"# {': '.join(parts[-1])}")
+        # A screen has only the parts of a series.
+        for cell, note in () if plan.is_series and is_short else _next_runs(part, options.retry):
+            texts = [] if cell is None else forecast.describe(cell)
+            if is_short:
                 run = ("-", "-", "-") if cell is None else (cell.arm, cell.config.model_name, str(cell.ranks))
-                cells.append((*run, note if cell is None else ", ".join(forecast.describe(cell)[::-1])))
+                # The outcome first, because a long text is cut.
+                cells.append((*run, ", ".join(texts[::-1]) or note))
+                continue
+            if note:
+                print(f"# {note}")
+            if cell is not None:
+                expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
+                command = shlex.join(launch_command(cell, part.root / cell.id))
+                print(f"{command}  # predicted: {', '.join(texts)}{expected}")
         training_s += sum(forecast.training_s(cell) or 0.0 for cell, _ in remaining_of_slice if isinstance(cell, Cell))
     if is_short:
-        series, suite = (
-            TextTable(("part", "cells"), parts),
-            TextTable(("strategy", "model", "world", "predicted"), cells),
-        )
-        print_page(fit_screen([series if plan.is_series else suite], details=False))
+        columns = ("part", "cells") if plan.is_series else ("strategy", "model", "world", "predicted")
+        print_page(fit_screen([TextTable(columns, parts if plan.is_series else cells)], details=False))
     total = estimate(remaining, any(part.searches for part in plan.slices))
     if training_s and not any(seconds for _, seconds in remaining):
         total += f"; predicted training steps: {format_duration(training_s)}, plus start-up and evaluation of each cell"
