@@ -131,8 +131,6 @@ class OpenRun:
         self.has_begun = True
         if self._request.notice:
             console.print_from_main(f"notice: {self._request.notice}")
-        if initial is not None and initial.remark:
-            console.print_from_any_rank(f"notice: {initial.remark}")
         ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
         place = f"as virtual rank {launch.rank} of {ranks}" if launch.virtual else f"on {ranks}"
         loop = "" if self.trainer == "study" else f"{self.trainer}: "
