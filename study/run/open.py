@@ -300,7 +300,7 @@ class OpenRun:
 
     def record_failure(self, error: BaseException) -> None:
         """Write the ending of a failed run to the record, the log and the terminal."""
-        from study.run.checkpoint import last_checkpoint, resume_hint
+        from study.run.checkpoint import latest_checkpoint, resume_hint
 
         launch, console, record = self.launch, self.console, self.context.record
         output_dir = record.folder if record else self.output_dir
@@ -311,8 +311,10 @@ class OpenRun:
         if not (launch.is_main or isinstance(error, RunFailed)):
             local_ending = dataclasses.replace(local_ending, reason=f"rank {launch.rank}: {local_ending.reason}")
         ending = rendezvous.publish_outcome(local_ending)
-        if RETRY_HINT in ending.hint and (saved := last_checkpoint(output_dir)):
-            ending = dataclasses.replace(ending, hint=ending.hint.replace(RETRY_HINT, resume_hint(saved)))
+        if RETRY_HINT in ending.hint:
+            with suppress(UserError):  # without a checkpoint
+                hint = ending.hint.replace(RETRY_HINT, resume_hint(latest_checkpoint(output_dir)))
+                ending = dataclasses.replace(ending, hint=hint)
         if not self._sees_record:
             # This machine has no log, and no other process prints on it.
             console.restore()
