@@ -88,14 +88,10 @@ class RunWriter:
         self._asked, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         # Also the record's folder after a move.
         path = self.folder = Path(f"/proc/self/fd/{self._descriptor}")
-        try:
-            attempt = read_status(path)["attempt"] + 1
-        except RecordError:
-            attempt = 1
         # Written first, because a killed process cannot write it later. `close` replaces it.
         self.status = {
             "state": "interrupted", "reason": "the run has not ended, or was killed", "hint": "run it again",
-            "attempt": attempt, "started_at": utc_now(), "ended_at": None,
+            "attempt": read_attempt(path) + 1, "started_at": utc_now(), "ended_at": None,
         }  # fmt: skip
         self.write("status.json", self.status)
         for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
@@ -217,6 +213,14 @@ def read_status(path: Path) -> dict[str, Any]:
     status = read_json(path / "status.json")
     validate(path / "status.json", status)
     return status
+
+
+def read_attempt(path: Path) -> int:
+    """Return the number of the last attempt; 0 without a readable record."""
+    try:
+        return int(read_status(path)["attempt"])
+    except RecordError:
+        return 0
 
 
 def is_finished(path: Path) -> bool:
