@@ -280,16 +280,19 @@ _RUNGS = 3
 
 def shrink_suite(suite: Suite) -> Suite:
     """Return the rehearsal of a suite: the same grids once each, whose runs the plan shrinks."""
-    grids = tuple(dataclasses.replace(grid, repeats=1, ladder=_small_ladder(grid.ladder)) for grid in suite.grids)
+    grids = tuple(
+        dataclasses.replace(grid, repeats=1, ladder=grid.ladder and _small_ladder(grid.ladder)) for grid in suite.grids
+    )
     name = f"{suite.name}-rehearsal"
     return dataclasses.replace(suite, name=name, requires=Requirements(), grids=grids, is_rehearsal=True)
 
 
-def _small_ladder(ladder: Ladder | None) -> Ladder | None:
-    if ladder is None or ladder.axis == "largest_micro_batch":
-        return ladder and Ladder(ladder.axis, range(1, _RUNGS + 1))
+def _small_ladder(ladder: Ladder) -> Ladder:
+    sizes = range(1, _RUNGS + 1)
+    if ladder.axis == "largest_micro_batch":
+        return Ladder(ladder.axis, sizes)
     tiny = _small("model_name_or_path", ladder.rungs[0])
-    return Ladder(ladder.axis, tuple(f"{tiny}-{layers}layers" for layers in range(1, _RUNGS + 1)))
+    return Ladder(ladder.axis, tuple(f"{tiny}-{layers}layers" for layers in sizes))
 
 
 def shrink_run(values: Mapping[str, Any], grid: Grid) -> dict[str, Any]:
