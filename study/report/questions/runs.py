@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pandas as pd
 
 from study.config.text import format_duration, percent
-from study.records.frames import Records, SliceProgress
+from study.records.frames import Records
+from study.records.outcome import SliceProgress
 from study.records.statistics import Noise, estimate_noise, repeat_noise
 from study.report.document import Answer, Link, Question
 from study.report.questions.comparison import arm_table, real_arms, workloads
