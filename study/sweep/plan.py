@@ -239,8 +239,8 @@ def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Searc
             continue
         if suite.is_rehearsal:
             # The number of ranks that the machine decides stays.
-            own_ranks = {} if "world_size" in grid_keys else {"world_size": values["world_size"]}
-            values = suite_file.shrink_run(values, grid) | own_ranks
+            default_size = {} if "world_size" in grid_keys else {"world_size": values["world_size"]}
+            values = suite_file.shrink_run(values, grid) | default_size
         for repeat in range(1, grid.repeats + 1):
             if grid.ladder is None:
                 yield _cell(values, repeat, box, grid.place)

@@ -122,10 +122,10 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
 
 def _progress(part: Slice) -> SliceProgress:
     counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
-    other = counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))
+    with_reason = counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))
     pending = list(pending_items(part.cells, part.root))
     return SliceProgress(
-        part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], other,
+        part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], with_reason,
         sum(seconds for _, seconds in pending), [cell.id for cell, _ in pending],
     )  # fmt: skip
 
