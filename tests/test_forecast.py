@@ -58,7 +58,7 @@ def test_a_rented_suite_fits_the_gpu_it_requires_and_requires_a_large_one_only_i
     # The memory that NVML reports for 80 GB.
     h100 = Machine((81559 / 1024,), suite.requires.host_memory_gib)
     ahead = Forecast(suite, box_for(name), {}, None)
-    described = {cell.id: ahead.describe(cell) for cell in planned_cells(name) if cell.expect is None}
+    described = {cell.id: ", ".join(ahead.describe(cell)) for cell in planned_cells(name) if cell.expect is None}
     if suite.requires.gpu_memory_gib <= h100.gpu_memory_gib[0]:
         assert missing_requirement(suite, h100) is None
         assert {cell: text for cell, text in described.items() if not text.endswith(", fits")} == {}

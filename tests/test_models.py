@@ -287,20 +287,17 @@ def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_pat
         (RECORD_NAME, lambda file: file.write_text(file.read_text().replace("0", "1", 1)), "was changed"),
     ],
 )
-def test_damaged_weights_are_written_again_with_a_notice(
+def test_damaged_weights_are_refused_by_name(
     name: str, damage: Callable[[Path], object], words: str, tmp_path: Path
 ) -> None:
     config = run_config("bert-tiny")
     initial = materialize_initial_weights(config, tmp_path)
-    assert initial.remark == ""
-    tensors = (initial.path / "model.safetensors").read_bytes()
     damage(initial.path / name)
-    rewritten = materialize_initial_weights(config, tmp_path)
-    assert rewritten == initial
-    assert f"the initial weights in {initial.path} were damaged" in rewritten.remark
-    assert words in rewritten.remark
-    assert (initial.path / "model.safetensors").read_bytes() == tensors
-    assert materialize_initial_weights(config, tmp_path).remark == ""
+    with pytest.raises(UserError) as refusal:
+        materialize_initial_weights(config, tmp_path)
+    assert f"the initial weights in {initial.path} are damaged" in refusal.value.problem
+    assert words in refusal.value.problem
+    assert refusal.value.fix == "delete the folder, and run again"
 
 
 def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) -> None:

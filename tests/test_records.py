@@ -392,9 +392,9 @@ WRONG: dict[str, dict[str, list[Any]]] = {
 }  # fmt: skip
 WRONG_ROWS: dict[str, list[dict[str, Any]]] = {
     "steps.jsonl": [
-        {"step": 1}, {"step": 4}, {"step": True}, {"samples_hash": "xyz"}, {"lr": None}, {"tokens": 64.5}, {"note": 1}
+        {"step": True}, {"samples_hash": "xyz"}, {"lr": None}, {"tokens": 64.5}, {"note": 1}
     ],
-    "evals.jsonl": [{"step": 3}, {"step": 2}, {"eval_loss": None}, {"accuracy": 1.5}, {"bleu": 1.0}],
+    "evals.jsonl": [{"eval_loss": None}, {"accuracy": 1.5}, {"bleu": 1.0}],
 }  # fmt: skip
 
 
@@ -424,14 +424,8 @@ def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> 
 
 
 @pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", "1" + "0" * 400])
-def test_a_number_that_is_not_finite_and_a_key_that_is_there_twice_are_refused(token: str, run_directory: Path) -> None:
-    file, rows = run_directory / "summary.json", run_directory / "steps.jsonl"
-    before = file.read_text()
-    file.write_text(f'{{"figure": {token}, {before.lstrip()[1:]}')
-    assert_refused(run_directory, file.name, "finite")
-    file.write_text(before.replace('"steps": 6,', '"steps": 6,\n"steps": 6,'))
-    assert_refused(run_directory, file.name, "twice")
-    file.write_text(before)
+def test_a_number_that_is_not_finite_is_refused(token: str, run_directory: Path) -> None:
+    rows = run_directory / "steps.jsonl"
     rows.write_text(re.sub(r'(loss": )[\d.]+', rf"\g<1>{token}", rows.read_text(), count=1))
     assert_refused(run_directory, rows.name, "row 1")
 
@@ -442,9 +436,7 @@ def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_direct
     lines = file.read_text().splitlines(keepends=True)
     for changed in (lines[1:], lines[:-1], lines + lines[-1:], lines[:1] + lines, lines[::-1], [*lines, "\n"]):
         file.write_text("".join(changed))
-        # No row states that it is the last, nor that a first evaluation is missing.
-        short = changed == lines[:-1] or (name == "evals" and changed == lines[1:])
-        assert_refused(run_directory, file.name, SEAL if short else "")
+        assert_refused(run_directory, file.name, "is not JSON" if changed[-1] == "\n" else SEAL)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -23,7 +23,7 @@ from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.records.directory import Run, read_json, read_run, read_status
-from study.run.checkpoint import file_digests, last_checkpoint
+from study.run.checkpoint import file_digests, latest_checkpoint
 from study.run.resume import check_indexes, engine_classes, find_checkpoint
 from synthetic_records import write_run
 
@@ -271,7 +271,7 @@ def test_latest_is_the_newest_of_the_checkpoints_that_led_to_the_rows(tmp_path: 
         folder.mkdir(parents=True)
         (folder / "checkpoint.json").write_text("{}")
         (folder / "steps.jsonl").write_text("".join(rows[:step]))
-    assert last_checkpoint(run) == folder
+    assert latest_checkpoint(run) == folder
 
 
 def test_latest_is_never_a_checkpoint_of_a_run_that_was_overwritten(tmp_path: Path) -> None:

@@ -7,29 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from damage import flip_a_bit
 from engines import launch
-from runs import RunFactory, losses, train, trained
-from study.config.flags import RunConfig
+from runs import train, trained
 from study.records.directory import read_run, read_status
-from study.workloads.initial import materialize_initial_weights
 
 GPT = ("--task", "gpt-wikitext")
-
-
-def test_initial_weights_with_a_flipped_bit_are_rewritten_by_one_rank_with_a_notice(
-    get_run: RunFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = get_run("ddp", *GPT)
-    initial = materialize_initial_weights(RunConfig.from_dict(first.config, "this test"), tmp_path / "cache")
-    flip_a_bit(initial.path / "model.safetensors")
-    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
-    result = train("ddp", tmp_path / "run", *GPT)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stderr.count("model.safetensors was changed) and have been written again") == 1
-    second = read_run(tmp_path / "run")
-    assert second.engine["initial_weights_sha256"] == first.engine["initial_weights_sha256"]
-    assert losses(second) == losses(first)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import forked
+from engines import run_in_terminal
 from study import cli
 from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolve_config
@@ -355,6 +356,20 @@ def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, caps
         words = shlex.split(line)
         assert words[1:3] == ["launch", "--config_file"]
         assert "study/train.py" in words
+    command = [
+        sys.executable,
+        "-m",
+        "study.cli",
+        "run",
+        "one_gpu_bert",
+        "--dry_run",
+        "--runs_dir",
+        str(tmp_path / "runs"),
+    ]
+    screen = re.sub(r"\x1b\[[\d;]*m", "", run_in_terminal(command, COLUMNS="120")).splitlines()
+    assert len(screen) <= 25
+    assert max(map(len, screen)) <= 120
+    assert "and 36 more; --details prints all" in screen
     assert not (tmp_path / "runs").exists()
 
 
@@ -409,7 +424,10 @@ def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
     fixed = {**TINY, "train_samples": None}
     file = write_suite(tmp_path, axes, fixed, exclude=rules, overrides=[override])
     cells = plan_cells(shrink_suite(read_suite(file)), CPU_BOX)
-    assert [cell.id.split("-")[4] for cell in cells] == ["ddp", "zero2"]
+    # Rules apply to the suite's own values: zero2 runs with the override and without it.
+    checkpointing = sorted((cell.strategy, cell.config.gradient_checkpointing) for cell in cells)
+    assert checkpointing == [("ddp", False), ("zero2", False), ("zero2", True)]
+    assert {(cell.config.seed, cell.config.device_memory_cap_gib) for cell in cells} == {(41, None)}
 
 
 def test_a_damaged_record_has_no_time_and_a_narrow_terminal_is_written_to(tmp_path):

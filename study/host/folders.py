@@ -134,17 +134,11 @@ def check_writable(folder: Path, what: str, fix: str) -> None:
 
 
 def check_process() -> None:
-    """Raise UserError for a missing working directory or a wrong OMP_NUM_THREADS."""
+    """Make both streams write any character; raise UserError for a wrong OMP_NUM_THREADS."""
     for stream in (sys.stdout, sys.stderr):
         # Characters outside the terminal's encoding are written as escapes.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    try:
-        Path.cwd()
-    except OSError as error:
-        # Otherwise torch's math library ends the process.
-        problem = f"the working directory does not exist ({error.strerror})"
-        raise UserError(problem, "change to one that exists") from None
     # Accelerate would end in a traceback.
     if not re.fullmatch(r"\d+", threads := os.environ.get("OMP_NUM_THREADS", "1")):
         raise UserError(f"OMP_NUM_THREADS is {threads[:20]!r}, not a whole number", "unset it, or set it to one")

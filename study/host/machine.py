@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from study.config.places import IMPORT_ROOT
-from study.host.memory import host_memory
+from study.host.memory import host_memory, kernel_text
 from study.records.outcome import FreeMemory
 
 try:
@@ -73,11 +73,8 @@ def detect_machine(root: Path = Path("/")) -> Machine:
 
 def free_gpu_bytes(place: int) -> int | None:
     """Return the free memory of the visible GPU at this position; None if the driver does not report it."""
-    handles = visible_gpus()
-    try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handles[place]).free) if place < len(handles) else None
-    except pynvml.NVMLError:
-        return None
+    handles = visible_gpus()[place : place + 1]
+    return _asked(lambda: next((int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles), None))
 
 
 def free_memory(place: int) -> FreeMemory:
@@ -87,16 +84,13 @@ def free_memory(place: int) -> FreeMemory:
 
 
 def gpu_processes() -> list[dict[str, Any]]:
-    """Return the processes on the visible GPUs. Between two runs there should be none."""
-    try:
-        return [
-            {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
-            for gpu, handle in enumerate(visible_gpus())
-            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        ]
-    except pynvml.NVMLError:
-        # Some virtual machines forbid this; no run depends on it.
-        return []
+    """Return the processes on the visible GPUs; empty on machines that forbid it. Between two runs there are none."""
+    processes = _asked(lambda: [
+        {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
+        for gpu, handle in enumerate(visible_gpus())
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    ])  # fmt: skip
+    return processes or []
 
 
 @functools.cache
@@ -191,11 +185,8 @@ def _handle(name: str) -> Any:
 
 def cpu_info() -> dict[str, str]:
     """Return the fields of the first CPU in /proc/cpuinfo."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    rows = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    first = kernel_text(Path("/proc/cpuinfo")).partition("\n\n")[0]
+    rows = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in rows}
 
 

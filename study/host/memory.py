@@ -31,13 +31,17 @@ _MLOCK_ONFAULT = 1
 _FP32_BYTES = 4
 
 
+def kernel_text(file: Path) -> str:
+    """Return the content of a file of the kernel; empty if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """Yield this process's cgroup of the controller and its parents, as far as they are visible."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -53,28 +57,22 @@ def available_cores(root: Path = Path("/")) -> int:
     """
     limits: list[float] = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for folder in _cgroups(root, "cpu"):
-        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-        with contextlib.suppress(OSError, ValueError):  # version 1, or "max"
-            quota, period = map(int, (folder / "cpu.max").read_text(encoding="utf-8").split())
-        # Version 1 has -1 without a limit.
-        if quota > 0 and period > 0:
-            limits.append(quota / period)
+        version_1 = [kernel_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota, period = kernel_text(folder / "cpu.max").split() or version_1
+        # Without a limit, version 2 has "max" and version 1 has -1.
+        if quota.isdigit():
+            limits.append(int(quota) / int(period))
     return max(1, math.floor(min(limits)))
 
 
 def _counter(file: Path, name: str) -> int:
-    try:
-        rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
-        return next((int(row[1]) for row in rows if row[0] == name), 0)
-    except (OSError, ValueError, IndexError):
-        return 0
+    rows = (line.split() for line in kernel_text(file).splitlines())
+    return next((int(row[1]) for row in rows if row[0] == name), 0)
 
 
 def _number(file: Path) -> int:
-    try:
-        return int(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0
+    text = kernel_text(file)
+    return int(text) if text.isdigit() else 0
 
 
 @dataclasses.dataclass(frozen=True)

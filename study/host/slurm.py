@@ -21,7 +21,7 @@ from pathlib import Path
 from study.config.errors import UserError
 from study.host.folders import cache_directory
 from study.host.machine import Machine, cpu_info, detect_machine, gpu_names, operator_build_folder
-from study.host.memory import available_cores
+from study.host.memory import available_cores, kernel_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,23 +183,16 @@ def describe_node(folders: list[str]) -> None:
 def networks(root: Path = Path("/sys/class")) -> list[str]:
     """Return the active InfiniBand and RoCE ports with their rates; without any, Ethernet. `root` is sysfs."""
     ports = [
-        f"{port.parents[1].name} {_text(port / 'rate')}"
+        f"{port.parents[1].name} {kernel_text(port / 'rate')}"
         for port in sorted(root.glob("infiniband/*/ports/*"))
-        if "ACTIVE" in _text(port / "state")
+        if "ACTIVE" in kernel_text(port / "state")
     ]
     links = [
         f"{link.name} {int(speed) / 1000:g} Gb/s"
         for link in sorted(root.glob("net/*"))
-        if (speed := _text(link / "speed")).isdecimal() and _text(link / "operstate") == "up"
+        if (speed := kernel_text(link / "speed")).isdecimal() and kernel_text(link / "operstate") == "up"
     ]
     return ports or links
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from study.records.schema import SEAL, RecordError, State, parse_strict_json, validate, with_new_names
+from study.records.schema import SEAL, RecordError, State, validate, with_new_names
 
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic", "profile")
@@ -59,7 +59,7 @@ def is_partial_write(name: str, document: str) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, with old keys renamed; raises RecordError."""
     try:
-        document = parse_strict_json(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(path, "is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -88,14 +88,10 @@ class RunWriter:
         self._asked, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         # Also the record's folder after a move.
         path = self.folder = Path(f"/proc/self/fd/{self._descriptor}")
-        try:
-            attempt = read_status(path)["attempt"] + 1
-        except RecordError:
-            attempt = 1
         # Written first, because a killed process cannot write it later. `close` replaces it.
         self.status = {
             "state": "interrupted", "reason": "the run has not ended, or was killed", "hint": "run it again",
-            "attempt": attempt, "started_at": utc_now(), "ended_at": None,
+            "attempt": read_attempt(path) + 1, "started_at": utc_now(), "ended_at": None,
         }  # fmt: skip
         self.write("status.json", self.status)
         for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
@@ -219,6 +215,14 @@ def read_status(path: Path) -> dict[str, Any]:
     return status
 
 
+def read_attempt(path: Path) -> int:
+    """Return the number of the last attempt; 0 without a readable record."""
+    try:
+        return int(read_status(path)["attempt"])
+    except RecordError:
+        return 0
+
+
 def is_finished(path: Path) -> bool:
     """Whether the run directory has a successful run."""
     return (path / "status.json").exists() and read_status(path)["state"] == "ok"
@@ -271,14 +275,10 @@ def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = parse_strict_json(line)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise RecordError(file, f"row {number} is not JSON ({error})") from None
         validate(file, row, number)
-        last = rows[-1]["step"] if rows else 0
-        # Every step has a row; evaluations follow only some steps.
-        if row["step"] != number if file.name == "steps.jsonl" else row["step"] <= last:
-            raise RecordError(file, f"row {number} has step {row['step']} after step {last}")
         rows.append(row)
     return rows
 

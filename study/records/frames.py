@@ -9,7 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,22 +20,10 @@ from study.config.errors import UserError, first_line
 from study.records.directory import digests, find_runs, is_sealed, read_run
 from study.records.fairness import label_confounds
 from study.records.lock import is_run_active
+from study.records.outcome import SliceProgress
 from study.records.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.records.schema import NEW_NAMES, RecordError
 from study.records.workloads import name_workloads, strategy_order
-
-
-class SliceProgress(NamedTuple):
-    """Progress of one slice of a suite when its report was made: numbers of cells, and the labels of pending ones."""
-
-    suite: str
-    only: str
-    planned: int
-    ok: int
-    # Cells with another final outcome, such as out of memory; each is a row of the report.
-    other: int
-    seconds: float
-    left: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

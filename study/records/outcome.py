@@ -8,9 +8,9 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from study.config.errors import RunFailed, Unsupported, UserError, first_line
 from study.records.schema import State
@@ -98,6 +98,20 @@ class Outcome:
         """Whether `study run` would not run the cell again."""
         # A damaged record may be of a newer version, so only --retry replaces it.
         return self.state == "ok" or (not retry and self.state in {*FINAL_STATES, "damaged"})
+
+
+class SliceProgress(NamedTuple):
+    """Progress of one slice of a suite: numbers of cells, the pending ones, and their expected seconds."""
+
+    suite: str
+    only: str
+    planned: int
+    ok: int
+    # Cells with another final outcome, such as out of memory; each is a row of the report.
+    other: int
+    seconds: float
+    # Ids, or for a report labels.
+    left: Sequence[str]
 
 
 def has_diverged(reason: str) -> bool:

@@ -6,7 +6,6 @@ table. A null is a figure that could not be measured, never 0.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -238,24 +237,5 @@ def validate(file: Path, value: Any, row: int | None = None) -> None:
                 raise ValueError(f"lacks {', '.join(missing)}")
             if value["ended_at"] is None and value["state"] != "interrupted":
                 raise ValueError(f"ended_at is null, and the state is {value['state']}")
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise RecordError(file, f"{error}" if row is None else f"row {row}: {error}") from None
-
-
-def parse_strict_json(text: str) -> Any:
-    """Parse JSON; raises ValueError for duplicate keys and non-finite numbers."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        document = dict(pairs)
-        if len(document) < len(pairs):
-            raise ValueError("a key occurs twice")
-        return document
-
-    return json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_number, object_pairs_hook=unique)
-
-
-def _number(text: str) -> float:
-    """Parse a number; raises ValueError if it is out of the range of a float, also for an integer."""
-    if not math.isfinite(float(text)):
-        raise ValueError(f"{text[:20]} is not a finite number")
-    return int(text) if text.lstrip("-").isdigit() else float(text)

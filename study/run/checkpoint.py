@@ -109,14 +109,6 @@ def remove_incomplete_checkpoints(output_dir: Path) -> None:
                     place.rmdir()
 
 
-def last_checkpoint(output_dir: Path) -> Path | None:
-    """Return the result of `latest_checkpoint`, or None instead of its UserError."""
-    try:
-        return latest_checkpoint(output_dir)
-    except UserError:
-        return None
-
-
 def latest_checkpoint(output_dir: Path) -> Path:
     """Return the latest checkpoint of the run whose rows are in the folder, not one of an overwritten run."""
     try:

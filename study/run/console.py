@@ -6,7 +6,6 @@ Their output goes to the run's log.txt, and the terminal shows the progress bar 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -53,9 +52,7 @@ class Console:
             self.print_from_any_rank(text)
 
     def print_from_any_rank(self, text: str) -> None:
-        # After `| head -1`, or in a closed terminal, a write fails: the run continues, and its record is written.
-        with contextlib.suppress(OSError):
-            print(text, file=self.terminal)
+        print(text, file=self.terminal)
 
     def progress(self, total_steps: int, first_step: int) -> StepProgress:
         return StepProgress(self, total_steps, first_step)
@@ -77,17 +74,15 @@ class StepProgress:
         speed = "" if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s, "
         figures = f"loss {'?' if loss is None else f'{loss:.4f}'}, {speed}peak {peak_memory_gib:.2f} GiB"
         if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.set_postfix_str(figures, refresh=False)
-                self._bar.update(step - self._bar.n)
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(step - self._bar.n)
         elif (tenth := step * 10 // self._total) > self._last_tenth:
             self._last_tenth = tenth
             self._console.print_from_main(f"step {step}/{self._total}: {figures}")
 
     def close(self) -> None:
         if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.close()
+            self._bar.close()
 
 
 def run_for_exit_status(main: Callable[[], int]) -> int:

@@ -131,8 +131,6 @@ class OpenRun:
         self.has_begun = True
         if self._request.notice:
             console.print_from_main(f"notice: {self._request.notice}")
-        if initial is not None and initial.remark:
-            console.print_from_any_rank(f"notice: {initial.remark}")
         ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
         place = f"as virtual rank {launch.rank} of {ranks}" if launch.virtual else f"on {ranks}"
         loop = "" if self.trainer == "study" else f"{self.trainer}: "
@@ -302,7 +300,7 @@ class OpenRun:
 
     def record_failure(self, error: BaseException) -> None:
         """Write the ending of a failed run to the record, the log and the terminal."""
-        from study.run.checkpoint import last_checkpoint, resume_hint
+        from study.run.checkpoint import latest_checkpoint, resume_hint
 
         launch, console, record = self.launch, self.console, self.context.record
         output_dir = record.folder if record else self.output_dir
@@ -313,8 +311,10 @@ class OpenRun:
         if not (launch.is_main or isinstance(error, RunFailed)):
             local_ending = dataclasses.replace(local_ending, reason=f"rank {launch.rank}: {local_ending.reason}")
         ending = rendezvous.publish_outcome(local_ending)
-        if RETRY_HINT in ending.hint and (saved := last_checkpoint(output_dir)):
-            ending = dataclasses.replace(ending, hint=ending.hint.replace(RETRY_HINT, resume_hint(saved)))
+        if RETRY_HINT in ending.hint:
+            with suppress(UserError):  # without a checkpoint
+                hint = ending.hint.replace(RETRY_HINT, resume_hint(latest_checkpoint(output_dir)))
+                ending = dataclasses.replace(ending, hint=hint)
         if not self._sees_record:
             # This machine has no log, and no other process prints on it.
             console.restore()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from study.config.errors import UserError, redact_secrets, replace_unprintable
 from study.host.memory import OomCounts
-from study.records.directory import Run, RunWriter, read_run, read_status, rewrite_outcome
+from study.records.directory import Run, RunWriter, read_attempt, read_run, read_status, rewrite_outcome
 from study.records.lock import is_run_active
 from study.records.outcome import HOST_OOM_HINT, Outcome, outcome_from_exception, outcome_from_log
 from study.records.schema import RecordError
@@ -106,14 +106,6 @@ def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
     """Return the last lines, without frames of tracebacks and the launcher's messages."""
     lines = [line.strip()[:300] for line in redact_secrets(text).splitlines() if not _NOISE.search(line)]
     return lines[-count:]
-
-
-def read_attempt(directory: Path) -> int:
-    """Return the number of the last attempt; 0 without a readable record."""
-    try:
-        return int(read_status(directory)["attempt"])
-    except RecordError:
-        return 0
 
 
 def write_outcome(directory: Path, attempt_before: int, ending: Outcome) -> None:

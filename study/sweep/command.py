@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from study.config.errors import UserError
-from study.config.printing import print_page
+from study.config.printing import TextTable, print_page
 from study.config.text import format_duration
 from study.host.folders import folder_argument
 from study.host.machine import Machine
@@ -66,7 +66,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry_run", action="store_true", help="print each cell's command and predicted memory, time and outcome")
     add("--hardware", metavar="BOX", help="with --dry_run: predict for 8xH100, A100-40, this, ...")
     add("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
-    add("--details", action="store_true", help="print every cell and every column of the results")
+    add("--details", action="store_true", help="print every cell, with its command in a dry run, and every column")
 
 
 def duration(text: str) -> float:
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     box = job_resources()
     plan = _plan(options, box)
     if options.dry_run:
-        return _dry_run(plan, options.retry, box, options.hardware)
+        return _dry_run(plan, options, box)
     deadline = None if options.time_budget is None else time.monotonic() + options.time_budget
     parts = _runnable(plan, box)
     passes = [("", part, part.cells) for part in parts]
@@ -146,35 +146,56 @@ def _runnable(plan: Plan, box: Machine) -> list[Slice]:
     return [part for part, refusal in zip(plan.slices, refusals, strict=True) if refusal is None]
 
 
-def _dry_run(plan: Plan, retry: bool, box: Machine, hardware: str | None) -> int:
-    remaining, training_s = [], 0.0
-    name = hardware or ("this" if box.gpus else None)
+def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
+    """Print each cell's command and forecast; on a terminal without --details, forecasts that fit a screen."""
+    name = options.hardware or ("this" if box.gpus else None)
     predicted_for = None if name is None else to_box(name)
+    remaining: list[tuple[Cell | Search, float]] = []
+    parts: list[tuple[str, ...]] = []
+    cells: list[tuple[str, ...]] = []
+    training_s, is_short = 0.0, sys.stdout.isatty() and not options.details
     for part in plan.slices:
-        remaining_of_slice = list(pending_items(part.cells, part.root, retry))
+        remaining_of_slice = list(pending_items(part.cells, part.root, options.retry))
         remaining += remaining_of_slice
-        if plan.is_series:
-            print(f"# {part.title}: {estimate(remaining_of_slice, bool(part.searches))}")
+        parts.append((part.title, estimate(remaining_of_slice, bool(part.searches))))
         forecast = Forecast(part.suite, box, earlier_durations(part.root), predicted_for)
-        for item in part.cells:
-            cell: Cell | None
-            if isinstance(item, Cell):
-                cell = item
-            elif (cell := next(item.probes(part.root, retry), None)) is None:
-                print(f"# {item.id} is answered: {item.what_fits(part.root).answer}")
+        if plan.is_series and not is_short:
+            print(f"# {': '.join(parts[-1])}")
+        # A screen has only the parts of a series.
+        for cell, note in () if plan.is_series and is_short else _next_runs(part, options.retry):
+            texts = [] if cell is None else forecast.describe(cell)
+            if is_short:
+                run = ("-", "-", "-") if cell is None else (cell.arm, cell.config.model_name, str(cell.ranks))
+                # The outcome first, because a long text is cut.
+                cells.append((*run, ", ".join(texts[::-1]) or note))
                 continue
-            else:
-                sizes = f"{item.rungs[0]} to {item.rungs[-1]}"
-                print(f"# {item.id} searches {sizes}: its next probe, which decides those after it")
-            expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
-            command = shlex.join(launch_command(cell, part.root / cell.id))
-            print(f"{command}  # {forecast.describe(cell)}{expected}")
+            if note:
+                print(f"# {note}")
+            if cell is not None:
+                expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
+                command = shlex.join(launch_command(cell, part.root / cell.id))
+                print(f"{command}  # predicted: {', '.join(texts)}{expected}")
         training_s += sum(forecast.training_s(cell) or 0.0 for cell, _ in remaining_of_slice if isinstance(cell, Cell))
+    if is_short:
+        columns = ("part", "cells") if plan.is_series else ("strategy", "model", "world", "predicted")
+        print_page(fit_screen([TextTable(columns, parts if plan.is_series else cells)], details=False))
     total = estimate(remaining, any(part.searches for part in plan.slices))
     if training_s and not any(seconds for _, seconds in remaining):
         total += f"; predicted training steps: {format_duration(training_s)}, plus start-up and evaluation of each cell"
     print(f"# {total}", file=sys.stderr)
     return 0
+
+
+def _next_runs(part: Slice, retry: bool) -> Iterator[tuple[Cell | None, str]]:
+    """Yield each cell, and for each search its next probe, or None if it is answered, with a note."""
+    for item in part.cells:
+        if isinstance(item, Cell):
+            yield item, ""
+        elif (cell := next(item.probes(part.root, retry), None)) is None:
+            yield None, f"{item.id} is answered: {item.what_fits(part.root).answer}"
+        else:
+            sizes = f"{item.rungs[0]} to {item.rungs[-1]}"
+            yield cell, f"{item.id} searches {sizes}: its next probe, which decides those after it"
 
 
 def weights(options: argparse.Namespace) -> int:

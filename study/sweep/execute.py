@@ -25,11 +25,11 @@ from study.host.machine import Machine, gpu_processes, matmul_rates
 from study.host.slurm import check_shared_folder, current_job, is_array_task, is_in_job
 from study.host.stacks import check_training_packages, stacks
 from study.records import lock
-from study.records.directory import read_json, utc_now, write_json
+from study.records.directory import read_attempt, read_json, utc_now, write_json
 from study.records.outcome import Outcome, raise_on_signals
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
-from study.sweep.cell_outcome import last_lines, read_attempt, write_outcome
+from study.sweep.cell_outcome import last_lines, write_outcome
 from study.sweep.forecast import NOTES, earlier_durations, expected_s
 from study.sweep.fork_server import ForkServer
 from study.sweep.launch import kill_stale_processes, lock_sweep_directory, run_cell

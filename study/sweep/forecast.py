@@ -118,7 +118,8 @@ class Forecast:
             return -(-cell.world_size // (requires.gpus_per_node or requires.gpus))
         return self.host.nodes_for(cell.world_size) or 1
 
-    def describe(self, cell: Cell) -> str:
+    def describe(self, cell: Cell) -> list[str]:
+        """Return memory, time and, last, the outcome of a cell as texts."""
         texts, request = [], self.request(cell)
         if self.box is not None and self._nodes(cell) > self.box.nodes:
             texts.append(f"{cell.world_size} ranks need as many GPUs, and {self.box.name} has {self.box.ranks}")
@@ -141,7 +142,7 @@ class Forecast:
         else:
             step, steps = predict_time(request).step_s.value, cell.total_steps
             texts.append(f"{step:.3g} s a step" + (f", {format_duration(step * steps)} for {steps}" if steps else ""))
-        return "predicted: " + ", ".join([*texts, *[verdict] * bool(verdict)])
+        return [*texts, *[verdict] * bool(verdict)]
 
     def training_s(self, cell: Cell) -> float | None:
         """Return the predicted seconds of a cell's training steps; None without hardware or a prediction."""

@@ -28,12 +28,12 @@ from study.host.folders import COMPILES
 from study.host.memory import oom_counts
 from study.host.slurm import is_array_task
 from study.host.stacks import stacks
-from study.records.directory import read_json, read_status
+from study.records.directory import read_attempt, read_json, read_status
 from study.records.lock import FileLock
 from study.records.outcome import Outcome
 from study.sweep import supervise
 from study.sweep.cell import Cell, launch_command
-from study.sweep.cell_outcome import ExitEvidence, StoppedBy, classify_outcome, read_attempt, write_outcome
+from study.sweep.cell_outcome import ExitEvidence, StoppedBy, classify_outcome, write_outcome
 from study.sweep.fork_server import ForkServer
 
 LOCK_NAME = "sweep.lock"

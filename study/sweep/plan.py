@@ -237,6 +237,10 @@ def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Searc
         matched.update(len(rules) + number for number, is_met in enumerate(excluding) if is_met)
         if any(excluding):
             continue
+        if suite.is_rehearsal:
+            # The number of ranks that the machine decides stays.
+            default_size = {} if "world_size" in grid_keys else {"world_size": values["world_size"]}
+            values = suite_file.shrink_run(values, grid) | default_size
         for repeat in range(1, grid.repeats + 1):
             if grid.ladder is None:
                 yield _cell(values, repeat, box, grid.place)
@@ -272,7 +276,7 @@ def _search(
         id=f"{first.config.task}-{model}-{first.arm}-{first.ranks}x-{digest}-r{repeat}",
         axis=ladder.axis,
         rungs=ladder.rungs,
-        label=", ".join(f"{key} {values[key]}" for key in axes if key not in id_keys),
+        label=", ".join(f"{key} {values[key]}" for key in axes if key in values.keys() - id_keys),
         probe_at=probe_of,
         guess=lambda: Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
     )

@@ -127,6 +127,8 @@ class Suite:
     order_seed: int = 0
     grids: tuple[Grid, ...] = ()
     slices: tuple[SliceSpec, ...] = ()
+    # Its runs have tiny models and few steps.
+    is_rehearsal: bool = False
 
 
 class _Section(Section):
@@ -261,7 +263,7 @@ def _ladder(grid: _Section) -> Ladder:
 
 
 # A rehearsal runs the same grids and commands with tiny models, each once, in a separate folder.
-# Upper limits of a suite's values. Step times need six steps. With more than two ranks, a tiny model's bf16 shards are
+# Upper limits of a run's values. Step times need six steps. With more than two ranks, a tiny model's bf16 shards are
 # too small for DeepSpeed to swap.
 _AT_MOST = {
     "world_size": 2, "virtual_world_size": 2, "max_steps": 6, "seq_length": 64, "global_batch_size": 64,
@@ -273,60 +275,36 @@ _DROPPED = {
     "device_memory_cap_gib", "expected_s", "expect", "weights", "data", "dataset_config_name", "tokenizer_name",
     "num_train_epochs",
 }  # fmt: skip
-# Rules on these keys are dropped, because without the key they would match too many cells.
-_NOT_REHEARSED = _DROPPED | {"seed"}
 _RUNGS = 3
 
 
 def shrink_suite(suite: Suite) -> Suite:
-    """Return the rehearsal of a suite: the same grids with tiny models and few steps, once each."""
-    grids = tuple(_small_grid(grid) for grid in suite.grids)
-    return dataclasses.replace(suite, name=f"{suite.name}-rehearsal", requires=Requirements(), grids=grids)
-
-
-def _small_grid(grid: Grid) -> Grid:
-    fixed = {
-        **{key: _AT_MOST[key] for key in ("max_steps", "time_limit_s")},
-        **{key: _small(key, value) for key, value in grid.fixed.items() if key not in _DROPPED},
-        "scale": "laptop",
-    }
-    settings = [grid.fixed, *(rule.fixed for rule in grid.overrides)]
-    profiles = [*(values.get("profile_steps") for values in settings), *grid.axes.get("profile_steps", [])]
-    if profiled := max((steps for steps in profiles if steps), default=0):
-        # The profiler needs steps after the timed ones.
-        fixed["max_steps"] = _AT_MOST["max_steps"] + 2 + profiled
-    axes = _small_choices(grid.axes)
-    if "seed" in axes:
-        axes["seed"] = axes["seed"][:1]
-    ladder = grid.ladder
-    if ladder is not None:
-        tiny = _small("model_name_or_path", ladder.rungs[0]) if ladder.axis == "largest_model" else ""
-        sizes = range(1, _RUNGS + 1)
-        ladder = Ladder(ladder.axis, tuple(f"{tiny}-{layers}layers" for layers in sizes) if tiny else sizes)
-    return dataclasses.replace(
-        grid,
-        fixed=fixed,
-        axes=axes,
-        repeats=1,
-        overrides=tuple(
-            Override(
-                _small_choices(rule.where),
-                {key: _small(key, value) for key, value in rule.fixed.items() if key not in _DROPPED},
-            )
-            for rule in grid.overrides
-            if not _NOT_REHEARSED & rule.where.keys()
-        ),
-        exclude=tuple(_small_choices(rule) for rule in grid.exclude if not _NOT_REHEARSED & rule.keys()),
-        ladder=ladder,
+    """Return the rehearsal of a suite: the same grids once each, whose runs the plan shrinks."""
+    grids = tuple(
+        dataclasses.replace(grid, repeats=1, ladder=grid.ladder and _small_ladder(grid.ladder)) for grid in suite.grids
     )
+    name = f"{suite.name}-rehearsal"
+    return dataclasses.replace(suite, name=name, requires=Requirements(), grids=grids, is_rehearsal=True)
 
 
-def _small_choices(choices: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    return {
-        key: list(dict.fromkeys(_small(key, option) for option in options))
-        for key, options in choices.items()
-        if key not in _DROPPED
-    }
+def _small_ladder(ladder: Ladder) -> Ladder:
+    sizes = range(1, _RUNGS + 1)
+    if ladder.axis == "largest_micro_batch":
+        return Ladder(ladder.axis, sizes)
+    tiny = _small("model_name_or_path", ladder.rungs[0])
+    return Ladder(ladder.axis, tuple(f"{tiny}-{layers}layers" for layers in sizes))
+
+
+def shrink_run(values: Mapping[str, Any], grid: Grid) -> dict[str, Any]:
+    """Return the settings of a run of the grid with a tiny model, few steps and the grid's first seed."""
+    small = {key: _AT_MOST[key] for key in ("max_steps", "time_limit_s")}
+    small |= {key: _small(key, value) for key, value in values.items() if key not in _DROPPED}
+    if profiled := values.get("profile_steps"):
+        # The profiler needs steps after the timed ones.
+        small["max_steps"] = _AT_MOST["max_steps"] + 2 + profiled
+    if "seed" in grid.axes:
+        small["seed"] = grid.axes["seed"][0]
+    return small | {"scale": "laptop"}
 
 
 def _small(key: str, value: Any) -> Any:

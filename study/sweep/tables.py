@@ -7,22 +7,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from study.config.printing import TextTable
 from study.config.text import format_duration
 from study.host.memory import MIB
 from study.records.directory import Run
-from study.records.outcome import Outcome
+from study.records.outcome import Outcome, SliceProgress
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
 from study.sweep.cell_outcome import read_record
 from study.sweep.forecast import pending_items
 from study.sweep.plan import Plan, Slice
 from study.sweep.search import Search, cell_states, representative_cell
-
-if TYPE_CHECKING:
-    from study.records.frames import SliceProgress
 
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
@@ -107,34 +104,39 @@ def status_tables(part: Slice) -> Iterator[TextTable]:
 
 def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
     """Yield a table of the slices in running order, one of the cells that are not ok, and those of begun searches."""
-    rows, reasons = [], []
-    for part in slices:
-        states = cell_states(part.cells, part.root)
-        remaining = list(pending_items(part.cells, part.root))
-        counts = Counter(record.state for _, record in states)
-        rows.append(
-            [part.suite.name, " ".join(part.only) or "-", str(len(part.cells)), str(counts["ok"]),
-             str(_count_not_ok(counts)), str(len(remaining)), format_duration(sum(seconds for _, seconds in remaining))]
-        )  # fmt: skip
-        reasons += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]
+    rows = [
+        [part.suite, part.only or "-", *map(str, (part.planned, part.ok, part.other, len(part.left))),
+         format_duration(part.seconds)]
+        for part in map(_progress, slices)
+    ]  # fmt: skip
     if len(rows) > _MAX_ROWS:
         rows.sort(key=lambda row: row[5] == "0")
     yield TextTable(("suite", "part", "cells", "ok", "not ok", "left", "time left"), rows)
-    if reasons:
+    states = [(part.suite.name, cell_states(part.cells, part.root)) for part in slices]
+    if reasons := [(state, name, *rest) for name, cells in states for state, *rest in _with_reasons(cells)]:
         yield TextTable(("state", "suite", "cell", "reason"), sorted(reasons))
     for part in slices:
         if begun := [search for search in part.searches if search.states(part.root)]:
             yield _search_table(begun, part.root)
 
 
+def _progress(part: Slice) -> SliceProgress:
+    counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
+    with_reason = counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))
+    pending = list(pending_items(part.cells, part.root))
+    return SliceProgress(
+        part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], with_reason,
+        sum(seconds for _, seconds in pending), [cell.id for cell, _ in pending],
+    )  # fmt: skip
+
+
 def slice_progress(plan: Plan) -> tuple[SliceProgress, ...]:
-    """Return the unmeasured cells of each slice of a series, for its report."""
-    # These imports need pandas, which a sweep does not.
-    from study.records.frames import SliceProgress
+    """Return the progress of each slice of a series, for its report, with labels of the pending cells."""
+    # This import needs pandas, which a sweep does not.
     from study.records.workloads import format_setting
 
-    # A cell's name has the strategy, and the settings that differ among the cells of its suite.
-    names: dict[Path, dict[str, str]] = {}
+    # A cell's label has the strategy, and the settings that differ among the cells of its suite.
+    labels: dict[Path, dict[str, str]] = {}
     for root in plan.roots():
         examples = {
             cell.id: representative_cell(cell) for part in plan.slices if part.root == root for cell in part.cells
@@ -144,24 +146,13 @@ def slice_progress(plan: Plan) -> tuple[SliceProgress, ...]:
         for cell_settings in settings.values():
             for key, value in cell_settings.items():
                 values[key].add(str(value))
-        names[root] = {
+        labels[root] = {
             id: ", ".join([examples[id].arm, *(format_setting(key, value) for key, value in cell_settings.items()
                                                if len(values[key]) > 1 and value)])
             for id, cell_settings in settings.items()
         }  # fmt: skip
-    remaining = []
-    for part in plan.slices:
-        counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
-        unanswered = list(pending_items(part.cells, part.root))
-        remaining.append(SliceProgress(
-            part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], _count_not_ok(counts),
-            sum(seconds for _, seconds in unanswered), [names[part.root][cell.id] for cell, _ in unanswered],
-        ))  # fmt: skip
-    return tuple(remaining)
-
-
-def _count_not_ok(counts: Counter[str]) -> int:
-    return counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))
+    parts = [(labels[part.root], _progress(part)) for part in plan.slices]
+    return tuple(progress._replace(left=[names[id] for id in progress.left]) for names, progress in parts)
 
 
 def _with_reasons(states: Sequence[tuple[Cell, Outcome]]) -> list[tuple[str, ...]]:

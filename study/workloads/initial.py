@@ -52,8 +52,6 @@ class InitialWeights:
 
     path: Path
     sha256: str
-    # A notice for the user, set only in the process that rewrote damaged weights.
-    remark: str = dataclasses.field(default="", compare=False)
 
 
 def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWeights:
@@ -72,22 +70,13 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
     name = f"{config.task}-{config.model_name}-{config.weights}-seed{config.seed}-{digest}"
     folder = cache_dir / "initial_weights" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock, remark = FileLock(folder.with_name(f"{name}.lock")), ""
-    with lock:
+    with FileLock(folder.with_name(f"{name}.lock")):
         if not folder.exists():
             _write_weights(config, made_from, folder)
     # Every rank checks the files concurrently: 0.13 s per GiB.
-    if _find_damage(folder):
-        with lock:
-            # Unless another rank has rewritten them by now.
-            if damage := _find_damage(folder):
-                remark = f"the initial weights in {folder} were damaged ({damage}) and have been written again"
-                try:
-                    _write_weights(config, made_from, folder)
-                except UserError as refusal:
-                    problem = f"the initial weights in {folder} are damaged ({damage}), and cannot be written again"
-                    raise UserError(f"{problem}: {refusal.problem}", refusal.fix) from refusal
-    return InitialWeights(folder, json.loads((folder / RECORD_NAME).read_text())["sha256"], remark)
+    if damage := _find_damage(folder):
+        raise UserError(f"the initial weights in {folder} are damaged ({damage})", "delete the folder, and run again")
+    return InitialWeights(folder, json.loads((folder / RECORD_NAME).read_text())["sha256"])
 
 
 def load_initial_model(
@@ -272,8 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if isinstance(refusal, Unsupported) else 2
     size = sum(file.stat().st_size for file in initial.path.glob("*.safetensors"))
     took = time.monotonic() - started
-    if initial.remark:
-        print(f"notice: {initial.remark}")
     print(f"{config.model_name_or_path}, seed {config.seed}: {size / 1e9:.2f} GB in {took:.0f} s, {initial.path}")
     return 0
 

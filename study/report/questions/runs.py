@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pandas as pd
 
 from study.config.text import format_duration, percent
-from study.records.frames import Records, SliceProgress
+from study.records.frames import Records
+from study.records.outcome import SliceProgress
 from study.records.statistics import Noise, estimate_noise, repeat_noise
 from study.records.strategy_runs import Row
 from study.report.document import Answer, Question
