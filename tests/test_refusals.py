@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -188,7 +189,6 @@ GPT = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_siz
 FILE = text("file", "a regular file")
 AGAIN, RUN, MINE = "--overwrite_output_dir", ("--output_dir", "{box}/run"), ("--output_dir", "{box}/thesis")
 RESUME = ("--resume_from_checkpoint", "{box}/checkpoint")
-PRETRAINED = ("--weights", "pretrained", "--model_name_or_path", "bert-large-uncased")
 ROWS = ("--data", "{box}/rows.jsonl")
 OWN_MODEL = ("--task", "gpt-wikitext", "--seq_length", "32", "--model_name_or_path", "{box}/model")
 # Preparation of the folder, flags, words of the problem, words of the fix.
@@ -198,42 +198,23 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (nothing, ("--model_name_or_path", "bert-tinny"), ("bert-tinny",), "bert-tiny"),
     (nothing, ("--model_name_or_path", "nobody/nothing"), ("nobody/nothing", "hub"), "local folder"),
     (nothing, ("--data", "hub"), ("--data hub", "stanfordnlp/imdb"), "--data builtin"),
-    (nothing, ("--task", "gpt-wikitext", "--data", "hub"), ("--data hub", "wikitext"), "--data builtin"),
-    (nothing, PRETRAINED, ("bert-large-uncased", "hub"), ""),
-    (nothing, ("--data", "not/there"), ("not/there",), "--data builtin"),
-    (nothing, ("--precision", "bf16-engine"), ("bf16-engine", "single"), "--precision bf16,"),
     (nothing, ("--engine_override", "gradient_clipping=2"), ("--engine_override", "single"), "zero*"),
     (nothing, ("--device_memory_cap_gib", "8"), ("--device_memory_cap_gib", "no GPU"), "leave"),
     (nothing, ("--resume_from_checkpoint", "nonsense"), ("--resume_from_checkpoint nonsense",), "`latest`"),
     (nothing, ("--resume_from_checkpoint", "latest"), ("checkpoint",), "--resume_from_checkpoint"),
     (nothing, ("--report_to", "carrier-pigeon"), ("--report_to carrier-pigeon",), "none"),
-    (nothing, ("--attn_implementation", "flash_attention_9"), ("flash_attention_9",), "did you mean"),
-    (nothing, ("--data", NOBODY), (NOBODY,), "full path"),
     (nothing, ("--output_dir", NOBODY), (NOBODY,), "full path"),
-    (rows({"review": "good", "sentiment": 1}), ROWS, ("rows.jsonl", "text, label"), "schema"),
+    # Of wrong data and models, one each that is seen late; the others are in test_sources.py and test_models.py.
     (rows({"text": "good", "label": 7}), ROWS, ("rows.jsonl", "`label`", "7"), "0 (bad) or 1"),
-    (rows({"text": 3, "label": 1}), ROWS, ("rows.jsonl", "`text`"), "schema"),
-    (rows({"content": "words"}), (*ROWS, "--task", "gpt-wikitext"), ("rows.jsonl", "content", "text"), "schema"),
-    (model(n_layer=0), OWN_MODEL, ("/model", "0 layers"), ""),
-    (model(n_layer=10**9), OWN_MODEL, ("/model", "1000000000 layers"), ""),
-    (model(n_head=3), OWN_MODEL, ("/model", "divisible"), ""),
-    (model(n_head=0), OWN_MODEL, ("/model", "cannot be built"), ""),
     (model(vocab_size=10), OWN_MODEL, ("/model", "10"), ""),
     # Folders of other programs, and finished or damaged runs, are overwritten only on request.
     (lambda box: write_run(box / "run"), RUN, ("/run",), "--overwrite_output_dir"),
     (text("thesis/chapter.txt", "years of work"), MINE, ("thesis",), "new folder"),
     (text("thesis/chapter.txt", "years of work"), (*MINE, AGAIN), ("thesis",), "new folder"),
     (lambda box: (box / "run").symlink_to(box / "not mounted"), RUN, ("link",), "name a folder"),
-    (FILE, ("--output_dir", "{box}/file"), ("{box}/file",), "name a folder"),
     (FILE, ("--output_dir", "{box}/file/far/below"), ("{box}/file/far/below",), "name a folder"),
-    *((damaged_run(content), RUN, ("status.json",), AGAIN) for content in ("{", "[]", '{"state": "ok"}')),
-    # Checkpoints that are damaged or belong to another run.
-    *((checkpoint_with_rows(content), RESUME, ("steps.jsonl",), "checkpoint.json")
-      for content in ("", '{"step": 1}\n', "torn", None)),
-    *((checkpoint(**{key: value}), RESUME, ("/checkpoint", f"{key} is {value!r}"), "name a folder")
-      for key, value in (("step", None), ("step", "3"), ("step", True), ("config", []), ("schedule", 3))),
-    (checkpoint(step=-1), RESUME, ("/checkpoint", "step is -1"), "name a folder"),
-    (edited_manifest, RESUME, ("checkpoint.json", "changed"), "name a folder"),
+    *((damaged_run(content), RUN, ("status.json",), AGAIN) for content in ("{", '{"state": "ok"}')),
+    # Checkpoints of another run.
     (lambda box: matching_checkpoint(box, tokens_sha256={}), RESUME, ("eval samples",), "start from scratch"),
     (lambda box: matching_checkpoint(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",),
      "start from scratch"),
@@ -257,27 +238,30 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(prepare, flags, names
 @pytest.mark.parametrize(
     ("environment", "flags", "names", "fix"),
     [
-        # One request that fails before any import, and others that fail later; each in a separate process.
+        # Each in a separate process: these fail before or at imports.
         ({}, ("--nonsense", "1"), ("--nonsense",), "--help"),
         ({"PYTHONOPTIMIZE": "2"}, (), ("docstrings",), "unset PYTHONOPTIMIZE"),
-        ({"ZERO_STUDY_CACHE": "/proc/x"}, (), ("/proc/x",), "ZERO_STUDY_CACHE"),
         ({"OMP_NUM_THREADS": "abc"}, ("--help",), ("OMP_NUM_THREADS", "abc"), "unset it"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, (), ("mixed_precision bf16", "--precision"), "only --precision"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, (), ("dynamo_backend inductor",), "only --torch_compile"),
         # Set by the shell or by the launcher's flag, in no config file.
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, (), ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), "unset"),
     ],
     ids=str,
 )  # fmt: skip
 def test_unsupported_variables_are_refused_in_one_line(environment, flags, names, fix, tmp_path):
-    forked = "ZERO_STUDY_CACHE" in environment  # read late; the others are read at or before imports
-    assert_refused(tmp_path, "--scale", "laptop", *flags, says=names, fix=fix, forked=forked, **environment)
+    assert_refused(tmp_path, "--scale", "laptop", *flags, says=names, fix=fix, forked=False, **environment)
 
 
-def test_the_launcher_s_own_flag_for_accumulation_is_not_ignored() -> None:
-    environment = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
-    with pytest.raises(UserError, match="gradient_accumulation_steps 4, and --per_device_train_batch_size sets 1"):
-        check_launch_flags(LAPTOP, LAPTOP.batch_plan(2), environment)
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("GRADIENT_ACCUMULATION_STEPS", "4", "accumulation_steps 4, and --per_device_train_batch_size sets 1"),
+        ("MIXED_PRECISION", "bf16", "mixed_precision bf16, and --precision sets no"),
+        ("DYNAMO_BACKEND", "INDUCTOR", "dynamo_backend inductor, and --torch_compile sets no"),
+    ],
+)
+def test_the_launcher_s_own_flag_is_not_ignored(key: str, value: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_launch_flags(LAPTOP, LAPTOP.batch_plan(2), {f"ACCELERATE_{key}": value})
 
 
 def test_a_launcher_s_flag_that_deepspeed_s_file_overrules_is_refused() -> None:
@@ -314,6 +298,23 @@ def test_an_empty_home_is_ignored_and_a_user_without_one_must_name_the_cache(tmp
         cache_directory()
     assert "ZERO_STUDY_CACHE" in refused.value.fix
     assert shown(tmp_path) == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        *((checkpoint_with_rows(content), "steps.jsonl") for content in ("", '{"step": 1}\n', "torn", None)),
+        (edited_manifest, "changed"),
+        *((checkpoint(**{key: value}), f"{key} is {value!r}")
+          for key, value in (("step", None), ("step", "3"), ("step", True), ("step", -1), ("config", []),
+                             ("schedule", 3))),
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_refused_by_its_file_or_key(damage, says, tmp_path):
+    damage(tmp_path)
+    config = dataclasses.replace(LAPTOP, resume_from_checkpoint=str(tmp_path / "checkpoint"))
+    with pytest.raises(UserError, match=re.escape(says)):
+        find_checkpoint(config, make_launch("single", 1), tmp_path)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero3", 4), ("zero3_nvme", 2)])
@@ -362,31 +363,22 @@ def test_an_nvme_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_nvme_that_is_too_small_for_the_swapped_state_is_refused(tmp_path: Path) -> None:
-    if shutil.disk_usage(tmp_path).free > 1343 * 2**30:
-        pytest.skip("this disk is large enough")
-    model = ("--scale", "laptop", "--task", "gpt-wikitext", "--model_name_or_path", "gpt-1t-9layers")
-    folders = ("--nvme_path", str(tmp_path / "drive"), "--output_dir", str(tmp_path / "run"))
-    result = fork_ranks("zero3_nvme", "study/train.py", *model, *folders)
-    assert result.returncode == 2
-    # Per parameter 16 bytes of optimizer state and gradients and 4 of the parameter itself, for both ranks together.
-    assert "zero3_nvme with 72 billion parameters needs 1443 GB" in the_error(result)
-    assert list(tmp_path.iterdir()) == []
-
-
 def make_launch(strategy: str, ranks: int) -> Launch:
     return Launch(read_strategy(strategy), ranks, 0, 0, ranks)
 
 
-def test_nvme_needs_no_room_for_an_optimizer_of_frozen_weights(tmp_path: Path) -> None:
-    if shutil.disk_usage(tmp_path).free > 288.6e9:
+# Per parameter 16 bytes of optimizer state and gradients and 4 of the parameter itself, for both ranks together.
+@pytest.mark.parametrize(("peft", "needed_gb"), [("none", 1443), ("lora", 288.6)])
+def test_nvme_that_is_too_small_for_the_swapped_state_is_refused(peft: str, needed_gb: float, tmp_path: Path) -> None:
+    if shutil.disk_usage(tmp_path).free > needed_gb * 1e9:
         pytest.skip("this disk is large enough")
-    config = RunConfig(task="gpt-wikitext", model_name_or_path="gpt-1t-9layers", nvme_path=str(tmp_path), peft="lora")
-    with pytest.raises(Unsupported, match=r" needs 288\.6 GB"):
-        check_room_to_swap(resolve_config(config, False), make_launch("zero3_nvme", 2), read_strategy("zero3_nvme"))
+    flags = {"task": "gpt-wikitext", "model_name_or_path": "gpt-1t-9layers", "nvme_path": str(tmp_path), "peft": peft}
+    config = resolve_config(RunConfig.from_dict(flags, "this test"), False)
+    with pytest.raises(Unsupported, match=f"zero3_nvme with 72 billion parameters needs {needed_gb} GB"):
+        check_room_to_swap(config, make_launch("zero3_nvme", 2), read_strategy("zero3_nvme"))
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("zero3", 2, 1), ("ddp", 9, 8), ("fsdp2", 2, 1)])
+@pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("zero3", 2, 1), ("ddp", 9, 8)])
 def test_more_ranks_than_gpus_are_refused_with_the_command_that_fits(strategy: str, ranks: int, gpus: int) -> None:
     with pytest.raises(UserError) as refusal:
         check_devices(make_launch(strategy, ranks), gpus)
@@ -453,17 +445,11 @@ COMMANDS = {
     "run": "SUITE",
     "run laptop --runs_dir=": "--runs_dir: is empty",
     "status laptop --runs_dir /dev/null": "--runs_dir: /dev/null is not a folder",
-    "report laptop --output=": "--output: is empty",
     f"report laptop --runs_dir {NOBODY}": "no user with a home",
-    f"{VIRTUAL} --data {NOBODY}": "no user with a home",
     "doctor --nvme-pth x": "--nvme-pth",
-    "doctor --nvme_path=": "--nvme_path: is empty",
-    f"{VIRTUAL} --world_size 1": "--world_size 1 is out of range",
     f"{VIRTUAL} --world_size 1025": "--world_size 1025 is out of range",
     f"{VIRTUAL} --rank 4": "--rank 4 is not one of 4",
     f"{VIRTUAL} --strategy single": "single has one rank",
-    f"{VIRTUAL} --strategy zero4": "'zero4'. To fix it: did you mean zero",
-    f"{VIRTUAL} --nonsense 1": "--nonsense",
     f"{VIRTUAL} --virtual_rank 1": "--virtual_rank",
     f"{VIRTUAL} -- --output_dir x": "--output_dir",
     f"{VIRTUAL} --weights pretrained": "loads no weights",
@@ -474,7 +460,6 @@ COMMANDS = {
     f"{VIRTUAL} --layers_fit 1,2": "is not three depths",
     # A depth whose model would be built for hours.
     f"{VIRTUAL} --model_name_or_path gpt-tiny --layers_fit 1,2,99999999999": "99999999999 layers of gpt-tiny are out",
-    f"{VIRTUAL} --model_name_or_path gpt-neo-2.7b-99999999layers": "99999999 layers of gpt-neo-2.7b are out",
     f"{VIRTUAL} --model_name_or_path=": "--model_name_or_path is empty",
     f"{VIRTUAL} --model_name_or_path foo/gpt-tiny --layers_fit 1,2,3": "is fixed",
     f"{VIRTUAL} --model_name_or_path gpt-tiny-0layers --layers_fit 1,2,3": "unknown model 'gpt-tiny-0",
@@ -483,7 +468,6 @@ COMMANDS = {
         "--engine_override sets DeepSpeed keys, and ddp",
     f"{VIRTUAL} --strategy zero0,fsdp2 --precision bf16-engine": "and fsdp2 runs without it",
     f"{VERIFY} --only zero9": "'zero9' is not verified",
-    f"{VERIFY} --only single": "'single' is not verified",
     f"{VERIFY} --precision fp8": "fp8",
     f"{VERIFY} --world_size 0": "not a number of ranks from 1 to 999",
     f"{VERIFY} --only fsdp2 --precision bf16-engine": "have no bf16-engine",
@@ -497,10 +481,6 @@ COMMANDS = {
     f"{SIZES},head_dim=8,type=gpt2": "leave head_dim",
     f"{PREDICT} --model_name_or_path someone/some-model": "--hub",
     f"{PREDICT} --model_name_or_path /nowhere/model": "there is no folder /nowhere/model",
-    f"{PREDICT} --model_name_or_path ./nowhere": "there is no folder ./nowhere",
-    f"{PREDICT} --model_name_or_path ~nobody9/x": "write the full path",
-    f"{PREDICT} --hardware 8xH10": "H100",
-    f"{PREDICT} --strategy zero4": "zero3",
     f"{PREDICT} --engine_override zero_optimization.stage=7": "zero_optimization.stage is 7",
     f"{PREDICT} --engine_override zero_optimization.stage=3": "makes zero2 a stage 3",
     f"{PREDICT} --engine_override zero_optimization.reduce_bucket_sise=5": "did you mean reduce_bucket_size",
@@ -550,9 +530,7 @@ GPT2 = ("--model_name_or_path", "gpt2", "--hardware", "A100")
         (["advise", *GPT2[:2], "--hardware", "8xA10O"], "hardware '8xA10O'", "did you mean 8xA100"),
         (["advise", *GPT2[:2], "--hardware", "moon"], "hardware 'moon'", "`study predict --help` lists the devices"),
         (["advise", "--model_name_or_path", "lama-3.1-8b", *GPT2[2:]], "'lama-3.1-8b'", "did you mean llama-3.1-8b?"),
-        (["advise", "--model_name_or_path", "z" * 200, *GPT2[2:]], "model 'zzz", "`study predict --help` lists them"),
         (["predict", *GPT2, "--strategy", "zro3"], "strategy 'zro3'", "did you mean zero3"),
-        (["predict", *GPT2, "--strategy", "z" * 300], "strategy 'zzz", "accelerate_configs/ has a file for each"),
         (["status", "lapto"], "no suite is named 'lapto'", "did you mean laptop?"),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
@@ -572,21 +550,15 @@ ON_CPU = ("activation_checkpointing.cpu_checkpointing=true",)
 @pytest.mark.parametrize(
     ("strategy", "flags", "says"),
     [
-        ("single", {"precision": "fp16-engine"}, "use --precision fp16,"),
         ("ddp", {"precision": "fp16-engine"}, "use --precision fp16,"),
-        ("fsdp2", {"precision": "bf16-engine"}, "use --precision bf16,"),
         ("zero0", {"precision": "fp16-engine"}, "use --precision fp16,"),
         ("zero1", {"precision": "fp16"}, "use --precision fp16-engine"),
-        ("zero3_cpu", {"precision": "fp16"}, "use --precision fp16-engine"),
-        ("ddp", {"bf16_states": True, "precision": "bf16"}, "--bf16_states needs DeepSpeed's"),
         ("zero0", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
         ("zero2_cpu", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
         ("fsdp2", {"optimizer": "muon"}, "--optimizer muon: fsdp2"),
         ("zero3_cpu", {"optimizer": "muon"}, "--optimizer muon: zero3_cpu"),
         ("zero1", {"gradient_checkpointing": True, "engine_override": PARTITIONED},
          "under zero1 no ranks share a layer's activations"),
-        ("ulysses_zero1", {"gradient_checkpointing": True, "engine_override": PARTITIONED},
-         "under ulysses_zero1 no ranks share"),
         ("zero1_tp", {"engine_override": PARTITIONED}, "without checkpoints there are no activations to partition"),
         ("zero1_tp", {"engine_override": (*PARTITIONED, *ON_CPU)}, "supports only its key partition_activations"),
     ],
@@ -610,13 +582,10 @@ def check_overridden(config: RunConfig, strategy: str) -> None:
         ('zero_optimization.reduce_bucket_size="x"', "zero_optimization.reduce_bucket_size: Input should be a valid"),
         ("zero_optimization.reduce_bucket_size=-5", "greater than 0"),
         ("zero_optimization.stage=9", "zero_optimization.stage"),
-        ("zero_optimization=[1]", "rejects zero_optimization"),
         ('zero_optimization.offload_optimizer="cpu"', "zero_optimization.offload_optimizer"),
-        # DeepSpeed ignores these silently, and the record would list them as set.
+        # DeepSpeed ignores it silently, and the record would list it as set.
         ("zero_optimisation.reduce_bucket_size=5e6", "no setting zero_optimisation"),
-        ("nonsense=1", "no setting nonsense"),
         ("train_batch_size=7", "the run's batch flags set it"),
-        ("gradient_accumulation_steps=2", "the run's batch flags set it"),
         ("compile.deepcompile=true", "has no effect on a model that is not compiled"),
     ],
 )
@@ -635,15 +604,6 @@ def test_a_setting_for_gpus_alone_is_unsupported_without_one(key: str) -> None:
     with pytest.raises(Unsupported, match=f"{key} runs only on GPUs"):
         check_overridden(on, "zero3_cpu")
     check_overridden(off, "zero3_cpu")
-
-
-def test_the_engine_settings_of_the_suites_are_accepted() -> None:
-    for setting in (
-        "zero_optimization.use_multi_rank_bucket_allreduce=false", "zero_optimization.overlap_comm=true",
-        'zero_optimization.reduce_bucket_size="auto"', "aio.block_size=16777216", "communication_data_type=\"fp32\"",
-        "gradient_clipping=0.25", "zero_optimization.stage3_param_persistence_threshold=0",
-    ):  # fmt: skip
-        check_overridden(RunConfig(engine_override=(setting,)), "zero3")
 
 
 def test_the_doctor_reports_an_invalid_cache_and_not_the_installation() -> None:
