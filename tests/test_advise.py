@@ -51,7 +51,6 @@ from study.records.directory import read_run
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
-FLASH = ("--attn_implementation", "flash_attention_2")
 TINY = AdviceRequest(model_shape("gpt-tiny"), to_box("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
 
 
@@ -73,10 +72,6 @@ def print_page(model: str, hardware: str, *flags: str, status: int = 0) -> str:
 def read_json(command: str, model: str, hardware: str, *flags: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(run_command(command, model, hardware, *flags, "--json")[1])
     return document
-
-
-def find_row(page: str, strategy: str) -> list[str]:
-    return next(line.split() for line in page.splitlines() if line.startswith(f"{strategy} "))
 
 
 def best_of(request: AdviceRequest, *names: str) -> Option:
@@ -165,15 +160,6 @@ def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
     assert rows["single"]["device_parts"]["parameters"] == pytest.approx(weights, rel=1e-6)
 
 
-def test_the_reason_has_the_figures_that_decide() -> None:
-    document, page = read_json("advise", "llama-3.1-8b", "4xA100"), print_page("llama-3.1-8b", "4xA100")
-    speeds = {row["strategy"]: row["tokens_per_s"] for row in document["strategies"]}
-    behind = 1 - speeds["fsdp2"] / speeds["zero3"]
-    assert 0 < behind <= SPEED_TOLERANCE
-    assert f"why fsdp2: {behind:.1%} slower than zero3, but simpler (needs no DeepSpeed); its 90 % bound fits" in page
-    assert re.search(r"^zero3 .* 5% faster, but fsdp2 needs no DeepSpeed$", page, re.MULTILINE)
-
-
 def test_advice_for_lora_is_compared_with_lora_alone() -> None:
     full, lora = (read_json("advise", LLAMA_8B, "2x4090", "--peft", peft) for peft in ("none", "lora"))
     assert lora["trained_parameters"] < lora["parameters"] / 100
@@ -183,13 +169,6 @@ def test_advice_for_lora_is_compared_with_lora_alone() -> None:
     assert not any("LoRA" in line for line in full["nearest"])
     best = next(row for row in lora["strategies"] if row["strategy"] == lora["recommended"])
     assert (best["step_s"]["low"], best["fits"]) == (None, True)
-
-
-def test_zero1_is_advised_on_one_gpu_for_its_16_bit_weights() -> None:
-    """`single` keeps fp32 weights and autocasts them."""
-    page = print_page("gpt2-xl", "A100-40")
-    assert page.startswith("Use zero1, micro-batch 2, accumulation 32, no checkpointing:")
-    assert page.count("ZeRO-1 on one GPU shards nothing, but its weights are 16 bits") == 1
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("gpt2-xl", "A100-40"), ("gpt2", "L4"), ("bert-large-uncased", "T4")])
@@ -305,15 +284,13 @@ def test_an_offload_is_advised_if_it_is_ahead_by_more_than_the_error_of_such_pre
 def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> None:
     box = dataclasses.replace(to_box("T4"), nvme_read_gb_per_s=3.5)
     advice = advise(AdviceRequest(model_shape("gpt2"), box, 128, "fp16"), ["single", "zero2_cpu", "zero3_nvme"])
-    lines = {option.name: list(unchecked_needs(option)) for option in advice.options}
-    offload = advice.option("zero2_cpu")
-    assert offload is not None
-    needed = f"{offload.memory.host_peak.value / 2**30:.0f}"
-    assert lines["single"] == []
-    assert lines["zero2_cpu"] == [f"not checked: it needs {needed} GiB of host memory; set --host_memory to check it"]
-    assert lines["zero3_nvme"][1:] == ["NVMe is assumed to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
-    assert lines["zero2_cpu"][0] in explain_best(Advice(advice.question, (offload,)))
-    assert print_page("gpt2-xl", "T4").count("set OMP_NUM_THREADS") == 1
+    lines = {option.name: " ".join(unchecked_needs(option)) for option in advice.options}
+    (offload,) = (option for option in advice.options if option.name == "zero2_cpu")
+    needed = f"{offload.memory.host_peak.value / 2**30:.0f} GiB of host memory; set --host_memory to check it"
+    assert lines["single"] == ""
+    assert needed in lines["zero2_cpu"]
+    assert "read 3.5 and write 5 GB/s (--nvme_gb_per_s)" in lines["zero3_nvme"]
+    assert needed in explain_best(Advice(advice.question, (offload,)))
     with_memory = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
     for option in advise(with_memory, ["zero2_cpu", "zero3_nvme"]).options:
         assert not any("--host_memory" in line for line in unchecked_needs(option))
@@ -335,16 +312,13 @@ def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(monk
 
 
 def test_if_nothing_fits_it_prints_what_would_help() -> None:
-    nothing = read_json("advise", "gpt-1t", "T4", "--host_memory", "16")
-    assert nothing["recommended"] is None
-    assert not any(row["fits"] for row in nothing["strategies"])
+    nothing = read_json("advise", LLAMA_8B, "8xH100", "--seq_length", "65536")
+    assert (nothing["recommended"], {row["fits"] for row in nothing["strategies"]}) == (None, {False})
     assert all("GiB" in row["why"] for row in nothing["strategies"])
     page = print_page(LLAMA_8B, "8xH100", "--seq_length", "65536", status=1)
-    assert "more GPUs" not in page
-    assert (
-        "Nothing fits, and no number of GPUs helps: one sample needs 113.3 GiB on its rank (logits 93.9, activations"
-        " 18.0, context 1.4) of 78.8; use fewer tokens per sample, a chunked loss (--chunked_loss)" in page
-    )
+    # The sample's own figures: logits 93.9, activations 18.0, context 1.4.
+    assert "no number of GPUs helps: one sample needs 113.3 GiB" in page
+    assert "a chunked loss (--chunked_loss)" in page
     # The suggested change helps.
     chunked = AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 65536, "bf16", chunked_loss=True)
     assert best_of(chunked, "zero3").is_safe
@@ -352,10 +326,6 @@ def test_if_nothing_fits_it_prints_what_would_help() -> None:
     short = re.search(r"Nothing fits this host: (\w+) needs (\d+) GiB,", page)
     assert short is not None
     assert f"Use {short[1]}, " in print_page("gpt-13b", "2xT4", "--host_memory", str(int(short[2]) + 8))
-    box = to_box("2xT4")
-    small = dataclasses.replace(box, device=dataclasses.replace(box.device, memory_gib=3.0))
-    advice = advise(AdviceRequest(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])
-    assert explain_best(advice) == "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
 
 
 def test_one_machine_is_named_if_the_network_makes_two_slower() -> None:
@@ -398,29 +368,18 @@ def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
 def test_a_similar_question_is_named_if_its_answer_differs() -> None:
     question = AdviceRequest(model_shape("gpt2"), to_box("2xL4"), 512, "fp32", gradient_checkpointing=False)
     assert "with half the GPUs it would be single" in list(sensitivity_lines(advise(question)))
-    # A sequence longer than the model's positions is no alternative.
-    short = AdviceRequest(model_shape("gpt2-xl"), to_box("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
-    assert not [line for line in sensitivity_lines(advise(short)) if "tokens per sample" in line]
-
-
-def test_a_device_without_bf16_trains_in_fp16(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {row["precision"] for row in read_json("advise", "gpt2", "V100-16")["strategies"]} == {
-        "fp16", "fp16-engine"
-    }  # fmt: skip
-    bf16 = ["--precision", "bf16"]
-    for command in (["advise", *bf16], ["predict", "--strategy", "zero2", *bf16],
-                    ["predict", "--strategy", "ddp", "--pure_bf16"]):  # fmt: skip
-        assert main([*command, "--model_name_or_path", "gpt2", "--hardware", "V100-16"]) == 2
-        assert "has no bf16. To fix it: use --precision fp16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("hardware", "strategy", "precision"),
+    # A T4 has no bf16.
     [("2xT4", "zero2", "fp16-engine"), ("2xT4", "zero0", "fp16"), ("2xT4", "ddp", "fp16"), ("2xT4", "fsdp2", "fp16"),
      ("2xL4", "zero0", "bf16-engine"), ("2xL4", "zero1", "bf16-engine"), ("2xL4", "fsdp2", "bf16")],
 )  # fmt: skip
 def test_predict_asks_for_the_precision_that_advice_picks(hardware: str, strategy: str, precision: str) -> None:
     assert read_json("predict", "gpt2", hardware, "--strategy", strategy)["precision"] == precision
+    rows = read_json("advise", "gpt2", hardware)["strategies"]
+    assert [row["precision"] for row in rows if row["strategy"] == strategy] == [precision]
 
 
 def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_micro_batch() -> None:
@@ -429,9 +388,6 @@ def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_m
     shared = advise(AdviceRequest(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
     zero1, zero2 = shared.options
     assert "with the settings of zero1, exposed communication takes" in explain_slowdown(zero2, zero1)
-    wide = dataclasses.replace(zero1, request=dataclasses.replace(zero1.request, micro_batch=512))
-    assert ": with micro-batch 512 x accumulation " in explain_slowdown(zero2, wide)
-    assert explain_slowdown(zero2, wide).endswith(", the settings of zero1, it does not fit")
     large = AdviceRequest(model_shape("gpt-13b"), to_box("8xH100"), 2048, "bf16", global_batch=8)
     zero3, offloaded = advise(large, ["zero3", "zero3_cpu"]).options
     assert "with the settings of zero3, the optimizer on the CPU takes" in explain_slowdown(offloaded, zero3)
@@ -439,7 +395,7 @@ def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_m
 
 @pytest.mark.parametrize(
     ("model", "hardware"),
-    [("llama-3.1-8b", "4xA100"), ("gemma-2-9b", "8xH100"), ("gpt2-xl", "RTX4090"), ("llama-3.1-70b", "4x8xH100")],
+    [("llama-3.1-8b", "4xA100"), ("gpt2-xl", "RTX4090"), ("llama-3.1-70b", "4x8xH100")],
 )
 def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, hardware: str) -> None:
     page = print_page(model, hardware)
@@ -449,26 +405,18 @@ def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, har
     assert verdict.startswith("Use ")
     assert all(len(line) <= 120 for line in verdict.splitlines())
     document = read_json("advise", model, hardware)
-    best, *rest = document["strategies"]
+    best = document["strategies"][0]
     assert verdict.startswith(f"Use {document['recommended']}, ")
-    assert find_row(page, best["strategy"])[-1] == "recommended"
-    # Each faster option that fits has the reason against it in its row.
-    for option in rest:
-        if option["fits"] and option["tokens_per_s"] > best["tokens_per_s"]:
-            assert find_row(page, option["strategy"])[-1][-1].isalpha()
+    assert next(line for line in page.splitlines() if line.startswith(f"{best['strategy']} ")).endswith("recommended")
     assert "reports/" not in page
     assert "reports/" in print_page(model, hardware, "--details")
 
 
 @pytest.mark.parametrize(
     ("strategy", "hardware", "precision"),
-    [
-        ("zero3", "8xH100", "bf16-engine (weights and gradients bf16)"),
-        ("zero3_nvme", "8xH100", "bf16-engine (weights and gradients bf16)"),
-        ("fsdp2", "8xH100", "bf16 (weights fp32)"),
-        ("ddp", "T4", "fp16 (weights and gradients fp32)"),
-    ],
-)
+    [("zero3", "8xH100", "bf16-engine (weights and gradients bf16)"), ("fsdp2", "8xH100", "bf16 (weights fp32)"),
+     ("ddp", "T4", "fp16 (weights and gradients fp32)")],
+)  # fmt: skip
 def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str, precision: str) -> None:
     words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
     _, page = run_command(*words)
@@ -556,27 +504,3 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_files(best, tmp_path / "file", "nvme_offload", "gpt2")
-
-
-@pytest.mark.parametrize(
-    ("model", "hardware", "flags", "says"),
-    [
-        (f"{SIZES},tied=no", "H100", (), "neither true nor false"),
-        (LLAMA_8B[:-1] + "5", "H100", (), "5 key heads do not divide 32 heads"),
-        ("gpt2", "H100", ("--seq_length", "1025"), "gpt2 has 1024 positions"),
-        ("gpt2", "8xH100", ("--global_batch_size", "12"), "use 16"),
-        ("gpt2", "H100", ("--price_per_gpu_hour", "free"), "number above 0"),
-        ("gpt2", "H100", ("--optimizer", "muon"), "`study virtual --optimizer muon"),
-        ("gpt2", "H100", ("--nvme_gb_per_s", "3,nan"), "two numbers above 0"),
-        ("gpt2", "V100", FLASH, "has no flash_attention_2"),
-        ("gpt2", "H100", ("--precision", "fp32", *FLASH), "compute in fp32"),
-        ("gpt-j-6b", "H100", FLASH, "flash_attention_2 is not modelled"),
-    ],
-)
-def test_a_wrong_question_ends_in_one_line_and_status_2(
-    model: str, hardware: str, flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["advise", "--model_name_or_path", model, "--hardware", hardware, *flags]) == 2
-    refused = capsys.readouterr()
-    assert says in refused.err
-    assert (refused.err.count("\n"), refused.out) == (1, "")

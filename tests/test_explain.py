@@ -733,15 +733,6 @@ def test_costs_of_state_and_offloads_add_up_to_the_state_of_a_rank(name: str, tm
         assert sum(getattr(cost, place) for cost in state_costs) == pytest.approx(getattr(case.state, place))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_gradient_of_the_embedding_is_in_one_row(stage: int, tmp_path: Path) -> None:
-    large, small = (make_case(tmp_path, zero(stage, reduce_bucket_size=size)) for size in (500_000_000, 1_000_000))
-    stage_bytes = [cost.device for case in (large, small) for cost in costs(case) if cost.key == f"{ZERO}.stage"]
-    assert stage_bytes[0] == stage_bytes[1]
-    outside = [cost.device for cost in costs(small) if "unpartitioned outside" in cost.says]
-    assert outside == ([small.largest.elements * 2.0] if stage > 1 else [])
-
-
 def test_a_ratio_moves_whole_sub_groups(tmp_path: Path) -> None:
     half = {"device": "cpu", "ratio": 0.5}
     single_group = make_case(tmp_path, zero(3, offload_optimizer=half))
@@ -874,14 +865,6 @@ def test_a_file_that_another_one_names_is_searched_as_accelerate_does(
     assert refusal.value.fix.endswith(f"path starts: {ROOT}")
     monkeypatch.chdir(ROOT)
     assert read_user_file(str(config)).launcher == "accelerate"
-
-
-def test_a_folder_and_a_misspelt_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text("{}")
-    for name, says in (("", "is a folder"), ("mnie.json", "there is no file")):
-        with pytest.raises(UserError, match=says) as refusal:
-            read_user_file(str(tmp_path / name))
-    assert "mine.json" in refusal.value.fix
 
 
 _BATCH_OF_THE_ENGINE = """

@@ -488,12 +488,6 @@ def assert_unreachable(ask: Ask, cache: Path) -> None:
     assert not [path for path in (cache / "initial_weights").iterdir() if path.is_dir()]
 
 
-@pytest.mark.long
-def test_without_a_network_each_request_ends_within_seconds(tmp_path: Path) -> None:
-    with asking_process(tmp_path, HF_HUB_OFFLINE="1") as ask:
-        assert_unreachable(ask, tmp_path)
-
-
 def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_seconds(
     small_hub: http.server.ThreadingHTTPServer, tmp_path: Path
 ) -> None:

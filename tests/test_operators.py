@@ -158,21 +158,6 @@ def test_an_invalid_build_folder_is_named_instead_of_a_missing_compiler(tmp_path
     assert "unset it" in refused.value.fix
 
 
-def test_on_a_gpu_only_asynchronous_io_needs_the_cuda_toolkit():
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-
-    if operators.toolkit_version() is not None:
-        pytest.skip("a CUDA toolkit is here")
-    builders = {name: CUDA_Accelerator().create_op_builder(f"{name}Builder") for name in ("AsyncIO", "CPUAdam")}
-    builders["AsyncIO"].build_for_cpu = False
-    with pytest.raises(TypeError):
-        builders["AsyncIO"].include_paths()
-    assert {name: operators.lacks_toolkit(builder, on_gpu=True) for name, builder in builders.items()} == {
-        "AsyncIO": True, "CPUAdam": False
-    }  # fmt: skip
-    assert not operators.lacks_toolkit(builders["AsyncIO"], on_gpu=False)
-
-
 def test_an_operator_linked_with_cuda_finds_the_loaded_library(tmp_path, monkeypatch):
     """A machine that only runs CUDA has libcuda.so.1, but not libcuda.so."""
     library, source = tmp_path / "libdriverlike.so.1", tmp_path / "main.c"

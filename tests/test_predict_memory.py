@@ -273,15 +273,6 @@ def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(t
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["mixtral", "mistralai/Mixtral-8x7B-v0.1", "qwen3_moe", "t5", "gemma-3-4b"])
-def test_no_model_of_another_architecture_is_suggested(name, capsys, tmp_path):
-    arguments = ["predict", "--hardware", "8xH100", "--strategy", "zero2", "--model_name_or_path"]
-    assert main([*arguments, name]) == 2
-    printed = capsys.readouterr().err
-    assert f"{name!r} is of a family without presets. To fix it: give the folder of its config.json" in printed
-    assert "did you mean" not in printed
-
-
 def test_the_families_that_are_not_modelled_are_those_of_transformers():
     plain = {re.sub("[^a-z0-9]", "", kind): kind for kind in CONFIG_MAPPING_NAMES}
     for beginning in OTHER_FAMILIES:

@@ -66,7 +66,8 @@ def run_train(box: Path, *arguments: str, forked: bool = False, **environment: s
         # A library reads these at import, so they are the same for all tests of a session.
         hub = {"HF_HOME": str(box.parent / "hf"), "HF_ENDPOINT": NO_HUB}
         script = ROOT / "study/train.py"
-        return fork_script(script, *arguments, folder=cwd, environment=environment, read_at_import=hub)
+        # Libraries would try an unreachable hub for minutes.
+        return fork_script(script, *arguments, folder=cwd, environment=environment, read_at_import=hub, timeout=60)
     command = [sys.executable, str(ROOT / "study/train.py"), *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=120)
 
@@ -434,6 +435,7 @@ def test_help_reaches_the_terminal(tmp_path: Path) -> None:
 
 
 PREDICT = "predict --model_name_or_path gpt2 --hardware 8xH100 --strategy zero2"
+ADVISE, FLASH = "advise --model_name_or_path gpt2 --hardware", "--attn_implementation flash_attention_2"
 SIZES = f"{PREDICT} --model_name_or_path layers=2,hidden=64,heads=2,vocabulary=9"
 VIRTUAL = "virtual --strategy zero3 --world_size 4 --runs_dir runs"
 VERIFY = "verify --runs_dir runs"
@@ -493,6 +495,20 @@ COMMANDS = {
     f"{PREDICT} --peft lora --lora_rank 0": "--lora_rank 0",
     f"{PREDICT} --strategy ddp --precision bf16-engine": "use --precision bf16",
     f"{PREDICT} --strategy zero2_cpu --host_gb_per_s nan": "'nan' is not a number above 0",
+    f"{PREDICT} --hardware V100-16 --precision bf16": "has no bf16. To fix it: use --precision fp16",
+    f"{PREDICT} --hardware V100-16 --strategy ddp --pure_bf16": "has no bf16. To fix it: use --precision fp16",
+    f"{PREDICT} --model_name_or_path mistralai/Mixtral-8x7B-v0.1": "is of a family without presets. To fix it: give",
+    f"{ADVISE} H100 --model_name_or_path layers=2,hidden=64,heads=2,vocabulary=9,tied=no": "neither true nor false",
+    f"{ADVISE} H100 --model_name_or_path layers=2,hidden=64,heads=32,vocabulary=9,key_value_heads=5": "do not divide",
+    f"{ADVISE} V100-16 --precision bf16": "has no bf16. To fix it: use --precision fp16",
+    f"{ADVISE} H100 --seq_length 1025": "gpt2 has 1024 positions",
+    f"{ADVISE} 8xH100 --global_batch_size 12": "use 16",
+    f"{ADVISE} H100 --price_per_gpu_hour free": "number above 0",
+    f"{ADVISE} H100 --optimizer muon": "`study virtual --optimizer muon",
+    f"{ADVISE} H100 --nvme_gb_per_s 3,nan": "two numbers above 0",
+    f"{ADVISE} V100 {FLASH}": "has no flash_attention_2",
+    f"{ADVISE} H100 --precision fp32 {FLASH}": "compute in fp32",
+    f"{ADVISE} H100 --model_name_or_path gpt-j-6b {FLASH}": "flash_attention_2 is not modelled",
 }  # fmt: skip
 
 

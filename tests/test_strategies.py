@@ -257,10 +257,19 @@ def test_a_changed_accelerate_file_has_another_name_than_the_shipped_one(
     section: str, key: str, value: Any, tmp_path: Path
 ) -> None:
     """Accelerate's launcher passes the file on."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
     shipped = {"deepspeed_config": "zero3", "parallelism_config": "hsdp"}.get(section, "fsdp2")
     strategy = write_yaml(tmp_path, shipped, shipped, section, **{key: value})
-    launched = printed_json(fork_ranks(strategy, "tests/probes/this_launch.py", ranks=1))
-    name = launched[0]["strategy"]["name"]
+    words = ["--config_file", f"{strategy}.yaml", "--num_processes", "1", "study/train.py"]
+    launch_arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if launch_arguments.use_deepspeed:
+        launch_arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        _, variables = prepare_deepspeed_cmd_env(launch_arguments)
+    else:
+        variables = prepare_multi_gpu_env(launch_arguments)
+    name = read_launch(variables).strategy.name
     assert re.fullmatch(shipped if key == "fsdp_version" else rf"{shipped}-custom-[0-9a-f]{{8}}", name)
 
 
@@ -344,9 +353,10 @@ def test_a_file_that_can_name_no_run_is_refused(tmp_path: Path) -> None:
             launched_with(write_variant(tmp_path, name, "zero3", reduce_bucket_size=7))
 
 
-HSDP = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+HSDP = FSDP2 | {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
 }  # fmt: skip
 
 
@@ -355,28 +365,18 @@ HSDP = {
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file"),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "not/there.json"}, "not/there.json"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "full_shard"},
-            "fsdp_reshard_after_forward",
-        ),
-        (
-            # As `accelerate launch` exports a SIZE_BASED_WRAP config without a size.
-            {
-                "ACCELERATE_USE_FSDP": "true",
-                "FSDP_VERSION": "2",
-                "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
-                "FSDP_MIN_NUM_PARAMS": "100000000.0",
-            },
-            "no whole fsdp_min_num_params",
-        ),
+        (FSDP2 | {"FSDP_VERSION": "1"}, "FSDP version 1"),
+        (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "full_shard"}, "fsdp_reshard_after_forward"),
+        # As `accelerate launch` exports a SIZE_BASED_WRAP config without a size.
+        (FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "100000000.0"},
+         "no whole fsdp_min_num_params"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         (HSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"}, "parallelism_config of one replica"),
         (HSDP | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "dp_shard_size: -1"),
         (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size: 2"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm"),
     ],
-)
+)  # fmt: skip
 def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_launch(environment)

@@ -21,7 +21,6 @@ from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.run.steps import summarize
 from study.virtual.command import VirtualRequest, _strategies, _with_absolute_paths, add_arguments, read_request
 from study.workloads.architecture import model_size
-from study.workloads.presets import find_preset
 
 NO_GPU = Machine((), 16)
 ZERO3 = ("--strategy", "zero3", "--world_size", "4")
@@ -42,16 +41,6 @@ def test_a_gpus_step_time_is_of_steps_after_the_warm_up_and_the_watched_one() ->
     check_virtual_run_flags(shortest)
     epoch = RunConfig(virtual_world_size=4, max_steps=0, num_train_epochs=1, train_samples=12, global_batch_size=4)
     check_virtual_run_flags(resolve_config(epoch, accelerator_visible=False))
-
-
-@pytest.mark.parametrize(
-    ("name", "base", "layers"),
-    [("gpt-7.5b", "gpt-7.5b", 36), ("gpt-7.5b-5layers", "gpt-7.5b", 5), ("openai-community/gpt2-xl", "gpt2-xl", 48)],
-)
-def test_a_preset_is_known_by_each_of_its_names(name: str, base: str, layers: int) -> None:
-    preset = find_preset(name)
-    assert preset is not None
-    assert (preset.base, preset.layers) == (base, layers)
 
 
 def test_a_relative_path_starts_where_the_command_was_typed_and_a_preset_is_not_a_path(
