@@ -331,6 +331,11 @@ def test_another_world_size_is_accepted_and_another_strategy_is_refused(strategy
     assert find_checkpoint(config, launch, tmp_path) is not None
     with pytest.raises(UserError, match=f"saved by {strategy}, but this run is single"):
         find_checkpoint(config, make_launch("single", 1), tmp_path)
+    if strategy == "zero3":
+        muon = dataclasses.replace(config, optimizer="muon", max_grad_norm=0.0)
+        write_manifest(saved, config=muon.to_dict())
+        with pytest.raises(UserError, match=r"saved by 8 ranks, .* not Muon's momentum"):
+            find_checkpoint(muon, launch, tmp_path)
 
 
 def test_ranks_of_one_launch_print_an_error_once(tmp_path: Path) -> None:
