@@ -31,7 +31,6 @@ from study.advisor.advise import (
     explain_slowdown,
     faster_riskier_option,
     rank_options,
-    reason_against,
     sensitivity_lines,
     unchecked_needs,
 )
@@ -114,24 +113,6 @@ def test_the_recommended_is_the_fastest_and_states_its_confidence(eight_b: Advic
     assert len(both) == 2
     # The step time of an offload is not validated, so no option is certainly faster.
     assert "step times are not validated here" in explain_best(dataclasses.replace(eight_b, options=both))
-
-
-@pytest.mark.parametrize(
-    ("simpler", "second", "reason"),
-    [
-        ("zero1", "zero2", "shards fewer parts of the model state"), ("zero2", "fsdp2", "shards fewer parts"),
-        ("fsdp2", "zero3", "needs no DeepSpeed"), ("ddp", "zero0", "needs no DeepSpeed"),
-        ("zero3", "hsdp", "has no replicas"), ("hsdp", "zero3_hpz", "needs no DeepSpeed"),
-        ("zero2_cpu", "zero3_cpu_optimizer", "shards fewer parts"), ("zero3_cpu", "zero3_nvme", "in faster memory"),
-    ],
-)  # fmt: skip
-def test_what_makes_a_strategy_simpler_is_named_as_the_order_of_the_registry_has_it(
-    simpler: str, second: str, reason: str
-) -> None:
-    assert SIMPLEST_FIRST.index(simpler) < SIMPLEST_FIRST.index(second)
-    question = AdviceRequest(model_shape("gpt2"), to_box("2x8xA100"), 1024, "bf16")
-    ours, theirs = (advise(question, [name]).options[0] for name in (simpler, second))
-    assert reason in reason_against(theirs, ours)
 
 
 def test_an_offload_has_a_range_of_speeds_and_the_release_that_its_accumulation_needs() -> None:
@@ -312,9 +293,6 @@ def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(monk
 
 
 def test_if_nothing_fits_it_prints_what_would_help() -> None:
-    nothing = read_json("advise", LLAMA_8B, "8xH100", "--seq_length", "65536")
-    assert (nothing["recommended"], {row["fits"] for row in nothing["strategies"]}) == (None, {False})
-    assert all("GiB" in row["why"] for row in nothing["strategies"])
     page = print_page(LLAMA_8B, "8xH100", "--seq_length", "65536", status=1)
     # The sample's own figures: logits 93.9, activations 18.0, context 1.4.
     assert "no number of GPUs helps: one sample needs 113.3 GiB" in page
@@ -395,7 +373,7 @@ def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_m
 
 @pytest.mark.parametrize(
     ("model", "hardware"),
-    [("llama-3.1-8b", "4xA100"), ("gpt2-xl", "RTX4090"), ("llama-3.1-70b", "4x8xH100")],
+    [("llama-3.1-8b", "4xA100"), ("gpt2-xl", "RTX4090")],
 )
 def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, hardware: str) -> None:
     page = print_page(model, hardware)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,8 +15,6 @@ from study.engine.virtual_rank import max_layers_that_fit, needed_host_bytes
 from study.host.machine import Machine
 from study.metrics.clock import MIN_WARMUP_STEPS
 from study.records.outcome import Outcome, Terminated, outcome_from_exception
-from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.run.steps import summarize
 from study.virtual.command import VirtualRequest, _strategies, _with_absolute_paths, add_arguments, read_request
 from study.workloads.architecture import model_size
 
@@ -109,20 +105,6 @@ def test_an_interrupted_single_rank_does_not_report_another_rank() -> None:
     assert outcome_from_exception(Terminated(), alone=True) == Outcome(
         "interrupted", "ended by SIGTERM: from outside", "run it again"
     )
-
-
-def test_a_run_whose_watched_step_was_skipped_has_a_summary_without_state() -> None:
-    config = resolve_config(RunConfig(task="gpt-wikitext", virtual_world_size=4), accelerator_visible=False)
-    figures = {"allocated": 1, "reserved": 2, "device": 3, "host": 1.0}
-    times = ("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps", "warmup_steps")
-    time = dict.fromkeys(times)
-    phases = {"steady": figures}
-    rank = {"rank": 0, "phases": phases, "device_mean_over_steps": None, "time": time, "state": None}
-    log: Any = SimpleNamespace(first_loss=None, last_loss=None, last_step=0, skipped_before=0, skipped_steps=0)
-    timing = {"runtime_s": 1.0, "startup_s": 1.0}
-    summary = summarize(4, config, [rank], None, log, {}, timing)
-    assert summary["state_bytes_per_rank"] == {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}
-    assert summary["host_peak_rss_gib"] == 1.0
 
 
 @pytest.mark.parametrize(("model_type", "task"), [("llama", "gpt-wikitext"), ("bert", "bert-imdb")])
