@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -21,6 +20,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
@@ -431,77 +431,43 @@ def small_hub() -> Iterator[http.server.ThreadingHTTPServer]:
         server.shutdown()
 
 
-ASK_HUB = """
-import json, pathlib, sys, time
-from study.config.flags import RunConfig, resolve_config
-from study.config.errors import UserError
-from study.workloads.architecture import load_tokenizer, model_config
-from study.workloads.initial import materialize_initial_weights
-loaders = {"config": model_config, "tokenizer": load_tokenizer,
-           "weights": lambda config: materialize_initial_weights(config, pathlib.Path(sys.argv[1]))}
-model_config(resolve_config(RunConfig(scale="laptop"), False))
-for line in sys.stdin:
-    what, task, model, weights = json.loads(line)
-    config = resolve_config(RunConfig(task=task, scale="laptop", model_name_or_path=model, weights=weights), False)
-    started = time.monotonic()
-    try:
-        loaders[what](config)
-    except UserError as refused:
-        print(json.dumps([str(refused), time.monotonic() - started]), flush=True)
-    else:
-        print(json.dumps(["was served", 0]), flush=True)
-"""
-Ask = Callable[..., tuple[str, float]]
+def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_seconds(
+    small_hub: http.server.ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"http://127.0.0.1:{small_hub.server_port}"
+    # huggingface_hub reads them from the environment at its import.
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+    for name, value in (
+        ("ENDPOINT", address),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+        ("HF_HUB_CACHE", str(tmp_path)),
+    ):
+        monkeypatch.setattr(constants, name, value)
 
+    def refused(load: Callable[[RunConfig], object], model: str, task: Task, weights: str = "random") -> str:
+        with pytest.raises(UserError) as refusal:
+            load(run_config(model, task, weights=weights))
+        return str(refusal.value)
 
-@contextlib.contextmanager
-def asking_process(cache: Path, **environment: str) -> Iterator[Ask]:
-    """Yield a function that asks a hub in one process, which reads these variables at its imports."""
-    command, variables = [sys.executable, "-c", ASK_HUB, str(cache)], {"HF_HOME": str(cache / "hf"), **environment}
-    with subprocess.Popen(
-        command, env=os.environ | variables, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def draw(config: RunConfig) -> InitialWeights:
+        return materialize_initial_weights(config, tmp_path)
 
-        def ask(*question: str) -> tuple[str, float]:
-            print(json.dumps(question), file=process.stdin, flush=True)
-            # Libraries print, too.
-            answer, seconds = json.loads(next(line for line in process.stdout or () if line.startswith('["')))
-            return answer, seconds
-
-        yield ask
-        process.stdin.close()
-        assert process.wait(60) == 0
-
-
-def assert_unreachable(ask: Ask, cache: Path) -> None:
-    for question, fix in {
-        ("config", "gpt-wikitext", "owner/name", "random"): "--weights random",
-        ("tokenizer", "bert-imdb", "bert-base-uncased", "random"): "--tokenizer_name",
-        ("weights", "gpt-wikitext", "gpt2", "pretrained"): "--weights random",
-    }.items():
-        answer, seconds = ask(*question)
+    assert "the hub has no model owner/missing" in refused(model_config, "owner/missing", "gpt-wikitext")
+    assert "hf auth login" in refused(model_config, "owner/gated", "gpt-wikitext")
+    assert "publishes no safetensors" in refused(draw, "gpt-j-6b", "gpt-wikitext", "pretrained")
+    small_hub.shutdown()
+    small_hub.server_close()
+    for question, fix in (
+        ((model_config, "owner/name", "gpt-wikitext"), "--weights random"),
+        ((load_tokenizer, "bert-base-uncased", "bert-imdb"), "--tokenizer_name"),
+        ((draw, "gpt2", "gpt-wikitext", "pretrained"), "--weights random"),
+    ):
+        started = time.monotonic()
+        answer = refused(*question)
+        assert time.monotonic() - started < 15, answer
         assert "the hub cannot be reached" in answer
         assert fix in answer
-        assert seconds < 15, answer
-    assert not [path for path in (cache / "initial_weights").iterdir() if path.is_dir()]
-
-
-def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_seconds(
-    small_hub: http.server.ThreadingHTTPServer, tmp_path: Path
-) -> None:
-    with asking_process(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{small_hub.server_port}") as ask:
-        missing, _ = ask("config", "gpt-wikitext", "owner/missing", "random")
-        gated, _ = ask("config", "gpt-wikitext", "owner/gated", "random")
-        pickled, _ = ask("weights", "gpt-wikitext", "gpt-j-6b", "pretrained")
-        small_hub.shutdown()
-        small_hub.server_close()
-        assert_unreachable(ask, tmp_path)
-    assert "the hub has no model owner/missing" in missing
-    assert "gated" in gated
-    assert "hf auth login" in gated
-    assert "publishes no safetensors" in pickled
+    assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
 
 
 @pytest.fixture
