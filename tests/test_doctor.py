@@ -7,7 +7,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -168,31 +167,6 @@ def test_memory_is_not_measured_as_a_drive() -> None:
         assert list(Path(folder).iterdir()) == []
     assert "tmpfs" in path.found
     assert (bandwidth.state, "not measurable" in bandwidth.found) == ("none", True)
-
-
-def test_without_torch_it_lists_what_is_missing(tmp_path: Path) -> None:
-    """The environment of `pip install .`, without the training packages, made of links."""
-    import psutil
-    import rich
-    import yaml
-
-    packages = tmp_path / "packages"
-    packages.mkdir()
-    for module in (psutil, rich, yaml):
-        folder = Path(str(module.__file__)).parent
-        (packages / folder.name).symlink_to(folder)
-    script = "import sys; from study.cli import main; sys.exit(main(['doctor', '--json']))"
-    path = f"{ROOT}{os.pathsep}{packages}"
-    # The base interpreter: a virtual environment would find its packages again.
-    base = shutil.which(f"python{sys.version_info[0]}.{sys.version_info[1]}", path=f"{sys.base_prefix}/bin")
-    assert base is not None
-    result = subprocess.run(
-        [base, "-S", "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-        text=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    checks = read_checks(result)
-    assert result.returncode == 1
-    assert {checks[name]["state"] for name in ("packages", "strategies")} == {"missing"}
 
 
 def test_a_gpu_without_a_toolkit_is_named_with_the_strategies_that_do_not_run(drive: Path, tmp_path: Path) -> None:
