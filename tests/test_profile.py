@@ -39,31 +39,14 @@ ASKED = ("--profile_steps", "3")
 KERNELS = yaml.safe_load((REPOSITORY / "tests/data/kernels.yaml").read_text())
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KERNELS.items() for name in names])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KERNELS["names"].items() for name in names])
 def test_a_kernel_without_callers_is_categorized_by_its_name(kind: str, name: str) -> None:
     assert categorize(name) == kind
 
 
-@pytest.mark.parametrize(("kind", "name", "callers"), [
-    # The operator decides before the kernel.
-    ("matmul", "void at::native::elementwise_kernel<128, 4>", ("aten::addmm", "aten::linear")),
-    ("copies", "void at::native::vectorized_elementwise_kernel<4, Odd>", ("aten::copy_", "aten::_to_copy", "aten::to")),
-    ("elementwise", "something_new", ("aten::native_layer_norm_backward", "NativeLayerNormBackward0")),
-    ("elementwise", "something_new", ("aten::_foreach_mul_", "aten::_foreach_mul_")),
-    ("elementwise", "something_new", ("aten::_softmax_backward_data",)),
-    ("other", "something_new", ("aten::embedding_dense_backward", "EmbeddingBackward0")),
-    # An operation within a larger one has the category of the larger one.
-    ("optimizer", "void at::native::vectorized_elementwise_kernel<4>", ("aten::mul_", "Optimizer.step#AdamW.step")),
-    ("attention", "nvjet_tst_64x64", ("aten::bmm", "aten::_scaled_dot_product_attention_math")),
-    ("attention", "void at::native::vectorized_elementwise_kernel<4>", (
-        "aten::copy_", "aten::_scaled_dot_product_flash_attention_backward", "ScaledDotProductFlashAttentionBackward")),
-    ("collectives", "Memcpy DtoD (Device -> Device)", ("c10d::allreduce_",)),
-    # A collective is one wherever it is issued.
-    ("collectives", "ncclDevKernel_AllGather_RING_LL", ("Optimizer.step#AdamW.step",)),
-    # Compiled code has only its own name.
-    ("elementwise", "triton_poi_fused_add_mul_7", ("## Call CompiledFxGraph abc ##", "CompiledFunctionBackward")),
-])  # fmt: skip
-def test_callers_decide_the_category_of_a_kernel(kind: str, name: str, callers: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("called", KERNELS["called"])
+def test_callers_decide_the_category_of_a_kernel(called: list[str]) -> None:
+    kind, name, *callers = called
     assert categorize(name, callers) == kind
 
 
