@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from test_predict_memory import FAMILIES
 
 from engines import ROOT
 from forked import fork_ranks
@@ -93,11 +94,7 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
 def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
-    sizes = {
-        "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "num_attention_heads": 8,
-        "n_head": 8, "n_layer": 4, "num_hidden_layers": 4, "max_position_embeddings": 512, "num_key_value_heads": 2,
-        "head_dim": 32,
-    }  # fmt: skip
+    sizes = FAMILIES[model_type]
     names = ("vocab_size", "n_embd", "n_head", "n_layer") if model_type == "gpt2" else sizes
     document = {name: sizes[name] for name in names}
     table, live = (
@@ -136,7 +133,6 @@ def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(
     config = RunConfig(**{name: run.config[name] for name in names})
     request = request_for(strategy, config, box_of_ranks("processes", CPU_CORE, 2), 2, 2)
     state, measured = predict_state(request), run.summary["state_bytes_per_rank"]
-    print(strategy, flags, measured, dataclasses.asdict(state), sent_bytes(request), run.summary["sent_bytes_per_step"])
     assert {kind: place["device"] for kind, place in measured.items()} == {
         "params": state.params_device, "grads": state.grads_device, "optimizer": state.optimizer_device
     }  # fmt: skip
