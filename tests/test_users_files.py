@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shlex
 import shutil
@@ -46,25 +45,13 @@ def train_alone(*flags: str) -> subprocess.CompletedProcess[str]:
     return fork_script(script, *FLAGS, *flags, folder=ROOT, environment=environment, read_at_import={})
 
 
-@dataclasses.dataclass(frozen=True)
-class Launches:
-    """Outputs of four simultaneous runs, and their record folders."""
-
-    drive: Path
-    results: dict[Path, subprocess.CompletedProcess[str]]
-    # They have the same name, and one of them is on the disk that both swap to.
-    same_name: tuple[Path, Path]
-    alone: Path
-    failing: Path
-
-
-@pytest.fixture(scope="module")
-def nvme_launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    box = tmp_path_factory.mktemp("box")
-    drive = box / "drive"
-    for name in ("kept", "failing", "zero-study-swap-holiday"):
+def test_simultaneous_runs_share_no_swap_files_train_as_if_alone_and_leave_the_users_files_on_their_drive(tmp_path):
+    drive, user_folders = tmp_path / "drive", ("kept", "failing", "zero-study-swap-holiday")
+    for name in user_folders:
         write_photo(drive / name)
-    same_name, alone, failing = (drive / "run", box / "elsewhere" / "run"), box / "alone", box / "runs" / "failing"
+    # Two folders of one name, one of them on the disk that both swap to.
+    on_drive, elsewhere = drive / "run", tmp_path / "elsewhere" / "run"
+    alone, failing = tmp_path / "alone", tmp_path / "runs" / "failing"
 
     def train(output_dir: Path) -> subprocess.CompletedProcess[str]:
         if output_dir == alone:
@@ -77,38 +64,20 @@ def nvme_launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
             flags += ["--engine_override", "aio.block_size=16777216"]
         return fork_ranks("zero3_nvme", "study/train.py", *FLAGS, *flags, ranks=1)
 
-    folders = (*same_name, alone, failing)
     with ThreadPoolExecutor() as pool:
-        return Launches(drive, dict(zip(folders, pool.map(train, folders), strict=True)), same_name, alone, failing)
-
-
-def test_a_record_on_the_drive_that_its_run_swapped_to_is_there_when_the_run_has_ended(nvme_launches):
-    assert read_run(nvme_launches.drive / "run").state == "ok"
-
-
-def test_runs_with_folders_of_one_name_share_no_swap_files_and_train_as_if_alone(nvme_launches):
-    for folder in (*nvme_launches.same_name, nvme_launches.alone):
-        assert nvme_launches.results[folder].returncode == 0, nvme_launches.results[folder].stderr[-3000:]
-    expected = [row["loss"] for row in read_run(nvme_launches.alone).steps]
-    swapped_to = set()
-    for record in map(read_run, nvme_launches.same_name):
+        *succeeded, failed = pool.map(train, (alone, on_drive, elsewhere, failing))
+    assert [result.returncode for result in succeeded] == [0, 0, 0], [result.stderr[-1000:] for result in succeeded]
+    assert failed.returncode != 0
+    assert "swapped no optimizer" in read_status(failing)["reason"]
+    expected = [row["loss"] for row in read_run(alone).steps]
+    records = [read_run(folder) for folder in (on_drive, elsewhere)]
+    for record in records:
         assert [row["loss"] for row in record.steps] == pytest.approx(expected, rel=1e-5)
-        swapped_to.add(Path(record.engine["nvme_path"]))
-    assert len(swapped_to) == 2
-    assert {path.parent for path in swapped_to} == {nvme_launches.drive}
-
-
-def test_a_run_that_fails_leaves_the_folder_on_the_drive_that_is_named_as_its_own(nvme_launches):
-    assert nvme_launches.results[nvme_launches.failing].returncode != 0
-    assert "swapped no optimizer" in read_status(nvme_launches.failing)["reason"]
-    assert contents(nvme_launches.drive / "failing") == {"photo.jpg": PHOTO}
-
-
-def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(nvme_launches):
-    user_folders = {"kept", "failing", "zero-study-swap-holiday"}
-    assert {path.name for path in nvme_launches.drive.iterdir()} == {*user_folders, "run"}
+    swapped_to = {Path(record.engine["nvme_path"]) for record in records}
+    assert (len(swapped_to), {path.parent for path in swapped_to}) == (2, {drive})
+    assert {path.name for path in drive.iterdir()} == {*user_folders, "run"}
     for name in user_folders:
-        assert contents(nvme_launches.drive / name) == {"photo.jpg": PHOTO}
+        assert contents(drive / name) == {"photo.jpg": PHOTO}
 
 
 def test_a_folder_with_another_program_s_status_json_is_not_overwritten(tmp_path):
