@@ -310,23 +310,23 @@ def test_what_an_expert_says(document: dict[str, Any], name: str, says: str, tmp
     assert {finding.rule for finding in findings(make_case(tmp_path, good))} & EXPERTS == {"resume"}
 
 
-@pytest.mark.parametrize("given", yaml.safe_load((ROOT / "tests/data/explain_findings.yaml").read_text()))
-def test_a_file_has_these_findings_and_no_others(given: dict[str, Any], tmp_path: Path) -> None:
-    document: Any = given.get("file")
-    if "plain" in given:
-        document = PLAIN | given["plain"]
+@pytest.mark.parametrize("entry", yaml.safe_load((ROOT / "tests/data/explain_findings.yaml").read_text()))
+def test_a_file_has_these_findings_and_no_others(entry: dict[str, Any], tmp_path: Path) -> None:
+    document: Any = entry.get("file")
+    if "plain" in entry:
+        document = PLAIN | entry["plain"]
     elif document is None:
-        document = fsdp(**given["fsdp"]) if "fsdp" in given else mesh(**given["mesh"])
-    model, ranks = given.get("model", "gpt2"), given.get("ranks", 4)
+        document = fsdp(**entry["fsdp"]) if "fsdp" in entry else mesh(**entry["mesh"])
+    model, ranks = entry.get("model", "gpt2"), entry.get("ranks", 4)
     case = make_case(tmp_path, document, model, ranks)
-    assert sorted(name_findings(case)) == sorted(given["finds"])
-    assert given.get("says", "") in " ".join(name_findings(case).values())
+    assert sorted(name_findings(case)) == sorted(entry["finds"])
+    assert entry.get("says", "") in " ".join(name_findings(case).values())
     peak = predict_memory(case.request).peak_allocated.value
     assert peak > 0
-    if "fsdp" in given:
+    if "fsdp" in entry:
         ddp = make_case(tmp_path, {**document, "distributed_type": "MULTI_GPU", "fsdp_config": {}}, model, ranks)
         as_much = peak == predict_memory(ddp.request).peak_allocated.value
-        assert as_much == (given["fsdp"] == {"fsdp_sharding_strategy": "NO_SHARD"})
+        assert as_much == (entry["fsdp"] == {"fsdp_sharding_strategy": "NO_SHARD"})
 
 
 def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> None:
@@ -819,8 +819,8 @@ def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
                 section = section.setdefault(part, {"device": "cpu"} if part in OFFLOADS else {})
             section[key] = value
             name = f"{place}.{key}".removeprefix("top.")
-            found = findings(make_case(tmp_path, document, "gpt-tiny"))
-            notes = [finding.says for finding in found if finding.key == name]
+            case = make_case(tmp_path, document, "gpt-tiny")
+            notes = [finding.says for finding in findings(case) if finding.key == name]
             assert any(text.endswith("not modelled: the figures are without it") for text in notes) == is_on, name
 
 

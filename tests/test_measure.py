@@ -141,10 +141,10 @@ def test_a_host_peak_belongs_to_its_phase_keeps_its_largest_and_is_in_no_step() 
     phases = meter.report()["phases"]
     assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
     with meter.phase("eval"):
-        kept = torch.ones(64 * MIB // FP32)
+        tensor = torch.ones(64 * MIB // FP32)
     assert meter.report()["phases"]["steady"] == phases["steady"]
     meter.step_done()
-    assert kept.numel()
+    assert tensor.numel()
     assert meter.report()["phases"]["steady"]["host"] > phases["steady"]["host"] + 48 * MIB
 
 

@@ -186,11 +186,11 @@ def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):
 
 
 def test_the_cpu_is_queried_once_and_again_if_the_cached_answer_is_damaged(tmp_path, monkeypatch):
-    queries, told = [], {"arch": "X86_64", "flags": ["avx"]}
+    queries, info = [], {"arch": "X86_64", "flags": ["avx"]}
 
     def query():
         queries.append(1)
-        return told
+        return info
 
     def answer() -> dict:
         """Return the answer of a new process."""
@@ -198,8 +198,8 @@ def test_the_cpu_is_queried_once_and_again_if_the_cached_answer_is_damaged(tmp_p
         operators._cache_cpu_info(tmp_path)
         return cpuinfo.get_cpu_info()
 
-    assert [answer(), answer()] == [told, told]
+    assert [answer(), answer()] == [info, info]
     assert len(queries) == 1
     (file,) = (tmp_path / "operators").glob("cpu-*.json")
     file.write_text("{")
-    assert (answer(), len(queries)) == (told, 2)
+    assert (answer(), len(queries)) == (info, 2)

@@ -440,7 +440,7 @@ def test_help_reaches_the_terminal(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-# By the command's first words: the rest of it, and what the line says.
+# The words of each command, and those of its error.
 COMMANDS = yaml.safe_load((ROOT / "tests/data/refused_commands.yaml").read_text())
 
 

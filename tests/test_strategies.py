@@ -73,26 +73,28 @@ def test_a_file_has_the_shared_values_and_those_of_its_name_and_both_libraries_t
     loaded = load_config_from_file(str(DIRECTORY / f"{name}.yaml"))
     assert (loaded.distributed_type.value, loaded.num_processes) == (strategy.distributed_type, default_ranks(name))
     document, plain = (read_yaml(DIRECTORY / f"{file}.yaml") for file in (name, "ddp"))
-    own = {"distributed_type", "num_processes", "deepspeed_config", "fsdp_config", "parallelism_config"}
-    assert document.keys() - own == plain.keys() - own
-    assert {key: document[key] for key in plain if key not in own} == {
-        key: plain[key] for key in plain if key not in own
+    sections = {"distributed_type", "num_processes", "deepspeed_config", "fsdp_config", "parallelism_config"}
+    assert document.keys() - sections == plain.keys() - sections
+    assert {key: document[key] for key in plain if key not in sections} == {
+        key: plain[key] for key in plain if key not in sections
     }
     if name not in WITH_DEEPSPEED:
         return
     stage = strategy.zero_stage
     settings, base = (read_deepspeed_json(DIRECTORY / "deepspeed" / f"{file}.json")
                       for file in (name, f"zero{1 if name == f'zero{stage}' else stage}"))  # fmt: skip
-    section, of_stage = settings.pop("zero_optimization"), base.pop("zero_optimization")
+    section, stage_section = settings.pop("zero_optimization"), base.pop("zero_optimization")
     assert settings.keys() - base.keys() <= {"aio", "tensor_parallel"}
     assert as_text({key: settings[key] for key in base}) == as_text(base)
     implied = {f"offload_{what}" for what, place in zip(("optimizer", "param"), places, strict=True) if place}
     implied |= {"zero_hpz_partition_size"} if name == "zero3_hpz" else set()
     # A parameter from NVMe occupies one of few swap buffers until its release, so none may stay for its next use.
     implied |= {"stage3_max_reuse_distance"} if places[1] == "nvme" else set()
-    changed = {key for key in {*section, *of_stage} if as_text(section.get(key)) != as_text(of_stage.get(key))}
+    changed = {
+        key for key in {*section, *stage_section} if as_text(section.get(key)) != as_text(stage_section.get(key))
+    }
     changed -= {"stage"}
-    if stage != of_stage["stage"]:
+    if stage != stage_section["stage"]:
         changed = {key for key in changed if not key.startswith("stage3_")} - {"sub_group_size", "overlap_comm"}
     assert changed == implied
     understood = DeepSpeedZeroConfig(**section).model_dump(mode="json", by_alias=True)
