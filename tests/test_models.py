@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from huggingface_hub import constants
@@ -27,6 +28,7 @@ from transformers import AutoConfig, BertConfig, BertForSequenceClassification, 
 from damage import flip_a_bit, no_file_larger_than
 from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
+from study.config.places import REPOSITORY
 from study.engine import setup as engine
 from study.run.steps import evaluate
 from study.workloads.architecture import build_model, load_tokenizer, model_config, model_size
@@ -34,29 +36,7 @@ from study.workloads.initial import RECORD_NAME, InitialWeights, load_initial_mo
 from study.workloads.presets import DROPOUT_FIELDS, PRESETS
 from study.workloads.tasks import load_data
 
-PARAMETERS = {
-    "bert-large-uncased": 335_143_938,
-    "bert-base-uncased": 109_483_778,
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "gpt-neo-2.7b": 2_651_307_520,
-    "gpt-j-6b": 6_050_882_784,
-    "gemma-2-9b": 9_241_705_984,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-8b": 8_190_735_360,
-    # Sizes from papers, without published weights: 12 width^2 + 13 width per layer, vocabulary, positions, last norm.
-    "gpt-7.5b": 7_467_786_240,
-    "gpt-13b": 12_905_041_920,
-    "gpt-20b": 19_953_336_320,
-    "gpt-128b": 127_691_456_512,
-    "gpt-175b": 174_615_846_912,
-    "gpt-1t": 1_008_038_758_400,
-}
+PARAMETERS = yaml.safe_load((REPOSITORY / "tests/data/published_parameters.yaml").read_text())
 TINY = {"bert-imdb": "bert-tiny", "gpt-wikitext": "gpt-tiny"}
 
 
