@@ -87,9 +87,8 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
         layers = shape.layers * (saved.layer + saved.cast_layer)
         traced_bytes = trace_activations(make_request(shape, "zero2")).saved_bytes
         assert layers + saved.cast_head + saved.outside + saved.logits == pytest.approx(traced_bytes, rel=0.03)
-        traced, longer = (trace(make_request(shape, "zero2")), trace(make_request(shape, "ddp")))
+        traced = trace(make_request(shape, "zero2"))
         assert traced.backward >= 1.5 * traced.forward - traced.attention > 0
-        assert longer.saved + longer.outside > 0
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
