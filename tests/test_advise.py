@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -34,7 +35,7 @@ from study.advisor.advise import (
     sensitivity_lines,
     unchecked_needs,
 )
-from study.advisor.advise_command import write_files
+from study.advisor.advise_command import add_arguments, build_advice_request, write_files
 from study.cli import main
 from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolve_config
@@ -71,6 +72,15 @@ def print_page(model: str, hardware: str, *flags: str, status: int = 0) -> str:
 def read_json(command: str, model: str, hardware: str, *flags: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(run_command(command, model, hardware, *flags, "--json")[1])
     return document
+
+
+@functools.cache
+def ask(model: str, hardware: str, *flags: str) -> Advice:
+    """Return the advice that the command prints, without what it prints besides."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--model_name_or_path", model, "--hardware", hardware, *flags]
+    return advise(build_advice_request(parser.parse_args(words)))
 
 
 def best_of(request: AdviceRequest, *names: str) -> Option:
@@ -131,14 +141,13 @@ def test_an_offload_has_a_range_of_speeds_and_the_release_that_its_accumulation_
 
 
 def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
-    document = read_json("advise", "Qwen/Qwen2.5-7B-Instruct", "4090", "--peft", "lora")
-    rows = {row["strategy"]: row for row in document["strategies"]}
-    assert document["recommended"] == "single"
-    assert rows["single"]["loads_in_16_bits"]
+    advice = ask("Qwen/Qwen2.5-7B-Instruct", "4090", "--peft", "lora")
+    shape, best = advice.question.shape, advice.best
+    assert best is not None
+    assert (best.name, best.request.pure) == ("single", True)
     # Frozen weights of 2 bytes; adapters, their gradients and moments of 4, 4 and 8.
-    adapters = document["trained_parameters"]
-    weights = 2 * (document["parameters"] - adapters) + 4 * adapters
-    assert rows["single"]["device_parts"]["parameters"] == pytest.approx(weights, rel=1e-6)
+    weights = 2 * (shape.parameters - shape.trained_parameters) + 4 * shape.trained_parameters
+    assert best.memory.device_parts["parameters"] == pytest.approx(weights, rel=1e-6)
 
 
 def test_advice_for_lora_is_compared_with_lora_alone() -> None:
@@ -317,10 +326,9 @@ def test_one_machine_is_named_if_the_network_makes_two_slower() -> None:
 
 def test_the_default_global_batch_divides_into_micro_batches() -> None:
     """64 samples rounded up to the ranks gave 13 and 11 samples per rank, of which only one at a time fits."""
-    shape = model_shape("llama-3.1-8b")
-    speeds = [
-        best_of(AdviceRequest(shape, to_box(f"{count}xRTX4090"), 2048, "bf16")).tokens_per_s for count in (4, 5, 6)
-    ]
+    options = [ask("llama-3.1-8b", f"{count}xRTX4090").best for count in (4, 5, 6)]
+    speeds = [option.tokens_per_s for option in options if option is not None]
+    assert len(speeds) == 3
     assert speeds == sorted(set(speeds))
 
 
@@ -356,9 +364,9 @@ def test_a_similar_question_is_named_if_its_answer_differs() -> None:
 )  # fmt: skip
 def test_predict_asks_for_the_precision_that_advice_picks(hardware: str, strategy: str, precision: str) -> None:
     assert read_json("predict", "gpt2", hardware, "--strategy", strategy)["precision"] == precision
-    rows = read_json("advise", "gpt2", hardware)["strategies"]
     # Advice does not try every strategy.
-    assert {row["precision"] for row in rows if row["strategy"] == strategy} <= {precision}
+    options = ask("gpt2", hardware).options
+    assert {option.request.precision for option in options if option.name == strategy} <= {precision}
 
 
 def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_micro_batch() -> None:
