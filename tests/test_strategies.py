@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -439,38 +436,3 @@ def test_explicit_groups_are_not_fitted_to_the_machines(tmp_path: Path) -> None:
     custom = launched_with(write_variant(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))
     for strategy, ranks in ((hpz, 2), (custom, 4), (zero3, None)):
         assert Launch(strategy, 16, 0, 0, 8).ranks_per_replica(strategy) == ranks, strategy.name
-
-
-ADDED = """\
-import json, sys
-from study.advisor.advise import AdviceRequest, candidates
-from study.config.launch_context import read_launch
-from study.config.strategies import STUDIED_STRATEGIES, read_strategy
-from study.predictor.hardware import to_box
-from study.predictor.shape import model_shape
-from study.report.canvas import STRATEGIES
-file = "accelerate_configs/deepspeed/zero2_small.json"
-launch = read_launch({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": file})
-print(json.dumps([
-    launch.strategy.name, read_strategy("zero2_small").zero_stage, "zero2_small" in STUDIED_STRATEGIES,
-    STRATEGIES["zero2_small"].colour,
-    "zero2_small" in candidates(AdviceRequest(model_shape("gpt2"), to_box("8xH100"), 1024, "bf16")),
-]))
-"""
-
-
-def test_a_strategy_is_added_by_its_files_and_one_row(tmp_path: Path) -> None:
-    for folder in ("study", "accelerate_configs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    configs = tmp_path / "accelerate_configs"
-    json_file = "accelerate_configs/deepspeed/zero2_small.json"
-    write_yaml(configs, "zero2_small", "zero2", "deepspeed_config", deepspeed_config_file=json_file)
-    file = write_variant(configs / "deepspeed", "zero2_small", "zero2", reduce_bucket_size=1000)
-    document, settings = read_yaml(configs / "zero2_small.yaml"), read_deepspeed_json(file)
-    digest = config_digest(normalize_strategy_files(document, settings))
-    registry = tmp_path / "study" / "config" / "registry.py"
-    row = f'    "zero2_small": StrategyEntry("{digest}", "named", 16, "#123456", "o", SOLID),\n'
-    registry.write_text(registry.read_text().replace("}  # fmt: skip", f"{row}}}  # fmt: skip"))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, check=True)
-    assert json.loads(done.stdout) == ["zero2_small", 2, False, "#123456", True]
