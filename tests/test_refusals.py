@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pwd
 import re
@@ -132,14 +131,6 @@ def text(name: str, content: str) -> Callable[[Path], object]:
     return write
 
 
-def rows(*rows: dict[str, object]) -> Callable[[Path], object]:
-    return text("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows * 64))
-
-
-def model(**changed: Any) -> Callable[[Path], object]:
-    return text("model/config.json", json.dumps(GPT | changed))
-
-
 def damaged_run(content: str) -> Callable[[Path], object]:
     def prepare(box: Path) -> None:
         lock_run_directory(write_run(box / "run"), "it").release()
@@ -187,11 +178,12 @@ def nothing(box: Path) -> None:
     pass
 
 
-GPT = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 256, "n_positions": 64}
-FILE = text("file", "a regular file")
+STARS = text("rows.jsonl", '{"text": "good", "label": 7}\n' * 64)
+TEN_WORDS = text(
+    "model/config.json", '{"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 10}'
+)
 AGAIN, RUN, MINE = "--overwrite_output_dir", ("--output_dir", "{box}/run"), ("--output_dir", "{box}/thesis")
 RESUME = ("--resume_from_checkpoint", "{box}/checkpoint")
-ROWS = ("--data", "{box}/rows.jsonl")
 OWN_MODEL = ("--task", "gpt-wikitext", "--seq_length", "32", "--model_name_or_path", "{box}/model")
 # Preparation of the folder, flags, words of the problem, words of the fix.
 REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...], str]] = [
@@ -207,14 +199,14 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (nothing, ("--report_to", "carrier-pigeon"), ("--report_to carrier-pigeon",), "none"),
     (nothing, ("--output_dir", NOBODY), (NOBODY,), "full path"),
     # Of wrong data and models, one each that is seen late; the others are in test_sources.py and test_models.py.
-    (rows({"text": "good", "label": 7}), ROWS, ("rows.jsonl", "`label`", "7"), "0 (bad) or 1"),
-    (model(vocab_size=10), OWN_MODEL, ("/model", "10"), ""),
+    (STARS, ("--data", "{box}/rows.jsonl"), ("rows.jsonl", "`label`", "7"), "0 (bad) or 1"),
+    (TEN_WORDS, OWN_MODEL, ("/model", "10"), ""),
     # Folders of other programs, and finished or damaged runs, are overwritten only on request.
     (lambda box: write_run(box / "run"), RUN, ("/run",), "--overwrite_output_dir"),
     (text("thesis/chapter.txt", "years of work"), MINE, ("thesis",), "new folder"),
     (text("thesis/chapter.txt", "years of work"), (*MINE, AGAIN), ("thesis",), "new folder"),
     (lambda box: (box / "run").symlink_to(box / "not mounted"), RUN, ("link",), "name a folder"),
-    (FILE, ("--output_dir", "{box}/file/far/below"), ("{box}/file/far/below",), "name a folder"),
+    (text("file", ""), ("--output_dir", "{box}/file/far/below"), ("{box}/file/far/below",), "name a folder"),
     *((damaged_run(content), RUN, ("status.json",), AGAIN) for content in ("{", '{"state": "ok"}')),
     # Checkpoints of another run.
     (lambda box: matching_checkpoint(box, tokens_sha256={}), RESUME, ("eval samples",), "start from scratch"),
