@@ -324,6 +324,11 @@ def test_one_machine_is_named_if_the_network_makes_two_slower() -> None:
     assert "one of these machines" not in print_page("llama-3.1-8b", "2x8xH100")
 
 
+def test_the_network_can_be_given_and_a_slow_one_changes_the_advice() -> None:
+    answers = [ask(LLAMA_8B, "2x8xH100", *flags).best for flags in ((), ("--network_gb_per_s", "1.56"))]
+    assert [option and option.name for option in answers] == ["zero1", "hsdp"]
+
+
 def test_the_default_global_batch_divides_into_micro_batches() -> None:
     """64 samples rounded up to the ranks gave 13 and 11 samples per rank, of which only one at a time fits."""
     options = [ask("llama-3.1-8b", f"{count}xRTX4090").best for count in (4, 5, 6)]
