@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from forked import fork_ranks
-from strategy_files import default_ranks
+from study.config.strategies import WITH_REPLICAS
 from study.records.directory import Run, read_run
 
 RunFactory = Callable[..., Run]
@@ -26,6 +26,11 @@ FLAGS = (
 )  # fmt: skip
 # Without dropout, strategies differ only in the order of floating-point sums.
 FP32_RELATIVE = 1e-5
+
+
+def default_ranks(name: str) -> int:
+    """Return the number of processes in the strategy's file."""
+    return 1 if name == "single" else 4 if name in WITH_REPLICAS else 2
 
 
 def train(

@@ -128,8 +128,9 @@ def test_bayes_scores_agree_with_brute_force_over_every_possible_review(monkeypa
     assert builtin.expected_review_scores(7) == pytest.approx((loss, accuracy))
 
 
-@pytest.mark.parametrize("seq_length", [24, 64, 128])
-def test_bayes_scores_agree_with_the_scores_of_all_reviews(seq_length: int, tmp_path: Path) -> None:
+def test_bayes_scores_agree_with_the_scores_of_all_reviews(tmp_path: Path) -> None:
+    # Some reviews are longer, and are cut.
+    seq_length = 64
     data = load_data(laptop("bert-imdb", seq_length=seq_length, eval_samples=0, train_samples=16), tmp_path)
     ids, labels = (data.eval.tensors[name].numpy() for name in ("input_ids", "labels"))
     margins = builtin.review_margins(ids, labels)

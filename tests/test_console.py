@@ -29,14 +29,11 @@ console = Console(speaks=True)
 """
 
 
-def _as_in_a_shell() -> dict[str, str]:
-    """Return an environment with buffered streams, whose content must not be lost when the log opens."""
-    return {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
-
-
 def run_python(code: str, log: Path) -> subprocess.CompletedProcess[str]:
+    """Run code with buffered streams, as in a shell: their content must not be lost when the log opens."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", NOISE + START + code, str(log)]
-    environment = _as_in_a_shell()
+    environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 

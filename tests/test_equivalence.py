@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from runs import FP32_RELATIVE, assert_same_training, by_one_rank, losses
-from strategy_files import default_ranks
+from runs import FP32_RELATIVE, assert_same_training, by_one_rank, default_ranks, losses
 from study.config.strategies import WITH_REPLICAS, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")

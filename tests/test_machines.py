@@ -90,16 +90,6 @@ def test_two_machines_train_as_one_does(strategy, shares_folder, tmp_path, get_r
     assert "rank 0's machine shows the run's progress" in second
 
 
-@pytest.mark.long
-def test_a_refusal_of_one_machine_is_printed_on_both_and_leaves_nothing(tmp_path: Path) -> None:
-    (status, first), (other_status, second) = on_two(tmp_path, "ddp", (), ("--learning_rate", "0.5"))
-    assert 0 not in (status, other_status)
-    for printed in (first, second):
-        (line,) = [line for line in printed.splitlines() if "error: " in line]
-        assert "--learning_rate is 0.5 on rank 1, and 0.004 on rank 0" in line
-    assert not list(tmp_path.glob("machine*/runs"))
-
-
 def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> list[Any]:
     """Return what each rank's function returns or raises, in one process per rank, as if on separate machines."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -131,30 +131,20 @@ def test_statistics_are_percentiles_and_null_without_steps() -> None:
 # Memory and energy.
 
 
-def allocate(mib: int) -> torch.Tensor:
-    return torch.ones(mib * MIB // FP32)
-
-
-def test_a_host_peak_belongs_to_its_phase_and_a_phase_that_comes_back_keeps_its_largest() -> None:
+def test_a_host_peak_belongs_to_its_phase_keeps_its_largest_and_is_in_no_step() -> None:
     meter = MemoryMeter(CPU)
     meter.enter_phase("steady")
+    meter.step_done()
     for mib in (64, 1):
         with meter.phase("eval"):
-            allocate(mib)
+            torch.ones(mib * MIB // FP32)
     phases = meter.report()["phases"]
     assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
-
-
-def test_memory_of_the_last_evaluation_is_in_no_step() -> None:
-    meter = MemoryMeter(CPU)
-    meter.enter_phase("steady")
-    meter.step_done()
     with meter.phase("eval"):
-        tensor = allocate(64)
-    phases = meter.report()["phases"]
-    assert tensor.numel()
-    assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
+        tensor = torch.ones(64 * MIB // FP32)
+    assert meter.report()["phases"]["steady"] == phases["steady"]
     meter.step_done()
+    assert tensor.numel()
     assert meter.report()["phases"]["steady"]["host"] > phases["steady"]["host"] + 48 * MIB
 
 

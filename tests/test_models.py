@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -19,14 +18,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
 from damage import flip_a_bit, no_file_larger_than
 from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
+from study.config.places import REPOSITORY
 from study.engine import setup as engine
 from study.run.steps import evaluate
 from study.workloads.architecture import build_model, load_tokenizer, model_config, model_size
@@ -34,55 +36,7 @@ from study.workloads.initial import RECORD_NAME, InitialWeights, load_initial_mo
 from study.workloads.presets import DROPOUT_FIELDS, PRESETS
 from study.workloads.tasks import load_data
 
-PARAMETERS = {
-    "bert-large-uncased": 335_143_938,
-    "bert-base-uncased": 109_483_778,
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "gpt-neo-2.7b": 2_651_307_520,
-    "gpt-j-6b": 6_050_882_784,
-    "gemma-2-9b": 9_241_705_984,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-8b": 8_190_735_360,
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-2-70b": 68_976_648_192,
-    "llama-3.1-405b": 405_853_388_800,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "llama-3.3-70b": 70_553_706_496,
-    "tinyllama-1.1b": 1_100_048_384,
-    "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
-    "smollm2-1.7b": 1_711_376_384,
-    "mistral-nemo-12b": 12_247_782_400,
-    "mistral-small-24b": 23_572_403_200,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-3b": 3_085_938_688,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen2.5-32b": 32_763_876_352,
-    "qwen2.5-72b": 72_706_203_648,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-27b": 27_227_128_320,
-    # Sizes from papers, without published weights: 12 width^2 + 13 width per layer, vocabulary, positions, last norm.
-    "gpt-7.5b": 7_467_786_240,
-    "gpt-13b": 12_905_041_920,
-    "gpt-20b": 19_953_336_320,
-    "gpt-128b": 127_691_456_512,
-    "gpt-175b": 174_615_846_912,
-    "gpt-1t": 1_008_038_758_400,
-}
+PARAMETERS = yaml.safe_load((REPOSITORY / "tests/data/published_parameters.yaml").read_text())
 TINY = {"bert-imdb": "bert-tiny", "gpt-wikitext": "gpt-tiny"}
 
 
@@ -454,83 +408,43 @@ def small_hub() -> Iterator[http.server.ThreadingHTTPServer]:
         server.shutdown()
 
 
-ASK_HUB = """
-import json, pathlib, sys, time
-from study.config.flags import RunConfig, resolve_config
-from study.config.errors import UserError
-from study.workloads.architecture import load_tokenizer, model_config
-from study.workloads.initial import materialize_initial_weights
-loaders = {"config": model_config, "tokenizer": load_tokenizer,
-           "weights": lambda config: materialize_initial_weights(config, pathlib.Path(sys.argv[1]))}
-model_config(resolve_config(RunConfig(scale="laptop"), False))
-for line in sys.stdin:
-    what, task, model, weights = json.loads(line)
-    config = resolve_config(RunConfig(task=task, scale="laptop", model_name_or_path=model, weights=weights), False)
-    started = time.monotonic()
-    try:
-        loaders[what](config)
-    except UserError as refused:
-        print(json.dumps([str(refused), time.monotonic() - started]), flush=True)
-    else:
-        print(json.dumps(["was served", 0]), flush=True)
-"""
-Ask = Callable[..., tuple[str, float]]
+def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_seconds(
+    small_hub: http.server.ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"http://127.0.0.1:{small_hub.server_port}"
+    # huggingface_hub reads them from the environment at its import.
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+    for name, value in (
+        ("ENDPOINT", address),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+        ("HF_HUB_CACHE", str(tmp_path)),
+    ):
+        monkeypatch.setattr(constants, name, value)
 
+    def refused(load: Callable[[RunConfig], object], model: str, task: Task, weights: str = "random") -> str:
+        with pytest.raises(UserError) as refusal:
+            load(run_config(model, task, weights=weights))
+        return str(refusal.value)
 
-@contextlib.contextmanager
-def asking_process(cache: Path, **environment: str) -> Iterator[Ask]:
-    """Yield a function that asks a hub in one process, which reads these variables at its imports."""
-    command, variables = [sys.executable, "-c", ASK_HUB, str(cache)], {"HF_HOME": str(cache / "hf"), **environment}
-    with subprocess.Popen(
-        command, env=os.environ | variables, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def draw(config: RunConfig) -> InitialWeights:
+        return materialize_initial_weights(config, tmp_path)
 
-        def ask(*question: str) -> tuple[str, float]:
-            print(json.dumps(question), file=process.stdin, flush=True)
-            # Libraries print, too.
-            answer, seconds = json.loads(next(line for line in process.stdout or () if line.startswith('["')))
-            return answer, seconds
-
-        yield ask
-        process.stdin.close()
-        assert process.wait(60) == 0
-
-
-def assert_unreachable(ask: Ask, cache: Path) -> None:
-    for question, fix in {
-        ("config", "gpt-wikitext", "owner/name", "random"): "--weights random",
-        ("tokenizer", "bert-imdb", "bert-base-uncased", "random"): "--tokenizer_name",
-        ("weights", "gpt-wikitext", "gpt2", "pretrained"): "--weights random",
-    }.items():
-        answer, seconds = ask(*question)
+    assert "the hub has no model owner/missing" in refused(model_config, "owner/missing", "gpt-wikitext")
+    assert "hf auth login" in refused(model_config, "owner/gated", "gpt-wikitext")
+    assert "publishes no safetensors" in refused(draw, "gpt-j-6b", "gpt-wikitext", "pretrained")
+    small_hub.shutdown()
+    small_hub.server_close()
+    for question, fix in (
+        ((model_config, "owner/name", "gpt-wikitext"), "--weights random"),
+        ((load_tokenizer, "bert-base-uncased", "bert-imdb"), "--tokenizer_name"),
+        ((draw, "gpt2", "gpt-wikitext", "pretrained"), "--weights random"),
+    ):
+        started = time.monotonic()
+        answer = refused(*question)
+        assert time.monotonic() - started < 15, answer
         assert "the hub cannot be reached" in answer
         assert fix in answer
-        assert seconds < 15, answer
-    assert not [path for path in (cache / "initial_weights").iterdir() if path.is_dir()]
-
-
-@pytest.mark.long
-def test_without_a_network_each_request_ends_within_seconds(tmp_path: Path) -> None:
-    with asking_process(tmp_path, HF_HUB_OFFLINE="1") as ask:
-        assert_unreachable(ask, tmp_path)
-
-
-def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_seconds(
-    small_hub: http.server.ThreadingHTTPServer, tmp_path: Path
-) -> None:
-    with asking_process(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{small_hub.server_port}") as ask:
-        missing, _ = ask("config", "gpt-wikitext", "owner/missing", "random")
-        gated, _ = ask("config", "gpt-wikitext", "owner/gated", "random")
-        pickled, _ = ask("weights", "gpt-wikitext", "gpt-j-6b", "pretrained")
-        small_hub.shutdown()
-        small_hub.server_close()
-        assert_unreachable(ask, tmp_path)
-    assert "the hub has no model owner/missing" in missing
-    assert "gated" in gated
-    assert "hf auth login" in gated
-    assert "publishes no safetensors" in pickled
+    assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
 
 
 @pytest.fixture

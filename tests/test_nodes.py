@@ -32,25 +32,7 @@ from sweeps import write_files, write_suite
 
 TWO_OF_EIGHT = Machine((80.0,) * 16, 1024.0, nodes=2)
 JOB = Job("42", ("gpu-1", "gpu-2"), 96)
-# Output of srun 22.05, and of later releases with other wording.
-PREEMPTED = """\
-slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T10:26:55 ***
-srun: error: gpu-2: task 1: Exited with exit code 1
-srun: launch/slurm: _step_signal: Terminating StepId=7.1
-"""
-ONE_TASK_FAILED = """\
-srun: error: gpu-2: task 1: Exited with exit code 1
-srun: launch/slurm: _step_signal: Terminating StepId=7.1
-slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T09:46:54 ***
-"""
-TIME_IS_UP = "slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T09:46:54 DUE TO TIME LIMIT ***\n"
-NODE_FAILS = """\
-srun: error: Node failure on gpu-2
-srun: Job step aborted: Waiting up to 62 seconds for job step to finish.
-slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T09:46:54 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR \
-DETAILS ***
-"""
-KILLED = "  traceback : Signal 9 (SIGKILL) received by PID 7\n"
+MESSAGES = yaml.safe_load((ROOT / "tests/data/slurm_messages.yaml").read_text())
 
 
 @pytest.mark.parametrize(
@@ -107,33 +89,12 @@ def test_a_job_of_one_node_on_that_node_needs_no_slurm_and_others_need_its_comma
         assert job_found == Job("7", ("n1", "n2"), least)
 
 
-@pytest.mark.parametrize(
-    ("printed", "state", "says"),
-    [
-        (PREEMPTED, "interrupted", "Slurm ended it"),
-        (TIME_IS_UP, "interrupted", "Slurm ended it: time limit"),
-        (NODE_FAILS, "interrupted", "Slurm ended it: node failure"),
-        (ONE_TASK_FAILED + TIME_IS_UP, "failed", "exit status 1"),
-        (ONE_TASK_FAILED, "failed", "exit status 1"),
-        (f"{KILLED}zero-study: out of memory on node 1: 1 3\n{ONE_TASK_FAILED}", "oom", "the cgroup's memory limit"),
-        (f"{KILLED}zero-study: out of memory on node 1: 1 0\n{ONE_TASK_FAILED}", "oom", "killed a process on node 1"),
-        (f"zero-study: out of memory on node 1: 2 1671\n{ONE_TASK_FAILED}", "oom", "killed a process on node 1"),
-        ("srun: error: gpu-2: task 1: Out Of Memory\n", "oom", "the memory limit of the Slurm job"),
-        (
-            "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.1. Some of your processes may",
-            "oom", "the memory limit of the Slurm job",
-        ),
-        (
-            "[2026-09-14T17:14:38.784] error: Detected 2 oom_kill events in StepId=7.1. Some of the step tasks have",
-            "oom", "the memory limit of the Slurm job",
-        ),
-    ],
-)  # fmt: skip
-def test_messages_of_slurm_and_of_other_nodes_decide_how_a_run_ended(printed: str, state: str, says: str) -> None:
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_of_slurm_and_of_other_nodes_decide_how_a_run_ended(message: dict[str, str]) -> None:
     # srun exits with 137 if a launcher itself was killed, as the kernel once did while the launcher imported torch.
-    status = 137 if "2 1671" in printed else 1
-    ending = classify_outcome(ExitEvidence(status, None, 5.0, None, None, printed, "", OomCounts(0, 0)))
-    assert (ending.state, says in ending.reason) == (state, True), ending
+    status = 137 if "2 1671" in message["printed"] else 1
+    ending = classify_outcome(ExitEvidence(status, None, 5.0, None, None, message["printed"], "", OomCounts(0, 0)))
+    assert (ending.state, message["says"] in ending.reason) == (message["state"], True), ending
 
 
 def test_only_tasks_of_one_array_share_a_folder_of_records(tmp_path: Path, monkeypatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_virtual import assert_same_rank, virtual
 
-from runs import FP32_RELATIVE, RunFactory, losses, train, trained
+from runs import FP32_RELATIVE, RunFactory, losses, trained
 from study.config.flags import RunConfig
 from study.config.strategies import read_strategy
 from study.config.strategy_names import apply_overrides
@@ -81,63 +81,6 @@ def test_frozen_weights_have_no_gradients_and_no_states(
     assert count_state_bytes(run)["grads"] == gradients * trainable
     assert count_state_bytes(run)["optimizer"] == pytest.approx(states * trainable, rel=1e-3)
     assert count_state_bytes(run)["params"] >= 4 * run.engine["model_parameters"] / 2
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "zero2",
-        "zero3",
-        *(pytest.param(name, marks=long) for name in ("ddp", "fsdp2", "zero1", "zero3_cpu", "zero2_cpu")),
-    ],
-)
-def test_a_virtual_rank_with_adapters_has_the_memory_and_traffic_of_a_real_one(
-    get_run: RunFactory, strategy: str, tmp_path: Path
-) -> None:
-    assert_same_rank(virtual(strategy, tmp_path / "run", *LORA), get_run(strategy, *GPT, *LORA), rank=0)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "flags"),
-    [("zero3", LORA)]
-    + [
-        pytest.param(strategy, flags, marks=long)
-        for strategy, flags in [
-            ("ddp", LORA), ("zero2", LORA), ("fsdp2", LORA), ("zero1", MUON), ("zero2", MUON), ("zero3", MUON),
-            ("zero1", STATES), ("zero2", STATES), ("zero3", STATES),
-        ]
-    ],
-)  # fmt: skip
-def test_a_resumed_run_repeats_the_uninterrupted_one(strategy: str, flags: tuple[str, ...], tmp_path: Path) -> None:
-    full = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4")
-    checkpoint = str(full.path / "checkpoints" / "step_0000004")
-    resumed = trained(strategy, tmp_path / "again", *GPT, *flags, "--resume_from_checkpoint", checkpoint)
-    assert losses(resumed) == losses(full)
-
-
-@long
-@pytest.mark.parametrize(
-    ("strategy", "flags", "relative"),
-    [(strategy, LORA, FP32_RELATIVE) for strategy in QUICK]
-    + [(strategy, STATES, 2**-9) for strategy in ("zero2", "zero3")],
-)
-def test_another_world_size_resumes_from_a_checkpoint(
-    strategy: str, flags: tuple[str, ...], relative: float, tmp_path: Path
-) -> None:
-    full = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4")
-    checkpoint = str(full.path / "checkpoints" / "step_0000004")
-    resumed = trained(strategy, tmp_path / "again", *GPT, *flags, "--resume_from_checkpoint", checkpoint, ranks=1)
-    assert losses(resumed) == pytest.approx(losses(full), rel=relative)
-
-
-@long
-def test_muon_resumes_only_with_the_ranks_that_saved_it(tmp_path: Path) -> None:
-    full = trained("zero2", tmp_path / "whole", *GPT, *MUON, "--checkpointing_steps", "4")
-    checkpoint = str(full.path / "checkpoints" / "step_0000004")
-    result = train("zero2", tmp_path / "again", *GPT, *MUON, "--resume_from_checkpoint", checkpoint, ranks=1)
-    assert result.returncode == 2
-    assert "saved by 2 ranks" in result.stderr
-    assert not (tmp_path / "again").exists()
 
 
 def by_muon_in_fp32(strategy: str, output_dir: Path) -> Run:

@@ -261,24 +261,14 @@ def test_dropout_keeps_masks_and_scores_a_second_time():
         ({"num_hidden_layers": None}, "num_hidden_layers"), ({"intermediate_size": None}, "intermediate_size"),
     ],
 )  # fmt: skip
-def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(tmp_path, capsys, changed, says):
+def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(tmp_path, changed, says):
     config = {
         "model_type": "llama", "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 128, **changed,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ["predict", "--model_name_or_path", str(tmp_path), "--hardware", "8xH100", "--strategy", "zero2"]
-    assert main(arguments) == 2
-    assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["mixtral", "mistralai/Mixtral-8x7B-v0.1", "qwen3_moe", "t5", "gemma-3-4b"])
-def test_no_model_of_another_architecture_is_suggested(name, capsys, tmp_path):
-    arguments = ["predict", "--hardware", "8xH100", "--strategy", "zero2", "--model_name_or_path"]
-    assert main([*arguments, name]) == 2
-    printed = capsys.readouterr().err
-    assert f"{name!r} is of a family without presets. To fix it: give the folder of its config.json" in printed
-    assert "did you mean" not in printed
+    with pytest.raises(UserError, match=says):
+        model_shape(str(tmp_path))
 
 
 def test_the_families_that_are_not_modelled_are_those_of_transformers():

@@ -28,6 +28,8 @@ from study.run.resume import check_indexes, engine_classes, find_checkpoint
 from synthetic_records import write_run
 
 GPT = ("--task", "gpt-wikitext")
+LORA, MUON = ("--peft", "lora"), ("--optimizer", "muon", "--max_grad_norm", "0")
+STATES = ("--precision", "bf16-engine", "--bf16_states")
 # Weights rounded to bf16, which has 8 bits, differ by single roundings: tests/test_equivalence.py.
 BF16_RELATIVE = 2**-9
 SaveAt = Callable[..., tuple[Run, Path]]
@@ -70,13 +72,23 @@ def assert_continues(resumed: Run, full: Run) -> None:
         assert values == (expected if None in expected else pytest.approx(expected, rel=FP32_RELATIVE)), key
 
 
+# With dropout random states must be restored as well.
+DROPOUT = ("--dropout", "0.1")
+
+
 @pytest.mark.parametrize(
-    "strategy",
-    ["ddp", "zero2_cpu", "zero3", *(pytest.param(name, marks=long) for name in ("fsdp2", "ulysses_zero1", "zero3_tp"))],
-)
-def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(saved: SaveAt, strategy: str, tmp_path: Path) -> None:
-    # With dropout, so that random states must be restored as well.
-    flags = ("--dropout", "0.1")
+    ("strategy", "flags"),
+    [
+        *((name, DROPOUT) for name in ("ddp", "zero2_cpu", "zero3")), ("zero3", LORA),
+        *(pytest.param(name, flags, marks=long) for flags, names in (
+            (DROPOUT, ("fsdp2", "ulysses_zero1", "zero3_tp")), (LORA, ("ddp", "zero2", "fsdp2")),
+            (MUON, ("zero1", "zero2", "zero3")), (STATES, ("zero1", "zero2", "zero3")),
+        ) for name in names),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(
+    saved: SaveAt, strategy: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
     full, checkpoint = saved(strategy, 2, *flags)
     resumed = resume(strategy, checkpoint, tmp_path / "resumed", 2, *flags)
     figures = ("step", "loss", "lr", "grad_norm", "samples_hash")
@@ -153,9 +165,11 @@ MICRO_BATCHES_OF_2 = ("--per_device_train_batch_size", "2")
         *(pytest.param(name, 3, MICRO_BATCHES_OF_2, marks=long) for name in ("zero0", "fsdp2", "zero2")),
         # Each sub-group counts its steps.
         pytest.param("zero3", 4, ("--engine_override", "zero_optimization.sub_group_size=100000"), marks=long),
-        *(pytest.param(name, 4, ("--precision", "bf16-engine"), marks=long) for name in ("zero2", "zero3")),
+        *(pytest.param(name, 4, flags, marks=long) for name in ("zero2", "zero3")
+          for flags in (("--precision", "bf16-engine"), STATES)),
+        *(pytest.param(name, 4, LORA, marks=long) for name in ("ddp", "zero2", "zero3", "fsdp2")),
     ],
-)
+)  # fmt: skip
 def test_half_the_ranks_continue_with_other_settings_too(
     saved: SaveAt, strategy: str, step: int, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -255,10 +269,12 @@ def test_a_run_without_a_checkpoint_prints_a_notice_and_removes_partial_ones(tmp
         file = run / "checkpoints" / name
         file.parent.mkdir(parents=True)
         file.write_text("partial")
+    (run / "photo.jpg").write_text("another program's")
     result = train("single", run, *GPT, "--overwrite_output_dir", "--checkpointing_steps", "100", ranks=1)
     assert result.returncode == 0, result.stderr
     assert "notice: --checkpointing_steps 100 saves no checkpoint in the 8 steps of this run" in result.stderr
     # Files of other programs and complete checkpoints stay.
+    assert (run / "photo.jpg").exists()
     remaining = {file.relative_to(run / "checkpoints").as_posix() for file in (run / "checkpoints").rglob("*")}
     assert remaining == {"step_0000005", "step_0000005/notes.txt", "step_0000006", "step_0000006/checkpoint.json"}
 

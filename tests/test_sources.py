@@ -6,10 +6,7 @@ import functools
 import hashlib
 import io
 import json
-import os
 import socket
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from huggingface_hub import constants
 
 from damage import no_file_larger_than
 from study.config.errors import UserError
 from study.config.flags import RunConfig, resolve_config
-from study.config.places import REPOSITORY
 from study.workloads import film_reviews, sources
 from study.workloads.builtin import builtin_tokenizer
 from study.workloads.tasks import load_data, pack_rows
@@ -415,60 +412,24 @@ def test_film_reviews_of_another_digest_or_without_an_index_are_refused(
         sources.load_reviews(config, tmp_path / "cache")
 
 
-# The hub. Its libraries read the environment when imported, so these run in a separate process.
-
-LOAD = """
-import json, sys, time
-from pathlib import Path
-from study.config.flags import RunConfig, resolve_config
-from study.config.errors import UserError
-from study.workloads import sources
-for task, load in {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}.items():
-    config = resolve_config(RunConfig(task=task, scale="laptop", data="hub", train_samples=10, eval_samples=4), False)
-    started = time.time()
-    try:
-        outcome = f"loaded {load(config, Path(sys.argv[1])).provenance}"
-    except UserError as error:
-        outcome = f"refused {error}"
-    print("OUTCOME", json.dumps([outcome, time.time() - started]))
-"""
+# The hub.
 
 
-def load_from_hub(home: Path, **environment: str) -> list[tuple[str, float]]:
-    """Load the data of both tasks in one process; return each outcome with its seconds."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}
-    result = subprocess.run(
-        [sys.executable, "-c", LOAD, str(home / "converted")],
-        env=clean | {"HF_HOME": str(home), "PYTHONPATH": str(REPOSITORY)} | environment,
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    reviews, rows = (json.loads(line.split(" ", 1)[1]) for line in result.stdout.splitlines() if "OUTCOME" in line)
-    return [reviews, rows]
-
-
-def fill_hub_cache(home: Path, imdb_revision: str) -> None:
-    hub_clone(home / "hub" / "datasets--stanfordnlp--imdb" / "snapshots" / imdb_revision)
-    wikitext = home / "hub" / "datasets--Salesforce--wikitext" / "snapshots" / sources.WIKITEXT_REVISION
-    row_tables(wikitext / "wikitext-2-raw-v1")
-
-
-@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
-def test_an_unreachable_hub_is_refused_in_seconds_naming_the_flag(environment: dict[str, str], tmp_path: Path) -> None:
-    for outcome, seconds in load_from_hub(tmp_path, **environment):
-        assert outcome.startswith("refused --data hub:")
-        assert "--data builtin" in outcome
-        assert seconds < 12
-
-
-def test_the_pinned_revision_in_the_cache_needs_no_network(tmp_path: Path) -> None:
-    fill_hub_cache(tmp_path, sources.IMDB_REVISION)
-    outcomes = load_from_hub(tmp_path, HF_HUB_OFFLINE="1")
-    for (outcome, _), revision in zip(outcomes, (sources.IMDB_REVISION, sources.WIKITEXT_REVISION), strict=True):
-        assert outcome.startswith("loaded")
-        assert revision in outcome
-
-
-def test_another_revision_in_the_cache_does_not_replace_the_pinned_one(tmp_path: Path) -> None:
-    fill_hub_cache(tmp_path, "0" * 40)
-    (outcome, _), _ = load_from_hub(tmp_path, HF_HUB_OFFLINE="1")
-    assert outcome.startswith("refused --data hub:")
+def test_a_revision_in_the_cache_needs_no_network_and_another_does_not_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    loaders = {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}
+    configs = {task: make_config(task, "hub") for task in loaders}
+    imdb, wikitext = (tmp_path / "hub" / f"datasets--{name}" / "snapshots"
+                      for name in ("stanfordnlp--imdb", "Salesforce--wikitext"))  # fmt: skip
+    hub_clone(imdb / ("0" * 40))
+    row_tables(wikitext / ("0" * 40) / "wikitext-2-raw-v1")
+    for task, load in loaders.items():
+        with pytest.raises(UserError, match="--data hub:"):
+            load(configs[task], tmp_path / "converted")
+    hub_clone(imdb / sources.IMDB_REVISION)
+    row_tables(wikitext / sources.WIKITEXT_REVISION / "wikitext-2-raw-v1")
+    revisions = [load(configs[task], tmp_path / "converted").provenance["revision"] for task, load in loaders.items()]
+    assert revisions == [sources.IMDB_REVISION, sources.WIKITEXT_REVISION]

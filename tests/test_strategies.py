@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,7 @@ import yaml
 
 from engines import ROOT, launch, printed_json
 from forked import fork_ranks
-from runs import RunFactory, losses, train, trained
-from strategy_files import STRATEGIES, WITH_DEEPSPEED, default_ranks, expected_json, expected_yaml
+from runs import RunFactory, default_ranks, losses, train, trained
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig, resolve_config
 from study.config.launch_context import Launch, read_launch
@@ -39,6 +35,17 @@ from study.records.directory import read_run
 from study.run.checks import check_nvme_swap, enlarge_swap_buffers
 
 DIRECTORY = ROOT / "accelerate_configs"
+# Meaning of each name: ZeRO stage, place of the optimizer's state, place of the parameters.
+STRATEGIES: dict[str, tuple[int | None, str | None, str | None]] = {
+    "single": (None, None, None), "ddp": (None, None, None), "fsdp2": (None, None, None),
+    "hsdp": (None, None, None), "zero3_hpz": (3, None, None), "tp": (None, None, None), "cp": (None, None, None),
+    "ulysses_zero1": (1, None, None), "ulysses_zero2": (2, None, None), "ulysses_zero3": (3, None, None),
+    "zero1_tp": (1, None, None), "zero2_tp": (2, None, None), "zero3_tp": (3, None, None),
+    "zero0": (0, None, None), "zero1": (1, None, None), "zero2": (2, None, None), "zero3": (3, None, None),
+    "zero2_cpu": (2, "cpu", None), "zero3_cpu_optimizer": (3, "cpu", None), "zero3_cpu": (3, "cpu", "cpu"),
+    "zero3_nvme_optimizer": (3, "nvme", None), "zero3_nvme": (3, "nvme", "nvme"), "zero3_cpu_nvme": (3, "cpu", "nvme"),
+}  # fmt: skip
+WITH_DEEPSPEED = [name for name, (stage, _, _) in STRATEGIES.items() if stage is not None]
 
 
 def test_the_directory_holds_the_strategies_and_nothing_else_and_its_readme_describes_each() -> None:
@@ -60,21 +67,42 @@ def test_a_file_has_the_shared_values_and_those_of_its_name_and_both_libraries_t
     places = (strategy.offload_device("optimizer"), strategy.offload_device("param"))
     assert (strategy.name, strategy.zero_stage, *places) == (name, *STRATEGIES[name])
     assert strategy.uses_nvme is ("nvme" in name)
-    assert as_text(read_yaml(DIRECTORY / f"{name}.yaml")) == as_text(expected_yaml(name))
     loaded = load_config_from_file(str(DIRECTORY / f"{name}.yaml"))
     assert (loaded.distributed_type.value, loaded.num_processes) == (strategy.distributed_type, default_ranks(name))
-    if name in WITH_DEEPSPEED:
-        assert as_text(read_deepspeed_json(DIRECTORY / "deepspeed" / f"{name}.json")) == as_text(expected_json(name))
-        section = (strategy.deepspeed or {})["zero_optimization"]
-        understood = DeepSpeedZeroConfig(**section).model_dump(mode="json", by_alias=True)
-        assert {key: _among(understood[key], value) for key, value in section.items()} == section
-        with pytest.raises(ValueError, match="not_a_key"):
-            DeepSpeedZeroConfig(**section, not_a_key=1)
+    document, plain = (read_yaml(DIRECTORY / f"{file}.yaml") for file in (name, "ddp"))
+    sections = {"distributed_type", "num_processes", "deepspeed_config", "fsdp_config", "parallelism_config"}
+    assert document.keys() - sections == plain.keys() - sections
+    assert {key: document[key] for key in plain if key not in sections} == {
+        key: plain[key] for key in plain if key not in sections
+    }
+    if name not in WITH_DEEPSPEED:
+        return
+    stage = strategy.zero_stage
+    settings, base = (read_deepspeed_json(DIRECTORY / "deepspeed" / f"{file}.json")
+                      for file in (name, f"zero{1 if name == f'zero{stage}' else stage}"))  # fmt: skip
+    section, stage_section = settings.pop("zero_optimization"), base.pop("zero_optimization")
+    assert settings.keys() - base.keys() <= {"aio", "tensor_parallel"}
+    assert as_text({key: settings[key] for key in base}) == as_text(base)
+    implied = {f"offload_{what}" for what, place in zip(("optimizer", "param"), places, strict=True) if place}
+    implied |= {"zero_hpz_partition_size"} if name == "zero3_hpz" else set()
+    # A parameter from NVMe occupies one of few swap buffers until its release, so none may stay for its next use.
+    implied |= {"stage3_max_reuse_distance"} if places[1] == "nvme" else set()
+    changed = {
+        key for key in {*section, *stage_section} if as_text(section.get(key)) != as_text(stage_section.get(key))
+    }
+    changed -= {"stage"}
+    if stage != stage_section["stage"]:
+        changed = {key for key in changed if not key.startswith("stage3_")} - {"sub_group_size", "overlap_comm"}
+    assert changed == implied
+    understood = DeepSpeedZeroConfig(**section).model_dump(mode="json", by_alias=True)
+    assert {key: _among(understood[key], value) for key, value in section.items()} == section
+    with pytest.raises(ValueError, match="not_a_key"):
+        DeepSpeedZeroConfig(**section, not_a_key=1)
 
 
-def as_text(document: dict[str, Any]) -> str:
-    """Return the document as JSON, in which True is not 1 and 5e8 not an integer."""
-    return json.dumps(document, sort_keys=True)
+def as_text(value: Any) -> str:
+    """Return the value as JSON, in which True is not 1 and 5e8 not an integer."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _among(understood: Any, requested: Any) -> Any:
@@ -257,10 +285,19 @@ def test_a_changed_accelerate_file_has_another_name_than_the_shipped_one(
     section: str, key: str, value: Any, tmp_path: Path
 ) -> None:
     """Accelerate's launcher passes the file on."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
     shipped = {"deepspeed_config": "zero3", "parallelism_config": "hsdp"}.get(section, "fsdp2")
     strategy = write_yaml(tmp_path, shipped, shipped, section, **{key: value})
-    launched = printed_json(fork_ranks(strategy, "tests/probes/this_launch.py", ranks=1))
-    name = launched[0]["strategy"]["name"]
+    words = ["--config_file", f"{strategy}.yaml", "--num_processes", "1", "study/train.py"]
+    launch_arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if launch_arguments.use_deepspeed:
+        launch_arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        _, variables = prepare_deepspeed_cmd_env(launch_arguments)
+    else:
+        variables = prepare_multi_gpu_env(launch_arguments)
+    name = read_launch(variables).strategy.name
     assert re.fullmatch(shipped if key == "fsdp_version" else rf"{shipped}-custom-[0-9a-f]{{8}}", name)
 
 
@@ -344,9 +381,10 @@ def test_a_file_that_can_name_no_run_is_refused(tmp_path: Path) -> None:
             launched_with(write_variant(tmp_path, name, "zero3", reduce_bucket_size=7))
 
 
-HSDP = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+HSDP = FSDP2 | {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
 }  # fmt: skip
 
 
@@ -355,28 +393,18 @@ HSDP = {
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file"),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "not/there.json"}, "not/there.json"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "full_shard"},
-            "fsdp_reshard_after_forward",
-        ),
-        (
-            # As `accelerate launch` exports a SIZE_BASED_WRAP config without a size.
-            {
-                "ACCELERATE_USE_FSDP": "true",
-                "FSDP_VERSION": "2",
-                "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
-                "FSDP_MIN_NUM_PARAMS": "100000000.0",
-            },
-            "no whole fsdp_min_num_params",
-        ),
+        (FSDP2 | {"FSDP_VERSION": "1"}, "FSDP version 1"),
+        (FSDP2 | {"FSDP_RESHARD_AFTER_FORWARD": "full_shard"}, "fsdp_reshard_after_forward"),
+        # As `accelerate launch` exports a SIZE_BASED_WRAP config without a size.
+        (FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "100000000.0"},
+         "no whole fsdp_min_num_params"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         (HSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"}, "parallelism_config of one replica"),
         (HSDP | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "dp_shard_size: -1"),
         (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size: 2"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm"),
     ],
-)
+)  # fmt: skip
 def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_launch(environment)
@@ -408,38 +436,3 @@ def test_explicit_groups_are_not_fitted_to_the_machines(tmp_path: Path) -> None:
     custom = launched_with(write_variant(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))
     for strategy, ranks in ((hpz, 2), (custom, 4), (zero3, None)):
         assert Launch(strategy, 16, 0, 0, 8).ranks_per_replica(strategy) == ranks, strategy.name
-
-
-ADDED = """\
-import json, sys
-from study.advisor.advise import AdviceRequest, candidates
-from study.config.launch_context import read_launch
-from study.config.strategies import STUDIED_STRATEGIES, read_strategy
-from study.predictor.hardware import to_box
-from study.predictor.shape import model_shape
-from study.report.canvas import STRATEGIES
-file = "accelerate_configs/deepspeed/zero2_small.json"
-launch = read_launch({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": file})
-print(json.dumps([
-    launch.strategy.name, read_strategy("zero2_small").zero_stage, "zero2_small" in STUDIED_STRATEGIES,
-    STRATEGIES["zero2_small"].colour,
-    "zero2_small" in candidates(AdviceRequest(model_shape("gpt2"), to_box("8xH100"), 1024, "bf16")),
-]))
-"""
-
-
-def test_a_strategy_is_added_by_its_files_and_one_row(tmp_path: Path) -> None:
-    for folder in ("study", "accelerate_configs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    configs = tmp_path / "accelerate_configs"
-    json_file = "accelerate_configs/deepspeed/zero2_small.json"
-    write_yaml(configs, "zero2_small", "zero2", "deepspeed_config", deepspeed_config_file=json_file)
-    file = write_variant(configs / "deepspeed", "zero2_small", "zero2", reduce_bucket_size=1000)
-    document, settings = read_yaml(configs / "zero2_small.yaml"), read_deepspeed_json(file)
-    digest = config_digest(normalize_strategy_files(document, settings))
-    registry = tmp_path / "study" / "config" / "registry.py"
-    row = f'    "zero2_small": StrategyEntry("{digest}", "named", 16, "#123456", "o", SOLID),\n'
-    registry.write_text(registry.read_text().replace("}  # fmt: skip", f"{row}}}  # fmt: skip"))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, check=True)
-    assert json.loads(done.stdout) == ["zero2_small", 2, False, "#123456", True]

@@ -26,7 +26,7 @@ from study.report.questions.virtual import settings_table
 from study.virtual.extrapolation import extrapolate
 from study.virtual.summaries import summaries
 
-GPT = ("--task", "gpt-wikitext")
+GPT, LORA = ("--task", "gpt-wikitext"), ("--peft", "lora")
 # Rank 0 with each kind of engine; the first and last rank with every strategy are among the long tests.
 QUICK = (("zero2", 2), ("zero3_cpu", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4), ("zero2_tp", 2))
 ALL = (
@@ -64,22 +64,21 @@ def without_gloo(run: Run) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "chosen"),
+    ("strategy", "ranks", "chosen", "flags"),
     [
-        *((strategy, ranks, [0]) for strategy, ranks in QUICK),
-        *(
-            pytest.param(strategy, ranks, [0, ranks - 1], marks=pytest.mark.long)
-            for ranks in (2, 4)
-            for strategy in ALL
-        ),
+        *((strategy, ranks, [0], ()) for strategy, ranks in QUICK), ("zero2", 2, [0], LORA), ("zero3", 2, [0], LORA),
+        *(pytest.param(strategy, ranks, [0, ranks - 1], (), marks=pytest.mark.long)
+          for ranks in (2, 4) for strategy in ALL),
+        *(pytest.param(strategy, 2, [0], LORA, marks=pytest.mark.long)
+          for strategy in ("ddp", "fsdp2", "zero1", "zero3_cpu", "zero2_cpu")),
     ],
-)
+)  # fmt: skip
 def test_state_and_communication_of_a_virtual_rank_are_a_real_one_s_to_the_byte(
-    get_run: RunFactory, strategy: str, ranks: int, chosen: list[int], tmp_path: Path
+    get_run: RunFactory, strategy: str, ranks: int, chosen: list[int], flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    real_run = get_run(strategy, *GPT, ranks=ranks)
+    real_run = get_run(strategy, *GPT, *flags, ranks=ranks)
     for rank in chosen:
-        assert_same_rank(virtual(strategy, tmp_path / str(rank), ranks=ranks, rank=rank), real_run, rank)
+        assert_same_rank(virtual(strategy, tmp_path / str(rank), *flags, ranks=ranks, rank=rank), real_run, rank)
 
 
 def exact_peaks(strategy: str, output_dir: Path, *flags: str, ranks: int) -> Run:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,11 +15,8 @@ from study.engine.virtual_rank import max_layers_that_fit, needed_host_bytes
 from study.host.machine import Machine
 from study.metrics.clock import MIN_WARMUP_STEPS
 from study.records.outcome import Outcome, Terminated, outcome_from_exception
-from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.run.steps import summarize
 from study.virtual.command import VirtualRequest, _strategies, _with_absolute_paths, add_arguments, read_request
 from study.workloads.architecture import model_size
-from study.workloads.presets import find_preset
 
 NO_GPU = Machine((), 16)
 ZERO3 = ("--strategy", "zero3", "--world_size", "4")
@@ -42,16 +37,6 @@ def test_a_gpus_step_time_is_of_steps_after_the_warm_up_and_the_watched_one() ->
     check_virtual_run_flags(shortest)
     epoch = RunConfig(virtual_world_size=4, max_steps=0, num_train_epochs=1, train_samples=12, global_batch_size=4)
     check_virtual_run_flags(resolve_config(epoch, accelerator_visible=False))
-
-
-@pytest.mark.parametrize(
-    ("name", "base", "layers"),
-    [("gpt-7.5b", "gpt-7.5b", 36), ("gpt-7.5b-5layers", "gpt-7.5b", 5), ("openai-community/gpt2-xl", "gpt2-xl", 48)],
-)
-def test_a_preset_is_known_by_each_of_its_names(name: str, base: str, layers: int) -> None:
-    preset = find_preset(name)
-    assert preset is not None
-    assert (preset.base, preset.layers) == (base, layers)
 
 
 def test_a_relative_path_starts_where_the_command_was_typed_and_a_preset_is_not_a_path(
@@ -120,20 +105,6 @@ def test_an_interrupted_single_rank_does_not_report_another_rank() -> None:
     assert outcome_from_exception(Terminated(), alone=True) == Outcome(
         "interrupted", "ended by SIGTERM: from outside", "run it again"
     )
-
-
-def test_a_run_whose_watched_step_was_skipped_has_a_summary_without_state() -> None:
-    config = resolve_config(RunConfig(task="gpt-wikitext", virtual_world_size=4), accelerator_visible=False)
-    figures = {"allocated": 1, "reserved": 2, "device": 3, "host": 1.0}
-    times = ("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps", "warmup_steps")
-    time = dict.fromkeys(times)
-    phases = {"steady": figures}
-    rank = {"rank": 0, "phases": phases, "device_mean_over_steps": None, "time": time, "state": None}
-    log: Any = SimpleNamespace(first_loss=None, last_loss=None, last_step=0, skipped_before=0, skipped_steps=0)
-    timing = {"runtime_s": 1.0, "startup_s": 1.0}
-    summary = summarize(4, config, [rank], None, log, {}, timing)
-    assert summary["state_bytes_per_rank"] == {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}
-    assert summary["host_peak_rss_gib"] == 1.0
 
 
 @pytest.mark.parametrize(("model_type", "task"), [("llama", "gpt-wikitext"), ("bert", "bert-imdb")])
