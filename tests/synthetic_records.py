@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config.flags import RunConfig, resolve_config
-from study.config.places import REPOSITORY
-from study.config.strategies import STUDIED_STRATEGIES, read_strategy
+from study.config.strategies import read_strategy
 from study.records.directory import seal
 from study.records.schema import SEAL
 from study.report.canvas import Drawing
@@ -118,16 +117,6 @@ def as_never_started(cell: Path) -> None:
     for name in ("config.json", "engine.json", "environment.json"):
         (cell / name).unlink()
     without_seal(cell)
-
-
-def write_study(root: Path, runs: int, steps: int, **more: Any) -> list[Path]:
-    """Write runs of every strategy, with as many seeds as the number of runs needs."""
-    paths = []
-    for number in range(runs):
-        strategy = STUDIED_STRATEGIES[number % len(STUDIED_STRATEGIES)]
-        seed = 42 + number // len(STUDIED_STRATEGIES)
-        paths.append(write_run(root, strategy, seed=seed, steps=steps, **more))
-    return paths
 
 
 def _rows(
@@ -265,12 +254,6 @@ def _measurements(
     }  # fmt: skip
     traffic = {"step": min(4, len(rows)), "world_size": ranks, "collectives": collectives}
     return {"memory.json": memory, "traffic.json": traffic, "summary.json": summary}
-
-
-__all__ = [
-    "PARAMETERS", "REPOSITORY", "answered", "as_never_started", "reseal", "state_bytes", "with_steps",
-    "without_seal", "write_run", "write_study",
-]  # fmt: skip
 
 
 def answered(answer: Answer | None) -> Answer:

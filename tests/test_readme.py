@@ -168,13 +168,6 @@ def test_the_finding_on_communication_matches_predictions_and_records() -> None:
     assert all("tiny" in run.model_name_or_path and not run.virtual for run, _, _ in accumulating)
 
 
-def test_ring_bytes_are_nowhere_called_bytes_on_the_wire() -> None:
-    files = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "study").rglob("*.py"),
-             *(REPOSITORY / "study").rglob("*.yaml"), *(REPOSITORY / "notebooks").glob("*.ipynb")]  # fmt: skip
-    pattern = re.compile(r"on the wire|wire bytes", re.IGNORECASE)
-    assert [file.name for file in files if pattern.search(file.read_text(encoding="utf-8"))] == []
-
-
 def test_the_documented_number_of_public_files_is_that_of_their_list() -> None:
     rows = [line.split("\t") for line in read("tests/data/public_files.tsv").splitlines()[1:]]
     text = f"For {len(rows)} files of {len({row[0] for row in rows})} public repositories the exit status"

@@ -115,7 +115,7 @@ def test_the_figures_of_a_report_in_git_are_drawn_again_with_the_same_words(name
 REPORTS = sorted(file.parent.name for file in (REPOSITORY / "reports").glob("*/runs.parquet"))
 
 
-@pytest.mark.parametrize("name", [name for name in REPORTS if name != "releases"])  # its pages: test_releases_page.py
+@pytest.mark.parametrize("name", REPORTS)
 def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Every sentence, table and list of every page, around the figures of its executed notebooks."""
     source, records = REPOSITORY / "reports" / name, read_parquet(REPOSITORY / "reports" / name)

@@ -116,15 +116,6 @@ def test_a_strategy_without_a_successful_run_is_not_comparable(tmp_path: Path) -
     assert comparable == {"single": "yes", "ddp": "yes", "zero2": "clipping: 0.5, baseline 1"}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1, -1.0])
-def test_runs_that_break_nothing_carry_no_label(dropout: float, tmp_path: Path) -> None:
-    """Dropout breaks nothing either: losses are then compared by means over seeds; -1 is the models' default."""
-    write(tmp_path, "single", "ddp", "zero2", "zero3", config={"dropout": dropout})
-    for column in ("confounded", "confounded_loss"):
-        assert set(labels(tmp_path, column).values()) == {""}
-    assert set(labels(tmp_path, "baseline").values()) == {"single"}
-
-
 def release(version: str) -> dict[str, Any]:
     """Return the environment of an installed wheel, which has no commit."""
     return {"git_commit": None, "packages": {"zero-study": version}}
@@ -202,26 +193,6 @@ def test_another_network_and_another_rhythm_of_logs_and_checkpoints_confound_tim
         "zero3": "logging: every 1 steps, baseline 10; checkpoints: every 5 steps, baseline 0",
     }  # fmt: skip
     assert labels(tmp_path, "confounded_loss")["zero3"] == ""
-
-
-def test_a_difference_that_confounds_nothing_is_a_note(tmp_path: Path) -> None:
-    warning = "DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded"
-    write(tmp_path, "single", "zero2", ranks=1)
-    write(tmp_path, "zero3_cpu", engine={"warnings": [warning]})
-    assert set(labels(tmp_path).values()) == {""}
-    notes = {"single": "", "zero2": "with one rank stage 2 shards nothing", "zero3_cpu": warning}
-    assert labels(tmp_path, "notes") == notes
-
-
-@pytest.mark.parametrize(
-    "changes", [[{"seed": 42}, {"seed": 43}], [{"config": {"global_batch_size": batch}} for batch in (16, 32)]]
-)
-def test_each_seed_and_each_amount_of_work_has_its_own_baseline(changes: list[Any], tmp_path: Path) -> None:
-    for place, change in enumerate(changes):
-        for strategy in ("ddp", "zero3"):
-            write_run(tmp_path, strategy, name=f"{strategy}-{place}", **change)
-    assert set(labels(tmp_path).values()) == {""}
-    assert labels(tmp_path, "baseline")["zero3-1"] == "ddp-1"
 
 
 def test_without_plain_training_the_first_strategy_is_the_baseline(tmp_path: Path) -> None:

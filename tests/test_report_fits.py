@@ -99,18 +99,6 @@ def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(records):
     assert "fits" in {question.name for question in answers(records)}
 
 
-def test_a_report_of_searches_alone_has_only_the_largest_sizes(tmp_path):
-    write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "ok"})
-    records = read_runs(tmp_path)
-    assert [question.notebook for question in answers(records)] == ["what_fits", None]
-    fit_answer = answered(answer(records))
-    assert fit_answer.sentence.startswith("1 searches ran, and none is comparable with plain training")
-    assert fit_answer.table.to_dict("records") == [
-        {"Workload": "gpt-wikitext, gpt-tiny: largest micro-batch", "Strategy": "single", "16 GiB": "16"}
-    ]
-    assert fits_table(records)["Why not more"].tolist() == [f"32: {TOO_LARGE}"]
-
-
 def test_models_are_searched_by_their_parameters(tmp_path):
     models = [("gpt-tiny", 10**6, "ok"), ("gpt-tiny-8layers", 2 * 10**6, "oom")]
     for place, (name, parameters, state) in enumerate(models):

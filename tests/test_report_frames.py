@@ -23,10 +23,8 @@ from study.records.frames import (
     is_empty,
     read_parquet,
     read_records,
-    real_runs,
     runs_only_in,
     steps_by_run,
-    virtual_runs,
     write_parquet,
 )
 from study.records.rows import RUN_COLUMNS, STEP_COLUMNS
@@ -218,38 +216,6 @@ def test_records_from_before_a_flag_existed_are_read_without_it(runs: Path, tmp_
     reread = read_records(tmp_path / "kept").runs
     assert list(reread) == list(RUN_COLUMNS)
     assert reread[["torch_compile", "tokenizer_name"]].isna().all(axis=None)
-
-
-def test_virtual_runs_are_separate(runs: Path) -> None:
-    write_run(runs, "zero3", name="virtual", virtual=True, ranks=64, config={"global_batch_size": 64})
-    records = read_records(runs)
-    assert records.refused == ()
-    assert virtual_runs(records).runs["run"].tolist() == ["virtual"]
-    assert set(virtual_runs(records).steps["run"]) == {"virtual"}
-    assert "virtual" not in set(real_runs(records).runs["run"]) | set(real_runs(records).steps["run"])
-    for name in ("summary", "loss", "runtime", "single_vs_multi"):
-        assert not TABLES[name](records)["Strategy"].str.contains("x64").any()
-
-
-def test_strategies_are_named_by_their_differences(tmp_path: Path) -> None:
-    write_run(tmp_path, "single")
-    write_run(tmp_path, "ddp", ranks=2)
-    write_run(tmp_path, "ddp", ranks=4)
-    write_run(tmp_path, "ddp", name="hf", engine={"trainer": "hf_trainer"})
-    write_run(tmp_path, "zero3", config={"engine_override": ["zero_optimization.reduce_bucket_size=5000000"]})
-    assert read_records(tmp_path).runs["arm"].tolist() == [
-        "single", "ddp x2", "ddp x2, hf_trainer", "ddp x4", "zero3, zero_optimization.reduce_bucket_size=5000000"
-    ]  # fmt: skip
-
-
-def test_workloads_name_the_settings_that_vary(tmp_path: Path) -> None:
-    for batch in (16, 32):
-        for strategy in ("single", "zero3"):
-            write_run(tmp_path, strategy, config={"global_batch_size": batch})
-    write_run(tmp_path, "single", config={"task": "bert-imdb"})
-    assert read_records(tmp_path).runs["workload"].unique().tolist() == [
-        "bert-imdb, bert-tiny", "gpt-wikitext, gpt-tiny, batch 16", "gpt-wikitext, gpt-tiny, batch 32"
-    ]  # fmt: skip
 
 
 def test_text_columns_are_text_for_any_record(tmp_path: Path) -> None:

@@ -18,12 +18,9 @@ from scipy import stats
 from report_folders import figures
 from study.records.frames import Records, read_records
 from study.records.statistics import estimate_noise
-from study.report import questions
-from study.report.document import Answer, Question, cell_text
-from study.report.questions import QUESTIONS, TABLES, answers
+from study.report.document import Answer, cell_text
+from study.report.questions import TABLES, answers
 from study.report.questions.loss import largest_step_difference
-from study.report.questions.runs import DependentClaim
-from study.report.site.build import NOTEBOOKS, build
 from synthetic_records import with_steps, write_run
 
 STAGES = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu")
@@ -47,37 +44,6 @@ def row(table: pd.DataFrame, name: str) -> pd.Series:
 
 def notes(answer: Answer) -> str:
     return "\n".join(answer.notes)
-
-
-def test_questions_have_unique_names_and_notebooks() -> None:
-    assert len({question.name for question in QUESTIONS}) == len(QUESTIONS)
-    assert len(TABLES) == sum(len(question.tables) for question in QUESTIONS)
-    for question in QUESTIONS:
-        assert question.title.endswith("?")
-        if question.notebook is not None:
-            assert (NOTEBOOKS / f"{question.notebook}.ipynb").is_file()
-        else:
-            assert not question.figures
-
-
-def test_a_new_question_is_one_file_and_its_place_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tables are on the first page without a notebook, and the page's head has the noise of repeated runs."""
-    steps = Question(
-        name="steps",
-        title="How many steps ran?",
-        answer=lambda records: Answer(f"{len(records.steps)} steps.", pd.DataFrame({"Runs": [len(records.runs)]})),
-        tables={"steps_of_runs": lambda records: records.runs[["run", "steps"]]},
-    )
-    monkeypatch.setattr(questions, "QUESTIONS", (steps,))
-    write(tmp_path / "runs", {"ddp": 1.0, "zero2": 1.0}, (1, 2, 3))
-    build(read_records(tmp_path / "runs"), "mine", tmp_path / "report")
-    page, markdown = ((tmp_path / "report" / name).read_text() for name in ("index.html", "summary.md"))
-    for text in (page, markdown):
-        assert "How many steps ran?" in text
-        assert "48 steps." in text
-    assert "Steps of runs in full" in page
-    assert "Residual SD of like runs" in page.partition("</header>")[0]
-    assert [file.name for file in (tmp_path / "report").glob("*.html")] == ["index.html"]
 
 
 # The loss ends at 1.7 + 4 exp(-8/12) plus a little noise: a shift of 0.1 is largest relative to the smallest loss.
@@ -173,24 +139,6 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
     once = read_answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
     assert once.sentence.startswith("Yes, under 2 of 2 strategies")
     assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
-
-
-def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None:
-    """Dropout masks differ between strategies, so steps differ although the training is equivalent."""
-    for seed, (strategy, shift) in itertools.product((1, 2, 3, 4), {"ddp": 0.0, "zero2": 0.002, "zero3": 0.3}.items()):
-        shift *= 1 if seed % 2 else 0.9
-        write_run(tmp_path, strategy, seed=seed, config={"dropout": -1.0}, loss_shift=shift)
-    records = read_records(tmp_path)
-    loss = read_answers(records)["loss"]
-    assert loss.sentence.startswith("Yes, under 1 of 2 strategies: `zero3` differs from its baseline by 7.")
-    assert loss.table["Same loss"].tolist() == ["1 of 2"]
-    assert "masks differ between strategies" in notes(loss)
-    line = row(TABLES["loss"](records), "zero2")
-    assert line["Equivalent"].startswith("equivalent (")
-    assert line["of the loss there"] == "-"
-    seed_1 = dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 1])
-    loss = read_answers(seed_1)["loss"]
-    assert loss.sentence.startswith("Inconclusive under 2 of 2 strategies: their differences are neither")
 
 
 def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
@@ -293,26 +241,6 @@ def test_a_confounded_batch_size_has_no_speed_of_its_own(tmp_path: Path) -> None
     answer = read_answers(records)["batch_size"]
     assert row(answer.table, "zero3").tolist()[2].endswith(" †")
     assert answer.sentence == "No strategy is comparable with `ddp` at more than one place."
-
-
-def test_claims_that_depend_on_the_records_have_links(tmp_path: Path) -> None:
-    # Without an answer that has a notebook.
-    write_run(tmp_path / "runs", "ddp", state="failed", reason="x")
-    evil = "<img src=x onerror=alert(1)> | *x*"
-    resting = [
-        DependentClaim("S9-01", "../docs/claims.md#s9-01", "holds (derived)", "It is so.", f"It was so. {evil}"),
-        DependentClaim("S9-02", "", "holds in part (derived)", "It may be so.", "It was."),
-    ]
-    records = read_records(tmp_path / "runs")
-    assert "claims" not in read_answers(records)
-    build(records, "mine", tmp_path / "report", claims=resting)
-    summary, page = ((tmp_path / "report" / name).read_text() for name in ("summary.md", "index.html"))
-    assert "| [S9-01](../docs/claims.md#s9-01) | holds (derived) | It is so. |" in summary
-    assert "| S9-02 | holds in part (derived) | It may be so. | It was. |" in summary
-    assert '<a href="../docs/claims.md#s9-01">S9-01</a>' in page
-    assert "The findings on 2 published claims depend on these records" in page
-    assert "<img src=x" not in page
-    assert "<img" not in summary
 
 
 def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:

@@ -70,13 +70,6 @@ def lines(records: Records) -> int:
     return sum(summary["extrapolated"] is not None for summary in summaries(records))
 
 
-def test_two_depths_are_not_extrapolated(blank: Records) -> None:
-    records = together(*(row(blank, "zero2", 16, layers) for layers in (2, 3)))
-    assert lines(records) == 0
-    assert [summary["model"] for summary in summaries(records)] == ["gpt-7.5b-2layers", "gpt-7.5b-3layers"]
-    assert TABLES["table1"](records).empty
-
-
 def test_depths_of_different_settings_are_never_extrapolated_together(blank: Records) -> None:
     rows = [row(blank, "zero2", 16, layers) for layers in (2, 3)]
     assert lines(together(*rows, row(blank, "zero2", 16, 4, "zero_optimization.reduce_bucket_size=5"))) == 0
@@ -98,16 +91,6 @@ def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(blank: Record
     changed = row(blank, "zero3", 64, setting="zero_optimization.overlap_comm=true")
     drawing = figures("virtual_cluster", together(records.runs, changed))["settings"]
     assert "as shipped" not in drawing.alt
-
-
-def test_an_extrapolation_is_compared_with_the_complete_model_if_both_ran(blank: Records) -> None:
-    full = row(blank, "zero3", 64)
-    records = together(full, *(row(blank, "zero3", 64, layers, traffic=2.02) for layers in (2, 3, 4)))
-    (summary,) = summaries(records)
-    assert summary["extrapolated"] is None
-    (line,) = TABLES["lines_beside_whole_models"](records).to_dict("records")
-    over = "extrapolated over measured"
-    assert (line[f"State, {over}"], line[f"Ring bytes (NCCL), {over}"]) == ("+0.00%", "+1.00%")
 
 
 def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Path) -> None:

@@ -139,23 +139,6 @@ def test_a_damaged_record_does_not_count_as_finished_and_is_repeated_only_on_req
         assert losses[0] == losses[1]
 
 
-def test_a_record_is_read_once_for_each_of_its_versions_and_a_vanished_one_is_to_do(tmp_path, monkeypatch):
-    record, reads = write_run(tmp_path, "single"), list[Path]()
-
-    def read_and_count(path: Path) -> Any:
-        reads.append(path)
-        return read_run(path)
-
-    monkeypatch.setattr("study.sweep.cell_outcome.read_run", read_and_count)
-    assert [cell_state(record).state for _ in range(3)] == ["ok"] * 3
-    assert len(reads) == 1
-    RunWriter(record).close("oom", "why")
-    assert [cell_state(record).state for _ in range(2)] == ["oom"] * 2
-    assert len(reads) == 2
-    shutil.rmtree(record)
-    assert cell_state(record).state == "to do"
-
-
 def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, capsys):
     suite = write_suite(tmp_path, {"strategy": ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]})
     states: tuple[State, ...] = ("interrupted", "failed", "oom", "timeout", "unsupported")
