@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_ne
     assert main(arguments) == 0
     without_hardware = capsys.readouterr().out.splitlines()
     assert len(without_hardware) == 4
+    assert list(tmp_path.iterdir()) == [file]
     for line in without_hardware:
+        assert shlex.split(line)[1:3] == ["launch", "--config_file"]
         assert " GiB a rank, " in line.split("  # predicted: ")[1]
         assert line.endswith("no time without --hardware, fits")
     assert main([*arguments, "--hardware", "2xT4"]) == 0

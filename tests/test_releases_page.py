@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -32,6 +33,14 @@ def test_the_pages_are_made_of_the_committed_records(report: ReleaseReport) -> N
     details = report.details(json.loads((REPORT / BARE).read_text(encoding="utf-8")))
     assert DETAILS.read_text(encoding="utf-8") == details, "run `make releases`"
     assert json.loads(GRID.read_text(encoding="utf-8")) == report.document(), "run `make releases`"
+
+
+def test_text_of_a_record_is_no_markup_of_the_page() -> None:
+    records = read_parquet(REPORT)
+    runs = records.runs.assign(status_reason=records.runs["status_reason"].where(lambda text: text == "", "<i>no key"))
+    details = ReleaseReport(dataclasses.replace(records, runs=runs)).details([])
+    assert "| crashes | &lt;i&gt;no key |" in details
+    assert "<i>" not in details
 
 
 def test_at_least_ten_releases_ran_in_three_hundred_cells(cells: list[ReleaseCell]) -> None:

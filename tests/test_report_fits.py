@@ -12,7 +12,7 @@ import pytest
 from report_folders import drawn
 from study.records.frames import Records, probe_runs, read_parquet, read_runs, real_runs, write_parquet
 from study.report.questions import TABLES, answers
-from study.report.questions.fits import answer, fits, fits_table, probes_table
+from study.report.questions.fits import answer, fits_table, probes_table
 from synthetic_records import answered, only, write_run
 
 LADDER = [8, 16, 32, 64, 128]
@@ -99,32 +99,12 @@ def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(records):
     assert "fits" in {question.name for question in answers(records)}
 
 
-def test_models_are_searched_by_their_parameters(tmp_path):
-    models = [("gpt-tiny", 10**6, "ok"), ("gpt-tiny-8layers", 2 * 10**6, "oom")]
-    for place, (name, parameters, state) in enumerate(models):
-        flags = {"model_name_or_path": name, "max_steps": 3}
-        run = write_run(tmp_path, "single", ranks=1, steps=3, state=state, reason="" if state == "ok" else TOO_LARGE,
-                        config=flags, engine={"model_parameters": parameters})  # fmt: skip
-        note_search(run, "ladder", place, axis="largest_model")
-    (fit,) = fits(read_runs(tmp_path))
-    assert (fit.subject, fit.what_fits.answer, fit.size) == ("gpt-wikitext: largest model", "gpt-tiny", 1.0)
-
-
 @pytest.mark.parametrize("place", ["1", -1])
 def test_a_search_that_no_sweep_could_have_noted_is_refused(tmp_path, place):
     note_search(write_run(tmp_path, "single", name="probe"), "x", place)
     records = read_runs(tmp_path)
     assert records.runs.empty
     assert records.refused[0].startswith("probe/sweep.json: searches.0.place is")
-
-
-def test_a_probe_may_answer_two_searches_and_be_a_run_of_its_own(tmp_path):
-    write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "oom"})
-    shared = next(tmp_path.glob("*/")).parent / read_runs(tmp_path).runs.query("status_state == 'ok'")["run"].iloc[0]
-    note_search(shared, "models", 3, axis="largest_model", probe=False)
-    records = read_runs(tmp_path)
-    assert sorted(fit.what_fits.answer for fit in fits(records)) == ["8", "at least gpt-tiny"]
-    assert real_runs(records).runs["run"].tolist() == [shared.name]
 
 
 def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):

@@ -228,21 +228,6 @@ def test_advice_names_the_strategies_that_none_is_significantly_faster_than(case
     assert line["Least model state"].startswith(least)
 
 
-def test_a_confounded_batch_size_has_no_speed_of_its_own(tmp_path: Path) -> None:
-    for seed, (batch, factor) in itertools.product((42, 43, 44), ((16, 1.0), (64, 0.8))):
-        write(tmp_path, {"ddp": 1.0, "zero3": factor}, (seed,), config={"global_batch_size": batch})
-    records = read_records(tmp_path)
-    sentence = read_answers(dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 42]))[
-        "batch_size"
-    ].sentence
-    assert sentence == "The speed of `zero3` differs from `ddp`, but at both ends it is not significant."
-    runs = records.runs
-    runs.loc[(runs["strategy"] == "zero3") & (runs["global_batch_size"] == 64), "confounded"] = "clipping"
-    answer = read_answers(records)["batch_size"]
-    assert row(answer.table, "zero3").tolist()[2].endswith(" †")
-    assert answer.sentence == "No strategy is comparable with `ddp` at more than one place."
-
-
 def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     assert read_answers(tmp_path) == {}
     write_run(tmp_path, "zero3", state="failed", reason="x")

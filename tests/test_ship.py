@@ -118,11 +118,6 @@ def test_the_model_may_follow_a_flag(words: list[str], capsys: pytest.CaptureFix
     assert "one of 8 ranks" in capsys.readouterr().out
 
 
-def test_configs_requires_a_folder_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["configs"]) == 2
-    assert "missing: DIR. " in capsys.readouterr().err
-
-
 def test_bash_completes_commands_flags_and_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "study.bash"

@@ -16,7 +16,6 @@ import pytest
 
 from engines import run_in_terminal
 from study import cli
-from study.config.text import format_duration
 from study.host.folders import COMPILES
 from study.host.machine import Machine, matmul_rates
 from study.records.directory import RunWriter, read_json, read_run, read_status, write_json
@@ -259,11 +258,6 @@ def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_
     text = run_in_terminal(command, COLUMNS="160")
     assert all(words in text for words in ("0 done, 0 failed, 1 left", "starting"))
     assert re.search(r"step \d+/100.*0:\d\d:\d\d.*0:\d\d:\d\d", text), "the time so far, and what remains"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59, "59s"), (61, "1m01s"), (3700, "1h01m")])
-def test_durations_are_shown_in_two_units(seconds, text):
-    assert format_duration(seconds) == text
 
 
 def test_status_imports_nothing_heavy(tmp_path):

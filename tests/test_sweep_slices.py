@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import textwrap
 from collections import Counter
@@ -17,7 +16,6 @@ import yaml
 import forked
 from study import cli
 from study.config.errors import UserError
-from study.config.printing import TextTable, print_page
 from study.host.machine import Machine
 from study.records.frames import read_parquet, read_runs, write_parquet
 from study.report.questions import TABLES
@@ -27,7 +25,7 @@ from study.sweep.command import _runnable, in_order
 from study.sweep.forecast import pending_items
 from study.sweep.plan import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
-from study.sweep.tables import fit_screen, slice_progress
+from study.sweep.tables import slice_progress
 from sweeps import TINY
 from synthetic_records import write_run
 
@@ -77,21 +75,6 @@ def test_the_status_of_a_suite_names_the_gpus_that_are_missing(
     assert cli.main(["status", "one_gpu", "--runs_dir", str(tmp_path), "--details"]) == 0
     all_lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"and {len(all_lines) - len(lines) + 1} more; --details prints all"
-
-
-def test_three_long_tables_fit_a_screen_and_a_long_reason_a_line() -> None:
-    table = TextTable(("state", "cell", "reason"), [("failed", f"cell-{row}", "word " * 50) for row in range(30)])
-    short = TextTable(("suite", "left"), [("one", "3")])
-    out = io.StringIO()
-    print_page(["verdict", "", *fit_screen([short, table, table], details=False)], out)
-    lines = out.getvalue().splitlines()
-    assert len(lines) <= 25
-    assert max(map(len, lines)) <= 120
-    assert ("one", "3") in [tuple(line.split()) for line in lines]
-    assert sum(line.endswith("...") for line in lines) == 60 - sum(
-        int(line.split()[1]) for line in lines if "more" in line
-    )
-    assert list(fit_screen([short, table], details=True)) == [short, table]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +130,11 @@ def test_a_series_runs_until_its_time_is_over_and_continues_there(tmp_path, caps
     file = write_series(tmp_path, SEED_FIRST)
     runs = tmp_path / "runs"
     base = [str(file), "--runs_dir", str(runs)]
+    runs.mkdir()
+    plan = plan_suite(str(file), CPU_BOX, runs)
+    answer = REMAINING.answer(read_runs(runs, plan.roots(), slice_progress(plan)))
+    assert answer is not None
+    assert answer.sentence.startswith("None of it is measured yet: 3 runs and searches remain")
     assert cli.main(["run", *base, "--only", "seed=2"]) == 0
     (first,) = runs.glob("*/*/status.json")
     assert first.parent.parent.name == "wide"
@@ -213,21 +201,6 @@ def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeyp
     # A folder that belongs to no suite is left out.
     assert sorted(records.runs["seed"]) == [0, 1]
     assert records.refused[0].startswith("wide/broken/status.json: ")
-
-
-def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_path, capsys):
-    file = write_series(tmp_path, SEED_FIRST)
-    output = tmp_path / "report"
-    arguments = ["report", str(file), "--runs_dir", str(tmp_path / "runs"), "--output", str(output)]
-    assert cli.main(arguments) == 0
-    for text in ((output / "index.html").read_text(), (output / "summary.md").read_text()):
-        assert "None of it is measured yet: 3 runs and searches remain" in text
-        assert "single, seed 1" in text
-        assert "single, seed 2" in text
-    assert not list(output.glob("*.ipynb"))
-    # The report from its parquet files has the same answer.
-    assert cli.main(arguments) == 0
-    assert "None of it is measured" in (output / "index.html").read_text()
 
 
 def test_weights_are_drawn_for_cells_that_fit_the_time_and_are_not_done(tmp_path, monkeypatch, capfd):
