@@ -154,20 +154,6 @@ def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
                 assert finding.figure.n
 
 
-def test_a_changed_record_changes_the_finding(full_board: Scoreboard) -> None:
-    """S1-07 holds because every gradient is sharded before the step; if one were whole, it would not."""
-    records = read_parquet(REPORTS / "virtual_settings")
-    runs = records.runs.copy()
-    gemma = runs["model_name_or_path"].str.contains("gemma") & (runs["strategy"] == "zero3")
-    for row in runs[gemma].index:
-        moments = json.loads(runs.loc[row, "grads_by_moment"])
-        moments["grads_before_step"] = moments["grads_after_backward"]
-        runs.loc[row, "grads_by_moment"] = json.dumps(moments)
-    evidence = Evidence(REPORTS).with_records("virtual_settings", Records(runs, records.steps))
-    assert find_claim(full_board, "S1-07").finding.kind == "holds"
-    assert judge(find_claim(full_board, "S1-07").claim, evidence).finding.kind == "does not hold"
-
-
 @pytest.mark.parametrize(
     "report",
     [
@@ -255,6 +241,7 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
     document = json.loads(done.stdout)
     claims = len(read_ledger().claims)
     assert (len(document["claims"]), sum(document["counts"]["all"].values())) == (claims, claims)
+    assert len(document["corrections"]) == len(read_ledger().corrections) > 0
     first = document["claims"][0]
     assert {"id", "place", "quote", "says", "finding", "evidence", "parts", "verdict", "sentence", "figure", "interval",
             "n", "records", "checks", "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
@@ -264,21 +251,16 @@ def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) 
     assert PAGE.read_text(encoding="utf-8") == page(full_board), "run `make claims`"
 
 
-def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(full_board, monkeypatch, capsys):
+def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_board, monkeypatch, capsys):
     # `--json` above judges; these only print.
     monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
-    claims = len(read_ledger().claims)
+    every = [row.claim.id for row in full_board.judged]
     assert main(["claims", "--details"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == claims
+    assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == len(every)
     assert [line.split()[0] for line in lines[9:16]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
     assert max(map(len, lines)) <= 120
-    ids = [line[:5] for line in lines if re.match(r"[SZ]\d-\d\d", line)]
-    assert ids == [row.claim.id for row in full_board.judged]
-
-
-def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_board, monkeypatch, capsys):
-    monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
+    assert [line[:5] for line in lines if re.match(r"[SZ]\d-\d\d", line)] == every
     for names, ids in (
         (["s3"], ["S3: 1", "", *(f"S3-{number:02}" for number in range(1, 13))]),
         (["S0-06", "Z0-01"], ["S0-06", "Z0-01"]),
@@ -287,15 +269,13 @@ def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_bo
         assert [line[:5] for line in capsys.readouterr().out.splitlines() if line[:1] != " "] == ids
     assert main(["claims", "S0-06", "--json"]) == 0
     assert [claim["id"] for claim in json.loads(capsys.readouterr().out)["claims"]] == ["S0-06"]
+    # A wrong name is refused without pandas too, and before the notice that records are not read.
+    monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)
     for name, nearest in (("S5", "S3"), ("check-tabel", "check-table")):
         assert main(["claims", name]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"error: '{name}' is neither a document nor a claim" in line
         assert nearest in line.partition("did you mean ")[2].partition("?")[0]
-    # Without pandas too, and before the notice that records are not read.
-    monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)
-    assert main(["claims", "S9"]) == 2
-    assert capsys.readouterr().err.startswith("error: 'S9' is neither a document nor a claim")
 
 
 # Changed ledgers
@@ -325,7 +305,6 @@ REFUSED = [
     (minimal(says=""), 5, "says is missing"),
     (minimal(id="S1-01"), 5, "no document has that code"),
     (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
-    (minimal() + "claims: []\n", 13, "claims appears twice"),
 ]
 # Each is the only check of a claim.
 REFUSED_CHECKS = [
@@ -335,7 +314,6 @@ REFUSED_CHECKS = [
     (f"{RATIO}, at_least: 3, at_most: 1", "lower limit is above"),
     (f"{RATIO}, at_most: 1, against: S9-09", "against is 'S9-09'"),
     (STATE.replace("zero3", "zero4"), "zero4"),
-    ("form: missing, needs: more, at_most: 1", "unknown key 'at_most'"),
 ]
 
 

@@ -17,8 +17,8 @@ from study.predictor.hardware import find_device, known_devices, mfu, peak_flops
 from study.workloads.architecture import build_model
 from tools.architectures import CLASSIFIERS, CONFIGS, LENGTH, SAMPLES, make_request
 
-# The names that torch.cuda.get_device_name prints, each with its device; those that resemble them have none: other cards,
-# slices and virtual GPUs.
+# The names that torch.cuda.get_device_name prints, each with its device. Other cards, slices and virtual GPUs, whose
+# names resemble those, have none.
 DEVICES = dict(line.split("\t") for line in (ROOT / "tests" / "data" / "devices.tsv").read_text().splitlines())
 
 

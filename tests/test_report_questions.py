@@ -19,16 +19,22 @@ from report_folders import figures
 from study.records.frames import Records, read_records
 from study.records.statistics import estimate_noise
 from study.report.document import Answer, cell_text
-from study.report.questions import TABLES, answers
+from study.report.questions import QUESTIONS, TABLES, answers
 from study.report.questions.loss import largest_step_difference
-from synthetic_records import with_steps, write_run
+from synthetic_records import answered, with_steps, write_run
 
 STAGES = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu")
 
 
-def read_answers(records: Path | Records) -> dict[str, Answer]:
-    read = read_records(records) if isinstance(records, Path) else records
-    return {question.name: answer for question, answer in answers(read).items()}
+class Answers(dict[str, Answer]):
+    """The answers of records by the names of their questions, each found when it is first read."""
+
+    def __init__(self, records: Path | Records) -> None:
+        self.records = read_records(records) if isinstance(records, Path) else records
+
+    def __missing__(self, name: str) -> Answer:
+        (question,) = (question for question in QUESTIONS if question.name == name)
+        return self.setdefault(name, answered(question.answer(self.records)))
 
 
 def write(root: Path, factors: dict[str, float], seeds: tuple[int, ...] = (1,), **more: Any) -> None:
@@ -61,7 +67,7 @@ def notes(answer: Answer) -> str:
 def test_a_loss_is_the_same_within_the_margin_of_its_precision(tmp_path, shift, config, sentence, same):
     for strategy in STAGES:
         write_run(tmp_path, strategy, loss_shift=shift if strategy == "zero2" else 0.0, config=config)
-    loss = read_answers(tmp_path)["loss"]
+    loss = Answers(tmp_path)["loss"]
     assert loss.sentence.startswith(sentence)
     assert (loss.table["Same loss"].item(), loss.table["Worst strategy"].item()) == (same, "zero2")
     assert ("was widened after that" in notes(loss)) is bool(config)
@@ -76,7 +82,7 @@ def test_a_step_is_compared_with_the_loss_of_that_step(tmp_path: Path) -> None:
     for strategy, first, later in (("ddp", 5.0, 0.01), ("zero2", 5.005, 0.01), ("zero3", 5.001, 0.0101)):
         path = write_run(tmp_path, strategy, name=strategy)
         with_steps(path, functools.partial(change, first=first, later=later))
-    loss = read_answers(tmp_path)["loss"]
+    loss = Answers(tmp_path)["loss"]
     assert loss.sentence == "Yes, under 1 of 2 strategies: `zero3` differs from its baseline by 1.00 %."
     assert row(TABLES["loss"](read_records(tmp_path)), "zero2")["of the loss there"] == "0.10 %"
 
@@ -91,16 +97,14 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     assert set(records.runs["confounded"]) == {""}
     (lacks,) = {note for note in records.runs["notes"] if note}
     assert lacks == "no ddp with seed 2 ended ok, so it is in no ratio and no difference"
-    assert (
-        "under 1 of 1 strategies: `zero2` differs from its baseline by 2.7 %" in read_answers(records)["loss"].sentence
-    )
+    assert "under 1 of 1 strategies: `zero2` differs from its baseline by 2.7 %" in Answers(records)["loss"].sentence
     assert figures("loss_curves", records)["loss_difference"].alt.partition(". ")[0].endswith("zero2 0.100")
 
 
 def test_strategies_without_a_common_seed_are_named(tmp_path: Path) -> None:
     for strategy, seed in (("ddp", 1), ("ddp", 2), ("zero2", 1), ("zero3", 3)):
         write_run(tmp_path, strategy, seed=seed)
-    loss = read_answers(tmp_path)["loss"]
+    loss = Answers(tmp_path)["loss"]
     assert loss.table["Same loss"].tolist() == ["1 of 1"]
     assert "Not compared, because the baseline has no run with any of their seeds: `zero3`." in notes(loss)
 
@@ -112,7 +116,7 @@ def test_a_seed_that_diverges_under_one_strategy_only_is_another_loss(reason: st
     for strategy, seed in itertools.product(("ddp", "zero2", "zero3"), (1, 2)):
         has_failed = (strategy, seed) == ("zero3", 2)
         write_run(tmp_path, strategy, seed=seed, state="failed" if has_failed else "ok", reason=has_failed * reason)
-    loss = read_answers(tmp_path)["loss"]
+    loss = Answers(tmp_path)["loss"]
     (line,) = loss.table.to_dict("records")
     if reason == "lost":
         assert line["Same loss"] == "2 of 2"
@@ -129,14 +133,14 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
             path = write_run(tmp_path, strategy, seed=seed, repeat=repeat, loss_shift=shift)
             with_steps(path, lambda row: row | {"loss": row["loss"] * math.exp(chance.gauss(0, 0.003))})
     records = read_records(tmp_path)
-    loss = read_answers(records)["loss"]
+    loss = Answers(records)["loss"]
     assert loss.sentence.startswith("Yes, under 1 of 3 strategies: `zero3` differs"), loss.sentence
     assert loss.table["Same loss"].tolist() == ["0 of 3"]
     assert "Inconclusive: above the margin, but below 2 times the difference of reruns." in notes(loss)
     without_zero3 = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
-    assert read_answers(without_zero3)["loss"].sentence.startswith("Inconclusive under 2 of 2 strategies")
+    assert Answers(without_zero3)["loss"].sentence.startswith("Inconclusive under 2 of 2 strategies")
     runs = without_zero3.runs[without_zero3.runs["repeat"] == 1]
-    once = read_answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
+    once = Answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
     assert once.sentence.startswith("Yes, under 2 of 2 strategies")
     assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
 
@@ -151,7 +155,7 @@ def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
 def test_nothing_is_compared_with_a_ddp_that_breaks_an_invariant(tmp_path: Path) -> None:
     write(tmp_path, {"single": 1.0, "zero3": 1.0}, (1, 2, 3))
     write(tmp_path, {"ddp": 1.0}, (1, 2, 3), environment={"threads_per_rank": 8})
-    by_name = read_answers(tmp_path)
+    by_name = Answers(tmp_path)
     assert by_name["memory"].sentence.endswith("of `single`'s (`zero3`).")
     assert "~" not in row(by_name["time"].table, "ddp")["x single"]
     assert row(TABLES["runtime"](read_records(tmp_path)), "ddp")["In words"] == "not judged"
@@ -161,7 +165,7 @@ def test_confounded_and_failed_strategies_are_named_and_in_no_answer(tmp_path: P
     write(tmp_path, {"single": 1.0, "ddp": 1.0, "zero2": 1.0}, (42,))
     write_run(tmp_path, "zero3", time_factor=0.01, environment={"threads_per_rank": 8})
     write_run(tmp_path, "zero3_cpu", state="oom", reason="CUDA out of memory")
-    by_name = read_answers(tmp_path)
+    by_name = Answers(tmp_path)
     assert by_name["loss"].table["Same loss"].tolist() == ["2 of 2"]
     for name, column in (("memory", "State, % of ddp"), ("time", "Step, ms"), ("traffic", "Ring bytes (NCCL), MiB")):
         answer = by_name[name]
@@ -180,7 +184,7 @@ def test_confounded_and_failed_strategies_are_named_and_in_no_answer(tmp_path: P
 def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test_s_power(tmp_path: Path) -> None:
     for seed, factor in ((1, 0.94), (2, 1.0), (3, 1.06), (4, 1.0)):
         write(tmp_path, {"ddp": factor, "zero2": 2 - factor, "zero0": 1.0}, (seed,))
-    by_name, spread = read_answers(tmp_path), estimate_noise(read_records(tmp_path).runs, "step_time_s_median")
+    by_name, spread = Answers(tmp_path), estimate_noise(read_records(tmp_path).runs, "step_time_s_median")
     assert spread is not None
 
     def power(seeds: int) -> float:
@@ -219,7 +223,7 @@ def test_advice_names_the_strategies_that_none_is_significantly_faster_than(case
         write(tmp_path, factors, seed_group, gpu="no GPU" not in note)
     # A profiled run is too slow to count.
     write_run(tmp_path, "ddp", config={"profile_steps": 3, "max_steps": 8}, name="profiled", time_factor=0.01)
-    advice = read_answers(tmp_path)["advice"]
+    advice = Answers(tmp_path)["advice"]
     (line,) = advice.table.to_dict("records")
     assert (advice.sentence, line["Fastest, or not significantly slower"]) == (sentence, fastest)
     assert ("Step, ms" in line) is (fastest != "not judged")
@@ -229,16 +233,16 @@ def test_advice_names_the_strategies_that_none_is_significantly_faster_than(case
 
 
 def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
-    assert read_answers(tmp_path) == {}
+    assert answers(read_records(tmp_path)) == {}
     write_run(tmp_path, "zero3", state="failed", reason="x")
-    assert list(read_answers(tmp_path)) == ["runs"]
+    assert [question.name for question in answers(read_records(tmp_path))] == ["runs"]
     virtual: dict[str, Any] = {
         "virtual": True, "ranks": 64, "config": {"global_batch_size": 64}, "environment": {"cpu": "Another"},
     }  # fmt: skip
     write_run(tmp_path / "v", "zero3", **virtual)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "status.json").write_text("{")
-    by_name = read_answers(tmp_path)
+    by_name = {question.name: answer for question, answer in answers(read_records(tmp_path)).items()}
     assert list(by_name) == ["layers", "runs"]
     assert by_name["runs"].sentence == "1 runs succeeded and 1 did not; 1 records were excluded."
     outcomes = by_name["runs"].table
@@ -250,7 +254,7 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
 def test_with_a_gpu_offload_frees_its_memory(tmp_path: Path) -> None:
     """Bytes per parameter and rank under DDP: 20. The committed records are of machines without a GPU."""
     write(tmp_path, dict.fromkeys(("ddp", "zero3", "zero3_cpu"), 1.0), (42,))
-    by_name = read_answers(tmp_path)
+    by_name = Answers(tmp_path)
     assert row(by_name["offload"].table, "zero3_cpu")["Freed"] == "80 %"
     assert by_name["offload"].sentence.startswith("Offload frees 80 % of the model state on the device")
     assert row(by_name["memory"].table, "zero3")["State, % of ddp"] == "62 %"

@@ -7,13 +7,11 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-import forked
 from study import cli
 from study.config.errors import UserError
 from study.host.machine import Machine
@@ -201,22 +199,6 @@ def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeyp
     # A folder that belongs to no suite is left out.
     assert sorted(records.runs["seed"]) == [0, 1]
     assert records.refused[0].startswith("wide/broken/status.json: ")
-
-
-def test_weights_are_drawn_for_cells_that_fit_the_time_and_are_not_done(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("study.sweep.command.subprocess", SimpleNamespace(run=forked.run_module))
-    fixed = {**TINY, "strategy": "single", "expected_s": 60}
-    file = write_series(tmp_path, SEED_FIRST, fixed=fixed)
-    arguments = ["weights", str(file), "--runs_dir", str(tmp_path / "runs")]
-    assert cli.main([*arguments, "--time_budget", "30s"]) == 0
-    assert "no remaining cell of whole needs initial weights" in capfd.readouterr().out
-    # `narrow` has no estimate, and the last slice does not fit.
-    assert cli.main([*arguments, "--time_budget", "90s"]) == 0
-    folders = (folder.name for folder in (tmp_path / "cache" / "initial_weights").iterdir() if folder.is_dir())
-    assert sorted(re.sub(r"-[0-9a-f]{12}$", "", name) for name in folders) == [
-        "gpt-wikitext-gpt-tiny-1layers-random-seed1", "gpt-wikitext-gpt-tiny-random-seed2"
-    ]  # fmt: skip
 
 
 def test_one_gpu_has_every_cell_of_every_rented_suite_in_slices_of_nine_minutes_and_its_report_keeps_them(tmp_path):
