@@ -202,34 +202,14 @@ def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test
     assert float(least) == pytest.approx(100 * math.expm1(beyond * spread.log_sd * math.sqrt(2 / 4)), rel=0.02)
 
 
-THREE = (1, 2, 3)
-ADVICE: dict[str, tuple[list[tuple[dict[str, float], tuple[int, ...]]], str, str, str]] = {
-    "as fast": ([({"ddp": 1.0, "zero0": 1.0, "zero3": 1.0}, (42, 43, 44, 45))],
-                "Nothing is significantly faster than `ddp` and `zero0`.", "ddp, zero0", ""),
-    "faster": ([({"ddp": 1.0, "zero2": 0.4, "zero3": 1.0}, THREE)], "`zero2` is the fastest.", "zero2", ""),
-    "one ran once": ([({"ddp": 1.0, "zero2": 2.0}, THREE), ({"zero0": 0.5}, (1,))],
-                     "Of the strategies with three seeds, `ddp` is the fastest.", "ddp",
-                     "Fewer than three seeds, so not judged: `zero0`."),
-    "one run each": ([({"ddp": 1.0, "zero2": 0.1}, (1,))],
-                     "No advice on time: with fewer than three seeds, differences are not significant.", "not judged",
-                     "This machine has no GPU"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ADVICE)
-def test_advice_names_the_strategies_that_none_is_significantly_faster_than(case: str, tmp_path: Path) -> None:
-    written, sentence, fastest, note = ADVICE[case]
-    for factors, seed_group in written:
-        write(tmp_path, factors, seed_group, gpu="no GPU" not in note)
-    # A profiled run is too slow to count.
+def test_advice_names_a_significantly_faster_strategy_and_counts_no_profiled_run(tmp_path: Path) -> None:
+    # Reports in git have the other sentences: nothing is faster, `ddp` is among those with three seeds, one run each.
+    write(tmp_path, {"ddp": 1.0, "zero2": 0.4, "zero3": 1.0}, (1, 2, 3))
     write_run(tmp_path, "ddp", config={"profile_steps": 3, "max_steps": 8}, name="profiled", time_factor=0.01)
     advice = Answers(tmp_path)["advice"]
     (line,) = advice.table.to_dict("records")
-    assert (advice.sentence, line["Fastest, or not significantly slower"]) == (sentence, fastest)
-    assert ("Step, ms" in line) is (fastest != "not judged")
-    assert note in notes(advice)
-    least = {"as fast": "zero3, ", "faster": "zero3, "}.get(case, "zero2, ")
-    assert line["Least model state"].startswith(least)
+    assert advice.sentence == "`zero2` is the fastest."
+    assert (line["Fastest, or not significantly slower"], line["Least model state"][:7]) == ("zero2", "zero3, ")
 
 
 def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
