@@ -268,10 +268,3 @@ def test_the_page_is_made_again_from_the_committed_records_alone(tmp_path: Path)
     for name in ("summary.md", "index.html"):
         assert (tmp_path / name).read_text() == (COMMITTED / name).read_text(), name
     assert not (tmp_path / MARK).exists()
-
-
-def test_the_committed_records_support_the_beginning_of_the_page() -> None:
-    study = Autopsy(pd.read_parquet(COMMITTED / FILE))
-    on, sessions = study.engine_was_on()
-    assert f"active in {on} of {sessions} sessions" in (COMMITTED / "summary.md").read_text()
-    assert study.ratio("eval_loss", "factorial", PRINTED).n == len(study.models["eval_loss"].terms)

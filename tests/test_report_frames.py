@@ -15,17 +15,7 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.records import frames
 from study.records.directory import read_run
-from study.records.frames import (
-    RUNS_FILE,
-    STEPS_FILE,
-    Records,
-    is_empty,
-    read_parquet,
-    read_records,
-    runs_only_in,
-    steps_by_run,
-    write_parquet,
-)
+from study.records.frames import Records, read_parquet, read_records, write_parquet
 from study.records.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.records.schema import NEW_NAMES, SUMMARY_KEYS
 from study.report.questions import TABLES, answers
@@ -57,16 +47,16 @@ def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path:
     reseal(run)
     assert_same_records(read_records(tmp_path / "runs"), today)
     write_parquet(today, tmp_path)
-    old = pq.read_table(tmp_path / RUNS_FILE).to_pandas().rename(columns={new: old for old, new in NEW_NAMES.items()})
-    write_older(old, tmp_path)
+    table = pq.read_table(tmp_path / frames.RUNS_FILE).to_pandas()
+    write_older(table.rename(columns={new: old for old, new in NEW_NAMES.items()}), tmp_path)
     assert_same_records(read_parquet(tmp_path), today)
 
 
 def write_older(runs: pd.DataFrame, folder: Path) -> None:
     """Write a table of runs with its digest, as an older version with other columns did."""
     table = pa.Table.from_pandas(runs, preserve_index=False)
-    digest = {frames._DIGEST: frames._digest(runs, folder / STEPS_FILE)}
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), folder / RUNS_FILE)
+    digest = {frames._DIGEST: frames._digest(runs, folder / frames.STEPS_FILE)}
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), folder / frames.RUNS_FILE)
 
 
 def test_every_figure_of_a_record_is_in_its_row(runs: Path) -> None:
@@ -102,7 +92,7 @@ def test_steps_carry_the_evaluation_that_followed_them(runs: Path) -> None:
     records = read_records(runs)
     assert list(records.steps) == list(STEP_COLUMNS)
     run = read_run(next(runs.glob("*-ddp-*")))
-    steps = steps_by_run(records)[run.path.name]
+    steps = frames.steps_by_run(records)[run.path.name]
     assert steps["loss"].tolist() == [row["loss"] for row in run.steps]
     assert steps["samples_hash"].tolist() == [row["samples_hash"] for row in run.steps]
     evaluated = steps[steps["eval_loss"].notna()]
@@ -168,7 +158,7 @@ def test_parquet_that_is_damaged_or_was_changed_after_the_report_was_made_is_ref
     records, folder = read_records(runs), tmp_path / "kept"
     write_parquet(records, folder)
     assert_same_records(read_parquet(folder), records)
-    file, steps = folder / RUNS_FILE, folder / STEPS_FILE
+    file, steps = folder / frames.RUNS_FILE, folder / frames.STEPS_FILE
     frame, contents = pd.read_parquet(file), {name: name.read_bytes() for name in (file, steps)}
 
     def changed(name: Path, change: Callable[[pa.Table], pa.Table]) -> None:
@@ -198,7 +188,7 @@ def test_parquet_that_is_damaged_or_was_changed_after_the_report_was_made_is_ref
 
 def test_records_from_before_a_flag_existed_are_read_without_it(runs: Path, tmp_path: Path) -> None:
     write_parquet(read_records(runs), tmp_path / "kept")
-    older = pd.read_parquet(tmp_path / "kept" / RUNS_FILE).drop(columns=["torch_compile", "tokenizer_name"])
+    older = pd.read_parquet(tmp_path / "kept" / frames.RUNS_FILE).drop(columns=["torch_compile", "tokenizer_name"])
     write_older(older, tmp_path / "kept")
     reread = read_records(tmp_path / "kept").runs
     assert list(reread) == list(RUN_COLUMNS)
@@ -212,6 +202,6 @@ def test_text_columns_are_text_for_any_record(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_earlier_report_does_not_stop_a_new_one(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / RUNS_FILE).write_bytes(b"PAR1")
-    assert runs_only_in(tmp_path, read_records(runs)) == []
-    assert not is_empty(tmp_path)
+    (tmp_path / frames.RUNS_FILE).write_bytes(b"PAR1")
+    assert frames.runs_only_in(tmp_path, read_records(runs)) == []
+    assert not frames.is_empty(tmp_path)
