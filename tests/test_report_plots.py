@@ -152,16 +152,6 @@ def test_a_confounded_strategy_is_marked_and_its_reason_is_in_the_figure(noteboo
         assert reason in texts(drawing.figure), name
 
 
-@pytest.mark.parametrize("notebook", OF_THE_LAPTOP)
-def test_another_baseline_changes_the_finding_and_no_measured_value(notebook):
-    before, after = laptops(notebook), figures(notebook, changed(), baseline="zero0")
-    assert list(after) == list(before)
-    assert any(texts(after[name].figure) != texts(before[name].figure) for name in before) or notebook == "offload"
-    assert any("zero0" in text for text in map(texts, (drawing.figure for drawing in after.values())))
-    for name in ("loss", "model_state", "peak_memory", "step_time", "frontier", "traffic"):
-        assert name not in before or after[name].alt.partition(". ")[0] == before[name].alt.partition(". ")[0]
-
-
 def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
     records = changed()
     runs = records.runs[records.runs["seed"] == records.runs["seed"].min()]
