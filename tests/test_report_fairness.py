@@ -8,14 +8,14 @@ from typing import Any
 import grimp
 import pandas as pd
 import pytest
+import yaml
 
+from study.config.places import REPOSITORY
 from study.host import environment
 from study.records.fairness import baseline_arm
 from study.records.frames import read_records
 from study.report.questions import TABLES
 from synthetic_records import with_steps, write_run
-
-OTHER_ADAM = {"lr": 0.003, "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-8, "decoupled_weight_decay": True}
 
 
 def labels(root: Path, column: str = "confounded") -> dict[str, str]:
@@ -29,62 +29,13 @@ def write(root: Path, *strategies: str, **more: Any) -> None:
         write_run(root, strategy, name=strategy, **more)
 
 
-BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "initial weights": ({"engine": {"initial_weights_sha256": "ab" * 32}}, "initial weights"),
-    "weights not recorded": ({"engine": {"initial_weights_sha256": None}}, "initial weights: not recorded"),
-    "samples": ({"samples": "another order"}, "samples: others from step 1 on"),
-    "global batch": ({"config": {"global_batch_size": 32}}, "global batch: 32, baseline 16"),
-    "batch as taken": ({"engine": {"gradient_accumulation_steps": 4}}, "global batch: 64 samples a step, 16 asked"),
-    "batch as groups took it": (
-        {"engine": {"model_parallel_group": {"divides": "tensors", "ranks": 2, "state_over": 1}}},
-        "global batch: 8 samples a step, 16 asked",
-    ),
-    "loss normalization": (
-        {"steps": 8, "loss_shift": 0.0, "scale_first": 0.5},
-        "loss normalization: step 1 says 2.676, baseline 5.352, on the same weights and samples",
-    ),
-    "clipping": ({"config": {"max_grad_norm": 0.5}}, "clipping: 0.5, baseline 1"),
-    "clipping as it ran": ({"engine": {"gradient_clipping": 0.0}}, "clipping: 0, baseline 1"),
-    "optimizer settings": (
-        {"engine": {"optimizer_settings": OTHER_ADAM}}, "optimizer: betas [0.9, 0.95], baseline [0.9, 0.999]",
-    ),
-    "optimizer class": ({"engine": {"optimizer_class": "torch.SGD"}}, "optimizer: torch.SGD, baseline torch.AdamW"),
-    "optimizer unknown": (
-        {"engine": {"optimizer_class": "deepspeed.DeepSpeedCPUAdam", "optimizer_settings": None}},
-        "optimizer: deepspeed.DeepSpeedCPUAdam, baseline torch.AdamW",
-    ),
-    "decay": ({"config": {"weight_decay": 0.01}}, "weight decay: 0.01, baseline 0"),
-    "learning rate": ({"config": {"learning_rate": 0.001}}, "learning rate: 0.001, baseline 0.004"),
-    "schedule": ({"config": {"lr_scheduler_type": "cosine"}}, "schedule: cosine, baseline linear"),
-    "schedule as it ran": ({"lr_factor": 0.5}, "schedule: another learning rate from step 2 on"),
-    "precision": ({"engine": {"precision": "bf16"}}, "precision: ran in bf16, fp32 asked"),
-    "parameter type": ({"engine": {"param_dtype": "bfloat16"}}, "parameter type: bfloat16, baseline float32"),
-    "rounded parameters": (
-        {"engine": {"warnings": ["DeepSpeed keeps the parameters on NVMe as bfloat16: they are rounded every step"]}},
-        "precision: DeepSpeed keeps the parameters on NVMe as bfloat16",
-    ),
-    "dropout": ({"config": {"dropout": 0.1}}, "dropout: 0.1, baseline 0"),
-    "evaluation set": ({"config": {"eval_samples": 64}}, "evaluation set: 64 samples, baseline 200 samples"),
-    "evaluation tokens": ({"engine": {"data": {"tokens_sha256": {"train": "a", "eval": "c"}}}}, "evaluation set"),
-    "threads": ({"environment": {"threads_per_rank": 4}}, "threads per rank: 4, baseline 1"),
-    "device": (
-        {"environment": {"devices": [{"name": "Other GPU"}]}},
-        'another box: device: ["Other GPU"], baseline ["Synthetic GPU"]',
-    ),
-    "processor": ({"environment": {"cpu": "Other"}}, "another box: processor: Other, baseline Synthetic processor"),
-    "a second machine": (
-        {"environment": {"other_machines": [{"cpu": "Other", "devices": [{"name": "Other GPU"}]}]}},
-        'another box: device: ["Synthetic GPU", "Other GPU"], baseline ["Synthetic GPU"]; '
-        "another box: processor: Synthetic processor + Other, baseline Synthetic processor",
-    ),
-    "torch": ({"engine": {"torch": "2.11.0"}}, "torch: 2.11.0, baseline 2.13.0"),
-}  # fmt: skip
+# A change of one run's record that breaks each invariant, and the label that the run gets.
+BROKEN = yaml.safe_load((REPOSITORY / "tests" / "data" / "unfair_runs.yaml").read_text())
 
 
 @pytest.mark.parametrize("invariant", BROKEN)
 def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path: Path) -> None:
-    broken, label = BROKEN[invariant]
-    broken = dict(broken)
+    broken, label = dict(BROKEN[invariant]["change"]), BROKEN[invariant]["label"]
     scale, factor = broken.pop("scale_first", None), broken.pop("lr_factor", None)
     data = {"data": {"tokens_sha256": {"train": "a", "eval": "b"}}} if invariant == "evaluation tokens" else {}
     write(tmp_path, "single", "ddp", "zero2", engine=data)

@@ -23,6 +23,7 @@ from study.report.questions import answers
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
 PAGES = ("index", *NAMES)
 WIDTHS = (400, 1400)
+DATA = REPOSITORY / "tests" / "data"
 EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'> | `$x$` \\"
 # With this on the path, torch and its importers cannot be imported.
 BLOCKER = """
@@ -53,27 +54,7 @@ def harmful(records: Records) -> Records:
 
 OPEN = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 # Each visible text whose contrast with its background is below WCAG AA, and each control without a name.
-CONTRAST = """() => {
-    const parse = (rgb) => { const [r, g, b, a = 1] = rgb.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
-    const light = (rgb) => rgb.slice(0, 3).map((value) => value / 255)
-        .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, value, place) => sum + value * [0.2126, 0.7152, 0.0722][place], 0);
-    const ground = (item) => { for (; item; item = item.parentElement) {
-        const rgb = parse(getComputedStyle(item).backgroundColor);
-        if (rgb[3] === 1) return rgb;
-    } return [255, 255, 255]; };
-    const low = [...document.querySelectorAll("body *")].filter((item) => item.checkVisibility()
-            && [...item.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())).filter((item) => {
-        const style = getComputedStyle(item);
-        const [dark, bright] = [light(parse(style.color)), light(ground(item))].sort((a, b) => a - b);
-        const size = parseFloat(style.fontSize);
-        const isLarge = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
-        return (bright + 0.05) / (dark + 0.05) < (isLarge ? 3 : 4.5);
-    });
-    const silent = [...document.querySelectorAll("a, summary, [tabindex], nav")].filter(
-        (item) => !(item.getAttribute("aria-label") || item.textContent).trim());
-    return [...low, ...silent].map((item) => item.outerHTML.slice(0, 120));
-}"""
+CONTRAST = (DATA / "contrast.js").read_text()
 
 
 class Report(NamedTuple):
@@ -147,19 +128,9 @@ def test_executed_notebooks_are_valid_and_run_again_next_to_their_records(report
         assert all(any(kind in output.get("data", {}) for output in outputs) for kind in ("image/png", "text/html"))
 
 
-OVERFLOW = """() => {
-    const width = document.documentElement.clientWidth;
-    const scrolls = (one) => one && (["auto", "scroll"].includes(getComputedStyle(one).overflowX)
-        || scrolls(one.parentElement));
-    const wide = [...document.querySelectorAll("body *")].filter(
-        (one) => one.getBoundingClientRect().right > width + 1 && !scrolls(one.parentElement));
-    return [document.documentElement.scrollWidth - width, wide.map((one) => one.outerHTML.slice(0, 80))];
-}"""
+OVERFLOW = (DATA / "overflow.js").read_text()
 # Of each table that scrolls: the width of the screen, its shadows, and whether a cell covers them.
-SCROLLING = """() => [...document.querySelectorAll(".table")].filter((one) => one.scrollWidth > one.clientWidth)
-    .map((one) => [innerWidth, getComputedStyle(one).backgroundImage.split("linear-gradient").length - 1,
-        [...one.querySelectorAll("th, td")].every((cell) =>
-            getComputedStyle(cell).backgroundColor === "rgba(0, 0, 0, 0)")])"""
+SCROLLING = (DATA / "scrolling.js").read_text()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -17,34 +17,8 @@ from study.config.strategies import STRATEGY_NAMES
 
 pytest.importorskip("shtab", reason="make install has not brought shtab yet")
 GOOD = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-FILES: dict[str, str | bytes] = {
-    "good.json": json.dumps(GOOD),
-    "good.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n",
-    "wrong.json": """{
-  "train_micro_batch_size_per_gpu": 1,
-  "zero_optimization": {
-    "stage": 3,
-    "offload_optimizer": {"device": "cpu"},
-    "offload_param": {
-      "device": "nvme"
-    },
-    "round_robin_gradients": true
-  },
-  "monitor_config": {}
-}
-""",
-    "misspelt.json": '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2}\n}\n',
-    "comma.json": '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true}}}\n',
-    "one_line.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2,}}',
-    "wrong, too.yaml": (
-        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"
-        "  zero3_init_flag: true\n  stage3_max_live_parameters: 0\n  offload_param_device: cpu\n"
-    ),
-    # Neither: other programs' files, and a launcher that is not modelled.
-    "package.json": '{"optimizer": 1}', "list.json": "[1]", "settings.json": '{"editor": 1, // comment\n}',
-    "trainer.yaml": "gradient_accumulation_steps: 4\ndeepspeed: ds.json\n", "chart.yaml": "{{- if .Values }}\n",
-    "tpu.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: XLA\n", "image.json": b"\xff\xfe",
-}  # fmt: skip
+# Configuration files with and without faults, and files of other programs, which it skips.
+HOOKED = ROOT / "tests" / "data" / "hook"
 
 
 def entry() -> list[str]:
@@ -61,25 +35,23 @@ def check(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
 
 
 def test_the_hook_annotates_wrong_lines_and_skips_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, content in FILES.items():
-        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    status, lines = check(*FILES, "--output_format", "github", capsys=capsys)
+    monkeypatch.chdir(HOOKED)
+    status, lines = check(*sorted(file.name for file in HOOKED.iterdir()), "--output_format", "github", capsys=capsys)
     assert status == 1
     assert lines[-1] == "errors: 2, warnings: 7; 7 configuration files checked, 7 other files skipped"
     start = re.compile(r"::(error|warning) file=(.+),line=(\d+),title=(\w+)::([\w.]+)")
     assert [match.groups() for line in lines[:-1] if (match := start.match(line))] == [
-        ("error", "wrong.json", "6", "refused", "zero_optimization.offload_param.nvme_path"),
-        ("warning", "wrong.json", "9", "ineffective", "zero_optimization.round_robin_gradients"),
-        ("warning", "wrong.json", "11", "ignored", "monitor_config"),
-        ("warning", "misspelt.json", "3", "ignored", "zero_optimisation"),
         ("error", "comma.json", "3", "refused", "is"),
+        ("warning", "misspelt.json", "3", "ignored", "zero_optimisation"),
         ("warning", "one_line.json", "1", "conflict", "one_line.json"),
         ("warning", "wrong%2C too.yaml", "5", "ineffective", "zero3_init_flag"),
         ("warning", "wrong%2C too.yaml", "6", "ignored", "stage3_max_live_parameters"),
         ("warning", "wrong%2C too.yaml", "7", "ineffective", "offload_param_device"),
+        ("error", "wrong.json", "6", "refused", "zero_optimization.offload_param.nvme_path"),
+        ("warning", "wrong.json", "9", "ineffective", "zero_optimization.round_robin_gradients"),
+        ("warning", "wrong.json", "11", "ignored", "monitor_config"),
     ]
     assert check("good.json", "good.yaml", "tpu.yaml", capsys=capsys)[0] == 0
     status, lines = check("wrong.json", "--json", capsys=capsys)
