@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from study.claims.published import TABLES, check_table, published_tables, read_table
 from study.cli import main
 from study.config.errors import UserError
+from study.config.places import REPOSITORY
 from study.predictor.state import paper_state_bytes
 
 
@@ -104,37 +106,21 @@ def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, la
     assert row.strategy == strategy
 
 
-@pytest.mark.parametrize(
-    ("text", "place", "words"),
-    [
-        ("", "", "no table"),
-        ("model,gpus,strategy,gb", "", "no table"),
-        ("model,gpus,gb\n7B,8,10", ":1", "no column has the strategy"),
-        ("model,gpus,strategy,gb\n7B,8,zero3", ":2", "3 cells"),
-        ("model,gpus,strategy,gb\n0B,8,zero3,10", ":2", "contains no model size"),
-        ("model,gpus,strategy,gb\n7B,0,zero3,10", ":2", "not a valid GPU count"),
-        ("model,gpus,strategy,gb\n7B,2-8,zero3,10", ":2", "not a valid GPU count"),
-        ("model,gpus,strategy,gb\n7B,8,zero3,1e9", ":2", "not one size"),
-        ("model,gpus,strategy,gb\n7B,8,zero3,45 of 80", ":2", "not one size"),
-        ("model,gpus,strategy,gb\n7B,8,magic,10", ":2", "not a strategy"),
-        ("model,gpus,strategy,gb\n7B,8,zero1 + NVMe,10", ":2", "not a strategy of this study"),
-        ("model,gpus,strategy,gb\n\n7B,8,zero3,much", ":3", "not one size"),
-        ("model,gpus,strategy,gb,device\n7B,8,zero3,10,A100", ":2", "not a device of one size"),
-        ("model,gpus,strategy,gb,trains\n7B,8,zero3,10,lora", ":2", "not a kind of training"),
-        ("| model | gpus | strategy | gb |\n| --- | --- | --- | --- |\n| 7B | 8 | zero9 | 1 |", ":3", "not a strategy"),
-    ],
-)
-def test_a_table_that_is_not_understood_is_refused_in_one_line(tmp_path, capsys, text, place, words):
+WRONG_TABLES = yaml.safe_load((REPOSITORY / "tests" / "data" / "wrong_tables.yaml").read_text())
+
+
+@pytest.mark.parametrize("wrong", WRONG_TABLES, ids=lambda wrong: wrong["says"])
+def test_a_table_that_is_not_understood_is_refused_in_one_line(tmp_path, capsys, wrong):
     file = tmp_path / "table.csv"
     with pytest.raises(UserError, match="not readable"):
         read_table(file)
-    file.write_text(text)
+    file.write_text(wrong["table"])
     assert main(["claims", "check-table", str(file)]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert err.count("\n") == 1
-    assert words in err
-    assert f"{file}{place}" in err
+    assert wrong["says"] in err
+    assert str(file) + (f":{wrong['line']}" if wrong["line"] else "") in err
 
 
 def test_numbers_may_have_commas(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import traceback
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -21,28 +22,11 @@ from study.records.outcome import FreeMemory, Terminated, outcome_from_exception
 from study.sweep.cell_outcome import ExitEvidence, classify_outcome, last_lines
 from study.sweep.plan import missing_requirement
 from study.sweep.suite_file import Requirements, Suite
-from sweeps import write_files
+from sweeps import ROOT, write_files
 
+MESSAGES = yaml.safe_load((ROOT / "tests" / "data" / "messages.yaml").read_text())
+TORCHRUN_KILLED, NCCL_OOM, NCCL_NO_ROOM, CUDA_ERROR, FRAMES = MESSAGES.values()
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
-TORCHRUN_KILLED = """\
-E1120 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: -9) local_rank: 1 (pid: 7)
-Root Cause (first observed failure):
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 7)
-  traceback : Signal 9 (SIGKILL) received by PID 7
-"""
-NCCL_OOM = """\
-torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.28.9
-ncclUnhandledCudaError: Call to CUDA function failed.
-Last error:
-Cuda failure 2 'out of memory'
-"""
-NCCL_NO_ROOM = """\
-torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.28.9
-ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
-Last error:
-Error while creating shared memory segment /dev/shm/nccl-VPyhzw (size 9637888), error: No space left on device (28)
-"""
 SINGLE_KILLED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.\n"
 SIGTERM_BY_LAUNCHER = (
     "interrupted", "ended by SIGTERM: from outside, or by the launcher because another rank died", "run it again"
@@ -138,17 +122,6 @@ def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, s
     assert says != FULL or ending.hint == "free some space, and run it again"
 
 
-# Messages of torch 2.13 if `Tensor.pin_memory` cannot lock host memory, and if CUDA has no free device memory.
-CUDA_ERROR = """\
-CUDA error: out of memory
-Search for `cudaErrorMemoryAllocation' in the CUDA runtime's documentation for more information.
-CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
-For debugging consider passing CUDA_LAUNCH_BLOCKING=1
-"""
-FRAMES = """\
-  File "site-packages/deepspeed/accelerator/abstract_accelerator.py", line 341, in pin_memory
-    return self._torch_pin_memory(tensor)
-"""
 LOCKED, EITHER = "no more host memory could be locked", "the device's memory, or host memory that can be locked"
 
 
@@ -169,7 +142,7 @@ def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, say
     assert ending.reason.startswith(says)
     assert "(CUDA error: out of memory" in ending.reason
     assert hint in ending.hint
-    log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {CUDA_ERROR}"
+    log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {MESSAGES['cuda_error']}"
     # A log does not include the free memory.
     assert classify_outcome(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER)
 

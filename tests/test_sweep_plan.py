@@ -45,56 +45,19 @@ def plan(file, box=CPU_BOX, only=()):
 
 
 HEAD = "name: x\ndescription: y\n"
-GRID = HEAD + "grids:\n  - "
-ONE_GRID = "grids: [{axes: {strategy: ddp}}]\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "says"),
-    [
-        (f"{HEAD}grid: []\n{ONE_GRID}", 3, "unknown key 'grid'"),
-        (GRID + "axes:\n      strategy: ddp\n      batch: [1, 2]\n", 6, "unknown key 'batch'"),
-        (GRID + "axes:\n      strategy: [ddp, zero4]\n", 5, "strategy is 'zero4'"),
-        (HEAD + "fixed:\n  seed: 1\n  seed: 2\ngrids: []\n", 5, "seed appears twice"),
-        (HEAD + "fixed: {output_dir: here}\ngrids: []\n", 3, "unknown key 'output_dir'"),
-        (HEAD + "fixed:\n  max_steps: many\ngrids: []\n", 4, "max_steps"),
-        (GRID + "axes: {strategy: []}\n", 4, "empty list"),
-        (GRID + "axes: {strategy: ddp}\n    repeats: 0\n", 5, "repeats is 0"),
-        (GRID + "axes: {strategy: ddp, world_size: two}\n", 4, "world_size is 'two'"),
-        (GRID + "fixed: {seed: 1}\n    axes: {strategy: ddp, seed: [1, 2]}\n", 5, "fixed and an axis"),
-        (GRID + "axes: {strategy: ddp}\n    exclude: [{stage: 3}]\n", 5, "unknown key 'stage'"),
-        (GRID + "axes: {strategy: ddp\n", 5, "not YAML"),
-        (GRID + "7\n", 3, "mapping"),
-        (GRID + "axes: {strategy: ddp}\n    search: {}\n", 5, "has 0 axes"),
-        (GRID + "search: {largest_model: [a, b], largest_micro_batch: [1, 2]}\n", 4, "has 2 axes"),
-        (GRID + "search: {largest_model: [a, b, a]}\n", 4, "is ['a', 'b', 'a']"),
-        (GRID + "search: {largest_micro_batch: {from: 4, to: 2}}\n", 4, "is {'from': 4, 'to': 2}"),
-        (GRID + "search: {largest_micro_batch: [1, 4, 2]}\n", 4, "is [1, 4, 2]"),
-        (
-            GRID + "axes: {global_batch_size: 8}\n    search: {largest_micro_batch: [1, 2]}\n",
-            4, "global_batch_size is set by the search for largest_micro_batch",
-        ),
-        (
-            GRID + "search: {largest_model: [gpt2, gpt2-xl]}\n    overrides:\n"
-            "      - {where: {strategy: ddp}, fixed: {model_name_or_path: gpt2}}\n",
-            6, "is set by the search for largest_model",
-        ),
-        (GRID + "axes: {strategy: ddp, trainer: keras}\n", 4, "trainer is 'keras'"),
-        (GRID + "axes: {strategy: ddp, expected_s: 0}\n", 4, "expected_s is 0"),
-        (GRID + "axes: {strategy: ddp, stack: {a: b}}\n", 4, "stack is {'a': 'b'}"),
-        (f"name: {'a' * 101}\ndescription: y\ngrids: []\n", 1, "name is 'aaa"),
-        (HEAD + "requires: {host_memory_gib: .inf}\ngrids: []\n", 3, "host_memory_gib is inf"),
-        ("name: a/b\ndescription: y\ngrids: []\n", 1, "name is 'a/b'"),
-        ("name: x\ngrids: []\n", 1, "description is missing"),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, text, line, says):
+WRONG_SUITES = yaml.safe_load((ROOT / "tests" / "data" / "wrong_suites.yaml").read_text())
+
+
+@pytest.mark.parametrize("wrong", WRONG_SUITES, ids=lambda wrong: wrong["says"])
+def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, wrong):
     file = tmp_path / "suite.yaml"
-    file.write_text(text)
+    file.write_text(wrong["suite"])
     with pytest.raises(UserError) as refusal:
         read_suite(file)
-    assert f"{file}:{line}" in refusal.value.problem
-    assert says in refusal.value.problem
+    assert f"{file}:{wrong['line']}" in refusal.value.problem
+    assert wrong["says"] in refusal.value.problem
 
 
 @pytest.mark.parametrize(
