@@ -13,10 +13,12 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
@@ -26,6 +28,7 @@ from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scor
 from study.claims.verdicts import PROXY, CheckOutcome, ClaimFinding, Figure, Region, combine
 from study.cli import main
 from study.config.errors import UserError
+from study.config.places import REPOSITORY
 from study.host.machine import Machine
 from study.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.sweep.cell import Cell
@@ -81,32 +84,13 @@ def test_the_rules_of_findings() -> None:
             assert list_facts(combine(less)) <= list_facts(finding), outcomes
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "text"),
-    [
-        ([], "undecided: untested"),
-        ([CheckOutcome("holds")], "holds"),
-        ([CheckOutcome("holds"), CheckOutcome("fails")], "does not hold"),
-        ([CheckOutcome("holds"), CheckOutcome("not judged")], "undecided: untested"),
-        ([CheckOutcome("holds", necessary=True)], "undecided: untested"),
-        ([CheckOutcome("holds"), CheckOutcome("fails", necessary=True)], "does not hold"),
-        ([CheckOutcome("fails", internal=True)], "contradicts itself"),
-        ([CheckOutcome("holds", basis=PROXY)], "undecided: reproduced at small scale"),
-        ([CheckOutcome("holds"), CheckOutcome("fails", basis=PROXY)], "holds"),
-        ([CheckOutcome("holds", "a"), CheckOutcome("fails", "b")], "holds in part: a; does not hold: b"),
-        ([CheckOutcome("holds", "a"), CheckOutcome("fails", "b", decides=True)], "does not hold: b; holds: a"),
-        ([CheckOutcome("fails", "a"), CheckOutcome("not judged", "b")], "does not hold: a; untested: b"),
-        ([CheckOutcome("holds", "a"), CheckOutcome("not judged", "b")], "holds in part: a; untested: b"),
-        ([CheckOutcome("holds", "a"), CheckOutcome("disputed", "b", decides=True)],
-         "undecided: holds: a; disputed: b"),
-        ([CheckOutcome("holds", reading="x"), CheckOutcome("fails", reading="y")],
-         "undecided: depends on the reading (holds if read as: x, does not hold if read as: y)"),
-        ([CheckOutcome("fails", reading="x"), CheckOutcome("fails", reading="y")], "does not hold"),
-    ],
-)  # fmt: skip
-def test_the_rule_that_combines_checks(outcomes: list[CheckOutcome], text: str) -> None:
-    finding = combine(outcomes)
-    assert (finding.text, text.startswith(finding.kind)) == (text, True)
+FINDINGS = yaml.safe_load((REPOSITORY / "tests" / "data" / "findings.yaml").read_text())
+
+
+@pytest.mark.parametrize("expected", FINDINGS, ids=lambda expected: expected["finding"])
+def test_the_rule_that_combines_checks(expected: dict[str, Any]) -> None:
+    finding = combine([CheckOutcome(**check) for check in expected["checks"]])
+    assert (finding.text, expected["finding"].startswith(finding.kind)) == (expected["finding"], True)
 
 
 def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> None:

@@ -68,32 +68,7 @@ def test_a_strategy_without_a_successful_run_is_not_comparable(tmp_path: Path) -
     assert comparable == {"single": "yes", "ddp": "yes", "zero2": "clipping: 0.5, baseline 1"}
 
 
-def release(version: str) -> dict[str, Any]:
-    """Return the environment of an installed wheel, which has no commit."""
-    return {"git_commit": None, "packages": {"zero-study": version}}
-
-
-COMMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "another": ({"git_commit": "a" * 40}, {"git_commit": "b" * 40}, "another commit: bbbbbbb, baseline aaaaaaa"),
-    "none": ({}, {"git_commit": None}, "commit: not recorded, baseline 0000000"),
-    "none of both": ({"git_commit": None}, {"git_commit": None}, "commit: not recorded, baseline not recorded"),
-    "changed": (
-        {}, {"git_dirty": True},
-        "commit: 0000000 with changes, baseline 0000000, and nothing says what the changes were",
-    ),
-    "changed, and known how": (
-        {"code_sha256": "a" * 64}, {"git_dirty": True, "code_sha256": "b" * 64},
-        "another commit: 0000000 with changes, baseline 0000000",
-    ),
-    "another release": (release("1.0"), release("1.1"), "another commit: release 1.1, baseline release 1.0"),
-    "the same release": (release("1.0"), release("1.0"), ""),
-    "the same code at another commit": (
-        {"git_commit": "a" * 40, "code_sha256": "c" * 64}, {"git_commit": "b" * 40, "code_sha256": "c" * 64}, "",
-    ),
-    "the same changes": (
-        {"git_dirty": True, "code_sha256": "c" * 64}, {"git_dirty": True, "code_sha256": "c" * 64}, "",
-    ),
-}  # fmt: skip
+OTHER_CODE = yaml.safe_load((REPOSITORY / "tests" / "data" / "other_code.yaml").read_text())
 
 
 def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(tmp_path, monkeypatch):
@@ -125,9 +100,9 @@ def test_the_digest_is_of_the_rooms_that_a_run_imports() -> None:
     assert {name.removesuffix(".py") for name in environment._NOT_RUN} == rooms - rooms_of_a_run
 
 
-@pytest.mark.parametrize("case", COMMITS)
+@pytest.mark.parametrize("case", OTHER_CODE)
 def test_times_of_other_code_are_confounded_and_losses_are_not(case: str, tmp_path: Path) -> None:
-    baseline, changed, label = COMMITS[case]
+    baseline, changed, label = OTHER_CODE[case].values()
     write_run(tmp_path, "single", name="single", environment=baseline)
     write_run(tmp_path, "zero3", name="zero3", environment=changed)
     assert labels(tmp_path) == {"single": "", "zero3": label}
