@@ -44,29 +44,14 @@ def test_the_floors_are_the_papers(tmp_path: Path) -> None:
         assert only.least_gb == pytest.approx(13 * (2 / (16 if stage == 3 else 1) + 2 / (16 if stage >= 2 else 1)))
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        # Weights and gradients of 10 B need 40 GB; 37 in GiB are slightly less, 38 are more.
-        ("10B,8,ddp,36,", "impossible"), ("10B,8,ddp,37,", "suspicious"), ("10B,8,ddp,147,", "suspicious"),
-        ("10B,8,ddp,160,", "possible"),
-        # Impossible on a smaller device, unless the table itself lists it as out of memory.
-        ("10B,8,ddp,160,80 GB", "impossible"), ("10B,8,ddp,160 (OOM),80 GB", "possible"),
-        ("10B,8,zero3,21,T4", "impossible"),
-        # The name is a prefix of the RTX 3080 Ti, which has 12.
-        ("10B,8,zero3,11,RTX 3080", "impossible"), ("10B,8,zero3,21,H100 SXM", "possible"),
-        ("10B,8,zero3,4,", "impossible"), ("10B,8,zero3_cpu,1,", "possible"),
-        # Adapters need only their frozen weights. Stages 1 and 2 keep every weight on every GPU, stage 3 does not.
-        ("10B,1,single,19,,adapters", "possible"), ("10B,1,single,18,,adapters", "impossible"),
-        ('10B,1,single,11,,"adapters, 8-bit"', "possible"), ('10B,1,single,8,,"adapters, 8-bit"', "impossible"),
-        ('10B,1,single,5,,"adapters, 4-bit"', "possible"), ("10B,4,zero2,5,,adapters", "impossible"),
-        ("10B,4,zero3,5,,adapters", "possible"),
-    ],
-)  # fmt: skip
-def test_a_row_moves_with_its_figures(tmp_path: Path, row: str, expected: str) -> None:
+ROWS = yaml.safe_load((REPOSITORY / "tests" / "data" / "table_rows.yaml").read_text())
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_moves_with_its_figures(tmp_path: Path, row: str) -> None:
     header = "model,gpus,strategy,gb,device" + ",trains" * ("adapters" in row)
     (only,) = check_table(table(tmp_path, row, header=header))
-    assert only.plausibility == expected
+    assert only.plausibility == ROWS[row]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engines import ROOT
 from study.config.flags import RunConfig, Task, resolve_config
+from study.config.places import REPOSITORY
 from study.metrics.flops import model_flops_per_sample
 from study.predictor.activations import model_flops
 from study.predictor.hardware import find_device, known_devices, mfu, peak_flops
@@ -19,7 +19,7 @@ from tools.architectures import CLASSIFIERS, CONFIGS, LENGTH, SAMPLES, make_requ
 
 # The names that torch.cuda.get_device_name prints, each with its device. Other cards, slices and virtual GPUs, whose
 # names resemble those, have none.
-DEVICES = dict(line.split("\t") for line in (ROOT / "tests" / "data" / "devices.tsv").read_text().splitlines())
+DEVICES = dict(line.split("\t") for line in (REPOSITORY / "tests" / "data" / "devices.tsv").read_text().splitlines())
 
 
 def run_config(task: Task, model: str, **flags: Any) -> RunConfig:

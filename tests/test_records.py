@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import synthetic_records
 from damage import leaves, set_leaf
@@ -359,31 +360,12 @@ def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_direct
     assert_refused(run_directory, name, "is not readable")
 
 
-# A value that each rule of the schema refuses, by its file.
-WRONG: dict[str, dict[str, list[Any]]] = {
-    "status.json": {
-        "state": ["fine", None], "reason": [None], "attempt": [0, True, 1.0], "started_at": ["yesterday", 3],
-        "ended_at": ["2026-01-01T00:00:00", None], "step_time_median": [1],
-    },
-    "engine.json": {
-        "strategy": [3], "world_size": [0, True], "virtual": [0], "zero_stage": [4, True], "offload_param": [False],
-        "gradient_clipping": [None, -1], "buckets": [[]], "initial_weights_sha256": ["abc"], "warnings": ["a", [1]],
-        "model_layers": ["many"],
-    },
-    "summary.json": {"steps": [1.5], "eval_accuracy": [1.5], "step_time_median": [1]},
-    "memory.json": {"unit": ["MiB"], "ranks": [[{}]]}, "traffic.json": {"collectives": [[]]},
-}  # fmt: skip
-WRONG_ROWS: dict[str, list[dict[str, Any]]] = {
-    "steps.jsonl": [
-        {"step": 1}, {"step": 4}, {"step": True}, {"samples_hash": "xyz"}, {"lr": None}, {"tokens": 64.5}, {"note": 1}
-    ],
-    "evals.jsonl": [{"step": 3}, {"step": 2}, {"eval_loss": None}, {"accuracy": 1.5}, {"bleu": 1.0}],
-}  # fmt: skip
+WRONG = yaml.safe_load((ROOT / "tests" / "data" / "wrong_records.yaml").read_text())
 
 
 def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> None:
     shutil.copytree(run_directory, run_directory.parent / "other")
-    for name, values in WRONG.items():
+    for name, values in WRONG["documents"].items():
         file = run_directory / name
         before = file.read_text()
         for key, value in ((key, value) for key, several in values.items() for value in several):
@@ -397,7 +379,7 @@ def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> 
             rewrite(file, methodcaller("pop", key))
             assert_refused(run_directory, name, key)
             file.write_text(before)
-    for name, changes in WRONG_ROWS.items():
+    for name, changes in WRONG["rows"].items():
         file = run_directory / name
         before = file.read_text()
         for change in changes:

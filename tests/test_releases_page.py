@@ -9,8 +9,10 @@ import re
 from importlib.metadata import version
 
 import pytest
+import yaml
 
 from study.cli import main
+from study.config.places import REPOSITORY
 from study.host.stacks import release_key
 from study.records.frames import read_parquet
 from study.releases.causes import GRID, PACKAGES, read_causes
@@ -80,24 +82,10 @@ def test_a_release_recommended_against_one_cause_has_no_other() -> None:
     assert conflicts == []
 
 
-@pytest.mark.parametrize(
-    ("release", "verdict"),
-    [
-        ("0.19.8", r": no fault found$"),
-        ("0.19.7", r": no fault found; Muon wrong under zero1, zero2 \(k\), zero3 \(l\)$"),
-        (
-            "0.18.9",
-            r": wrong gradients with accumulation under zero0, zero1, zero2, zero2_cpu \(a\), zero2_cpu \(d\);"
-            r" Muon not tested; use 0.19.8$",
-        ),
-        ("0.18.7", r": not tested; wrong gradients with accumulation under zero0, zero1, zero2, zero2_cpu \(a\)"),
-        ("0.16.9", r": wrong gradients with accumulation under zero0, zero1 \(c\), zero2_cpu \(d\); Muon not"),
-        ("0.16.9 zero2", r", zero2: no fault found; Muon not tested$"),
-        ("0.18.0", r": wrong .*zero2_cpu \(d\); in bf16-engine under zero0 \(i\); Muon not tested;"),
-        ("0.14.0", r": does not run with the packages of the test"),
-        ("99.0", r": not tested; run: study verify --quick$"),
-    ],
-)
+VERDICTS = yaml.safe_load((REPOSITORY / "tests" / "data" / "verdicts_of_releases.yaml").read_text())
+
+
+@pytest.mark.parametrize(("release", "verdict"), VERDICTS.items())
 def test_a_release_is_judged_in_the_first_line(release: str, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["releases", *release.split()]) == 0
     out = capsys.readouterr().out.splitlines()

@@ -82,35 +82,15 @@ def test_a_file_that_is_not_a_suite_is_refused(tmp_path, text, says):
         read_suite(file)
 
 
-VIRTUAL = {"strategy": "zero3", "virtual_world_size": 8}
-ONE_IS_VIRTUAL = {"where": {"dropout": 0.1}, "fixed": VIRTUAL}
+WRONG_PLANS = yaml.safe_load((ROOT / "tests" / "data" / "wrong_plans.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("cell", "rules", "says"),
-    [
-        ({}, {"exclude": [{"strategy": "ddp", "dropout": 0.2}]}, "no run of the grid has "),
-        ({}, {"overrides": [{"where": {"strategy": "ddp"}, "fixed": {"seed": 1}}]}, "no run of the grid has "),
-        ({}, {"exclude": [{"strategy": ["zero2"]}]}, "the suite tiny has no cell: its grids exclude all of them"),
-        ({"global_batch_size": 8}, {"overrides": [ONE_IS_VIRTUAL]}, "mixes virtual ranks with real runs"),
-        ({"gradient_accumulation_steps": 4, "global_batch_size": 6}, {}, r":\d+: .*zero2 on 2 ranks: gradient_acc"),
-        ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}, {}, r":\d+: .*are both set"),
-        ({"strategy": "ddp", "world_size": 3}, {}, r":\d+: .*ddp on 3 ranks.*does not divide"),
-        ({"strategy": "ddp", "precision": "bf16-engine"}, {}, "ddp runs without it"),
-        ({"strategy": "fsdp2", "trainer": "hf_trainer"}, {}, "hf_trainer does not run fsdp2"),
-        ({"trainer": "bare_loop"}, {}, "bare_loop does not run zero2"),
-        ({**VIRTUAL, "world_size": 1}, {}, "does not divide over 8 ranks"),
-        ({**VIRTUAL, "strategy": "single"}, {}, "cannot be a virtual rank"),
-        ({**VIRTUAL, "world_size": 2}, {}, "world_size and virtual_world_size"),
-    ],
-)  # fmt: skip
-def test_rules_that_match_no_run_and_cells_that_cannot_run_are_refused_before_anything_runs(
-    tmp_path, cell, rules, says
-):
-    strategy = cell.get("strategy", "zero2")
-    fixed = {key: value for key, value in {**TINY, **cell}.items() if key != "strategy"}
-    with pytest.raises(UserError, match=says):
-        plan(write_suite(tmp_path, {"strategy": [strategy], "dropout": [0.0, 0.1]}, fixed, **rules))
+@pytest.mark.parametrize("wrong", WRONG_PLANS, ids=lambda wrong: wrong["says"])
+def test_rules_that_match_no_run_and_cells_that_cannot_run_are_refused_before_anything_runs(tmp_path, wrong):
+    fixed = {**TINY, **wrong.get("cell", {})}
+    axes = {"strategy": [fixed.pop("strategy", "zero2")], "dropout": [0.0, 0.1]}
+    with pytest.raises(UserError, match=wrong["says"]):
+        plan(write_suite(tmp_path, axes, fixed, **wrong.get("rules", {})))
 
 
 def test_a_rule_about_the_number_of_ranks_may_match_no_run(tmp_path):
