@@ -265,12 +265,14 @@ def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_
 # Changed ledgers
 
 
-def minimal(**changes: str) -> str:
+def minimal(contradictions: str = "[]", **changes: str) -> str:
     claim = {"id": "S0-01", "place": "there", "says": "so", "holds_if": "so", "falls_if": "not so",
              "checks": "[{form: ratio, shows: it, of: 1, to: 2, at_most: 1}]",
              "settle": "{command: study doctor, minutes: 1, box: any}"} | changes  # fmt: skip
     lines = "\n".join(f"    {key}: {value}" for key, value in claim.items() if value)
-    return f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}\ncontradictions: []\n"
+    return (
+        f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}\ncontradictions: {contradictions}\n"
+    )
 
 
 def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
@@ -281,38 +283,18 @@ def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
     assert only.document()["verdict"] == "supported"
 
 
-RATIO = "form: ratio, of: 1, to: 2"
-STATE = "form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8, at_most: 1"
 # The ledger is this project's own file: one wrong key or value of each kind.
-REFUSED = [
-    (minimal(sayz="so"), 12, "unknown key 'sayz'"),
-    (minimal(says=""), 5, "says is missing"),
-    (minimal(id="S1-01"), 5, "no document has that code"),
-    (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
-]
-# Each is the only check of a claim.
-REFUSED_CHECKS = [
-    ("form: guess, at_most: 1", "form is 'guess'"),
-    (f"{RATIO}, away: 3, at_most: 1", "unknown key 'away'"),
-    (RATIO, "the region is at_least"),
-    (f"{RATIO}, at_least: 3, at_most: 1", "lower limit is above"),
-    (f"{RATIO}, at_most: 1, against: S9-09", "against is 'S9-09'"),
-    (STATE.replace("zero3", "zero4"), "zero4"),
-]
+WRONG_LEDGERS = yaml.safe_load((REPOSITORY / "tests" / "data" / "wrong_ledgers.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
-    [*REFUSED, *((minimal(checks=f"[{{shows: it, {check}}}]"), 10, words) for check, words in REFUSED_CHECKS)],
-    ids=[words for *_, words in (*REFUSED, *REFUSED_CHECKS)],
-)
-def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+@pytest.mark.parametrize("wrong", WRONG_LEDGERS, ids=lambda wrong: wrong["says"])
+def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
     file = tmp_path / "ledger.yaml"
-    file.write_text(text)
+    file.write_text(minimal(**wrong["change"]))
     with pytest.raises(UserError) as refused:
         read_ledger(file)
-    assert words in str(refused.value)
-    assert f"{file}:{line}:" in refused.value.problem
+    assert wrong["says"] in str(refused.value)
+    assert f"{file}:{wrong['line']}:" in refused.value.problem
 
 
 # Changed records

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from report_folders import drawn
+from study.config.places import REPOSITORY
 from study.records.frames import Records, probe_runs, read_parquet, read_runs, real_runs, write_parquet
 from study.report.questions import TABLES, answers
 from study.report.questions.fits import answer, fits_table, probes_table
@@ -41,27 +43,14 @@ def note_search(run: Path, name: str, place: Any, axis: str = "largest_micro_bat
     file.write_text(json.dumps(note))
 
 
-# Strategy and memory limit: outcomes by micro-batch, the largest that fits, and why it is not more.
-SEARCHES: dict[tuple[str, float | None], tuple[dict[int, str], str, str]] = {
-    ("single", 16.0): ({8: "ok", 32: "oom", 16: "ok"}, "16", f"32: {TOO_LARGE}"),
-    ("zero3", 16.0): ({8: "ok", 32: "ok", 64: "oom"}, "32", f"64: {TOO_LARGE}"),
-    # The ladder has no larger rung, or no larger probe has ended.
-    ("zero3_cpu", 16.0): ({8: "ok", 32: "ok", 128: "ok"}, "at least 128", "the ladder ends there"),
-    ("single", None): ({8: "ok", 32: "interrupted"}, "at least 8", "-"),
-    ("fsdp2", 16.0): ({8: "ok", 32: "failed"}, "at least 8", "stopped at 32: failed, lost"),
-    ("zero2_cpu", 16.0): ({8: "oom"}, "none, 8 is too large", f"8: {TOO_LARGE}"),
-    # It is unknown whether 8 fits.
-    ("zero1", 16.0): ({8: "interrupted", 16: "oom"}, "under 16", f"16: {TOO_LARGE}"),
-    ("zero2", 16.0): ({8: "timeout"}, "-", "stopped at 8: timeout, slow"),
-    ("ddp", 16.0): ({8: "interrupted"}, "-", "-"),
-}
+SEARCHES = yaml.safe_load((REPOSITORY / "tests" / "data" / "searches.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     root = tmp_path_factory.mktemp("searches")
-    for (strategy, cap), (ends, *_) in SEARCHES.items():
-        write_search(root, strategy, ends, cap=cap)
+    for search in SEARCHES:
+        write_search(root, search["strategy"], search["ends"], cap=search["limit"])
     write_run(root, "single", ranks=1)
     write_parquet(read_runs(root), root / "kept")
     return read_parquet(root / "kept")
@@ -71,7 +60,8 @@ def test_the_outcomes_of_its_probes_answer_each_search(records):
     table = fits_table(records)
     limits = [None if limit == "the whole device" else 16.0 for limit in table["Memory limit"]]
     rows = zip(table["Strategy"], limits, table["Largest that fits"], table["Why not more"], strict=True)
-    assert sorted(rows, key=str) == sorted(((*key, *words) for key, (_, *words) in SEARCHES.items()), key=str)
+    expected = [tuple(search[key] for key in ("strategy", "limit", "fits", "why")) for search in SEARCHES]
+    assert sorted(rows, key=str) == sorted(expected, key=str)
     # A ratio needs two final answers.
     ratios = table.set_index(["Strategy", "Memory limit"])["x plain"].dropna()
     assert ratios.to_dict() == {("single", "16 GiB"): 1, ("zero2_cpu", "16 GiB"): 0, ("zero3", "16 GiB"): 2}
@@ -89,7 +79,7 @@ def test_the_outcomes_of_its_probes_answer_each_search(records):
 
 
 def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(records):
-    table, states = probes_table(records), [state for ends, *_ in SEARCHES.values() for state in ends.values()]
+    table, states = probes_table(records), [state for search in SEARCHES for state in search["ends"].values()]
     assert table["Outcome"].value_counts().to_dict() == Counter(states)
     assert set(table.loc[table["Outcome"] == "oom", "Why"]) == {TOO_LARGE}
     assert (len(real_runs(records).runs), len(probe_runs(records).runs)) == (1, len(states))

@@ -24,7 +24,7 @@ from study.sweep.forecast import pending_items
 from study.sweep.plan import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
 from study.sweep.tables import slice_progress
-from sweeps import TINY
+from sweeps import ROOT, TINY
 from synthetic_records import write_run
 
 pytestmark = pytest.mark.engine
@@ -75,29 +75,18 @@ def test_the_status_of_a_suite_names_the_gpus_that_are_missing(
     assert lines[-1] == f"and {len(all_lines) - len(lines) + 1} more; --details prints all"
 
 
-@pytest.mark.parametrize(
-    ("slices", "says"),
-    [
-        ([], "whole.yaml:3: slices is []"),
-        ([{"only": ["seed=1"]}], "suite is missing"),
-        ([{"suite": "wide", "first": 2}], "unknown key 'first'"),
-        ([{"suite": "wide", "only": [1]}], "only is [1]"),
-        ([{"suite": "broad"}], "no suite is named 'broad'"),
-        ([{"suite": "whole"}], "whole is a series itself"),
-        ([{"suite": "wide", "only": ["seed=3"]}], "matches no cell of wide"),
-        ([{"suite": "wide", "only": ["sed=1"]}], "no run has a sed"),
-        ([{"suite": "wide"}, {"suite": "namesake"}], "another suite of this series is also named wide"),
-        ("- suite: wide\ngrids: []\n", "unknown key 'grids'"),
-    ],
-)
-def test_a_wrong_series_is_refused_with_its_place(tmp_path, slices, says):
-    file = write_series(tmp_path, slices if isinstance(slices, list) else [])
-    if isinstance(slices, str):
-        file.write_text(f"name: whole\ndescription: both\nslices:\n{slices}")
+WRONG_SERIES = yaml.safe_load((ROOT / "tests" / "data" / "wrong_series.yaml").read_text())
+
+
+@pytest.mark.parametrize("wrong", WRONG_SERIES, ids=lambda wrong: wrong["says"])
+def test_a_wrong_series_is_refused_with_its_place(tmp_path, wrong):
+    file = write_series(tmp_path, wrong["slices"])
+    if "more" in wrong:
+        file.write_text(file.read_text() + yaml.safe_dump(wrong["more"]))
     (tmp_path / "namesake.yaml").write_text((tmp_path / "wide.yaml").read_text())
     with pytest.raises(UserError) as refusal:
         plan_suite(str(file), CPU_BOX, tmp_path)
-    assert says in refusal.value.problem
+    assert wrong["says"] in refusal.value.problem
 
 
 def test_slices_that_need_another_machine_are_left_out_and_refused_if_none_is_left(tmp_path, capsys):
