@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -143,6 +144,15 @@ def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(seeds: 
     false = sum(min(statistics.corrected_p(logs, AGAINST_THE_FIRST).values()) < 0.05 for logs in families)
     assert false <= MAX_FALSE
     assert MAX_FALSE < 0.085 * FAMILIES
+
+
+def test_no_arm_is_called_slower_than_the_best_by_chance() -> None:
+    """The best of thirteen equal strategies looks fast, so all pairs form one family."""
+    rng = np.random.default_rng(1)
+    families = (drawn(rng, 3) for _ in range(150))
+    pairs = list(itertools.combinations(ARMS, 2))
+    false = sum(min(statistics.corrected_p(logs, pairs).values()) < 0.05 for logs in families)
+    assert false <= stats.binom.ppf(1 - 1e-4, 150, 0.05)
 
 
 def test_differences_that_are_there_are_seen() -> None:
