@@ -314,13 +314,3 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
     fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
     assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
     assert "no remaining cell of tiny needs initial weights" in capfd.readouterr().out
-
-
-def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
-    axes = {"strategy": ["ddp", "zero2"], "device_memory_cap_gib": [16, 40], "seed": [41, 42]}
-    rules = [{"device_memory_cap_gib": 16, "strategy": "ddp"}, {"seed": 41}]
-    override = {"where": {"device_memory_cap_gib": 16}, "fixed": {"gradient_checkpointing": True}}
-    fixed = {**TINY, "train_samples": None}
-    file = write_suite(tmp_path, axes, fixed, exclude=rules, overrides=[override])
-    cells = plan_cells(shrink_suite(read_suite(file)), CPU_BOX)
-    assert [cell.id.split("-")[4] for cell in cells] == ["ddp", "zero2"]
