@@ -6,6 +6,8 @@ import dataclasses
 import json
 import sys
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import pytest
@@ -25,69 +27,30 @@ from study.sweep.suite_file import Requirements, Suite
 from sweeps import ROOT, write_files
 
 MESSAGES = yaml.safe_load((ROOT / "tests" / "data" / "messages.yaml").read_text())
-TORCHRUN_KILLED, NCCL_OOM, NCCL_NO_ROOM, CUDA_ERROR, FRAMES = MESSAGES.values()
-NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
-SINGLE_KILLED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.\n"
-SIGTERM_BY_LAUNCHER = (
-    "interrupted", "ended by SIGTERM: from outside, or by the launcher because another rank died", "run it again"
-)  # fmt: skip
-
-
-def evidence(ending=None, ended=True, **changed):
-    status = None
-    if ending:
-        status = {**dict(zip(("state", "reason", "hint"), ending, strict=True)), "ended_at": "x" if ended else None}
-    base = {
-        "launcher_status": 1, "stopped_by": None, "time_limit_s": 5.0, "status": status, "refusal": None, "printed": "",
-        "log": "", "ooms": NO_OOM,
-    }  # fmt: skip
-    return ExitEvidence(**{**base, **changed})
-
-
+NCCL_OOM, NCCL_NO_ROOM, CUDA_ERROR, FRAMES = (
+    MESSAGES[name] for name in ("nccl_oom", "nccl_no_room", "cuda_error", "frames")
+)
+ENDINGS = yaml.safe_load((ROOT / "tests" / "data" / "endings.yaml").read_text())
+OPEN, TERMINATED = ENDINGS["statuses"]
 FULL = "the disk is full ("
-DISK_FULL = f"{FULL}OSError: No space left on device)"
-OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
 
 
-@pytest.mark.parametrize(
-    ("exit_evidence", "state", "says"),
-    [
-        # The run's last status decides.
-        (evidence(("ok", "", ""), launcher_status=0), "ok", ""),
-        (evidence(("ok", "", ""), printed="terminate called without an active exception"), "ok", ""),
-        (evidence(("failed", "ValueError: no", "look")), "failed", "ValueError: no"),
-        (evidence(("oom", "CUDA out of memory. Tried", "x")), "oom", "CUDA out of memory"),
-        (evidence(("failed", DISK_FULL, "x")), "failed", DISK_FULL),
-        # The sweep ended it.
-        (evidence(OPEN, ended=False, stopped_by="time limit"), "timeout", "5 s"),
-        (evidence(SIGTERM_BY_LAUNCHER, stopped_by="time limit"), "timeout", "5 s"),
-        (evidence(SIGTERM_BY_LAUNCHER, stopped_by="user"), "interrupted", "the sweep was stopped"),
-        # The reason for a SIGKILL.
-        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
-        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "the host's memory ran out"),
-        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED), "interrupted", "SIGKILL, but not for its memory"),
-        (evidence(OPEN, ended=False, printed=SINGLE_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
-        # If one rank dies, the others fail as a consequence, with other messages.
-        (evidence(SIGTERM_BY_LAUNCHER, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "OOM killer"),
-        (evidence(SIGTERM_BY_LAUNCHER, printed="exitcode  : -11 (pid: 7)"), "failed", "signal 11"),
-        # A memory request that failed, without an OOM kill.
-        (evidence(("failed", "RuntimeError: std::bad_alloc", "")), "oom", "a limit on the process"),
-        (evidence(OPEN, ended=False, log="OSError: [Errno 12] Cannot allocate memory"), "oom", "a limit on the proc"),
-        (evidence(printed="torch.OutOfMemoryError: CUDA out of memory. Tried to get"), "oom", "CUDA out of memory"),
-        # Rejected requests.
-        (evidence(refusal=Unsupported("no aio", "install")), "unsupported", "no aio"),
-        (evidence(refusal=ModelTooLarge("20 B", "smaller", 3)), "unsupported", "20 B"),
-        (evidence(refusal=UserError("odd batch", "even")), "failed", "odd batch"),
-        # Only its output is left.
-        (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),
-        (evidence(), "failed", "exit status 1: it printed nothing"),
-    ],
-)  # fmt: skip
-def test_the_evidence_decides_how_a_run_ended(exit_evidence, state, says):
-    ending = classify_outcome(exit_evidence)
-    assert ending.state == state
-    assert says in ending.reason
-    assert ending.hint or state in ("ok", "failed", "oom")
+def evidence(
+    *, printed: str = "", ooms: Sequence[int] = (0, 0), refusal: dict[str, Any] | None = None, **more: Any
+) -> ExitEvidence:
+    base = {"launcher_status": 1, "stopped_by": None, "time_limit_s": 5.0, "status": None, "log": ""}
+    return ExitEvidence(
+        **base | more, printed=MESSAGES.get(printed, printed), ooms=OomCounts(*ooms),
+        refusal=refusal and refusal_from_json(refusal),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDINGS["cases"], ids=lambda case: f"{case['is']} {case['says']}")
+def test_the_evidence_decides_how_a_run_ended(case: dict[str, Any]) -> None:
+    ending = classify_outcome(evidence(**{key: value for key, value in case.items() if key not in ("is", "says")}))
+    assert ending.state == case["is"]
+    assert case["says"] in ending.reason
+    assert ending.hint or case["is"] in ("ok", "failed", "oom")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +69,7 @@ def test_the_evidence_decides_how_a_run_ended(exit_evidence, state, says):
         (ValueError("CUDA out of memory"), "failed", "ValueError"),
         (ImportError(f"no name 'log' in 'x' ({sys.prefix}/lib/x.py)"), "failed", "no name 'log' in 'x' (lib/"),
         (OSError(28, "No space left on device"), "failed", FULL),
-        (Terminated(), *SIGTERM_BY_LAUNCHER[:2]),
+        (Terminated(), TERMINATED["state"], TERMINATED["reason"]),
         # Messages of libraries on a full tmpfs.
         (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "failed", FULL),
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), "failed", FULL),
@@ -144,7 +107,7 @@ def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, say
     assert hint in ending.hint
     log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {MESSAGES['cuda_error']}"
     # A log does not include the free memory.
-    assert classify_outcome(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER)
+    assert classify_outcome(evidence(status=OPEN, log=log)).reason.startswith(LOCKED if frames else EITHER)
 
 
 def test_free_memory_is_in_the_reason_and_decides_why_cublas_does_not_start():
