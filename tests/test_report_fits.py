@@ -33,14 +33,10 @@ def write_search(
         note_search(path, name or f"{strategy}-{cap}", LADDER.index(micro_batch))
 
 
-def note_search(run: Path, name: str, place: Any, axis: str = "largest_micro_batch", probe: bool = True) -> None:
-    file = run / "sweep.json"
-    note: dict[str, Any] = (
-        json.loads(file.read_text()) if file.exists() else {"strategy": "single", "world_size": 1, "command": []}
-    )
-    search = {"id": f"{name}-r1", "axis": axis, "place": place, "last": len(LADDER) - 1}
-    note |= {"searches": [*note.get("searches", []), search], "probe": probe}
-    file.write_text(json.dumps(note))
+def note_search(run: Path, name: str, place: Any) -> None:
+    search = {"id": f"{name}-r1", "axis": "largest_micro_batch", "place": place, "last": len(LADDER) - 1}
+    note = {"strategy": "single", "world_size": 1, "command": [], "searches": [search], "probe": True}
+    (run / "sweep.json").write_text(json.dumps(note))
 
 
 SEARCHES = yaml.safe_load((REPOSITORY / "tests" / "data" / "searches.yaml").read_text())
