@@ -220,17 +220,17 @@ def test_the_finding_on_claims_is_the_first_line_of_study_claims(full_board: Sco
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_of_a_page_has_a_target(page: str) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", read(page))
+def test_a_page_has_targets_for_its_links_its_files_and_code_that_a_shell_reads(page: str) -> None:
+    text = read(page)
+    links = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text)
     local = [link for pair in links for link in pair if link and "://" not in link]
     assert [link for link in local if not (REPOSITORY / page).parent.joinpath(link.partition("#")[0]).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_file_that_a_page_names_exists(page: str) -> None:
-    names = [name for name in re.findall(r"`([\w.*-]+/[\w./*-]*)`", read(page)) if name.startswith(FOLDERS)]
+    names = [name for name in re.findall(r"`([\w.*-]+/[\w./*-]*)`", text) if name.startswith(FOLDERS)]
     committed_names = [name for name in names if "NAME" not in name and not name.startswith("runs/")]
     assert [name for name in committed_names if not any(REPOSITORY.glob(name.rstrip("/")))] == []
+    for block in code_blocks(text):
+        if any(line.startswith(STARTS) for line in block.splitlines()):
+            subprocess.run(["bash", "-n"], input=block, text=True, check=True)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -261,13 +261,6 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
             assert (REPOSITORY / script).exists(), words
             if f'"$suite" = {suite} ' not in read(script):
                 find_suite(suite)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_shell_reads_every_code_block(page: str) -> None:
-    for block in code_blocks(read(page)):
-        if any(line.startswith(STARTS) for line in block.splitlines()):
-            subprocess.run(["bash", "-n"], input=block, text=True, check=True)
 
 
 def test_a_shell_reads_every_script() -> None:
