@@ -29,7 +29,6 @@ from study.predictor.run_predictions import SENT, compare_run_figures, ended_run
 from study.predictor.shape import model_shape
 from study.predictor.time import max_offload_slowdown
 from study.records.frames import read_parquet
-from study.releases.release_cells import release_cells
 from study.report.pages.readme import DOCUMENTS, rewritten
 from study.report.pages.releases import ReleaseReport, gpu_faults
 from study.report.questions.releases import clipped
@@ -105,8 +104,13 @@ def test_the_finding_on_loss_matches_the_records() -> None:
     assert (set(steps["step"]), set(laptop.runs["precision"])) == (set(range(1, 81)), {"fp32"})
 
 
-def test_the_grid_of_releases_has_the_faults_of_a_gpu() -> None:
-    cells = ReleaseReport(read_parquet(REPOSITORY / "reports" / "releases")).latest()
+@pytest.fixture(scope="module")
+def release_report() -> ReleaseReport:
+    return ReleaseReport(read_parquet(REPOSITORY / "reports" / "releases"))
+
+
+def test_the_grid_of_releases_has_the_faults_of_a_gpu(release_report: ReleaseReport) -> None:
+    cells = release_report.latest()
     releases = yaml.safe_load(read("study/releases/stacks.yaml"))["today"][-8:]
     assert {cell.release for cell in cells} == set(releases)
     faults = {(cell.release, cell.strategy, cell.micro_steps): {item.id for item in gpu_faults(cell)} for cell in cells}
@@ -127,8 +131,8 @@ def test_the_grid_of_releases_has_the_faults_of_a_gpu() -> None:
     assert f"{older}: yes with one micro-batch per step, no" in unwrapped("README.md")
 
 
-def test_the_finding_on_releases_matches_the_records() -> None:
-    cells = [cell for cell in clipped(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
+def test_the_finding_on_releases_matches_the_records(release_report: ReleaseReport) -> None:
+    cells = [cell for cell in clipped(release_report.cells)
              if not cell.is_contemporary and cell.verdict.kind in ("equal", "different")]  # fmt: skip
     ran = {cell.release for cell in cells}
     struck = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
