@@ -59,28 +59,18 @@ def test_the_hook_annotates_wrong_lines_and_skips_other_files(
     assert (status, document["checked"], len(document["findings"])) == (1, ["wrong.json"], 3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "arguments", "kinds"),
-    [
-        # A batch that some number of ranks divides.
-        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, [], []),
-        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
-         ["--world_size", "4"], ["refused"]),
-        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}, [],
-         ["refused"]),
-        # Whether it limits anything depends on the size of the model.
-        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, [], []),
-        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, ["gpt2"], ["conflict"]),
-        ({"_comment": "ours"}, [], []),
-    ],
-)  # fmt: skip
+PARTIAL = yaml.safe_load((ROOT / "tests" / "data" / "partial_configs.yaml").read_text())
+
+
+@pytest.mark.parametrize("case", PARTIAL)
 def test_without_a_model_and_a_number_of_ranks_only_what_holds_for_any_is_found(
-    settings: dict[str, Any], arguments: list[str], kinds: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps(GOOD | settings))
-    _, lines = check(str(file), *arguments, "--json", capsys=capsys)
-    assert [finding["id"].partition("/")[0] for finding in json.loads("\n".join(lines))["findings"]] == kinds
+    file.write_text(json.dumps(GOOD | case["settings"]))
+    _, lines = check(str(file), *case["arguments"], "--json", capsys=capsys)
+    findings = json.loads("\n".join(lines))["findings"]
+    assert [finding["id"].partition("/")[0] for finding in findings] == case["kinds"]
 
 
 @pytest.mark.parametrize("words", [["--world_size", "8", "gpt2"], ["gpt2", "--world_size", "8"]])

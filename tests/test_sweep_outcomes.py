@@ -138,19 +138,12 @@ def test_last_lines_leave_out_frames_and_the_launchers_chatter():
     assert last_lines(text) == ["call()", "OSError: no"]
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "files"),
-    [
-        ("0::/job\n", {"sys/fs/cgroup/job/memory.events": "low 0\noom 2\noom_kill 1\n"}),
-        ("4:memory:/job\n0::/\n", {"sys/fs/cgroup/memory/job/memory.failcnt": "2\n",
-                                   "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 1\n"}),
-        # The limit is set on a parent of the process's cgroup.
-        ("0::/pod/job\n", {"sys/fs/cgroup/pod/job/memory.events": "oom 0\noom_kill 1\n",
-                           "sys/fs/cgroup/pod/memory.events": "oom 2\noom_kill 0\n"}),
-    ],
-)  # fmt: skip
-def test_the_kernels_counters_are_found_in_both_kinds_of_cgroup(tmp_path, cgroup, files):
-    write_files(tmp_path, {"proc/self/cgroup": cgroup, **files})
+CGROUPS = yaml.safe_load((ROOT / "tests" / "data" / "cgroups.yaml").read_text())
+
+
+@pytest.mark.parametrize("files", CGROUPS["counters"], ids=["v2", "v1", "parent"])
+def test_the_kernels_counters_are_found_in_both_kinds_of_cgroup(tmp_path, files):
+    write_files(tmp_path, files)
     assert oom_counts(tmp_path) == OomCounts(killed=1, cgroup_limit_hit=2)
 
 
@@ -163,23 +156,10 @@ def test_a_refusal_is_read_as_it_was_written(refusal):
     assert vars(read) == vars(refusal)
 
 
-CGROUPS = {
-    "v2": ("0::/job\n", {"sys/fs/cgroup/job/memory.max": "max\n",
-                         "sys/fs/cgroup/memory.max": f"{2**30}\n", "sys/fs/cgroup/memory.current": f"{2**29}\n",
-                         "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2**28}\n"}),
-    "v1": ("4:memory:/pod/job\n0::/\n", {
-        "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": f"{2**30}\n",
-        "sys/fs/cgroup/memory/pod/memory.usage_in_bytes": f"{2**29}\n",
-        "sys/fs/cgroup/memory/pod/memory.stat": f"total_inactive_file {2**28}\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("version", CGROUPS)
+@pytest.mark.parametrize("version", CGROUPS["limits"])
 def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp_path, monkeypatch, version):
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
-    cgroup, files = CGROUPS[version]
-    write_files(tmp_path, {"proc/self/cgroup": cgroup, **files})
+    write_files(tmp_path, CGROUPS["limits"][version])
     memory = host_memory(tmp_path)
     assert memory.total_gib == 1
     # Memory that is only a cache counts as available.
