@@ -178,7 +178,7 @@ def test_sessions_have_the_engine_the_weights_and_the_losses_of_their_cells(tmp_
     with open_folder(tmp_path, TINY):
         assert run_sessions(tmp_path, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
     ran = read_sessions(tmp_path)
-    study, arms = Autopsy(ran), ran.set_index(["session", "arm"])
+    study, arms = Autopsy(ran), ran.set_index(["session", "arm"]).sort_index()
 
     # As printed, the engine is off although the arguments request it.
     zero = arms.loc[("1-factorial-ewpob", "zero")]
