@@ -12,7 +12,7 @@ from typing import Any
 
 from study.config.flags import RunConfig, resolve_config
 from study.config.places import REPOSITORY
-from study.config.strategies import STUDIED_STRATEGIES, read_strategy
+from study.config.strategies import read_strategy
 from study.records.directory import seal
 from study.records.schema import SEAL
 from study.report.canvas import Drawing
@@ -23,6 +23,8 @@ PARAMETERS = 2_500_000
 # Cost of each strategy relative to DDP, and the place of its state; round figures keep the expected values simple.
 SLOWER = {"single": 1.8, "zero1": 1.1, "zero2": 1.1, "zero3": 1.5, "fsdp2": 1.4}
 STARTED = "2026-03-01T10:{:02d}:{:02d}+00:00"
+# Of a step of 100 ms: 90 ms of operations in 80 ms, so one tenth of the step is overlap.
+PROFILE = json.loads((REPOSITORY / "tests" / "data" / "profile.json").read_text())
 
 
 def write_run(
@@ -74,7 +76,8 @@ def write_run(
         for file, lines in (("steps.jsonl", rows), ("evals.jsonl", evals)):
             (path / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
         if run_config.profile_steps:
-            documents["profile.json"] = profile(steps, run_config.profile_steps, "cuda" if gpu else "cpu")
+            last = list(range(steps - run_config.profile_steps + 1, steps + 1))
+            documents["profile.json"] = PROFILE | {"device": "cuda" if gpu else "cpu", "steps": last}
     for file, document in documents.items():
         (path / file).write_text(json.dumps(document, indent=2) + "\n")
     if state != "ok":
@@ -118,16 +121,6 @@ def as_never_started(cell: Path) -> None:
     for name in ("config.json", "engine.json", "environment.json"):
         (cell / name).unlink()
     without_seal(cell)
-
-
-def write_study(root: Path, runs: int, steps: int, **more: Any) -> list[Path]:
-    """Write runs of every strategy, with as many seeds as the number of runs needs."""
-    paths = []
-    for number in range(runs):
-        strategy = STUDIED_STRATEGIES[number % len(STUDIED_STRATEGIES)]
-        seed = 42 + number // len(STUDIED_STRATEGIES)
-        paths.append(write_run(root, strategy, seed=seed, steps=steps, **more))
-    return paths
 
 
 def _rows(
@@ -176,38 +169,16 @@ def _engine(config: RunConfig, strategy: str, ranks: int, virtual: bool) -> dict
     }  # fmt: skip
 
 
-def profile(steps: int, profiled: int, device: str) -> dict[str, Any]:
-    """Return a profile of a step of 100 ms: 90 ms of operations in 80 ms, so one tenth of the step is overlap."""
-    ms = {"matmul": 40, "attention": 10, "elementwise": 15, "optimizer": 5, "copies": 4, "collectives": 10, "other": 6}
-    return {
-        "device": device, "steps": list(range(steps - profiled + 1, steps + 1)), "wall_s_per_step": 0.1,
-        "busy_s_per_step": 0.08, "idle_s_per_step": 0.02, "summed_s_per_step": 0.09, "calls_per_step": 1200.0,
-        "categories_s_per_step": {kind: time / 1000 for kind, time in ms.items()},
-        "top": [
-            {"name": "nvjet_tst_128x256", "category": "matmul", "calls_per_step": 96.0, "s_per_step": 0.03},
-            {"name": "<script>alert(1)</script>", "category": "other", "calls_per_step": 2.0, "s_per_step": 0.006},
-        ],
-    }  # fmt: skip
-
-
 def state_bytes(strategy: str, ranks: int) -> dict[str, dict[str, float]]:
     """Return a rank's state bytes: optimizer 12 per parameter with ZeRO, else 8; sharded kinds divided by the ranks."""
     file = read_strategy(strategy)
     stage = 3 if strategy == "fsdp2" else file.zero_stage or 0
-    sizes = {
-        "params": 4 * PARAMETERS,
-        "grads": 4 * PARAMETERS,
-        "optimizer": (12 if file.zero_stage else 8) * PARAMETERS,
-    }
-    sharded = {"params": stage >= 3, "grads": stage >= 2, "optimizer": stage >= 1}
-    places = {"params": file.offload_device("param"), "optimizer": file.offload_device("optimizer")}
+    optimizer = (12 if file.zero_stage else 8) * PARAMETERS
+    offloads = {"params": file.offload_device("param"), "optimizer": file.offload_device("optimizer")}
     state: dict[str, dict[str, float]] = {}
-    for kind, size in sizes.items():
-        place_bytes: dict[str, float] = {"device": 0, "host": 0, "nvme": 0}
-        place_bytes[{"cpu": "host", "nvme": "nvme"}.get(places.get(kind) or "", "device")] = size // (
-            ranks if sharded[kind] else 1
-        )
-        state[kind] = place_bytes
+    for kind, size, least in (("params", 4 * PARAMETERS, 3), ("grads", 4 * PARAMETERS, 2), ("optimizer", optimizer, 1)):
+        place = {"cpu": "host", "nvme": "nvme"}.get(offloads.get(kind) or "", "device")
+        state[kind] = {"device": 0, "host": 0, "nvme": 0, place: size // (ranks if stage >= least else 1)}
     return state
 
 
@@ -265,12 +236,6 @@ def _measurements(
     }  # fmt: skip
     traffic = {"step": min(4, len(rows)), "world_size": ranks, "collectives": collectives}
     return {"memory.json": memory, "traffic.json": traffic, "summary.json": summary}
-
-
-__all__ = [
-    "PARAMETERS", "REPOSITORY", "answered", "as_never_started", "reseal", "state_bytes", "with_steps",
-    "without_seal", "write_run", "write_study",
-]  # fmt: skip
 
 
 def answered(answer: Answer | None) -> Answer:

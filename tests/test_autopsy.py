@@ -168,70 +168,48 @@ def test_the_a100_scale_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[s
 # Real sessions
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    """Run the listing, the corrected protocol, ZeRO first in one process with carried weights, and a refused
-    dictionary.
-    """
-    folder = tmp_path_factory.mktemp("autopsy")
+@pytest.mark.long
+def test_sessions_have_the_engine_the_weights_and_the_losses_of_their_cells(tmp_path: Path) -> None:
+    """The listing, the corrected protocol, ZeRO first in one process with carried weights, and a refused dictionary."""
     names = ("1-factorial-ewpob", "1-corrected-EWPOB", "1-factorial-EwpOb", "1-aa-eWPOB",
              "0-gate-given-with-a-launchers-environment")  # fmt: skip
     sessions = [session for session in plan(TINY, (1,)) if session.id in names]
     assert len(sessions) == len(names)
-    with open_folder(folder, TINY):
-        assert run_sessions(folder, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
-    return read_sessions(folder)
+    with open_folder(tmp_path, TINY):
+        assert run_sessions(tmp_path, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
+    ran = read_sessions(tmp_path)
+    study, arms = Autopsy(ran), ran.set_index(["session", "arm"]).sort_index()
 
+    # As printed, the engine is off although the arguments request it.
+    zero = arms.loc[("1-factorial-ewpob", "zero")]
+    assert (zero["arguments_say_deepspeed"], zero["deepspeed_enabled"]) == (True, False)
+    wrapped = (zero["wrapped_class"], json.loads(zero["optimizer_classes"])[-1])
+    assert wrapped == ("BertForSequenceClassification", "AdamW")
+    assert study.engine_was_on() == (0, 2)
 
-def find_arm(ran: pd.DataFrame, session: str, arm: str) -> pd.Series:
-    (match,) = [row for _, row in ran[(ran["session"] == session) & (ran["arm"] == arm)].iterrows()]
-    return match
-
-
-@pytest.mark.long
-def test_as_printed_the_engine_is_off_although_the_arguments_request_it(ran: pd.DataFrame) -> None:
-    zero = find_arm(ran, "1-factorial-ewpob", "zero")
-    assert zero["arguments_say_deepspeed"] is True
-    assert zero["deepspeed_enabled"] is False
-    assert (zero["wrapped_class"], json.loads(zero["optimizer_classes"])[-1]) == (
-        "BertForSequenceClassification",
-        "AdamW",
-    )
-    assert Autopsy(ran).engine_was_on() == (0, 2)
-
-
-@pytest.mark.long
-def test_corrected_the_engine_is_on_and_trains_to_the_same_loss(ran: pd.DataFrame) -> None:
-    zero, standard = (find_arm(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
+    # Corrected, it is on and trains to the same loss from the same weights.
+    zero, standard = (arms.loc[("1-corrected-EWPOB", arm)] for arm in ("zero", "standard"))
     assert (zero["deepspeed_enabled"], zero["zero_stage"], zero["clips_at"]) == (True, 3, 1.0)
     assert json.loads(zero["optimizer_classes"])[-1] == "DeepSpeedCPUAdam"
     assert zero["eval_loss"] == pytest.approx(standard["eval_loss"], rel=1e-4)
-    assert Autopsy(ran).ratio("eval_loss", "corrected", CORRECTED).n == 1
-
-
-@pytest.mark.long
-def test_carried_weights_are_those_that_the_first_arm_ended_with(ran: pd.DataFrame) -> None:
-    first, second = (find_arm(ran, "1-factorial-ewpob", arm) for arm in ("standard", "zero"))
-    assert first["start_weights_abs_sum"] != second["start_weights_abs_sum"]
-    first, second = (find_arm(ran, "1-factorial-EwpOb", arm) for arm in ("zero", "standard"))
-    assert (second["start"], second["deepspeed_enabled"]) == ("file", False)
-    assert first["start_weights_abs_sum"] != second["start_weights_abs_sum"]
-    zero, standard = (find_arm(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
+    assert study.ratio("eval_loss", "corrected", CORRECTED).n == 1
     assert zero["start_weights_abs_sum"] == standard["start_weights_abs_sum"]
 
+    # Carried weights are those that the first arm ended with.
+    for session in ("1-factorial-ewpob", "1-factorial-EwpOb"):
+        assert arms.loc[session]["start_weights_abs_sum"].nunique() == 2
+    carried = arms.loc[("1-factorial-EwpOb", "standard")]
+    assert (carried["start"], carried["deepspeed_enabled"]) == ("file", False)
 
-@pytest.mark.long
-def test_two_equal_arms_have_one_loss_and_each_phase_its_time(ran: pd.DataFrame) -> None:
-    assert list(Autopsy(ran).cell_gaps("train_loss", "aa", AA)) == [0.0]
+    # Two equal arms have one loss, and each phase its time.
+    assert list(study.cell_gaps("train_loss", "aa", AA)) == [0.0]
     for _, arm in ran[ran["arm"].notna()].iterrows():
         parts = sum(arm[f"{phase}_s"] for phase in ("setup", "warm_up", "train", "eval", "save"))
         assert 0 < parts <= arm["whole_s"] + 1e-3
         assert arm["host_peak_reset"] <= arm["host_peak_never_reset"]
 
-
-@pytest.mark.long
-def test_a_refused_dictionary_is_a_row_with_its_reason(ran: pd.DataFrame) -> None:
-    (gate,) = [row for _, row in ran[ran["kind"] == "gate"].iterrows()]
+    # A refused dictionary is a row with its reason.
+    (gate,) = ran[ran["kind"] == "gate"].to_dict("records")
     assert gate["state"] == "failed"
     assert "train_micro_batch_size_per_gpu" in gate["reason"]
 

@@ -13,10 +13,12 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
@@ -26,6 +28,7 @@ from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scor
 from study.claims.verdicts import PROXY, CheckOutcome, ClaimFinding, Figure, Region, combine
 from study.cli import main
 from study.config.errors import UserError
+from study.config.places import REPOSITORY
 from study.host.machine import Machine
 from study.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.sweep.cell import Cell
@@ -81,32 +84,13 @@ def test_the_rules_of_findings() -> None:
             assert list_facts(combine(less)) <= list_facts(finding), outcomes
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "text"),
-    [
-        ([], "undecided: untested"),
-        ([CheckOutcome("holds")], "holds"),
-        ([CheckOutcome("holds"), CheckOutcome("fails")], "does not hold"),
-        ([CheckOutcome("holds"), CheckOutcome("not judged")], "undecided: untested"),
-        ([CheckOutcome("holds", necessary=True)], "undecided: untested"),
-        ([CheckOutcome("holds"), CheckOutcome("fails", necessary=True)], "does not hold"),
-        ([CheckOutcome("fails", internal=True)], "contradicts itself"),
-        ([CheckOutcome("holds", basis=PROXY)], "undecided: reproduced at small scale"),
-        ([CheckOutcome("holds"), CheckOutcome("fails", basis=PROXY)], "holds"),
-        ([CheckOutcome("holds", "a"), CheckOutcome("fails", "b")], "holds in part: a; does not hold: b"),
-        ([CheckOutcome("holds", "a"), CheckOutcome("fails", "b", decides=True)], "does not hold: b; holds: a"),
-        ([CheckOutcome("fails", "a"), CheckOutcome("not judged", "b")], "does not hold: a; untested: b"),
-        ([CheckOutcome("holds", "a"), CheckOutcome("not judged", "b")], "holds in part: a; untested: b"),
-        ([CheckOutcome("holds", "a"), CheckOutcome("disputed", "b", decides=True)],
-         "undecided: holds: a; disputed: b"),
-        ([CheckOutcome("holds", reading="x"), CheckOutcome("fails", reading="y")],
-         "undecided: depends on the reading (holds if read as: x, does not hold if read as: y)"),
-        ([CheckOutcome("fails", reading="x"), CheckOutcome("fails", reading="y")], "does not hold"),
-    ],
-)  # fmt: skip
-def test_the_rule_that_combines_checks(outcomes: list[CheckOutcome], text: str) -> None:
-    finding = combine(outcomes)
-    assert (finding.text, text.startswith(finding.kind)) == (text, True)
+FINDINGS = yaml.safe_load((REPOSITORY / "tests" / "data" / "findings.yaml").read_text())
+
+
+@pytest.mark.parametrize("expected", FINDINGS, ids=lambda expected: expected["finding"])
+def test_the_rule_that_combines_checks(expected: dict[str, Any]) -> None:
+    finding = combine([CheckOutcome(**check) for check in expected["checks"]])
+    assert (finding.text, expected["finding"].startswith(finding.kind)) == (expected["finding"], True)
 
 
 def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> None:
@@ -152,20 +136,6 @@ def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
                     assert check.proxy, "records of tiny models decide nothing alone"
                 assert set(finding.figure.records) <= record_names
                 assert finding.figure.n
-
-
-def test_a_changed_record_changes_the_finding(full_board: Scoreboard) -> None:
-    """S1-07 holds because every gradient is sharded before the step; if one were whole, it would not."""
-    records = read_parquet(REPORTS / "virtual_settings")
-    runs = records.runs.copy()
-    gemma = runs["model_name_or_path"].str.contains("gemma") & (runs["strategy"] == "zero3")
-    for row in runs[gemma].index:
-        moments = json.loads(runs.loc[row, "grads_by_moment"])
-        moments["grads_before_step"] = moments["grads_after_backward"]
-        runs.loc[row, "grads_by_moment"] = json.dumps(moments)
-    evidence = Evidence(REPORTS).with_records("virtual_settings", Records(runs, records.steps))
-    assert find_claim(full_board, "S1-07").finding.kind == "holds"
-    assert judge(find_claim(full_board, "S1-07").claim, evidence).finding.kind == "does not hold"
 
 
 @pytest.mark.parametrize(
@@ -255,6 +225,7 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
     document = json.loads(done.stdout)
     claims = len(read_ledger().claims)
     assert (len(document["claims"]), sum(document["counts"]["all"].values())) == (claims, claims)
+    assert len(document["corrections"]) == len(read_ledger().corrections) > 0
     first = document["claims"][0]
     assert {"id", "place", "quote", "says", "finding", "evidence", "parts", "verdict", "sentence", "figure", "interval",
             "n", "records", "checks", "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
@@ -264,21 +235,16 @@ def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) 
     assert PAGE.read_text(encoding="utf-8") == page(full_board), "run `make claims`"
 
 
-def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(full_board, monkeypatch, capsys):
+def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_board, monkeypatch, capsys):
     # `--json` above judges; these only print.
     monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
-    claims = len(read_ledger().claims)
+    every = [row.claim.id for row in full_board.judged]
     assert main(["claims", "--details"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == claims
+    assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == len(every)
     assert [line.split()[0] for line in lines[9:16]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
     assert max(map(len, lines)) <= 120
-    ids = [line[:5] for line in lines if re.match(r"[SZ]\d-\d\d", line)]
-    assert ids == [row.claim.id for row in full_board.judged]
-
-
-def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_board, monkeypatch, capsys):
-    monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
+    assert [line[:5] for line in lines if re.match(r"[SZ]\d-\d\d", line)] == every
     for names, ids in (
         (["s3"], ["S3: 1", "", *(f"S3-{number:02}" for number in range(1, 13))]),
         (["S0-06", "Z0-01"], ["S0-06", "Z0-01"]),
@@ -294,46 +260,26 @@ def test_the_command_prints_the_claims_of_a_document_or_the_nearest_name(full_bo
     )  # fmt: skip
     assert main(["claims", "S0-06", "--json"]) == 0
     assert [claim["id"] for claim in json.loads(capsys.readouterr().out)["claims"]] == ["S0-06"]
+    # A wrong name is refused without pandas too, and before the notice that records are not read.
+    monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)
     for name, nearest in (("S5", "S3"), ("check-tabel", "check-table")):
         assert main(["claims", name]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"error: '{name}' is neither a document nor a claim" in line
         assert nearest in line.partition("did you mean ")[2].partition("?")[0]
-    # Without pandas too, and before the notice that records are not read.
-    monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)
-    assert main(["claims", "S9"]) == 2
-    assert capsys.readouterr().err.startswith("error: 'S9' is neither a document nor a claim")
 
 
 # Changed ledgers
 
 
-@pytest.mark.parametrize(
-    ("claim", "place", "numbers", "before", "after"),
-    [
-        ("S0-04", 0, {"to": 50}, "undecided", "does not hold"),
-        ("S0-10", 2, {"of": 20}, "undecided", "does not hold"),
-        ("S1-03", 1, {"strategy": "zero3"}, "does not hold", "holds in part"),
-        ("S1-05", 0, {"of": 15.2}, "does not hold", "holds in part"),
-        ("S1-22", 3, {"of": 180_000}, "does not hold", "holds in part"),
-        ("S2-07", 0, {"value": 2}, "contradicts itself", "holds"),
-    ],
-)
-def test_changed_numbers_change_the_answer(full_board, claim, place, numbers, before, after):
-    judged = find_claim(full_board, claim)
-    checks = list(judged.claim.checks)
-    checks[place] = dataclasses.replace(checks[place], numbers={**checks[place].numbers, **numbers})
-    changed = judge(dataclasses.replace(judged.claim, checks=tuple(checks)), Evidence(REPORTS))
-    assert (judged.finding.kind, changed.finding.kind) == (before, after)
-    assert changed.results[place].answer not in (judged.results[place].answer, "not judged")
-
-
-def minimal(**changes: str) -> str:
+def minimal(contradictions: str = "[]", **changes: str) -> str:
     claim = {"id": "S0-01", "place": "there", "says": "so", "holds_if": "so", "falls_if": "not so",
              "checks": "[{form: ratio, shows: it, of: 1, to: 2, at_most: 1}]",
              "settle": "{command: study doctor, minutes: 1, box: any}"} | changes  # fmt: skip
     lines = "\n".join(f"    {key}: {value}" for key, value in claim.items() if value)
-    return f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}\ncontradictions: []\n"
+    return (
+        f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}\ncontradictions: {contradictions}\n"
+    )
 
 
 def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
@@ -344,40 +290,18 @@ def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
     assert only.document()["verdict"] == "supported"
 
 
-RATIO = "form: ratio, of: 1, to: 2"
-STATE = "form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8, at_most: 1"
 # The ledger is this project's own file: one wrong key or value of each kind.
-REFUSED = [
-    (minimal(sayz="so"), 12, "unknown key 'sayz'"),
-    (minimal(says=""), 5, "says is missing"),
-    (minimal(id="S1-01"), 5, "no document has that code"),
-    (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
-    (minimal() + "claims: []\n", 13, "claims appears twice"),
-]
-# Each is the only check of a claim.
-REFUSED_CHECKS = [
-    ("form: guess, at_most: 1", "form is 'guess'"),
-    (f"{RATIO}, away: 3, at_most: 1", "unknown key 'away'"),
-    (RATIO, "the region is at_least"),
-    (f"{RATIO}, at_least: 3, at_most: 1", "lower limit is above"),
-    (f"{RATIO}, at_most: 1, against: S9-09", "against is 'S9-09'"),
-    (STATE.replace("zero3", "zero4"), "zero4"),
-    ("form: missing, needs: more, at_most: 1", "unknown key 'at_most'"),
-]
+WRONG_LEDGERS = yaml.safe_load((REPOSITORY / "tests" / "data" / "wrong_ledgers.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
-    [*REFUSED, *((minimal(checks=f"[{{shows: it, {check}}}]"), 10, words) for check, words in REFUSED_CHECKS)],
-    ids=[words for *_, words in (*REFUSED, *REFUSED_CHECKS)],
-)
-def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+@pytest.mark.parametrize("wrong", WRONG_LEDGERS, ids=lambda wrong: wrong["says"])
+def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
     file = tmp_path / "ledger.yaml"
-    file.write_text(text)
+    file.write_text(minimal(**wrong["change"]))
     with pytest.raises(UserError) as refused:
         read_ledger(file)
-    assert words in str(refused.value)
-    assert f"{file}:{line}:" in refused.value.problem
+    assert wrong["says"] in str(refused.value)
+    assert f"{file}:{wrong['line']}:" in refused.value.problem
 
 
 # Changed records

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import json
 import re
 import subprocess
 import tempfile
@@ -17,7 +14,6 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Page
 
-from study.claims.command import dependent_claims
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
@@ -55,9 +51,7 @@ def visible(page: Page) -> list[str]:
 
 
 def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_without_a_script(open_page, full_board):
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["claims", "--json"]) == 0
-    counts = json.loads(printed.getvalue())["findings"]
+    counts = full_board.document()["findings"]
     head, *rows = open_page.eval_on_selector_all(
         ".scoreboard tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
     )
@@ -135,15 +129,6 @@ def test_a_derivation_comes_to_its_figure(full_board: Scoreboard) -> None:
     arithmetic_forms = {check.form for judged in full_board.judged for check in judged.claim.checks
               if FORMS[check.form].kind == "arithmetic"}  # fmt: skip
     assert arithmetic_forms <= forms
-
-
-def test_a_report_names_only_the_claims_that_rest_on_it(tmp_path: Path) -> None:
-    # Those of reports in git: test_report_build.py.
-    records = read_parquet(REPORTS / "laptop")
-    assert dependent_claims(records, "laptop", tmp_path)[0]["Claim"].address == ""
-    assert dependent_claims(records, "another", tmp_path) == []
-    failed = Records(records.runs.assign(status_state="failed"), records.steps)
-    assert dependent_claims(failed, "laptop", tmp_path) == []
 
 
 def test_a_page_is_refused_with_other_outputs_and_over_other_files(tmp_path, capsys):
@@ -248,13 +233,3 @@ def test_a_measured_claim_has_other_explanations(full_board: Scoreboard) -> None
     measured = [judged.claim for judged in full_board.judged
                 if any(finding.kind == "measured" and finding.figure for finding in judged.results)]  # fmt: skip
     assert [claim.id for claim in measured if not claim.alternatives] == [], "add alternatives:, such as *cpu_ranks"
-
-
-def test_a_correction_is_in_the_page_and_the_json(tmp_path: Path) -> None:
-    ledger = tmp_path / "ledger.yaml"
-    entry = 'corrections:\n  - {date: "2026-11-21", claim: S0-01, what: It was wrong., why: A slip.}\n'
-    ledger.write_text(LEDGER_TEXT.replace("corrections:\n", entry))
-    changed = build_scoreboard(ledger=read_ledger(ledger))
-    assert "| 2026-11-21 | [S0-01](#s0-01) | It was wrong. | A slip. |" in page(changed)
-    correction = {"date": "2026-11-21", "claim": "S0-01", "what": "It was wrong.", "why": "A slip."}
-    assert changed.document()["corrections"][0] == correction

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from study.claims.published import TABLES, check_table, published_tables, read_table
 from study.cli import main
 from study.config.errors import UserError
+from study.config.places import REPOSITORY
 from study.predictor.state import paper_state_bytes
 
 
@@ -20,43 +22,19 @@ def table(tmp_path: Path, *rows: str, header: str = "model,gpus,strategy,gb,devi
     return file
 
 
-# Computed by hand from each page; the single-GPU document prints no memory at all.
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        # Three peaks of one model: the first is half of the need of mixed-precision Adam.
-        ("s0_memory.md", ["suspicious", "possible", "possible"]),
-        ("s0_capacity.md", ["suspicious", "possible", "possible"]),
-        # 20 B without ZeRO in 48 GB, although weights and gradients need 40 GB each.
-        ("s1_20b.md", ["impossible", "possible", "possible"]),
-        # Adam's states are assumed to be as large as the parameters.
-        ("s3_scenarios.md", ["suspicious"] * 4), ("z0_table1.md", ["possible"] * 9),
-        # 4 x 28 GB in fp32; the page counts three of the four.
-        ("adhdecode_7b.md", ["suspicious"]),
-        # 8 B: 128 GB with Adam, 16 GB of weights; 70 B in 4 bits are 35 GB on two GPUs.
-        ("axolotl_llama3.md", ["suspicious", "impossible", "possible", "possible"]),
-        ("belle_issue.md", ["possible"] * 6),
-        # 13 x 16 / 4 = 52 GB.
-        ("datafield_case_study.md", ["suspicious", "possible"]), ("deepspeed_estimator.md", ["possible"] * 5),
-        ("fine_tuning_gist.md", ["possible"] * 10),
-        # 8 x 16 GB over 2, 4 and 8 GPUs: 64, 32 and 16 GB, and 15.63 GiB are 16.8.
-        ("minicpm_finetune.md", ["suspicious", "suspicious", "possible", "possible", "possible"]),
-        ("piphipsi_7b.md", ["suspicious"]),
-        # 139.2 and 215.4 GB on GPUs of 80, unless they are sums over GPUs.
-        ("qwen_readme.md", ["possible", "impossible", *["possible"] * 5, "impossible", "possible", "possible"]),
-        ("transformers_deepspeed.md", ["possible"] * 6), ("zero_offload_paper.md", ["possible", "possible"]),
-    ],
-)  # fmt: skip
-def test_published_tables_are_judged_as_by_hand(name: str, expected: list[str]) -> None:
-    assert [row.plausibility for row in check_table(TABLES / name)] == expected
+BY_HAND = yaml.safe_load((REPOSITORY / "tests" / "data" / "published_tables.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_published_tables_are_judged_as_by_hand(name: str) -> None:
+    assert [row.plausibility for row in check_table(TABLES / name)] == BY_HAND[name]
 
 
 def test_every_stored_table_has_its_source_and_is_judged() -> None:
     tables = published_tables()
-    assert len(tables) == len(list(TABLES.iterdir())) == 16
+    assert {file.name for file in TABLES.iterdir()} == BY_HAND.keys()
+    assert len(tables) == len(BY_HAND) == 16
     assert all(re.search(r"<https://\S+>|Document S\d", table.address) and table.note for table in tables)
-    tried = Path(__file__).read_text(encoding="utf-8")
-    assert [file.name for file in TABLES.iterdir() if f'"{file.name}"' not in tried] == []
 
 
 def test_the_floors_are_the_papers(tmp_path: Path) -> None:
@@ -66,29 +44,14 @@ def test_the_floors_are_the_papers(tmp_path: Path) -> None:
         assert only.least_gb == pytest.approx(13 * (2 / (16 if stage == 3 else 1) + 2 / (16 if stage >= 2 else 1)))
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        # Weights and gradients of 10 B need 40 GB; 37 in GiB are slightly less, 38 are more.
-        ("10B,8,ddp,36,", "impossible"), ("10B,8,ddp,37,", "suspicious"), ("10B,8,ddp,147,", "suspicious"),
-        ("10B,8,ddp,160,", "possible"),
-        # Impossible on a smaller device, unless the table itself lists it as out of memory.
-        ("10B,8,ddp,160,80 GB", "impossible"), ("10B,8,ddp,160 (OOM),80 GB", "possible"),
-        ("10B,8,zero3,21,T4", "impossible"),
-        # The name is a prefix of the RTX 3080 Ti, which has 12.
-        ("10B,8,zero3,11,RTX 3080", "impossible"), ("10B,8,zero3,21,H100 SXM", "possible"),
-        ("10B,8,zero3,4,", "impossible"), ("10B,8,zero3_cpu,1,", "possible"),
-        # Adapters need only their frozen weights. Stages 1 and 2 keep every weight on every GPU, stage 3 does not.
-        ("10B,1,single,19,,adapters", "possible"), ("10B,1,single,18,,adapters", "impossible"),
-        ('10B,1,single,11,,"adapters, 8-bit"', "possible"), ('10B,1,single,8,,"adapters, 8-bit"', "impossible"),
-        ('10B,1,single,5,,"adapters, 4-bit"', "possible"), ("10B,4,zero2,5,,adapters", "impossible"),
-        ("10B,4,zero3,5,,adapters", "possible"),
-    ],
-)  # fmt: skip
-def test_a_row_moves_with_its_figures(tmp_path: Path, row: str, expected: str) -> None:
+ROWS = yaml.safe_load((REPOSITORY / "tests" / "data" / "table_rows.yaml").read_text())
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_moves_with_its_figures(tmp_path: Path, row: str) -> None:
     header = "model,gpus,strategy,gb,device" + ",trains" * ("adapters" in row)
     (only,) = check_table(table(tmp_path, row, header=header))
-    assert only.plausibility == expected
+    assert only.plausibility == ROWS[row]
 
 
 @pytest.mark.parametrize(
@@ -104,37 +67,21 @@ def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, la
     assert row.strategy == strategy
 
 
-@pytest.mark.parametrize(
-    ("text", "place", "words"),
-    [
-        ("", "", "no table"),
-        ("model,gpus,strategy,gb", "", "no table"),
-        ("model,gpus,gb\n7B,8,10", ":1", "no column has the strategy"),
-        ("model,gpus,strategy,gb\n7B,8,zero3", ":2", "3 cells"),
-        ("model,gpus,strategy,gb\n0B,8,zero3,10", ":2", "contains no model size"),
-        ("model,gpus,strategy,gb\n7B,0,zero3,10", ":2", "not a valid GPU count"),
-        ("model,gpus,strategy,gb\n7B,2-8,zero3,10", ":2", "not a valid GPU count"),
-        ("model,gpus,strategy,gb\n7B,8,zero3,1e9", ":2", "not one size"),
-        ("model,gpus,strategy,gb\n7B,8,zero3,45 of 80", ":2", "not one size"),
-        ("model,gpus,strategy,gb\n7B,8,magic,10", ":2", "not a strategy"),
-        ("model,gpus,strategy,gb\n7B,8,zero1 + NVMe,10", ":2", "not a strategy of this study"),
-        ("model,gpus,strategy,gb\n\n7B,8,zero3,much", ":3", "not one size"),
-        ("model,gpus,strategy,gb,device\n7B,8,zero3,10,A100", ":2", "not a device of one size"),
-        ("model,gpus,strategy,gb,trains\n7B,8,zero3,10,lora", ":2", "not a kind of training"),
-        ("| model | gpus | strategy | gb |\n| --- | --- | --- | --- |\n| 7B | 8 | zero9 | 1 |", ":3", "not a strategy"),
-    ],
-)
-def test_a_table_that_is_not_understood_is_refused_in_one_line(tmp_path, capsys, text, place, words):
+WRONG_TABLES = yaml.safe_load((REPOSITORY / "tests" / "data" / "wrong_tables.yaml").read_text())
+
+
+@pytest.mark.parametrize("wrong", WRONG_TABLES, ids=lambda wrong: wrong["says"])
+def test_a_table_that_is_not_understood_is_refused_in_one_line(tmp_path, capsys, wrong):
     file = tmp_path / "table.csv"
     with pytest.raises(UserError, match="not readable"):
         read_table(file)
-    file.write_text(text)
+    file.write_text(wrong["table"])
     assert main(["claims", "check-table", str(file)]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert err.count("\n") == 1
-    assert words in err
-    assert f"{file}{place}" in err
+    assert wrong["says"] in err
+    assert str(file) + (f":{wrong['line']}" if wrong["line"] else "") in err
 
 
 def test_numbers_may_have_commas(tmp_path: Path) -> None:

@@ -191,9 +191,9 @@ def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_tests_train_on_cores_on_a_gpu_machine() -> None:
+def test_tests_see_no_gpu_on_a_gpu_machine() -> None:
     # On a GPU it would be skipped.
-    result = pytest_on_a_gpu("tests/test_audit.py", "-k", "fsdp2_offload_without_a_gpu")
+    result = pytest_on_a_gpu("tests/test_autopsy.py", "-k", "a100_scale_is_refused_without_a_gpu")
     assert result.returncode == 0, result.stdout
     assert "skipped" not in result.stdout
 

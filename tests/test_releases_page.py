@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
 from importlib.metadata import version
 
 import pytest
+import yaml
 
 from study.cli import main
+from study.config.places import REPOSITORY
 from study.host.stacks import release_key
 from study.records.frames import read_parquet
 from study.releases.causes import GRID, PACKAGES, read_causes
@@ -32,6 +35,14 @@ def test_the_pages_are_made_of_the_committed_records(report: ReleaseReport) -> N
     details = report.details(json.loads((REPORT / BARE).read_text(encoding="utf-8")))
     assert DETAILS.read_text(encoding="utf-8") == details, "run `make releases`"
     assert json.loads(GRID.read_text(encoding="utf-8")) == report.document(), "run `make releases`"
+
+
+def test_text_of_a_record_is_no_markup_of_the_page() -> None:
+    records = read_parquet(REPORT)
+    runs = records.runs.assign(status_reason=records.runs["status_reason"].where(lambda text: text == "", "<i>no key"))
+    details = ReleaseReport(dataclasses.replace(records, runs=runs)).details([])
+    assert "| crashes | &lt;i&gt;no key |" in details
+    assert "<i>" not in details
 
 
 def test_nothing_is_the_engines_fault_that_is_gone_with_the_releases_of_its_time(cells: list[ReleaseCell]) -> None:
@@ -66,24 +77,10 @@ def test_a_release_recommended_against_one_cause_has_no_other() -> None:
     assert conflicts == []
 
 
-@pytest.mark.parametrize(
-    ("release", "verdict"),
-    [
-        ("0.19.8", r": no fault found$"),
-        ("0.19.7", r": no fault found; Muon wrong under zero1, zero2 \(k\), zero3 \(l\)$"),
-        (
-            "0.18.9",
-            r": wrong gradients with accumulation under zero0, zero1, zero2, zero2_cpu \(a\), zero2_cpu \(d\);"
-            r" Muon not tested; use 0.19.8$",
-        ),
-        ("0.18.7", r": not tested; wrong gradients with accumulation under zero0, zero1, zero2, zero2_cpu \(a\)"),
-        ("0.16.9", r": wrong gradients with accumulation under zero0, zero1 \(c\), zero2_cpu \(d\); Muon not"),
-        ("0.16.9 zero2", r", zero2: no fault found; stay, or use 0.19.8: wrong in 0.17.6 to 0.19.5; Muon not tested$"),
-        ("0.18.0", r": wrong .*zero2_cpu \(d\); in bf16-engine under zero0 \(i\); Muon not tested;"),
-        ("0.14.0", r": does not run with the packages of the test"),
-        ("99.0", r": not tested; run: study verify --quick$"),
-    ],
-)
+VERDICTS = yaml.safe_load((REPOSITORY / "tests" / "data" / "verdicts_of_releases.yaml").read_text())
+
+
+@pytest.mark.parametrize(("release", "verdict"), VERDICTS.items())
 def test_a_release_is_judged_in_the_first_line(release: str, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["releases", *release.split()]) == 0
     out = capsys.readouterr().out.splitlines()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import papermill
 import pytest
 import yaml
 
@@ -35,11 +34,6 @@ SUITE = {
 def call(*command: str | Path, **run: object) -> None:
     result = subprocess.run([str(part) for part in command], text=True, capture_output=True, check=False, **run)  # type: ignore[call-overload]
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-
-
-def test_its_parameters_are_the_source_the_suite_and_the_time():
-    parameters = papermill.inspect_notebook(str(COLAB))
-    assert set(parameters) == {"source", "suite", "only", "time_budget", "work_dir"}
 
 
 @pytest.mark.long

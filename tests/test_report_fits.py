@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from report_folders import drawn
+from study.config.places import REPOSITORY
 from study.records.frames import Records, probe_runs, read_parquet, read_runs, real_runs, write_parquet
 from study.report.questions import TABLES, answers
-from study.report.questions.fits import answer, fits, fits_table, probes_table
+from study.report.questions.fits import answer, fits_table, probes_table
 from synthetic_records import answered, only, write_run
 
 LADDER = [8, 16, 32, 64, 128]
@@ -31,37 +33,20 @@ def write_search(
         note_search(path, name or f"{strategy}-{cap}", LADDER.index(micro_batch))
 
 
-def note_search(run: Path, name: str, place: Any, axis: str = "largest_micro_batch", probe: bool = True) -> None:
-    file = run / "sweep.json"
-    note: dict[str, Any] = (
-        json.loads(file.read_text()) if file.exists() else {"strategy": "single", "world_size": 1, "command": []}
-    )
-    search = {"id": f"{name}-r1", "axis": axis, "place": place, "last": len(LADDER) - 1}
-    note |= {"searches": [*note.get("searches", []), search], "probe": probe}
-    file.write_text(json.dumps(note))
+def note_search(run: Path, name: str, place: Any) -> None:
+    search = {"id": f"{name}-r1", "axis": "largest_micro_batch", "place": place, "last": len(LADDER) - 1}
+    note = {"strategy": "single", "world_size": 1, "command": [], "searches": [search], "probe": True}
+    (run / "sweep.json").write_text(json.dumps(note))
 
 
-# Strategy and memory limit: outcomes by micro-batch, the largest that fits, and why it is not more.
-SEARCHES: dict[tuple[str, float | None], tuple[dict[int, str], str, str]] = {
-    ("single", 16.0): ({8: "ok", 32: "oom", 16: "ok"}, "16", f"32: {TOO_LARGE}"),
-    ("zero3", 16.0): ({8: "ok", 32: "ok", 64: "oom"}, "32", f"64: {TOO_LARGE}"),
-    # The ladder has no larger rung, or no larger probe has ended.
-    ("zero3_cpu", 16.0): ({8: "ok", 32: "ok", 128: "ok"}, "at least 128", "the ladder ends there"),
-    ("single", None): ({8: "ok", 32: "interrupted"}, "at least 8", "-"),
-    ("fsdp2", 16.0): ({8: "ok", 32: "failed"}, "at least 8", "stopped at 32: failed, lost"),
-    ("zero2_cpu", 16.0): ({8: "oom"}, "none, 8 is too large", f"8: {TOO_LARGE}"),
-    # It is unknown whether 8 fits.
-    ("zero1", 16.0): ({8: "interrupted", 16: "oom"}, "under 16", f"16: {TOO_LARGE}"),
-    ("zero2", 16.0): ({8: "timeout"}, "-", "stopped at 8: timeout, slow"),
-    ("ddp", 16.0): ({8: "interrupted"}, "-", "-"),
-}
+SEARCHES = yaml.safe_load((REPOSITORY / "tests" / "data" / "searches.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     root = tmp_path_factory.mktemp("searches")
-    for (strategy, cap), (ends, *_) in SEARCHES.items():
-        write_search(root, strategy, ends, cap=cap)
+    for search in SEARCHES:
+        write_search(root, search["strategy"], search["ends"], cap=search["limit"])
     write_run(root, "single", ranks=1)
     write_parquet(read_runs(root), root / "kept")
     return read_parquet(root / "kept")
@@ -71,7 +56,8 @@ def test_the_outcomes_of_its_probes_answer_each_search(records):
     table = fits_table(records)
     limits = [None if limit == "the whole device" else 16.0 for limit in table["Memory limit"]]
     rows = zip(table["Strategy"], limits, table["Largest that fits"], table["Why not more"], strict=True)
-    assert sorted(rows, key=str) == sorted(((*key, *words) for key, (_, *words) in SEARCHES.items()), key=str)
+    expected = [tuple(search[key] for key in ("strategy", "limit", "fits", "why")) for search in SEARCHES]
+    assert sorted(rows, key=str) == sorted(expected, key=str)
     # A ratio needs two final answers.
     ratios = table.set_index(["Strategy", "Memory limit"])["x plain"].dropna()
     assert ratios.to_dict() == {("single", "16 GiB"): 1, ("zero2_cpu", "16 GiB"): 0, ("zero3", "16 GiB"): 2}
@@ -89,7 +75,7 @@ def test_the_outcomes_of_its_probes_answer_each_search(records):
 
 
 def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(records):
-    table, states = probes_table(records), [state for ends, *_ in SEARCHES.values() for state in ends.values()]
+    table, states = probes_table(records), [state for search in SEARCHES for state in search["ends"].values()]
     assert table["Outcome"].value_counts().to_dict() == Counter(states)
     assert set(table.loc[table["Outcome"] == "oom", "Why"]) == {TOO_LARGE}
     assert (len(real_runs(records).runs), len(probe_runs(records).runs)) == (1, len(states))
@@ -99,44 +85,12 @@ def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(records):
     assert "fits" in {question.name for question in answers(records)}
 
 
-def test_a_report_of_searches_alone_has_only_the_largest_sizes(tmp_path):
-    write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "ok"})
-    records = read_runs(tmp_path)
-    assert [question.notebook for question in answers(records)] == ["what_fits", None]
-    fit_answer = answered(answer(records))
-    assert fit_answer.sentence.startswith("1 searches ran, and none is comparable with plain training")
-    assert fit_answer.table.to_dict("records") == [
-        {"Workload": "gpt-wikitext, gpt-tiny: largest micro-batch", "Strategy": "single", "16 GiB": "16"}
-    ]
-    assert fits_table(records)["Why not more"].tolist() == [f"32: {TOO_LARGE}"]
-
-
-def test_models_are_searched_by_their_parameters(tmp_path):
-    models = [("gpt-tiny", 10**6, "ok"), ("gpt-tiny-8layers", 2 * 10**6, "oom")]
-    for place, (name, parameters, state) in enumerate(models):
-        flags = {"model_name_or_path": name, "max_steps": 3}
-        run = write_run(tmp_path, "single", ranks=1, steps=3, state=state, reason="" if state == "ok" else TOO_LARGE,
-                        config=flags, engine={"model_parameters": parameters})  # fmt: skip
-        note_search(run, "ladder", place, axis="largest_model")
-    (fit,) = fits(read_runs(tmp_path))
-    assert (fit.subject, fit.what_fits.answer, fit.size) == ("gpt-wikitext: largest model", "gpt-tiny", 1.0)
-
-
 @pytest.mark.parametrize("place", ["1", -1])
 def test_a_search_that_no_sweep_could_have_noted_is_refused(tmp_path, place):
     note_search(write_run(tmp_path, "single", name="probe"), "x", place)
     records = read_runs(tmp_path)
     assert records.runs.empty
     assert records.refused[0].startswith("probe/sweep.json: searches.0.place is")
-
-
-def test_a_probe_may_answer_two_searches_and_be_a_run_of_its_own(tmp_path):
-    write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "oom"})
-    shared = next(tmp_path.glob("*/")).parent / read_runs(tmp_path).runs.query("status_state == 'ok'")["run"].iloc[0]
-    note_search(shared, "models", 3, axis="largest_model", probe=False)
-    records = read_runs(tmp_path)
-    assert sorted(fit.what_fits.answer for fit in fits(records)) == ["8", "at least gpt-tiny"]
-    assert real_runs(records).runs["run"].tolist() == [shared.name]
 
 
 def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +15,7 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.records import frames
 from study.records.directory import read_run
-from study.records.frames import (
-    RUNS_FILE,
-    STEPS_FILE,
-    Records,
-    is_empty,
-    read_parquet,
-    read_records,
-    real_runs,
-    runs_only_in,
-    steps_by_run,
-    virtual_runs,
-    write_parquet,
-)
+from study.records.frames import Records, read_parquet, read_records, write_parquet
 from study.records.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.records.schema import NEW_NAMES, SUMMARY_KEYS
 from study.report.questions import TABLES, answers
@@ -60,16 +47,16 @@ def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path:
     reseal(run)
     assert_same_records(read_records(tmp_path / "runs"), today)
     write_parquet(today, tmp_path)
-    old = pq.read_table(tmp_path / RUNS_FILE).to_pandas().rename(columns={new: old for old, new in NEW_NAMES.items()})
-    write_older(old, tmp_path)
+    table = pq.read_table(tmp_path / frames.RUNS_FILE).to_pandas()
+    write_older(table.rename(columns={new: old for old, new in NEW_NAMES.items()}), tmp_path)
     assert_same_records(read_parquet(tmp_path), today)
 
 
 def write_older(runs: pd.DataFrame, folder: Path) -> None:
     """Write a table of runs with its digest, as an older version with other columns did."""
     table = pa.Table.from_pandas(runs, preserve_index=False)
-    digest = {frames._DIGEST: frames._digest(runs, folder / STEPS_FILE)}
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), folder / RUNS_FILE)
+    digest = {frames._DIGEST: frames._digest(runs, folder / frames.STEPS_FILE)}
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), folder / frames.RUNS_FILE)
 
 
 def test_every_figure_of_a_record_is_in_its_row(runs: Path) -> None:
@@ -105,7 +92,7 @@ def test_steps_carry_the_evaluation_that_followed_them(runs: Path) -> None:
     records = read_records(runs)
     assert list(records.steps) == list(STEP_COLUMNS)
     run = read_run(next(runs.glob("*-ddp-*")))
-    steps = steps_by_run(records)[run.path.name]
+    steps = frames.steps_by_run(records)[run.path.name]
     assert steps["loss"].tolist() == [row["loss"] for row in run.steps]
     assert steps["samples_hash"].tolist() == [row["samples_hash"] for row in run.steps]
     evaluated = steps[steps["eval_loss"].notna()]
@@ -148,18 +135,6 @@ def test_parquet_gives_the_same_tables_findings_and_refusals(runs: Path, tmp_pat
         pd.testing.assert_frame_equal(table(records), table(reread))
 
 
-def test_runs_of_an_earlier_report_join_later_ones_as_if_they_were_read_together(runs: Path, tmp_path: Path) -> None:
-    write_parquet(read_records(runs), tmp_path / "together")
-    expected = read_parquet(tmp_path / "together")
-    # One run is in both.
-    earlier, later = (
-        Records(table, expected.steps[expected.steps["run"].isin(table["run"])])
-        for table in (expected.runs.iloc[:2], expected.runs.iloc[1:])
-    )
-    write_parquet(frames.merge_earlier_runs(earlier, later), tmp_path / "joined")
-    assert_same_records(expected, read_parquet(tmp_path / "joined"))
-
-
 def test_an_empty_folder_is_valid_and_a_missing_one_is_refused(tmp_path: Path) -> None:
     empty = read_records(tmp_path)
     assert (list(empty.runs), list(empty.steps)) == (list(RUN_COLUMNS), list(STEP_COLUMNS))
@@ -183,7 +158,7 @@ def test_parquet_that_is_damaged_or_was_changed_after_the_report_was_made_is_ref
     records, folder = read_records(runs), tmp_path / "kept"
     write_parquet(records, folder)
     assert_same_records(read_parquet(folder), records)
-    file, steps = folder / RUNS_FILE, folder / STEPS_FILE
+    file, steps = folder / frames.RUNS_FILE, folder / frames.STEPS_FILE
     frame, contents = pd.read_parquet(file), {name: name.read_bytes() for name in (file, steps)}
 
     def changed(name: Path, change: Callable[[pa.Table], pa.Table]) -> None:
@@ -213,43 +188,11 @@ def test_parquet_that_is_damaged_or_was_changed_after_the_report_was_made_is_ref
 
 def test_records_from_before_a_flag_existed_are_read_without_it(runs: Path, tmp_path: Path) -> None:
     write_parquet(read_records(runs), tmp_path / "kept")
-    older = pd.read_parquet(tmp_path / "kept" / RUNS_FILE).drop(columns=["torch_compile", "tokenizer_name"])
+    older = pd.read_parquet(tmp_path / "kept" / frames.RUNS_FILE).drop(columns=["torch_compile", "tokenizer_name"])
     write_older(older, tmp_path / "kept")
     reread = read_records(tmp_path / "kept").runs
     assert list(reread) == list(RUN_COLUMNS)
     assert reread[["torch_compile", "tokenizer_name"]].isna().all(axis=None)
-
-
-def test_virtual_runs_are_separate(runs: Path) -> None:
-    write_run(runs, "zero3", name="virtual", virtual=True, ranks=64, config={"global_batch_size": 64})
-    records = read_records(runs)
-    assert records.refused == ()
-    assert virtual_runs(records).runs["run"].tolist() == ["virtual"]
-    assert set(virtual_runs(records).steps["run"]) == {"virtual"}
-    assert "virtual" not in set(real_runs(records).runs["run"]) | set(real_runs(records).steps["run"])
-    for name in ("summary", "loss", "runtime", "single_vs_multi"):
-        assert not TABLES[name](records)["Strategy"].str.contains("x64").any()
-
-
-def test_strategies_are_named_by_their_differences(tmp_path: Path) -> None:
-    write_run(tmp_path, "single")
-    write_run(tmp_path, "ddp", ranks=2)
-    write_run(tmp_path, "ddp", ranks=4)
-    write_run(tmp_path, "ddp", name="hf", engine={"trainer": "hf_trainer"})
-    write_run(tmp_path, "zero3", config={"engine_override": ["zero_optimization.reduce_bucket_size=5000000"]})
-    assert read_records(tmp_path).runs["arm"].tolist() == [
-        "single", "ddp x2", "ddp x2, hf_trainer", "ddp x4", "zero3, zero_optimization.reduce_bucket_size=5000000"
-    ]  # fmt: skip
-
-
-def test_workloads_name_the_settings_that_vary(tmp_path: Path) -> None:
-    for batch in (16, 32):
-        for strategy in ("single", "zero3"):
-            write_run(tmp_path, strategy, config={"global_batch_size": batch})
-    write_run(tmp_path, "single", config={"task": "bert-imdb"})
-    assert read_records(tmp_path).runs["workload"].unique().tolist() == [
-        "bert-imdb, bert-tiny", "gpt-wikitext, gpt-tiny, batch 16", "gpt-wikitext, gpt-tiny, batch 32"
-    ]  # fmt: skip
 
 
 def test_text_columns_are_text_for_any_record(tmp_path: Path) -> None:
@@ -258,16 +201,7 @@ def test_text_columns_are_text_for_any_record(tmp_path: Path) -> None:
     assert read_parquet(tmp_path).runs["status_reason"].tolist() == ["half a pair \ufffd, a bell \ufffd, <i>"]
 
 
-def test_lost_runs_of_an_earlier_report_are_listed_and_an_unreadable_one_does_not_stop_a_new_one(tmp_path):
-    for seed in (1, 2):
-        write_run(tmp_path / "runs", "ddp", seed=seed)
-    both = read_records(tmp_path / "runs")
-    write_parquet(both, tmp_path / "kept")
-    gone = both.runs["run"].iloc[1]
-    rest = dataclasses.replace(both, runs=both.runs.iloc[:1])
-    assert runs_only_in(tmp_path / "kept", rest) == [gone]
-    assert runs_only_in(tmp_path / "kept", both) == []
-    assert not is_empty(tmp_path / "kept")
-    (tmp_path / "kept" / RUNS_FILE).write_bytes(b"PAR1")
-    assert runs_only_in(tmp_path / "kept", both) == []
-    assert not is_empty(tmp_path / "kept")
+def test_an_unreadable_earlier_report_does_not_stop_a_new_one(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / frames.RUNS_FILE).write_bytes(b"PAR1")
+    assert frames.runs_only_in(tmp_path, read_records(runs)) == []
+    assert not frames.is_empty(tmp_path)

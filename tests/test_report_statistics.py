@@ -13,20 +13,7 @@ import pytest
 from scipy import stats
 
 from study.config.text import percent
-from study.records.statistics import (
-    LOSS_MARGIN,
-    apply_holm,
-    corrected_p,
-    differences,
-    equivalence_test,
-    estimate_noise,
-    interval,
-    paired,
-    paired_ratio,
-    pivot_by_seed,
-    repeat_noise,
-    seeds_needed,
-)
+from study.records import statistics
 
 TIME, LOSS = "step_time_s_median", "eval_loss_final"
 ARMS = [f"arm {number}" for number in range(13)]
@@ -42,7 +29,7 @@ def frame(rows: Sequence[tuple[str, int, int, float]], **more: object) -> pd.Dat
 
 def test_an_interval_is_that_of_t_on_logs_around_the_geometric_mean() -> None:
     values = [1.0, 2.0, 2.5, 7.0, 3.0]
-    result = interval(values)
+    result = statistics.interval(values)
     expected = stats.ttest_1samp(np.log(values), 0).confidence_interval(0.95)
     assert (result.center, result.low, result.high) == pytest.approx((stats.gmean(values), *np.exp(expected)))
     assert result.text(1) == f"2.5 [{result.low:.1f}, {result.high:.1f}] (n = 5: 1.0, 2.0, 2.5, 7.0, 3.0)"
@@ -57,7 +44,7 @@ def test_an_interval_is_that_of_t_on_logs_around_the_geometric_mean() -> None:
     ],
 )  # fmt: skip
 def test_every_point_of_few_is_shown_and_too_few_get_no_interval(values: list[float], text: str) -> None:
-    assert interval(values).text() == text
+    assert statistics.interval(values).text() == text
 
 
 def test_ratios_are_paired_by_seed() -> None:
@@ -65,12 +52,12 @@ def test_ratios_are_paired_by_seed() -> None:
         ("ddp", 1, 1, 1.0), ("ddp", 2, 1, 2.0), ("ddp", 3, 1, 4.0), ("ddp", 4, 1, 9.0),
         ("zero3", 3, 1, 8.0), ("zero3", 1, 1, 2.0), ("zero3", 2, 1, 4.0), ("zero3", 9, 1, 99.0),
     ])  # fmt: skip
-    ratio = paired_ratio(runs, TIME, "zero3", "ddp")
+    ratio = statistics.paired_ratio(runs, TIME, "zero3", "ddp")
     assert (ratio.center, ratio.low, ratio.high, ratio.n) == pytest.approx((2.0, 2.0, 2.0, 3))
-    assert paired_ratio(runs, TIME, "zero2", "ddp").n == 0
+    assert statistics.paired_ratio(runs, TIME, "zero2", "ddp").n == 0
     # A failed run is in no pair.
     runs.loc[runs["arm"] == "ddp", "status_state"] = "failed"
-    assert paired_ratio(runs, TIME, "zero3", "ddp").n == 0
+    assert statistics.paired_ratio(runs, TIME, "zero3", "ddp").n == 0
 
 
 def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
@@ -79,19 +66,19 @@ def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
     shifts = {1: (1.0011, 1.0012), 2: (1.0002, 1.0003)}
     arm = [("zero3", seed, repeat, shifts[seed][repeat - 1]) for seed in (1, 2) for repeat in (1, 2)]
     runs = frame([*baselines, *arm])
-    pairs = paired(runs, LOSS, "zero3", "ddp", form=np.asarray)
+    pairs = statistics.paired(runs, LOSS, "zero3", "ddp", form=np.asarray)
     assert pairs["value"].tolist() == pytest.approx([1.00115, 1.00025])
-    averaged = equivalence_test(pairs["value"].tolist(), pairs["baseline"].tolist(), margin=0.002)
-    by_run = equivalence_test([row[3] for row in arm], [1.0] * 4, margin=0.002)
+    averaged = statistics.equivalence_test(pairs["value"].tolist(), pairs["baseline"].tolist(), margin=0.002)
+    by_run = statistics.equivalence_test([row[3] for row in arm], [1.0] * 4, margin=0.002)
     assert (averaged.n, by_run.n) == (2, 4)
     assert by_run.verdict == "equivalent"
     assert averaged.verdict == "not shown"
-    assert paired_ratio(runs, TIME, "zero3", "ddp").n == 2
+    assert statistics.paired_ratio(runs, TIME, "zero3", "ddp").n == 2
 
 
 def test_repeats_of_the_only_seed_are_samples_of_a_time_and_not_of_a_loss() -> None:
     runs = frame([(arm, 42, repeat, 1.0 + repeat / 10) for arm in ("ddp", "zero3") for repeat in (1, 2, 3)])
-    assert (len(pivot_by_seed(runs, TIME)), len(pivot_by_seed(runs, LOSS))) == (3, 1)
+    assert (len(statistics.pivot_by_seed(runs, TIME)), len(statistics.pivot_by_seed(runs, LOSS))) == (3, 1)
 
 
 def drawn(rng: np.random.Generator, seeds: int, sd: Any = 0.02, effect: Any = 0.0, arms: int = 13) -> pd.DataFrame:
@@ -106,7 +93,7 @@ def as_runs(logs: pd.DataFrame) -> pd.DataFrame:
 
 @pytest.mark.parametrize("seeds", [3, 8, 100])
 def test_noise_is_that_of_one_run_and_more_data_makes_it_more_certain_and_not_larger(seeds: int) -> None:
-    spread = estimate_noise(as_runs(drawn(np.random.default_rng(7), seeds)), TIME)
+    spread = statistics.estimate_noise(as_runs(drawn(np.random.default_rng(7), seeds)), TIME)
     assert spread is not None
     assert spread.df == 12 * (seeds - 1)
     low, high = np.sqrt(stats.chi2.ppf([0.0005, 0.9995], spread.df) / spread.df)
@@ -115,30 +102,30 @@ def test_noise_is_that_of_one_run_and_more_data_makes_it_more_certain_and_not_la
 
 def test_noise_needs_something_that_ran_again() -> None:
     one_each = frame([("ddp", 1, 1, 1.0), ("zero3", 1, 1, 2.0)])
-    assert estimate_noise(one_each, TIME) is None
-    assert repeat_noise(one_each, TIME) is None
+    assert statistics.estimate_noise(one_each, TIME) is None
+    assert statistics.repeat_noise(one_each, TIME) is None
     with_repeat = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, math.e), ("zero3", 1, 1, 2.0)])
-    for spread in (estimate_noise(with_repeat, TIME), repeat_noise(with_repeat, TIME)):
+    for spread in (statistics.estimate_noise(with_repeat, TIME), statistics.repeat_noise(with_repeat, TIME)):
         assert spread is not None
         assert (spread.log_sd, spread.df) == (pytest.approx(math.sqrt(0.5)), 1)
         assert spread.least_significant_difference(2) is None
     confounded = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, 5.0)], confounded=["", "threads per rank: 2, baseline 1"])
-    assert estimate_noise(confounded, TIME) is None
+    assert statistics.estimate_noise(confounded, TIME) is None
 
 
 def test_noise_is_found_where_seeds_are_missing() -> None:
     """Effects are fitted if seeds are missing, because cells cannot be averaged."""
     logs = drawn(np.random.default_rng(2), 200, arms=5)
     logs = logs.mask(np.random.default_rng(3).random(logs.shape) < 0.3).dropna(how="all")
-    spread = estimate_noise(as_runs(logs).dropna(subset=[TIME]), TIME)
+    spread = statistics.estimate_noise(as_runs(logs).dropna(subset=[TIME]), TIME)
     assert spread is not None
     assert spread.df == int(logs.count().sum()) - len(logs) - 4
     assert spread.log_sd == pytest.approx(0.02, rel=0.1)
 
 
 def test_holm_multiplies_the_smallest_by_all_and_keeps_the_order() -> None:
-    assert apply_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert apply_holm([0.6, 0.7]) == [1, 1]
+    assert statistics.apply_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert statistics.apply_holm([0.6, 0.7]) == [1, 1]
 
 
 # Twelve strategies against one: equal noise, three times the noise in one, and in the baseline.
@@ -154,7 +141,7 @@ def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(seeds: 
     """A pooled noise has false findings in 11 % of families with a noisy arm, and in 23 % with a noisy baseline."""
     rng = np.random.default_rng(seeds)
     families = (drawn(rng, seeds, NOISES[scatter]) for _ in range(FAMILIES))
-    false = sum(min(corrected_p(logs, AGAINST_THE_FIRST).values()) < 0.05 for logs in families)
+    false = sum(min(statistics.corrected_p(logs, AGAINST_THE_FIRST).values()) < 0.05 for logs in families)
     assert false <= MAX_FALSE
     assert MAX_FALSE < 0.085 * FAMILIES
 
@@ -164,7 +151,7 @@ def test_no_arm_is_called_slower_than_the_best_by_chance() -> None:
     rng = np.random.default_rng(1)
     families = (drawn(rng, 3) for _ in range(150))
     pairs = list(itertools.combinations(ARMS, 2))
-    false = sum(min(corrected_p(logs, pairs).values()) < 0.05 for logs in families)
+    false = sum(min(statistics.corrected_p(logs, pairs).values()) < 0.05 for logs in families)
     assert false <= stats.binom.ppf(1 - 1e-4, 150, 0.05)
 
 
@@ -174,7 +161,7 @@ def test_differences_that_are_there_are_seen() -> None:
     for seeds, least in ((3, 0.6), (5, 0.97)):
         rng = np.random.default_rng(seeds)
         detected = [
-            corrected_p(drawn(rng, seeds, effect=effect), AGAINST_THE_FIRST)[pair] < 0.05
+            statistics.corrected_p(drawn(rng, seeds, effect=effect), AGAINST_THE_FIRST)[pair] < 0.05
             for _ in range(60)
             for pair in AGAINST_THE_FIRST[6:]
         ]
@@ -183,14 +170,14 @@ def test_differences_that_are_there_are_seen() -> None:
 
 def test_two_arms_alone_are_tested_by_their_own_pairs() -> None:
     logs = drawn(np.random.default_rng(4), 5, arms=2)
-    p_values = corrected_p(logs, [(ARMS[1], ARMS[0])])
+    p_values = statistics.corrected_p(logs, [(ARMS[1], ARMS[0])])
     assert p_values[ARMS[1], ARMS[0]] == pytest.approx(stats.ttest_1samp(logs[ARMS[1]] - logs[ARMS[0]], 0).pvalue)
 
 
 def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confounded() -> None:
     runs = as_runs(drawn(np.random.default_rng(6), 5, effect=np.array([0.0] * 12 + [0.4])))
     runs["confounded"] = np.where(runs["arm"] == ARMS[3], "clipping", "")
-    comparisons = differences(runs, TIME, AGAINST_THE_FIRST)
+    comparisons = statistics.differences(runs, TIME, AGAINST_THE_FIRST)
     large, small, confounded = (comparisons[ARMS[place], ARMS[0]] for place in (12, 5, 3))
     assert large.is_significant
     assert large.words.startswith(("+4", "+5"))
@@ -198,43 +185,43 @@ def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confo
     assert small.words == "not significant (n = 5)"
     assert (confounded.p, confounded.ratio.n, confounded.words) == (None, 5, "not judged")
     for seeds, words in ((2, "n = 2"), (1, "one run each")):
-        few = differences(runs[runs["seed"] < seeds], TIME, AGAINST_THE_FIRST)[ARMS[12], ARMS[0]]
+        few = statistics.differences(runs[runs["seed"] < seeds], TIME, AGAINST_THE_FIRST)[ARMS[12], ARMS[0]]
         assert (few.p, few.words) == (None, f"not significant ({words})")
 
 
 def test_equivalence_is_shown_inside_the_margin_only() -> None:
     rng = np.random.default_rng(5)
     baselines: Any = rng.normal(2.0, 0.1, size=8)
-    margin = LOSS_MARGIN * baselines.mean()
-    equivalent = equivalence_test(baselines + rng.normal(0, margin / 20, size=8), baselines)
+    margin = statistics.LOSS_MARGIN * baselines.mean()
+    equivalent = statistics.equivalence_test(baselines + rng.normal(0, margin / 20, size=8), baselines)
     assert equivalent.verdict == "equivalent"
     assert (equivalent.p or 1) < 0.05
     assert f"n = 8, p = {equivalent.p:.2g}" in equivalent.text()
     for shift, scatter in ((3 * margin, margin / 20), (0, 20 * margin)):
         values = baselines + shift + rng.normal(0, scatter, size=8)
-        assert equivalence_test(values, baselines).verdict == "not shown"
+        assert statistics.equivalence_test(values, baselines).verdict == "not shown"
     # p is that of the larger of two one-sided t tests.
     differences = np.array([0, 0.002, 0.001, 0.0005])
     t = (differences.mean() - 0.005) / (differences.std(ddof=1) / 2)
-    tested = equivalence_test((1 + differences).tolist(), [1.0] * 4, margin=0.005)
+    tested = statistics.equivalence_test((1 + differences).tolist(), [1.0] * 4, margin=0.005)
     assert tested.p == pytest.approx(stats.t.cdf(t, 3))
 
 
 def test_one_run_each_is_no_test() -> None:
-    untested = equivalence_test([1.0], [1.0])
+    untested = statistics.equivalence_test([1.0], [1.0])
     assert (untested.verdict, untested.p, untested.n) == ("no test", None, 1)
     assert untested.text().startswith("one seed: no test")
-    assert equivalence_test([], []).text() == "no run to pair with"
-    same = equivalence_test([1.0, 2.0], [1.0, 2.0])
+    assert statistics.equivalence_test([], []).text() == "no run to pair with"
+    same = statistics.equivalence_test([1.0, 2.0], [1.0, 2.0])
     assert (same.verdict, same.p) == ("equivalent", None)
 
 
 def test_seeds_needed_have_bounds() -> None:
     # The power of the number between them: test_report_questions.py.
-    assert seeds_needed(0.5, 0) == seeds_needed(0.5, 1e-9) == 2
-    assert seeds_needed(1e-6, 1.0) is None
+    assert statistics.seeds_needed(0.5, 0) == statistics.seeds_needed(0.5, 1e-9) == 2
+    assert statistics.seeds_needed(1e-6, 1.0) is None
     with pytest.raises(ValueError, match="is out of range"):
-        seeds_needed(0, 0.1)
+        statistics.seeds_needed(0, 0.1)
 
 
 def test_the_smaller_a_share_the_more_decimals_it_has() -> None:

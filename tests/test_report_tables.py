@@ -12,12 +12,11 @@ import pytest
 from report_folders import drawn
 from study.predictor.run_predictions import predict_run
 from study.records.frames import Records, read_records
-from study.report.questions import QUESTIONS, TABLES, answers
+from study.report.questions import TABLES
 from study.report.questions.scaling import NODES
 from synthetic_records import PARAMETERS, answered, write_run
 
 MIB = 2**20
-ALL = ("summary", "loss", "memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +53,6 @@ def test_failed_runs_are_rows_with_their_reasons(name: str, records: Records) ->
     assert lost.empty or lost["Outcome"].tolist() == ["oom: CUDA out of memory (1)"]
 
 
-def test_one_run_of_each_strategy_has_no_test(tmp_path: Path) -> None:
-    for strategy in ("single", "zero3"):
-        write_run(tmp_path, strategy, gpu=False)
-    records = read_records(tmp_path)
-    assert row(TABLES["loss"](records), "zero3")["Equivalent"].startswith("one seed: no test")
-    runtime = row(TABLES["runtime"](records), "zero3")
-    assert "(n = 1)" in runtime["Step time, ms"]
-    assert runtime["In words"] == "not significant (one run each)"
-    traffic = TABLES["traffic"](records)
-    assert (traffic["Gloo bytes per step, MiB"] == 1.5 * traffic["Ring bytes (NCCL) per step, MiB"]).all()
-
-
 def test_speed_is_a_fraction_of_the_measured_matmul_rate(tmp_path: Path) -> None:
     rates = {"tflops": {"fp32": 50.0, "bf16": 0.5}}
     for strategy, noted in (("ddp", rates), ("zero2", {"error": "not measured"}), ("zero3", {})):
@@ -81,48 +68,6 @@ def test_speed_is_a_fraction_of_the_measured_matmul_rate(tmp_path: Path) -> None
     fraction = ddp["model_flops_per_step"] * steps_per_s / 2 / 0.5e12
     assert row(table, "ddp")["Of the measured matmul rate"] == pytest.approx(fraction)
     assert all(pd.isna(row(table, arm)["Of the measured matmul rate"]) for arm in ("zero2", "zero3"))
-
-
-def test_scaling_is_relative_to_the_ideal(tmp_path: Path) -> None:
-    write_run(tmp_path, "single")
-    for ranks in (2, 4, 8):
-        write_run(tmp_path, "ddp", ranks=ranks, time_factor=2 / ranks)
-    records = read_records(tmp_path)
-    table = TABLES["single_vs_multi"](records)
-    assert table["Strategy"].tolist() == ["single", "ddp x2", "ddp x4", "ddp x8"]
-    assert table["Ideal"].tolist() == [1, 2, 4, 8]
-    assert table["x one device"].iloc[0] == "1 (one device)"
-    assert table["Efficiency"].iloc[3] == pytest.approx(0.9, abs=0.02)
-    speed = records.runs.set_index("world_size")["tokens_per_s"]
-    (scaling,) = [answer for question, answer in answers(records).items() if question.name == "ranks"]
-    assert row(scaling.table, "ddp x4")["Of the ideal"] == f"{100 * speed[4] / speed[1] / 4:.0f} %"
-
-
-def test_a_repeat_does_not_count_twice_in_a_loss(tmp_path: Path) -> None:
-    for strategy in ("ddp", "zero2"):
-        for seed in (42, 43):
-            write_run(tmp_path, strategy, seed=seed)
-    write_run(tmp_path, "ddp", seed=42, repeat=2)
-    records = read_records(tmp_path)
-    for name, column in (("summary", "Eval loss"), ("loss", "Train loss, last"), ("loss", "Perplexity")):
-        table = TABLES[name](records)
-        assert row(table, "ddp")[column] == pytest.approx(row(table, "zero2")[column], rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_missing_records_have_no_row_and_no_answer(name: str, tmp_path: Path) -> None:
-    (question,) = (question for question in QUESTIONS if name in question.tables)
-    nothing = read_records(tmp_path)
-    assert TABLES[name](nothing).empty
-    assert question.answer(nothing) is None
-    write_run(tmp_path / "virtual", "zero3", virtual=True, ranks=64, config={"global_batch_size": 64})
-    assert len(TABLES[name](read_records(tmp_path / "virtual"))) == (name == "memory")
-    write_run(tmp_path / "real", "ddp")
-    one_run = read_records(tmp_path / "real")
-    has_rows = name in ("summary", "loss", "memory", "runtime")
-    assert TABLES[name](one_run).empty is not has_rows
-    # One strategy alone has no comparable loss.
-    assert (question.answer(one_run) is not None) is (has_rows and name != "loss")
 
 
 def test_a_run_on_gpus_has_a_predicted_speed_and_peak(tmp_path: Path) -> None:

@@ -1,35 +1,35 @@
-"""Reports of virtual ranks: compared with the paper's Table 1, extrapolated over layers, and setting by setting."""
+"""Reports of virtual ranks: what is not extrapolated over layers. Those in git have what is: test_report_build.py."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
 import pytest
 
-from report_folders import drawn, figures, laptop
+from study.config.places import REPOSITORY
 from study.predictor.state import paper_traffic
-from study.records.frames import Records, read_records, read_runs
+from study.records.frames import Records, read_parquet, read_records
 from study.report.questions import TABLES
-from study.report.questions.virtual import LAYERS, SETTINGS, TABLE1
+from study.report.questions.virtual import LAYERS
 from study.virtual.summaries import summaries
 from synthetic_records import answered, as_never_started, write_run
 
-GB = 10**9
-# A model of 36 layers named 7.5 B, with exactly that many parameters for round figures.
-AROUND, PER_LAYER, DEPTH = 300_000_000, 200_000_000, 36
-PARTS = {"params": 2, "grads": 2, "optimizer": 12}
-SHARDED_FROM = {"optimizer": 1, "grads": 2, "params": 3}
-
 
 @pytest.fixture(scope="module")
-def blank(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """Return one virtual record, whose row the tests fill in."""
-    root = tmp_path_factory.mktemp("virtual")
-    write_run(root, "zero3", virtual=True, ranks=64, gpu=False, config={"global_batch_size": 64})
-    return read_runs(root)
+def depths() -> Records:
+    """Return the records of ranks of a model with 2, 3 and 4 of its 36 layers, under stage 2."""
+    records = read_parquet(REPOSITORY / "reports" / "paper_table1")
+    shape = records.runs["model_name_or_path"].str.fullmatch(r"gpt-7\.5b-[234]layers")
+    chosen = shape & (records.runs["strategy"] == "zero2") & (records.runs["virtual_world_size"] == 16)
+    return Records(records.runs[chosen].reset_index(drop=True), records.steps.iloc[:0])
+
+
+def with_last(records: Records, column: str, value: object) -> Records:
+    """Return the records with another value in a column of the last one."""
+    runs = records.runs.copy()
+    runs.loc[runs.index[-1], column] = value
+    return Records(runs, records.steps)
 
 
 def test_the_paper_sends_half_as_much_again_under_stage_3() -> None:
@@ -37,77 +37,26 @@ def test_the_paper_sends_half_as_much_again_under_stage_3() -> None:
     assert [paper_traffic(stage, 4) for stage in range(4)] == [1.5, 1.5, 1.5, 2.25]
 
 
-def row(
-    blank: Records, strategy: str, ranks: int, layers: int = DEPTH, setting: str = "", traffic: float = 2.0,
-    **more: Any,
-) -> pd.DataFrame:  # fmt: skip
-    parameters = AROUND + PER_LAYER * layers
-    stage = int(strategy[-1])
-    state = {
-        f"{kind}_bytes_device": size * parameters / (ranks if stage >= SHARDED_FROM[kind] else 1)
-        for kind, size in PARTS.items()
-    }
-    wire = traffic * 2 * parameters
-    name = "gpt-7.5b" if layers == DEPTH else f"gpt-7.5b-{layers}layers"
-    figures = {
-        "run": f"{strategy}-{ranks}-{layers}-{setting}", "strategy": strategy, "zero_stage": stage, "world_size": ranks,
-        "model_name_or_path": name, "model_parameters": parameters, "model_layers": layers, "preset_layers": DEPTH,
-        "engine_precision": "bf16-engine", "precision": "bf16-engine", "virtual_world_size": ranks, "virtual_rank": 0,
-        "engine_override": json.dumps([setting] if setting else []), "comm_calls_per_step": 10.0 * layers,
-        "collectives": json.dumps({"all_gather": {
-            "calls": 10 * layers, "payload_bytes": wire, "wire_bytes_per_rank": wire,
-        }}), **state,
-    }  # fmt: skip
-    return blank.runs.assign(**(figures | more)).astype(blank.runs.dtypes)
+def test_depths_of_different_settings_are_never_extrapolated_together(depths: Records) -> None:
+    def lines(records: Records) -> int:
+        return sum(summary["extrapolated"] is not None for summary in summaries(records))
+
+    assert lines(depths) == 1
+    assert lines(with_last(depths, "engine_override", '["zero_optimization.reduce_bucket_size=5"]')) == 0
+    assert lines(with_last(depths, "seq_length", 32)) == 0
+    assert lines(Records(depths.runs.iloc[:2], depths.steps)) == 0
 
 
-def together(*rows: pd.DataFrame) -> Records:
-    runs = pd.concat(rows, ignore_index=True)
-    return Records(runs, laptop().steps.iloc[:0])
-
-
-def lines(records: Records) -> int:
-    return sum(summary["extrapolated"] is not None for summary in summaries(records))
-
-
-def test_two_depths_are_not_extrapolated(blank: Records) -> None:
-    records = together(*(row(blank, "zero2", 16, layers) for layers in (2, 3)))
-    assert lines(records) == 0
-    assert [summary["model"] for summary in summaries(records)] == ["gpt-7.5b-2layers", "gpt-7.5b-3layers"]
-    assert TABLES["table1"](records).empty
-
-
-def test_depths_of_different_settings_are_never_extrapolated_together(blank: Records) -> None:
-    rows = [row(blank, "zero2", 16, layers) for layers in (2, 3)]
-    assert lines(together(*rows, row(blank, "zero2", 16, 4, "zero_optimization.reduce_bucket_size=5"))) == 0
-    assert lines(together(*rows, row(blank, "zero2", 16, 4, seq_length=32))) == 0
-    assert lines(together(*rows, row(blank, "zero2", 16, 4))) == 1
-    four = TABLES["table1"](together(*rows, *(row(blank, "zero2", 16, layers) for layers in (4, 5))))
-    assert four[["Made by", "Line off by"]].to_numpy().tolist() == [["layers 2, 3 of 36", "0.00 % at 4"]]
-
-
-def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(blank: Records) -> None:
-    bent = row(blank, "zero3", 64, 4, traffic=3.0)
-    records = together(row(blank, "zero3", 64, 2), row(blank, "zero3", 64, 3), bent)
+def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(depths: Records) -> None:
+    (column,) = depths.runs.tail(1)["collectives"]
+    bent = {kind: {name: 1.5 * count for name, count in counts.items()} for kind, counts in json.loads(column).items()}
+    records = with_last(depths, "collectives", json.dumps(bent))
     table = TABLES["settings"](records)
     assert table["Ring bytes (NCCL), x weights"].isna().all()
-    assert table["Payload, x weights"].tolist() == ["all_gather ?"]
+    assert all(text.endswith("?") for text in table["Payload, x weights"])
     (line,) = answered(LAYERS.answer(records)).table.to_dict("records")
     assert (line["Measured completely"], line["Extrapolated"]) == (0, 1)
-    assert line["Not linear in layers"].startswith("collective.all_gather")
-    changed = row(blank, "zero3", 64, setting="zero_optimization.overlap_comm=true")
-    drawing = figures("virtual_cluster", together(records.runs, changed))["settings"]
-    assert "as shipped" not in drawing.alt
-
-
-def test_an_extrapolation_is_compared_with_the_complete_model_if_both_ran(blank: Records) -> None:
-    full = row(blank, "zero3", 64)
-    records = together(full, *(row(blank, "zero3", 64, layers, traffic=2.02) for layers in (2, 3, 4)))
-    (summary,) = summaries(records)
-    assert summary["extrapolated"] is None
-    (line,) = TABLES["lines_beside_whole_models"](records).to_dict("records")
-    over = "extrapolated over measured"
-    assert (line[f"State, {over}"], line[f"Ring bytes (NCCL), {over}"]) == ("+0.00%", "+1.00%")
+    assert line["Not linear in layers"].startswith("collective.")
 
 
 def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Path) -> None:
@@ -116,30 +65,6 @@ def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Pa
     command = ["accelerate", "launch", "study/train.py", "--task", "gpt-wikitext", "--scale", "laptop",
                "--model_name_or_path", "gpt-1t", "--virtual_world_size", "1024"]  # fmt: skip
     (cell / "sweep.json").write_text(json.dumps({"strategy": "zero1", "world_size": 1, "command": command}))
-    records = read_records(tmp_path)
-    (line,) = TABLES["virtual_runs"](records).to_dict("records")
+    (line,) = TABLES["virtual_runs"](read_records(tmp_path)).to_dict("records")
     assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")
     assert line["Outcome"] == "unsupported: takes about 55 GiB"
-    answer = answered(LAYERS.answer(records))
-    assert answer.sentence.endswith("; 1 of 1 runs did not succeed.")
-    assert answer.notes[-1] == "1 of `gpt-1t` ended unsupported, such as: takes about 55 GiB."
-
-
-def test_tables_of_virtual_runs_have_no_real_runs(blank: Records, tmp_path: Path) -> None:
-    write_run(tmp_path, "zero2")
-    real_records = read_records(tmp_path)
-    for name in ("virtual_runs", "table1", "settings"):
-        assert TABLES[name](real_records).empty
-    for question in (TABLE1, SETTINGS, LAYERS):
-        assert question.answer(real_records) is None
-    bert = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
-    assert TABLES["table1"](bert).empty
-    assert drawn("virtual_cluster", bert) == []
-    # Another model is compared by the paper's formula for its number of parameters.
-    assert answered(TABLE1.answer(bert)).table.to_numpy().tolist() == [
-        ["zero2", "1 of 1", "+0.00 %", "bert-large-uncased at 8"]
-    ]
-    # A setting that moves no state would only be a second case that agrees.
-    changed = row(blank, "zero2", 8, setting="overlap_comm=true", model_name_or_path="bert-large-uncased")
-    two = answered(TABLE1.answer(together(bert.runs, changed)))
-    assert two.sentence.startswith("The paper's formula holds within 1 % for 1 of 1 cases")

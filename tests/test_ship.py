@@ -17,34 +17,8 @@ from study.config.strategies import STRATEGY_NAMES
 
 pytest.importorskip("shtab", reason="make install has not brought shtab yet")
 GOOD = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-FILES: dict[str, str | bytes] = {
-    "good.json": json.dumps(GOOD),
-    "good.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n",
-    "wrong.json": """{
-  "train_micro_batch_size_per_gpu": 1,
-  "zero_optimization": {
-    "stage": 3,
-    "offload_optimizer": {"device": "cpu"},
-    "offload_param": {
-      "device": "nvme"
-    },
-    "round_robin_gradients": true
-  },
-  "monitor_config": {}
-}
-""",
-    "misspelt.json": '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2}\n}\n',
-    "comma.json": '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true}}}\n',
-    "one_line.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2,}}',
-    "wrong, too.yaml": (
-        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"
-        "  zero3_init_flag: true\n  stage3_max_live_parameters: 0\n  offload_param_device: cpu\n"
-    ),
-    # Neither: other programs' files, and a launcher that is not modelled.
-    "package.json": '{"optimizer": 1}', "list.json": "[1]", "settings.json": '{"editor": 1, // comment\n}',
-    "trainer.yaml": "gradient_accumulation_steps: 4\ndeepspeed: ds.json\n", "chart.yaml": "{{- if .Values }}\n",
-    "tpu.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: XLA\n", "image.json": b"\xff\xfe",
-}  # fmt: skip
+# Configuration files with and without faults, and files of other programs, which it skips.
+HOOKED = ROOT / "tests" / "data" / "hook"
 
 
 def entry() -> list[str]:
@@ -61,25 +35,23 @@ def check(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
 
 
 def test_the_hook_annotates_wrong_lines_and_skips_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, content in FILES.items():
-        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    status, lines = check(*FILES, "--output_format", "github", capsys=capsys)
+    monkeypatch.chdir(HOOKED)
+    status, lines = check(*sorted(file.name for file in HOOKED.iterdir()), "--output_format", "github", capsys=capsys)
     assert status == 1
     assert lines[-1] == "errors: 2, warnings: 7; 7 configuration files checked, 7 other files skipped"
     start = re.compile(r"::(error|warning) file=(.+),line=(\d+),title=(\w+)::([\w.]+)")
     assert [match.groups() for line in lines[:-1] if (match := start.match(line))] == [
-        ("error", "wrong.json", "6", "refused", "zero_optimization.offload_param.nvme_path"),
-        ("warning", "wrong.json", "9", "ineffective", "zero_optimization.round_robin_gradients"),
-        ("warning", "wrong.json", "11", "ignored", "monitor_config"),
-        ("warning", "misspelt.json", "3", "ignored", "zero_optimisation"),
         ("error", "comma.json", "3", "refused", "is"),
+        ("warning", "misspelt.json", "3", "ignored", "zero_optimisation"),
         ("warning", "one_line.json", "1", "conflict", "one_line.json"),
         ("warning", "wrong%2C too.yaml", "5", "ineffective", "zero3_init_flag"),
         ("warning", "wrong%2C too.yaml", "6", "ignored", "stage3_max_live_parameters"),
         ("warning", "wrong%2C too.yaml", "7", "ineffective", "offload_param_device"),
+        ("error", "wrong.json", "6", "refused", "zero_optimization.offload_param.nvme_path"),
+        ("warning", "wrong.json", "9", "ineffective", "zero_optimization.round_robin_gradients"),
+        ("warning", "wrong.json", "11", "ignored", "monitor_config"),
     ]
     assert check("good.json", "good.yaml", "tpu.yaml", capsys=capsys)[0] == 0
     status, lines = check("wrong.json", "--json", capsys=capsys)
@@ -87,28 +59,18 @@ def test_the_hook_annotates_wrong_lines_and_skips_other_files(
     assert (status, document["checked"], len(document["findings"])) == (1, ["wrong.json"], 3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "arguments", "kinds"),
-    [
-        # A batch that some number of ranks divides.
-        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, [], []),
-        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
-         ["--world_size", "4"], ["refused"]),
-        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}, [],
-         ["refused"]),
-        # Whether it limits anything depends on the size of the model.
-        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, [], []),
-        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}, ["gpt2"], ["conflict"]),
-        ({"_comment": "ours"}, [], []),
-    ],
-)  # fmt: skip
+PARTIAL = yaml.safe_load((ROOT / "tests" / "data" / "partial_configs.yaml").read_text())
+
+
+@pytest.mark.parametrize("case", PARTIAL)
 def test_without_a_model_and_a_number_of_ranks_only_what_holds_for_any_is_found(
-    settings: dict[str, Any], arguments: list[str], kinds: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps(GOOD | settings))
-    _, lines = check(str(file), *arguments, "--json", capsys=capsys)
-    assert [finding["id"].partition("/")[0] for finding in json.loads("\n".join(lines))["findings"]] == kinds
+    file.write_text(json.dumps(GOOD | case["settings"]))
+    _, lines = check(str(file), *case["arguments"], "--json", capsys=capsys)
+    findings = json.loads("\n".join(lines))["findings"]
+    assert [finding["id"].partition("/")[0] for finding in findings] == case["kinds"]
 
 
 @pytest.mark.parametrize("words", [["--world_size", "8", "gpt2"], ["gpt2", "--world_size", "8"]])
@@ -116,11 +78,6 @@ def test_the_model_may_follow_a_flag(words: list[str], capsys: pytest.CaptureFix
     (tmp_path / "ds.json").write_text(json.dumps(GOOD))
     assert main(["explain", str(tmp_path / "ds.json"), *words]) == 0
     assert "one of 8 ranks" in capsys.readouterr().out
-
-
-def test_configs_requires_a_folder_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["configs"]) == 2
-    assert "missing: DIR. " in capsys.readouterr().err
 
 
 def test_bash_completes_commands_flags_and_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

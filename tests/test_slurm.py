@@ -33,39 +33,7 @@ pytestmark = [
 SBATCH = ROOT / "cluster" / "study.sbatch"
 USER = getpass.getuser()
 # The job file requests eight GPUs per node: Slurm counts them, but a run finds none.
-CONF = """\
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/none
-CredType=cred/none
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-MpiDefault=none
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-JobAcctGatherType=jobacct_gather/none
-MinJobAge=600
-KillWait=5
-ReturnToService=2
-SchedulerParameters=sched_interval=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-GresTypes=gpu
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:8
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} Gres=gpu:8
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=240 State=UP PriorityTier=1 GraceTime=20
-PartitionName=first Nodes=n1,n2 MaxTime=60 State=UP PriorityTier=2
-"""
+CONF = (ROOT / "tests" / "data" / "slurm.conf").read_text()
 
 
 @dataclasses.dataclass(frozen=True)

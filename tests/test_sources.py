@@ -420,7 +420,7 @@ def test_a_revision_in_the_cache_needs_no_network_and_another_does_not_replace_i
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    loaders = {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}
+    loaders: dict[Any, Any] = {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}
     configs = {task: make_config(task, "hub") for task in loaders}
     imdb, wikitext = (tmp_path / "hub" / f"datasets--{name}" / "snapshots"
                       for name in ("stanfordnlp--imdb", "Salesforce--wikitext"))  # fmt: skip

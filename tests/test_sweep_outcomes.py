@@ -6,10 +6,13 @@ import dataclasses
 import json
 import sys
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -21,89 +24,33 @@ from study.records.outcome import FreeMemory, Terminated, outcome_from_exception
 from study.sweep.cell_outcome import ExitEvidence, classify_outcome, last_lines
 from study.sweep.plan import missing_requirement
 from study.sweep.suite_file import Requirements, Suite
-from sweeps import write_files
+from sweeps import ROOT, write_files
 
-NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
-TORCHRUN_KILLED = """\
-E1120 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: -9) local_rank: 1 (pid: 7)
-Root Cause (first observed failure):
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 7)
-  traceback : Signal 9 (SIGKILL) received by PID 7
-"""
-NCCL_OOM = """\
-torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.28.9
-ncclUnhandledCudaError: Call to CUDA function failed.
-Last error:
-Cuda failure 2 'out of memory'
-"""
-NCCL_NO_ROOM = """\
-torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.28.9
-ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
-Last error:
-Error while creating shared memory segment /dev/shm/nccl-VPyhzw (size 9637888), error: No space left on device (28)
-"""
-SINGLE_KILLED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.\n"
-SIGTERM_BY_LAUNCHER = (
-    "interrupted", "ended by SIGTERM: from outside, or by the launcher because another rank died", "run it again"
-)  # fmt: skip
-
-
-def evidence(ending=None, ended=True, **changed):
-    status = None
-    if ending:
-        status = {**dict(zip(("state", "reason", "hint"), ending, strict=True)), "ended_at": "x" if ended else None}
-    base = {
-        "launcher_status": 1, "stopped_by": None, "time_limit_s": 5.0, "status": status, "refusal": None, "printed": "",
-        "log": "", "ooms": NO_OOM,
-    }  # fmt: skip
-    return ExitEvidence(**{**base, **changed})
-
-
+MESSAGES = yaml.safe_load((ROOT / "tests" / "data" / "messages.yaml").read_text())
+NCCL_OOM, NCCL_NO_ROOM, CUDA_ERROR, FRAMES = (
+    MESSAGES[name] for name in ("nccl_oom", "nccl_no_room", "cuda_error", "frames")
+)
+ENDINGS = yaml.safe_load((ROOT / "tests" / "data" / "endings.yaml").read_text())
+OPEN, TERMINATED = ENDINGS["statuses"]
 FULL = "the disk is full ("
-DISK_FULL = f"{FULL}OSError: No space left on device)"
-OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
 
 
-@pytest.mark.parametrize(
-    ("exit_evidence", "state", "says"),
-    [
-        # The run's last status decides.
-        (evidence(("ok", "", ""), launcher_status=0), "ok", ""),
-        (evidence(("ok", "", ""), printed="terminate called without an active exception"), "ok", ""),
-        (evidence(("failed", "ValueError: no", "look")), "failed", "ValueError: no"),
-        (evidence(("oom", "CUDA out of memory. Tried", "x")), "oom", "CUDA out of memory"),
-        (evidence(("failed", DISK_FULL, "x")), "failed", DISK_FULL),
-        # The sweep ended it.
-        (evidence(OPEN, ended=False, stopped_by="time limit"), "timeout", "5 s"),
-        (evidence(SIGTERM_BY_LAUNCHER, stopped_by="time limit"), "timeout", "5 s"),
-        (evidence(SIGTERM_BY_LAUNCHER, stopped_by="user"), "interrupted", "the sweep was stopped"),
-        # The reason for a SIGKILL.
-        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
-        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "the host's memory ran out"),
-        (evidence(OPEN, ended=False, printed=TORCHRUN_KILLED), "interrupted", "SIGKILL, but not for its memory"),
-        (evidence(OPEN, ended=False, printed=SINGLE_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
-        # If one rank dies, the others fail as a consequence, with other messages.
-        (evidence(SIGTERM_BY_LAUNCHER, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "OOM killer"),
-        (evidence(SIGTERM_BY_LAUNCHER, printed="exitcode  : -11 (pid: 7)"), "failed", "signal 11"),
-        # A memory request that failed, without an OOM kill.
-        (evidence(("failed", "RuntimeError: std::bad_alloc", "")), "oom", "a limit on the process"),
-        (evidence(OPEN, ended=False, log="OSError: [Errno 12] Cannot allocate memory"), "oom", "a limit on the proc"),
-        (evidence(printed="torch.OutOfMemoryError: CUDA out of memory. Tried to get"), "oom", "CUDA out of memory"),
-        # Rejected requests.
-        (evidence(refusal=Unsupported("no aio", "install")), "unsupported", "no aio"),
-        (evidence(refusal=ModelTooLarge("20 B", "smaller", 3)), "unsupported", "20 B"),
-        (evidence(refusal=UserError("odd batch", "even")), "failed", "odd batch"),
-        # Only its output is left.
-        (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),
-        (evidence(), "failed", "exit status 1: it printed nothing"),
-    ],
-)  # fmt: skip
-def test_the_evidence_decides_how_a_run_ended(exit_evidence, state, says):
-    ending = classify_outcome(exit_evidence)
-    assert ending.state == state
-    assert says in ending.reason
-    assert ending.hint or state in ("ok", "failed", "oom")
+def evidence(
+    *, printed: str = "", ooms: Sequence[int] = (0, 0), refusal: dict[str, Any] | None = None, **more: Any
+) -> ExitEvidence:
+    base = {"launcher_status": 1, "stopped_by": None, "time_limit_s": 5.0, "status": None, "log": ""}
+    return ExitEvidence(
+        **base | more, printed=MESSAGES.get(printed, printed), ooms=OomCounts(*ooms),
+        refusal=None if refusal is None else refusal_from_json(refusal),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDINGS["cases"], ids=lambda case: f"{case['is']} {case['says']}")
+def test_the_evidence_decides_how_a_run_ended(case: dict[str, Any]) -> None:
+    ending = classify_outcome(evidence(**{key: value for key, value in case.items() if key not in ("is", "says")}))
+    assert ending.state == case["is"]
+    assert case["says"] in ending.reason
+    assert ending.hint or case["is"] in ("ok", "failed", "oom")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +69,7 @@ def test_the_evidence_decides_how_a_run_ended(exit_evidence, state, says):
         (ValueError("CUDA out of memory"), "failed", "ValueError"),
         (ImportError(f"no name 'log' in 'x' ({sys.prefix}/lib/x.py)"), "failed", "no name 'log' in 'x' (lib/"),
         (OSError(28, "No space left on device"), "failed", FULL),
-        (Terminated(), *SIGTERM_BY_LAUNCHER[:2]),
+        (Terminated(), TERMINATED["state"], TERMINATED["reason"]),
         # Messages of libraries on a full tmpfs.
         (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "failed", FULL),
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), "failed", FULL),
@@ -138,17 +85,6 @@ def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, s
     assert says != FULL or ending.hint == "free some space, and run it again"
 
 
-# Messages of torch 2.13 if `Tensor.pin_memory` cannot lock host memory, and if CUDA has no free device memory.
-CUDA_ERROR = """\
-CUDA error: out of memory
-Search for `cudaErrorMemoryAllocation' in the CUDA runtime's documentation for more information.
-CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
-For debugging consider passing CUDA_LAUNCH_BLOCKING=1
-"""
-FRAMES = """\
-  File "site-packages/deepspeed/accelerator/abstract_accelerator.py", line 341, in pin_memory
-    return self._torch_pin_memory(tensor)
-"""
 LOCKED, EITHER = "no more host memory could be locked", "the device's memory, or host memory that can be locked"
 
 
@@ -169,9 +105,9 @@ def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, say
     assert ending.reason.startswith(says)
     assert "(CUDA error: out of memory" in ending.reason
     assert hint in ending.hint
-    log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {CUDA_ERROR}"
+    log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {MESSAGES['cuda_error']}"
     # A log does not include the free memory.
-    assert classify_outcome(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER)
+    assert classify_outcome(evidence(status=OPEN, log=log)).reason.startswith(LOCKED if frames else EITHER)
 
 
 def test_free_memory_is_in_the_reason_and_decides_why_cublas_does_not_start():
@@ -202,19 +138,12 @@ def test_last_lines_leave_out_frames_and_the_launchers_chatter():
     assert last_lines(text) == ["call()", "OSError: no"]
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "files"),
-    [
-        ("0::/job\n", {"sys/fs/cgroup/job/memory.events": "low 0\noom 2\noom_kill 1\n"}),
-        ("4:memory:/job\n0::/\n", {"sys/fs/cgroup/memory/job/memory.failcnt": "2\n",
-                                   "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 1\n"}),
-        # The limit is set on a parent of the process's cgroup.
-        ("0::/pod/job\n", {"sys/fs/cgroup/pod/job/memory.events": "oom 0\noom_kill 1\n",
-                           "sys/fs/cgroup/pod/memory.events": "oom 2\noom_kill 0\n"}),
-    ],
-)  # fmt: skip
-def test_the_kernels_counters_are_found_in_both_kinds_of_cgroup(tmp_path, cgroup, files):
-    write_files(tmp_path, {"proc/self/cgroup": cgroup, **files})
+CGROUPS = yaml.safe_load((ROOT / "tests" / "data" / "cgroups.yaml").read_text())
+
+
+@pytest.mark.parametrize("files", CGROUPS["counters"], ids=["v2", "v1", "parent"])
+def test_the_kernels_counters_are_found_in_both_kinds_of_cgroup(tmp_path, files):
+    write_files(tmp_path, files)
     assert oom_counts(tmp_path) == OomCounts(killed=1, cgroup_limit_hit=2)
 
 
@@ -227,23 +156,10 @@ def test_a_refusal_is_read_as_it_was_written(refusal):
     assert vars(read) == vars(refusal)
 
 
-CGROUPS = {
-    "v2": ("0::/job\n", {"sys/fs/cgroup/job/memory.max": "max\n",
-                         "sys/fs/cgroup/memory.max": f"{2**30}\n", "sys/fs/cgroup/memory.current": f"{2**29}\n",
-                         "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2**28}\n"}),
-    "v1": ("4:memory:/pod/job\n0::/\n", {
-        "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": f"{2**30}\n",
-        "sys/fs/cgroup/memory/pod/memory.usage_in_bytes": f"{2**29}\n",
-        "sys/fs/cgroup/memory/pod/memory.stat": f"total_inactive_file {2**28}\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("version", CGROUPS)
+@pytest.mark.parametrize("version", CGROUPS["limits"])
 def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp_path, monkeypatch, version):
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
-    cgroup, files = CGROUPS[version]
-    write_files(tmp_path, {"proc/self/cgroup": cgroup, **files})
+    write_files(tmp_path, CGROUPS["limits"][version])
     memory = host_memory(tmp_path)
     assert memory.total_gib == 1
     # Memory that is only a cache counts as available.

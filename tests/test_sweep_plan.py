@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from importlib import metadata
@@ -50,56 +47,19 @@ def plan(file, box=CPU_BOX, only=()):
 
 
 HEAD = "name: x\ndescription: y\n"
-GRID = HEAD + "grids:\n  - "
-ONE_GRID = "grids: [{axes: {strategy: ddp}}]\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "says"),
-    [
-        (f"{HEAD}grid: []\n{ONE_GRID}", 3, "unknown key 'grid'"),
-        (GRID + "axes:\n      strategy: ddp\n      batch: [1, 2]\n", 6, "unknown key 'batch'"),
-        (GRID + "axes:\n      strategy: [ddp, zero4]\n", 5, "strategy is 'zero4'"),
-        (HEAD + "fixed:\n  seed: 1\n  seed: 2\ngrids: []\n", 5, "seed appears twice"),
-        (HEAD + "fixed: {output_dir: here}\ngrids: []\n", 3, "unknown key 'output_dir'"),
-        (HEAD + "fixed:\n  max_steps: many\ngrids: []\n", 4, "max_steps"),
-        (GRID + "axes: {strategy: []}\n", 4, "empty list"),
-        (GRID + "axes: {strategy: ddp}\n    repeats: 0\n", 5, "repeats is 0"),
-        (GRID + "axes: {strategy: ddp, world_size: two}\n", 4, "world_size is 'two'"),
-        (GRID + "fixed: {seed: 1}\n    axes: {strategy: ddp, seed: [1, 2]}\n", 5, "fixed and an axis"),
-        (GRID + "axes: {strategy: ddp}\n    exclude: [{stage: 3}]\n", 5, "unknown key 'stage'"),
-        (GRID + "axes: {strategy: ddp\n", 5, "not YAML"),
-        (GRID + "7\n", 3, "mapping"),
-        (GRID + "axes: {strategy: ddp}\n    search: {}\n", 5, "has 0 axes"),
-        (GRID + "search: {largest_model: [a, b], largest_micro_batch: [1, 2]}\n", 4, "has 2 axes"),
-        (GRID + "search: {largest_model: [a, b, a]}\n", 4, "is ['a', 'b', 'a']"),
-        (GRID + "search: {largest_micro_batch: {from: 4, to: 2}}\n", 4, "is {'from': 4, 'to': 2}"),
-        (GRID + "search: {largest_micro_batch: [1, 4, 2]}\n", 4, "is [1, 4, 2]"),
-        (
-            GRID + "axes: {global_batch_size: 8}\n    search: {largest_micro_batch: [1, 2]}\n",
-            4, "global_batch_size is set by the search for largest_micro_batch",
-        ),
-        (
-            GRID + "search: {largest_model: [gpt2, gpt2-xl]}\n    overrides:\n"
-            "      - {where: {strategy: ddp}, fixed: {model_name_or_path: gpt2}}\n",
-            6, "is set by the search for largest_model",
-        ),
-        (GRID + "axes: {strategy: ddp, trainer: keras}\n", 4, "trainer is 'keras'"),
-        (GRID + "axes: {strategy: ddp, expected_s: 0}\n", 4, "expected_s is 0"),
-        (GRID + "axes: {strategy: ddp, stack: {a: b}}\n", 4, "stack is {'a': 'b'}"),
-        (f"name: {'a' * 101}\ndescription: y\ngrids: []\n", 1, "name is 'aaa"),
-        (HEAD + "requires: {host_memory_gib: .inf}\ngrids: []\n", 3, "host_memory_gib is inf"),
-        ("name: a/b\ndescription: y\ngrids: []\n", 1, "name is 'a/b'"),
-        ("name: x\ngrids: []\n", 1, "description is missing"),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, text, line, says):
+WRONG_SUITES = yaml.safe_load((ROOT / "tests" / "data" / "wrong_suites.yaml").read_text())
+
+
+@pytest.mark.parametrize("wrong", WRONG_SUITES, ids=lambda wrong: wrong["says"])
+def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, wrong):
     file = tmp_path / "suite.yaml"
-    file.write_text(text)
+    file.write_text(wrong["suite"])
     with pytest.raises(UserError) as refusal:
         read_suite(file)
-    assert f"{file}:{line}" in refusal.value.problem
-    assert says in refusal.value.problem
+    assert f"{file}:{wrong['line']}" in refusal.value.problem
+    assert wrong["says"] in refusal.value.problem
 
 
 @pytest.mark.parametrize(
@@ -124,18 +84,18 @@ def test_a_file_that_is_not_a_suite_is_refused(tmp_path, text, says):
         read_suite(file)
 
 
-@pytest.mark.parametrize(
-    ("rules", "says"),
-    [
-        ({"exclude": [{"strategy": "ddp", "dropout": 0.2}]}, "no run of the grid has "),
-        ({"overrides": [{"where": {"strategy": "zero3_cpu"}, "fixed": {"seed": 1}}]}, "no run of the grid has "),
-        ({"exclude": [{"strategy": ["ddp", "zero3"]}]}, "the suite tiny has no cell: its grids exclude all of them"),
-    ],
-)
-def test_rules_that_match_no_run_or_exclude_every_run_are_refused(tmp_path, rules, says):
-    with pytest.raises(UserError, match=says):
-        plan(write_suite(tmp_path, {"strategy": ["ddp", "zero3"], "dropout": [0.0, 0.1]}, **rules))
-    # The machine decides the default number of ranks, so a rule about it may match no run.
+WRONG_PLANS = yaml.safe_load((ROOT / "tests" / "data" / "wrong_plans.yaml").read_text())
+
+
+@pytest.mark.parametrize("wrong", WRONG_PLANS, ids=lambda wrong: wrong["says"])
+def test_rules_that_match_no_run_and_cells_that_cannot_run_are_refused_before_anything_runs(tmp_path, wrong):
+    fixed = {**TINY, **wrong.get("cell", {})}
+    axes = {"strategy": [fixed.pop("strategy", "zero2")], "dropout": [0.0, 0.1]}
+    with pytest.raises(UserError, match=wrong["says"]):
+        plan(write_suite(tmp_path, axes, fixed, **wrong.get("rules", {})))
+
+
+def test_a_rule_about_the_number_of_ranks_may_match_no_run(tmp_path):
     file = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]}, exclude=[{"world_size": 8}])
     assert len(plan(file)) == 2
     assert plan(file, box_with(4))
@@ -198,39 +158,6 @@ def test_only_keeps_the_order_and_accepts_ids_and_a_flag_s_values(tmp_path):
     }.items():
         with pytest.raises(UserError, match=says):
             plan(file, only=only)
-
-
-@pytest.mark.parametrize("gpus", [0, 4])
-def test_an_accumulation_is_the_same_on_every_number_of_ranks(tmp_path, gpus):
-    axes = {"strategy": ["single", "zero1"], "gradient_accumulation_steps": [2, 4], "global_batch_size": 32}
-    cells = plan(write_suite(tmp_path, axes), box_with(gpus) if gpus else CPU_BOX)
-    accumulations = [cell.config.batch_plan(cell.ranks).gradient_accumulation_steps for cell in cells]
-    assert sorted(accumulations) == [2, 2, 4, 4]
-
-
-@pytest.mark.parametrize(
-    ("cell", "says"),
-    [
-        ({"gradient_accumulation_steps": 4, "global_batch_size": 6}, r"zero2 on 2 ranks: gradient_accumulation_steps"),
-        ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}, "are both set"),
-        ({"strategy": "ddp", "world_size": 3}, "ddp on 3 ranks.*does not divide"),
-        ({"strategy": "ddp", "precision": "bf16-engine"}, "ddp runs without it"),
-        ({"strategy": "fsdp2", "trainer": "hf_trainer"}, "hf_trainer does not run fsdp2"),
-        ({"trainer": "bare_loop"}, "bare_loop does not run zero2"),
-        ({"strategy": "zero3", "virtual_world_size": 8, "world_size": 1}, "does not divide over 8 ranks"),
-        ({"strategy": "single", "virtual_world_size": 8}, "cannot be a virtual rank"),
-        ({"strategy": "zero3", "virtual_world_size": 8, "world_size": 2}, "world_size and virtual_world_size"),
-    ],
-)
-def test_a_cell_that_cannot_run_is_refused_before_anything_runs(tmp_path, cell, says):
-    with pytest.raises(UserError, match=rf"tiny\.yaml:\d+: .*{says}"):
-        plan(write_suite(tmp_path, {}, {"strategy": "zero2", **TINY, **cell}))
-
-
-def test_a_suite_that_mixes_virtual_and_real_ranks_is_refused(tmp_path):
-    virtual = [{"where": {"seed": 1}, "fixed": {"virtual_world_size": 2}}]
-    with pytest.raises(UserError, match="mixes virtual ranks with real runs"):
-        plan(write_suite(tmp_path, {"seed": [1, 2]}, {**TINY, "strategy": "zero3"}, overrides=virtual))
 
 
 def test_a_virtual_rank_is_launched_alone_and_divides_its_batch_over_the_ranks_it_stands_for(tmp_path):
@@ -415,29 +342,3 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
     fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
     assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
     assert "no remaining cell of tiny needs initial weights" in capfd.readouterr().out
-
-
-def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
-    axes = {"strategy": ["ddp", "zero2"], "device_memory_cap_gib": [16, 40], "seed": [41, 42]}
-    rules = [{"device_memory_cap_gib": 16, "strategy": "ddp"}, {"seed": 41}]
-    override = {"where": {"device_memory_cap_gib": 16}, "fixed": {"gradient_checkpointing": True}}
-    fixed = {**TINY, "train_samples": None}
-    file = write_suite(tmp_path, axes, fixed, exclude=rules, overrides=[override])
-    cells = plan_cells(shrink_suite(read_suite(file)), CPU_BOX)
-    # Rules apply to the suite's own values: zero2 runs with the override and without it.
-    checkpointing = sorted((cell.strategy, cell.config.gradient_checkpointing) for cell in cells)
-    assert checkpointing == [("ddp", False), ("zero2", False), ("zero2", True)]
-    assert {(cell.config.seed, cell.config.device_memory_cap_gib) for cell in cells} == {(41, None)}
-
-
-def test_a_damaged_record_has_no_time_and_a_narrow_terminal_is_written_to(tmp_path):
-    damaged = tmp_path / "语" / "laptop" / "cell"
-    damaged.mkdir(parents=True)
-    (damaged / "config.json").write_text("{}")
-    attempt = {"state": "ok", "wall_s": "long"}
-    (damaged / "sweep.json").write_text(json.dumps({"strategy": "ddp", "world_size": 2, "attempts": [attempt]}))
-    command = [sys.executable, "-m", "study.cli", "run", "laptop", "--dry_run", "--runs_dir", str(tmp_path / "语")]
-    narrow = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run(command, cwd=ROOT, env=narrow, capture_output=True, encoding="latin-1")
-    assert done.returncode == 0, done.stderr
-    assert r"\u8bed" in done.stdout

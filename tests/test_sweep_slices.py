@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-import forked
 from study import cli
 from study.config.errors import UserError
-from study.config.printing import TextTable, print_page
 from study.host.machine import Machine
 from study.records.frames import read_parquet, read_runs, write_parquet
 from study.report.questions import TABLES
@@ -27,8 +23,8 @@ from study.sweep.command import _runnable, in_order
 from study.sweep.forecast import pending_items
 from study.sweep.plan import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
-from study.sweep.tables import fit_screen, slice_progress
-from sweeps import TINY
+from study.sweep.tables import slice_progress
+from sweeps import ROOT, TINY
 from synthetic_records import write_run
 
 pytestmark = pytest.mark.engine
@@ -79,44 +75,18 @@ def test_the_status_of_a_suite_names_the_gpus_that_are_missing(
     assert lines[-1] == f"and {len(all_lines) - len(lines) + 1} more; --details prints all"
 
 
-def test_three_long_tables_fit_a_screen_and_a_long_reason_a_line() -> None:
-    table = TextTable(("state", "cell", "reason"), [("failed", f"cell-{row}", "word " * 50) for row in range(30)])
-    short = TextTable(("suite", "left"), [("one", "3")])
-    out = io.StringIO()
-    print_page(["verdict", "", *fit_screen([short, table, table], details=False)], out)
-    lines = out.getvalue().splitlines()
-    assert len(lines) <= 25
-    assert max(map(len, lines)) <= 120
-    assert ("one", "3") in [tuple(line.split()) for line in lines]
-    assert sum(line.endswith("...") for line in lines) == 60 - sum(
-        int(line.split()[1]) for line in lines if "more" in line
-    )
-    assert list(fit_screen([short, table], details=True)) == [short, table]
+WRONG_SERIES = yaml.safe_load((ROOT / "tests" / "data" / "wrong_series.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("slices", "says"),
-    [
-        ([], "whole.yaml:3: slices is []"),
-        ([{"only": ["seed=1"]}], "suite is missing"),
-        ([{"suite": "wide", "first": 2}], "unknown key 'first'"),
-        ([{"suite": "wide", "only": [1]}], "only is [1]"),
-        ([{"suite": "broad"}], "no suite is named 'broad'"),
-        ([{"suite": "whole"}], "whole is a series itself"),
-        ([{"suite": "wide", "only": ["seed=3"]}], "matches no cell of wide"),
-        ([{"suite": "wide", "only": ["sed=1"]}], "no run has a sed"),
-        ([{"suite": "wide"}, {"suite": "namesake"}], "another suite of this series is also named wide"),
-        ("- suite: wide\ngrids: []\n", "unknown key 'grids'"),
-    ],
-)
-def test_a_wrong_series_is_refused_with_its_place(tmp_path, slices, says):
-    file = write_series(tmp_path, slices if isinstance(slices, list) else [])
-    if isinstance(slices, str):
-        file.write_text(f"name: whole\ndescription: both\nslices:\n{slices}")
+@pytest.mark.parametrize("wrong", WRONG_SERIES, ids=lambda wrong: wrong["says"])
+def test_a_wrong_series_is_refused_with_its_place(tmp_path, wrong):
+    file = write_series(tmp_path, wrong["slices"])
+    if "more" in wrong:
+        file.write_text(file.read_text() + yaml.safe_dump(wrong["more"]))
     (tmp_path / "namesake.yaml").write_text((tmp_path / "wide.yaml").read_text())
     with pytest.raises(UserError) as refusal:
         plan_suite(str(file), CPU_BOX, tmp_path)
-    assert says in refusal.value.problem
+    assert wrong["says"] in refusal.value.problem
 
 
 def test_slices_that_need_another_machine_are_left_out_and_refused_if_none_is_left(tmp_path, capsys):
@@ -147,6 +117,11 @@ def test_a_series_runs_until_its_time_is_over_and_continues_there(tmp_path, caps
     file = write_series(tmp_path, SEED_FIRST)
     runs = tmp_path / "runs"
     base = [str(file), "--runs_dir", str(runs)]
+    runs.mkdir()
+    plan = plan_suite(str(file), CPU_BOX, runs)
+    answer = REMAINING.answer(read_runs(runs, plan.roots(), slice_progress(plan)))
+    assert answer is not None
+    assert answer.sentence.startswith("None of it is measured yet: 3 runs and searches remain")
     assert cli.main(["run", *base, "--only", "seed=2"]) == 0
     (first,) = runs.glob("*/*/status.json")
     assert first.parent.parent.name == "wide"
@@ -213,37 +188,6 @@ def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeyp
     # A folder that belongs to no suite is left out.
     assert sorted(records.runs["seed"]) == [0, 1]
     assert records.refused[0].startswith("wide/broken/status.json: ")
-
-
-def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_path, capsys):
-    file = write_series(tmp_path, SEED_FIRST)
-    output = tmp_path / "report"
-    arguments = ["report", str(file), "--runs_dir", str(tmp_path / "runs"), "--output", str(output)]
-    assert cli.main(arguments) == 0
-    for text in ((output / "index.html").read_text(), (output / "summary.md").read_text()):
-        assert "None of it is measured yet: 3 runs and searches remain" in text
-        assert "single, seed 1" in text
-        assert "single, seed 2" in text
-    assert not list(output.glob("*.ipynb"))
-    # The report from its parquet files has the same answer.
-    assert cli.main(arguments) == 0
-    assert "None of it is measured" in (output / "index.html").read_text()
-
-
-def test_weights_are_drawn_for_cells_that_fit_the_time_and_are_not_done(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("study.sweep.command.subprocess", SimpleNamespace(run=forked.run_module))
-    fixed = {**TINY, "strategy": "single", "expected_s": 60}
-    file = write_series(tmp_path, SEED_FIRST, fixed=fixed)
-    arguments = ["weights", str(file), "--runs_dir", str(tmp_path / "runs")]
-    assert cli.main([*arguments, "--time_budget", "30s"]) == 0
-    assert "no remaining cell of whole needs initial weights" in capfd.readouterr().out
-    # `narrow` has no estimate, and the last slice does not fit.
-    assert cli.main([*arguments, "--time_budget", "90s"]) == 0
-    folders = (folder.name for folder in (tmp_path / "cache" / "initial_weights").iterdir() if folder.is_dir())
-    assert sorted(re.sub(r"-[0-9a-f]{12}$", "", name) for name in folders) == [
-        "gpt-wikitext-gpt-tiny-1layers-random-seed1", "gpt-wikitext-gpt-tiny-random-seed2"
-    ]  # fmt: skip
 
 
 def test_one_gpu_has_every_cell_of_every_rented_suite_in_slices_of_nine_minutes_and_its_report_keeps_them(tmp_path):

@@ -141,23 +141,17 @@ def test_claims_without_pandas_are_the_recorded_findings(study: Command, full_bo
     assert f"{len(anew)} claims: " in study("claims").stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "extra"),
-    [
-        ("report laptop", "report"),
-        ("claims --page claims.html", "report"),
-        ("autopsy report", "report"),
-        ("virtual --strategy zero3 --world_size 8 --model_name_or_path gpt2", "train"),
-        ("predict --model_name_or_path gpt2 --strategy zero3 --hardware 8xH100 --traced", "train"),
-        ("run laptop", "train"),
-        ("run laptop --dry_run", "train"),
-        ("weights laptop", "train"),
-        ("prepare laptop", "train"),
-        ("verify", "train"),
-        ("releases bisect zero1", "train"),
-        ("autopsy run", "train"),
-    ],
-)
+EXTRAS = {
+    "report": ("report laptop", "claims --page claims.html", "autopsy report"),
+    "train": (
+        "virtual --strategy zero3 --world_size 8 --model_name_or_path gpt2", "run laptop", "run laptop --dry_run",
+        "predict --model_name_or_path gpt2 --strategy zero3 --hardware 8xH100 --traced", "weights laptop",
+        "prepare laptop", "verify", "releases bisect zero1", "autopsy run",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("extra", "arguments"), [(extra, line) for extra in EXTRAS for line in EXTRAS[extra]])
 def test_a_missing_extra_is_named_with_its_install_command(study: Command, arguments: str, extra: str) -> None:
     result = study(*arguments.split())
     assert result.returncode == 2

@@ -19,7 +19,8 @@ from pathlib import Path
 import grimp
 
 PACKAGE = "study"
-# Maximal lines of Python. Raise one in a separate commit that explains it; lower it when a room becomes smaller.
+# Maximal lines of Python, and of the tests' data. Raise one in a separate commit that explains it; lower it when a room
+# becomes smaller.
 BUDGETS = {
     "config": 1_574,
     "records": 2_608,
@@ -40,7 +41,7 @@ BUDGETS = {
     "train": 144,
     "cli": 192,
     "__init__": 3,
-    "tests": 20_452,
+    "tests": 19_051,
 }
 
 
@@ -80,7 +81,8 @@ def problems(root: Path) -> list[str]:
     """Return a line for each room over its budget, and for each class name in several files."""
     places: dict[str, list[str]] = {}
     sizes = dict.fromkeys(BUDGETS, 0)
-    for file in sorted([*(root / PACKAGE).rglob("*.py"), *(root / "tests").rglob("*.py")]):
+    written = [path for path in (root / "tests").rglob("*") if path.suffix in (".py", ".yaml", ".json", ".js", ".sh")]
+    for file in sorted([*(root / PACKAGE).rglob("*.py"), *written]):
         text, parts = file.read_text(encoding="utf-8"), file.relative_to(root).parts
         room = parts[0] if parts[0] == "tests" else parts[1].removesuffix(".py")
         sizes[room] = sizes.get(room, 0) + len(text.splitlines())
