@@ -41,7 +41,7 @@ BUDGETS = {
     "train": 144,
     "cli": 192,
     "__init__": 3,
-    "tests": 19_051,
+    "tests": 21_137,
 }
 
 
@@ -83,7 +83,7 @@ def problems(root: Path) -> list[str]:
     sizes = dict.fromkeys(BUDGETS, 0)
     written = [path for path in (root / "tests").rglob("*") if path.suffix in (".py", ".yaml", ".json", ".js", ".sh")]
     for file in sorted([*(root / PACKAGE).rglob("*.py"), *written]):
-        text, parts = file.read_text(encoding="utf-8"), file.relative_to(root).parts
+        text, parts = file.read_bytes(), file.relative_to(root).parts
         room = parts[0] if parts[0] == "tests" else parts[1].removesuffix(".py")
         sizes[room] = sizes.get(room, 0) + len(text.splitlines())
         if room != "tests":
