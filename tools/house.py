@@ -33,14 +33,14 @@ BUDGETS = {
     "virtual": 866,
     "releases": 1_483,
     "advisor": 3_922,
-    "report": 4_060,
-    "autopsy": 1_393,
-    "claims": 2_202,
+    "report": 3_903,
+    "autopsy": 1_152,
+    "claims": 2_177,
     "baselines": 436,
     "train": 144,
     "cli": 205,
     "__init__": 3,
-    "tests": 21_408,
+    "tests": 21_401,
 }
 
 
