@@ -146,7 +146,7 @@ def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile
         raise UserError(f"{name} is the file of a trainer, not of an engine", f"explain the file that it names: {path}")
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
-    file = UserFile(name, "deepspeed", "DEEPSPEED", document, _dotted(document), findings=findings)
+    file = UserFile(name, "deepspeed", "DEEPSPEED", document, _explicit_keys(document), findings=findings)
     check_deepspeed(file)
     return file
 
@@ -217,21 +217,18 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     return document
 
 
-def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
-    names = []
-    for key, value in document.items():
-        names.append(prefix + key)
-        if isinstance(value, dict) and prefix + key in SECTIONS:
-            names += _dotted(value, f"{prefix}{key}.")
-    return tuple(names)
+def flatten(section: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Return settings and those of their sections by dotted name."""
+    values = dict[str, Any]()
+    for key, value in section.items():
+        values[f"{place}{key}"] = value
+        values |= flatten(value, f"{place}{key}.") if isinstance(value, Mapping) else {}
+    return values
 
 
-def _open_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of the settings that are "auto"."""
-    for key, value in section.items() if isinstance(section, dict) else ():
-        if value == "auto":
-            yield prefix + key
-        yield from _open_keys(value, f"{prefix}{key}.")
+def _explicit_keys(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the dotted names of the settings at the top level and in the sections of ZeRO."""
+    return tuple(key for key in flatten(settings) if key.rpartition(".")[0] in ("", *SECTIONS))
 
 
 def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) -> UserFile:
@@ -340,10 +337,10 @@ def _accelerate_deepspeed(
             findings.append(Finding("refused", key, message))
         # explain_case._auto does this for ZeRO's settings.
         keys = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
-        for key in _open_keys(settings):
-            if key not in keys.union(reference["filled_by_accelerate"]):
+        for key, value in flatten(settings).items():
+            if value == "auto" and key not in keys.union(reference["filled_by_accelerate"]):
                 findings.append(Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error"))
-        explicit_keys = _dotted(settings)
+        explicit_keys = _explicit_keys(settings)
     else:
         # Settings that Accelerate creates if the file names no JSON.
         offloads = {what: {"device": str(plugin.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
@@ -464,7 +461,7 @@ def check_deepspeed(file: UserFile) -> None:
     stage = zero.get("stage", 0)
     for place in (*SECTIONS, *reference["strict_sections"], *reference["sections"]):
         # DeepSpeed reads bfloat16 only if there is no bf16.
-        section = None if place == "bfloat16" and settings.get("bf16") is not None else _find(settings, place)
+        section = None if place == "bfloat16" and settings.get("bf16") is not None else flatten(settings).get(place)
         if isinstance(section, dict):
             if place not in reference["sections"]:
                 findings += _unknown_keys(f"{place}.", section, section_entries(place), "DeepSpeed")
@@ -473,13 +470,6 @@ def check_deepspeed(file: UserFile) -> None:
     if "stage" not in zero and stage != 0:
         zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
     findings += _not_modelled("top", settings, zero)
-
-
-def _find(settings: Mapping[str, Any], place: str) -> Any:
-    """Return the section at a dotted place; None if it is not there."""
-    for part in place.split("."):
-        settings = settings.get(part) if isinstance(settings, dict) else None  # type: ignore[assignment]
-    return settings
 
 
 def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
