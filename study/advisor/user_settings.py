@@ -496,6 +496,6 @@ def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any
         except ValidationError as error:
             del section[key]
             allowed = [item["msg"].partition("Input should be ")[2].partition(", unable")[0] for item in error.errors()]
-            fix = f"it should be {' or '.join(filter(None, allowed))}"
+            fix = f"it should be {' or '.join(filter(None, allowed)) or 'a number'}"
             guess = did_you_mean(str(value), re.findall(r"'([^']+)'", fix))
             yield _refused(f"{place}{key}", f"is {clip(value)}", guess + fix)
