@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -404,16 +405,17 @@ def _hint(kind: str) -> Any:
         hint: Any = list[_hint(name[5:-1])]  # type: ignore[misc]  # a type that is known at run time alone
     elif name in _TYPES:
         hint = _TYPES[name]
-    elif name[0].isdecimal():
-        hint = Annotated[Literal[tuple(map(int, name.split("|")))], BeforeValidator(_reader("int").validate_python)]
     else:
-        hint = Literal[tuple(name.split("|"))]
+        hint = Literal[tuple(int(word) if word.isdecimal() else word for word in name.split("|"))]
 
     def before(value: Any) -> Any:
         if isinstance(value, tuple(lacks)):
             raise ValueError(f"Input should be no {type(value).__name__}")
         if marked.startswith("int!") and isinstance(value, str):
             return int(value)
+        if name[0].isdecimal():
+            with contextlib.suppress(ValidationError):
+                return _reader("int").validate_python(value)
         return value.lower() if kind.startswith("~") and isinstance(value, str) else value
 
     limits: dict[str, Any] = {_BOUNDS[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
