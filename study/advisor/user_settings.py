@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BeforeValidator, Field, InstanceOf, TypeAdapter, ValidationError, WrapValidator
-
 from study.config.errors import UserError, clip, did_you_mean, first_line, replace_unprintable
 from study.config.yaml_sections import Section, load_package_yaml, read_document
 from study.host.folders import resolve_path
@@ -383,28 +381,34 @@ def removed(key: str, message: str) -> Finding:
     return _refused(key, f"DeepSpeed {release} removed it, and ends with an error", fix, "removed")
 
 
-_TYPES: dict[str, Any] = {
-    "any": Any, "bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict,
-    "whole": InstanceOf[int], "number": InstanceOf[int] | InstanceOf[float], "none": Literal["left out"],
-}  # fmt: skip
 _BOUNDS = {">": "gt", "<": "lt", ">=": "ge", "<=": "le"}
 
 
 @functools.cache
-def _reader(kind: str) -> TypeAdapter[Any]:
+def _reader(kind: str) -> Any:
     """Return pydantic's reader of a type of known_settings.yaml: DeepSpeed's settings are pydantic models, too."""
-    return TypeAdapter(_hint(kind))
+    import pydantic
+
+    return pydantic.TypeAdapter(_hint(kind))
 
 
 def _hint(kind: str) -> Any:
+    # Imported here, since `study` imports this module for every command.
+    import pydantic
+
+    types: dict[str, Any] = {
+        "any": Any, "bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict,
+        "whole": pydantic.InstanceOf[int], "number": pydantic.InstanceOf[int] | pydantic.InstanceOf[float],
+        "none": Literal["left out"],
+    }  # fmt: skip
     if "/" in kind:
         return Union[tuple(map(_hint, kind.split("/")))]  # noqa: UP007 - known at run time alone
     marked, *bounds = kind.lstrip("~").split()
     name, lacks = marked.rstrip("?!#"), [bool] * ("!" in marked) + [str] * ("#" in marked)
     if name.startswith("list["):
         hint: Any = list[_hint(name[5:-1])]  # type: ignore[misc]  # a type that is known at run time alone
-    elif name in _TYPES:
-        hint = _TYPES[name]
+    elif name in types:
+        hint = types[name]
     else:
         hint = Literal[tuple(int(word) if word.isdecimal() else word for word in name.split("|"))]
 
@@ -414,15 +418,15 @@ def _hint(kind: str) -> Any:
         if marked.startswith("int!") and isinstance(value, str):
             return int(value)
         if name[0].isdecimal():
-            with contextlib.suppress(ValidationError):
+            with contextlib.suppress(ValueError):
                 return _reader("int").validate_python(value)
         return value.lower() if kind.startswith("~") and isinstance(value, str) else value
 
     limits: dict[str, Any] = {_BOUNDS[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
     limits |= {"allow_inf_nan": False} if marked.startswith("float!") else {}
-    hint = Annotated[hint, Field(**limits), BeforeValidator(before)]
+    hint = Annotated[hint, pydantic.Field(**limits), pydantic.BeforeValidator(before)]
     if marked.endswith("??"):
-        return Annotated[hint, WrapValidator(lambda value, read: read(value) if value else value)]
+        return Annotated[hint, pydantic.WrapValidator(lambda value, read: read(value) if value else value)]
     return hint | None if marked.endswith("?") else hint
 
 
@@ -488,6 +492,8 @@ def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any
 
 def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[Finding]:
     """Take the settings with a wrong value out of a section, convert the others, and yield a finding for each."""
+    from pydantic import ValidationError
+
     is_model = place and place.removesuffix(".") not in known_settings()["sections"]
     for key, value in list(section.items()):
         # The engine's models drop "auto".
