@@ -67,12 +67,12 @@ class VirtualRequest:
         elif precision == "bf16-autocast":
             precision = "bf16"
         name = model or self.config.model_name_or_path
-        asked = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)
-        config = flags.resolve_config(asked, accelerator_visible=self.box.gpus > 0)
+        requested = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)
+        config = flags.resolve_config(requested, accelerator_visible=self.box.gpus > 0)
         flags.check_virtual_run_flags(config)
         read_strategy(strategy).check_engine_flags(config)
-        asked = dataclasses.replace(asked, scale=config.scale)
-        cell = Cell(strategy, 1, config, asked, repeat=1, time_limit_s=TIME_LIMIT_S)
+        requested = dataclasses.replace(requested, scale=config.scale)
+        cell = Cell(strategy, 1, config, requested, repeat=1, time_limit_s=TIME_LIMIT_S)
         cell.plan  # noqa: B018 - raises UserError for a batch that does not divide
         return cell
 
