@@ -27,7 +27,7 @@ from study.config.errors import UserError
 from study.config.places import IMPORT_ROOT, IS_CHECKOUT, REPOSITORY, WORKING_FOLDER, install_command
 from study.config.printing import TextTable, print_result
 from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_REPLICAS, Strategy, read_strategy
-from study.host.folders import cache_directory, check_writable, folder_argument, home_folder
+from study.host.folders import cache_directory, check_writable, folder_argument, home_folder, nearest_existing
 from study.host.machine import detect_machine, visible_gpus
 from study.host.memory import GIB, MIB, can_lock, host_memory, required_pinned_bytes
 from study.host.slurm import Node, current_job, is_in_job, job_resources, query_nodes
@@ -247,17 +247,12 @@ def nvme_path(path: Path) -> tuple[Check, Path | None]:
         check_writable(path, shown(path), fix)
     except UserError as refusal:
         return Check("nvme path", "missing", refusal.problem.replace(f"{home_folder()}/", "~/"), fix), None
-    folder = _nearest(path)
+    folder = nearest_existing(path)
     free = shutil.disk_usage(folder).free / GIB
     access = "writable" if path.exists() else "can be created"
     text = f"{shown(path)}: {access}, {free:.1f} GiB free, {_file_system(folder)}"
     check = needed("nvme path", free >= NVME_FREE_GIB, text, f"{NVME_FREE_GIB} GiB are needed", fix)
     return check, folder if check.state == "ok" else None
-
-
-def _nearest(path: Path) -> Path:
-    """Return the path itself, or its nearest parent that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def _file_system(folder: Path) -> str:
@@ -303,7 +298,7 @@ def cluster() -> list[Check]:
             return [Check("slurm", "ok", "a job of one node, on which runs start as without Slurm")]
         with ExitStack() as stack:
             markers = {
-                what: stack.enter_context(tempfile.NamedTemporaryFile(dir=_nearest(folder))).name
+                what: stack.enter_context(tempfile.NamedTemporaryFile(dir=nearest_existing(folder))).name
                 for what, folder in folders.items()
             }
             nodes = query_nodes(job, tuple(markers.values()))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ranks_of_a_batch
-from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings, removed, section_entries
+from study.advisor.user_settings import OFFLOADS, ZERO, Finding, flatten, known_settings, removed, section_entries
 from study.config.errors import clip, did_you_mean
 from study.config.text import format_number
 from study.host.memory import GIB
@@ -129,10 +129,10 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
     devices = {what: (case.offload(what) or {"device": "none"})["device"] for what in OFFLOADS}
     # The engine limits the secondary partition to the number of ranks (groups.py).
     group = min(case.zero["zero_hpz_partition_size"], case.ranks)
-    return {**_flat(defaults), **_flat(top), **_flat(case.zero), **_flat(file.plugin, "plugin."), **facts} | {
+    return {**flatten(defaults), **flatten(top), **flatten(case.zero), **flatten(file.plugin, "plugin."), **facts} | {
         "divides_batch": all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH)),
         **devices, "offload": "nvme" if "nvme" in devices.values() else "none",
-        "set": {*file.explicit_keys, *_flat(case.top)}, "group": group,
+        "set": {*file.explicit_keys, *flatten(case.top)}, "group": group,
         "ungrouped_ranks": case.ranks % max(group, 1), "shard": -(-shape.largest // case.ranks),
         "largest": case.largest.name, "nvme_weights": case.state.params_nvme, "parameters": shape.parameters,
         "twice_parameters": 2 * shape.parameters,
@@ -144,7 +144,7 @@ def request_findings(request: Request, facts: Mapping[str, Any] | None = None) -
     """Yield the findings about model, program and hardware; without the facts of a file those of the strategy."""
     if facts is None:
         settings = request.strategy.deepspeed or {}
-        facts = {**_flat(settings.get(ZERO, {})), "launcher": "accelerate", "set": set(_flat(settings))}
+        facts = {**flatten(settings.get(ZERO, {})), "launcher": "accelerate", "set": set(flatten(settings))}
         facts |= {f"offload_{what}": request.strategy.offload_device(what) or "none" for what in ("optimizer", "param")}
     yield from _holding(known_settings()["requests"], {**facts, **request_facts(request)})
 
@@ -174,13 +174,6 @@ def _holding(rules: Sequence[Any], facts: Mapping[str, Any]) -> Iterator[Finding
         if all(_holds(condition.format_map(facts), facts) for condition in conditions):
             message, _, fix = says.format_map(facts).partition(" -> ")
             yield Finding(kind, key, message, fix, rule="".join(rule))
-
-
-def _flat(section: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    facts = {f"{place}{key}": value for key, value in section.items()}
-    for key, value in section.items():
-        facts |= _flat(value, f"{place}{key}.") if isinstance(value, Mapping) else {}
-    return facts
 
 
 def _holds(condition: str, facts: Mapping[str, Any]) -> bool:

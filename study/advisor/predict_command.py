@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor.explain_findings import request_notes
 from study.advisor.user_settings import UserFile, check_deepspeed
+from study.config import strategies
 from study.config.errors import UserError, require_extra
 from study.config.flags import Precision, RunConfig
 from study.config.printing import TextTable, print_result
-from study.config.strategies import (
-    MIN_RANKS_WITH_REPLICAS,
-    STRATEGY_NAMES,
-    WITH_GROUPS,
-    WITH_REPLICAS,
-    Strategy,
-    read_strategy,
-)
 from study.config.text import rounded
 from study.host.memory import GIB
 from study.predictor import shape as adapters
@@ -44,7 +37,7 @@ that a rank sends if each collective is a ring, as with NCCL.
 """
 # Characters of the longest bar.
 _BAR = 40
-_PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_GROUPS]
+_PREDICTED = [name for name in strategies.STRATEGY_NAMES if name not in strategies.WITH_GROUPS]
 _HOST_PARTS = {
     "load": "while the model is loaded", "train": "in training", "save": "while it is saved",
     "state": "of that, model state", "pinned": "of that, pinned",
@@ -141,7 +134,7 @@ def predict(request: Request) -> Prediction:
     return Prediction(request, memory, predict_time(request, memory), sent, fits(memory, request.box))
 
 
-def precision_under(strategy: Strategy, precision: str) -> Precision:
+def precision_under(strategy: strategies.Strategy, precision: str) -> Precision:
     """Return the --precision of study/train.py that is mixed precision under this strategy."""
     # DeepSpeed's fp16 does not train at stage 0.
     has_own = strategy.deepspeed is not None and (strategy.zero_stage != 0 or precision != "fp16")
@@ -195,7 +188,7 @@ def pair_notes(request: Request) -> Iterator[str]:
 
 def _request(options: argparse.Namespace) -> Request:
     check_required(options, "study predict llama-3.1-8b --strategy zero3 --hardware 8xH100")
-    strategy = read_strategy(options.strategy)
+    strategy = strategies.read_strategy(options.strategy)
     if strategy.group is not None:
         raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "use another strategy")
     box = box_from_args(options)
@@ -205,8 +198,9 @@ def _request(options: argparse.Namespace) -> Request:
     check_precision(box, "bf16" if options.pure_bf16 else precision)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
-    if strategy.name in WITH_REPLICAS and (box.ranks < MIN_RANKS_WITH_REPLICAS or box.ranks % 2):
-        problem = f"{strategy.name} needs an even number of ranks from {MIN_RANKS_WITH_REPLICAS} up, not {box.ranks}"
+    least = strategies.MIN_RANKS_WITH_REPLICAS
+    if strategy.name in strategies.WITH_REPLICAS and (box.ranks < least or box.ranks % 2):
+        problem = f"{strategy.name} needs an even number of ranks from {least} up, not {box.ranks}"
         raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one replica")
     if options.pure_bf16 and strategy.deepspeed is not None:
         raise UserError(
@@ -229,7 +223,7 @@ def _request(options: argparse.Namespace) -> Request:
     return request
 
 
-def _overridden(strategy: Strategy, config: RunConfig, box: Hardware) -> Strategy:
+def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware) -> strategies.Strategy:
     """Return the strategy with --engine_override; raise UserError if DeepSpeed does not use one of its settings."""
     changed = strategy.with_overrides(config)
     if changed.deepspeed is None or not config.engine_override:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -11,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
-
-from pydantic import BeforeValidator, Field, InstanceOf, TypeAdapter, ValidationError, WrapValidator
 
 from study.config.errors import UserError, clip, did_you_mean, first_line, replace_unprintable
 from study.config.yaml_sections import Section, load_package_yaml, read_document
@@ -146,7 +145,7 @@ def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile
         raise UserError(f"{name} is the file of a trainer, not of an engine", f"explain the file that it names: {path}")
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
-    file = UserFile(name, "deepspeed", "DEEPSPEED", document, _dotted(document), findings=findings)
+    file = UserFile(name, "deepspeed", "DEEPSPEED", document, _explicit_keys(document), findings=findings)
     check_deepspeed(file)
     return file
 
@@ -217,21 +216,18 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     return document
 
 
-def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
-    names = []
-    for key, value in document.items():
-        names.append(prefix + key)
-        if isinstance(value, dict) and prefix + key in SECTIONS:
-            names += _dotted(value, f"{prefix}{key}.")
-    return tuple(names)
+def flatten(section: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Return settings and those of their sections by dotted name."""
+    values = dict[str, Any]()
+    for key, value in section.items():
+        values[f"{place}{key}"] = value
+        values |= flatten(value, f"{place}{key}.") if isinstance(value, Mapping) else {}
+    return values
 
 
-def _open_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of the settings that are "auto"."""
-    for key, value in section.items() if isinstance(section, dict) else ():
-        if value == "auto":
-            yield prefix + key
-        yield from _open_keys(value, f"{prefix}{key}.")
+def _explicit_keys(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the dotted names of the settings at the top level and in the sections of ZeRO."""
+    return tuple(key for key in flatten(settings) if key.rpartition(".")[0] in ("", *SECTIONS))
 
 
 def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) -> UserFile:
@@ -340,10 +336,10 @@ def _accelerate_deepspeed(
             findings.append(Finding("refused", key, message))
         # explain_case._auto does this for ZeRO's settings.
         keys = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
-        for key in _open_keys(settings):
-            if key not in keys.union(reference["filled_by_accelerate"]):
+        for key, value in flatten(settings).items():
+            if value == "auto" and key not in keys.union(reference["filled_by_accelerate"]):
                 findings.append(Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error"))
-        explicit_keys = _dotted(settings)
+        explicit_keys = _explicit_keys(settings)
     else:
         # Settings that Accelerate creates if the file names no JSON.
         offloads = {what: {"device": str(plugin.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
@@ -385,45 +381,52 @@ def removed(key: str, message: str) -> Finding:
     return _refused(key, f"DeepSpeed {release} removed it, and ends with an error", fix, "removed")
 
 
-_TYPES: dict[str, Any] = {
-    "any": Any, "bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict,
-    "whole": InstanceOf[int], "number": InstanceOf[int] | InstanceOf[float], "none": Literal["left out"],
-}  # fmt: skip
 _BOUNDS = {">": "gt", "<": "lt", ">=": "ge", "<=": "le"}
 
 
 @functools.cache
-def _reader(kind: str) -> TypeAdapter[Any]:
+def _reader(kind: str) -> Any:
     """Return pydantic's reader of a type of known_settings.yaml: DeepSpeed's settings are pydantic models, too."""
-    return TypeAdapter(_hint(kind))
+    import pydantic
+
+    return pydantic.TypeAdapter(_hint(kind))
 
 
 def _hint(kind: str) -> Any:
+    # Imported here, since `study` imports this module for every command.
+    import pydantic
+
+    types: dict[str, Any] = {
+        "any": Any, "bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict,
+        "whole": pydantic.InstanceOf[int], "number": pydantic.InstanceOf[int] | pydantic.InstanceOf[float],
+        "none": Literal["left out"],
+    }  # fmt: skip
     if "/" in kind:
         return Union[tuple(map(_hint, kind.split("/")))]  # noqa: UP007 - known at run time alone
     marked, *bounds = kind.lstrip("~").split()
     name, lacks = marked.rstrip("?!#"), [bool] * ("!" in marked) + [str] * ("#" in marked)
     if name.startswith("list["):
         hint: Any = list[_hint(name[5:-1])]  # type: ignore[misc]  # a type that is known at run time alone
-    elif name in _TYPES:
-        hint = _TYPES[name]
-    elif name[0].isdecimal():
-        hint = Annotated[Literal[tuple(map(int, name.split("|")))], BeforeValidator(_reader("int").validate_python)]
+    elif name in types:
+        hint = types[name]
     else:
-        hint = Literal[tuple(name.split("|"))]
+        hint = Literal[tuple(int(word) if word.isdecimal() else word for word in name.split("|"))]
 
     def before(value: Any) -> Any:
         if isinstance(value, tuple(lacks)):
             raise ValueError(f"Input should be no {type(value).__name__}")
         if marked.startswith("int!") and isinstance(value, str):
             return int(value)
+        if name[0].isdecimal():
+            with contextlib.suppress(ValueError):
+                return _reader("int").validate_python(value)
         return value.lower() if kind.startswith("~") and isinstance(value, str) else value
 
     limits: dict[str, Any] = {_BOUNDS[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
     limits |= {"allow_inf_nan": False} if marked.startswith("float!") else {}
-    hint = Annotated[hint, Field(**limits), BeforeValidator(before)]
+    hint = Annotated[hint, pydantic.Field(**limits), pydantic.BeforeValidator(before)]
     if marked.endswith("??"):
-        return Annotated[hint, WrapValidator(lambda value, read: read(value) if value else value)]
+        return Annotated[hint, pydantic.WrapValidator(lambda value, read: read(value) if value else value)]
     return hint | None if marked.endswith("?") else hint
 
 
@@ -464,7 +467,7 @@ def check_deepspeed(file: UserFile) -> None:
     stage = zero.get("stage", 0)
     for place in (*SECTIONS, *reference["strict_sections"], *reference["sections"]):
         # DeepSpeed reads bfloat16 only if there is no bf16.
-        section = None if place == "bfloat16" and settings.get("bf16") is not None else _find(settings, place)
+        section = None if place == "bfloat16" and settings.get("bf16") is not None else flatten(settings).get(place)
         if isinstance(section, dict):
             if place not in reference["sections"]:
                 findings += _unknown_keys(f"{place}.", section, section_entries(place), "DeepSpeed")
@@ -473,13 +476,6 @@ def check_deepspeed(file: UserFile) -> None:
     if "stage" not in zero and stage != 0:
         zero["stage"] = 3 if type(stage) is int and stage > 3 else 2
     findings += _not_modelled("top", settings, zero)
-
-
-def _find(settings: Mapping[str, Any], place: str) -> Any:
-    """Return the section at a dotted place; None if it is not there."""
-    for part in place.split("."):
-        settings = settings.get(part) if isinstance(settings, dict) else None  # type: ignore[assignment]
-    return settings
 
 
 def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
@@ -496,6 +492,8 @@ def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any
 
 def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[Finding]:
     """Take the settings with a wrong value out of a section, convert the others, and yield a finding for each."""
+    from pydantic import ValidationError
+
     is_model = place and place.removesuffix(".") not in known_settings()["sections"]
     for key, value in list(section.items()):
         # The engine's models drop "auto".
@@ -506,6 +504,6 @@ def _wrong_values(place: str, section: dict[str, Any], entries: Mapping[str, Any
         except ValidationError as error:
             del section[key]
             allowed = [item["msg"].partition("Input should be ")[2].partition(", unable")[0] for item in error.errors()]
-            fix = f"it should be {' or '.join(filter(None, allowed))}"
+            fix = f"it should be {' or '.join(filter(None, allowed)) or 'a number'}"
             guess = did_you_mean(str(value), re.findall(r"'([^']+)'", fix))
             yield _refused(f"{place}{key}", f"is {clip(value)}", guess + fix)

@@ -68,7 +68,7 @@ def resolve_path(text: str) -> Path:
     return folder.resolve() if ".." in folder.parts else folder
 
 
-def _existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
@@ -80,7 +80,7 @@ def check_disk_space(
     error: type[UserError] = UserError,
 ) -> None:
     """Raise an error if the disk lacks space. By default a sweep tries again, because space may become free."""
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     if free < wanted_bytes:
         raise error(f"{what} needs {format_bytes(wanted_bytes)}, and {folder} has {format_bytes(free)} free", fix)
 
@@ -124,7 +124,7 @@ def home_folder() -> Path | None:
 def check_writable(folder: Path, what: str, fix: str) -> None:
     """Raise UserError if a folder cannot be created or written. An unnamed file tests its nearest existing parent."""
     try:
-        existing = _existing(folder)
+        existing = nearest_existing(folder)
         if not existing.is_dir():
             raise UserError(f"{what} cannot be a folder: {existing} is a file", fix)
         with tempfile.TemporaryFile(dir=existing):

@@ -11,17 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
+from study.config import flags
 from study.config.errors import ModelTooLarge, Unsupported, UserError
-from study.config.flags import (
-    Precision,
-    RunConfig,
-    Task,
-    add_flags,
-    check_virtual_rank,
-    check_virtual_run_flags,
-    config_from_flags,
-    resolve_config,
-)
 from study.config.printing import TextTable, print_result
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_bytes
@@ -51,7 +42,7 @@ meaningless and are not recorded."""
 TIME_LIMIT_S = 3600.0
 # Here bf16 is the papers' mixed precision: bf16 weights and gradients with fp32 master weights, as in bf16-engine.
 # Autocast over fp32 weights, which is bf16 in study/train.py, is bf16-autocast here.
-PRECISIONS = (*get_args(Precision), "bf16-autocast")
+PRECISIONS = (*get_args(flags.Precision), "bf16-autocast")
 OWN_FLAGS = {"task", "precision", "virtual_world_size", "virtual_rank", "output_dir", "overwrite_output_dir"}
 # Depths to extrapolate from; the first that fit are used.
 _DEPTHS = ((2, 4, 6), (2, 3, 4), (1, 2, 3))
@@ -63,7 +54,7 @@ class VirtualRequest:
 
     strategies: tuple[str, ...]
     # Its precision is one of PRECISIONS.
-    config: RunConfig
+    config: flags.RunConfig
     depths: tuple[int, int, int] | None
     runs_dir: Path
     box: Machine
@@ -76,12 +67,12 @@ class VirtualRequest:
         elif precision == "bf16-autocast":
             precision = "bf16"
         name = model or self.config.model_name_or_path
-        flags = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)
-        config = resolve_config(flags, accelerator_visible=self.box.gpus > 0)
-        check_virtual_run_flags(config)
+        requested = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)
+        config = flags.resolve_config(requested, accelerator_visible=self.box.gpus > 0)
+        flags.check_virtual_run_flags(config)
         read_strategy(strategy).check_engine_flags(config)
-        flags = dataclasses.replace(flags, scale=config.scale)
-        cell = Cell(strategy, 1, config, flags, repeat=1, time_limit_s=TIME_LIMIT_S)
+        requested = dataclasses.replace(requested, scale=config.scale)
+        cell = Cell(strategy, 1, config, requested, repeat=1, time_limit_s=TIME_LIMIT_S)
         cell.plan  # noqa: B018 - raises UserError for a batch that does not divide
         return cell
 
@@ -91,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategy", required=True, metavar="S", help="a strategy, a comma-separated list, or all")
     add("--world_size", required=True, type=int, metavar="N", dest="virtual_world_size", help="world size of the job")
     add("--rank", type=int, default=0, metavar="R", dest="virtual_rank", help="rank to run; shards can be uneven")
-    add("--task", choices=get_args(Task), help="training task; default: the task of the model")
+    add("--task", choices=get_args(flags.Task), help="training task; default: the task of the model")
     precision = "bf16: the papers' mixed precision if the strategy has it; bf16-autocast: autocast over fp32 weights"
     add("--precision", choices=PRECISIONS, help=precision)
     fit = "depths: extrapolate linearly from the first two, and check with the third"
@@ -99,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print only one JSON document on stdout")
     runs_dir = "folder of records; a repeated run replaces its record, even if it fails"
     add("--runs_dir", type=folder_argument, default=Path("runs/virtual"), metavar="DIR", help=runs_dir)
-    add_flags(parser, without=OWN_FLAGS)
+    flags.add_flags(parser, without=OWN_FLAGS)
 
 
 def read_request(options: argparse.Namespace) -> VirtualRequest:
@@ -107,7 +98,7 @@ def read_request(options: argparse.Namespace) -> VirtualRequest:
     model = options.model_name_or_path
     if model == "":
         raise UserError("--model_name_or_path is empty", "name a model, or leave it out")
-    check_virtual_rank(options.virtual_world_size, options.virtual_rank, "--world_size", "--rank")
+    flags.check_virtual_rank(options.virtual_world_size, options.virtual_rank, "--world_size", "--rank")
     if options.task is None:
         preset = find_preset(model or "")
         family: str | None = preset.family if preset else None
@@ -116,8 +107,8 @@ def read_request(options: argparse.Namespace) -> VirtualRequest:
                 kind = read_json(resolve_path(model) / "config.json").get("model_type")
                 family = "sequence-classification" if kind == "bert" else "causal-lm"
         tasks = (task for task, task_family in FAMILY_OF_TASK.items() if task_family == family)
-        options.task = next(tasks, RunConfig.task)
-    config = _with_absolute_paths(config_from_flags(options))
+        options.task = next(tasks, flags.RunConfig.task)
+    config = _with_absolute_paths(flags.config_from_flags(options))
     runs_dir = options.runs_dir.absolute()
     request = VirtualRequest(_strategies(options.strategy), config, options.layers_fit, runs_dir, detect_machine())
     for cell in map(request.cell, request.strategies):
@@ -133,13 +124,13 @@ def _find_preset(cell: Cell) -> Preset:
     return model
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
+def _with_absolute_paths(config: flags.RunConfig) -> flags.RunConfig:
     """Return the config with absolute paths: runs start in the repository, not in the current folder."""
     changed = {}
     for name in ("model_name_or_path", "tokenizer_name", "data", "nvme_path"):
         value = getattr(config, name)
         is_preset = name == "model_name_or_path" and find_preset(value or "")
-        has_no_path = is_preset or value in (None, "", "hub", "builtin", "reviews", RunConfig.nvme_path)
+        has_no_path = is_preset or value in (None, "", "hub", "builtin", "reviews", flags.RunConfig.nvme_path)
         # nvme_path may not exist yet.
         if not has_no_path and (name == "nvme_path" or resolve_path(value).exists()):
             changed[name] = str(resolve_path(value).absolute())
