@@ -342,3 +342,16 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
     fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
     assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
     assert "no remaining cell of tiny needs initial weights" in capfd.readouterr().out
+
+
+def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
+    axes = {"strategy": ["ddp", "zero2"], "device_memory_cap_gib": [16, 40], "seed": [41, 42]}
+    rules = [{"device_memory_cap_gib": 16, "strategy": "ddp"}, {"seed": 41}]
+    override = {"where": {"device_memory_cap_gib": 16}, "fixed": {"gradient_checkpointing": True}}
+    fixed = {**TINY, "train_samples": None}
+    file = write_suite(tmp_path, axes, fixed, exclude=rules, overrides=[override])
+    cells = [cell for item in plan_cells(shrink_suite(read_suite(file)), CPU_BOX) for cell in list_runs(item)]
+    # Rules apply to the suite's own values: zero2 runs with the override and without it.
+    checkpointing = sorted((cell.strategy, cell.config.gradient_checkpointing) for cell in cells)
+    assert checkpointing == [("ddp", False), ("zero2", False), ("zero2", True)]
+    assert {(cell.config.seed, cell.config.device_memory_cap_gib) for cell in cells} == {(41, None)}

@@ -167,7 +167,7 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
             if is_short:
                 run = ("-", "-", "-") if cell is None else (cell.arm, cell.config.model_name, str(cell.ranks))
                 # The outcome first, because a long text is cut.
-                cells.append((*run, ", ".join(texts[::-1]) or note))
+                cells.append((*run, ", ".join([*texts[-1:], *texts[:-1]]) or note))
                 continue
             if note:
                 print(f"# {note}")
@@ -182,7 +182,7 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
     total = estimate(remaining, any(part.searches for part in plan.slices))
     if training_s and not any(seconds for _, seconds in remaining):
         total += f"; predicted training steps: {format_duration(training_s)}, plus start-up and evaluation of each cell"
-    print(f"# {total}", file=sys.stderr)
+    print_page([f"# {total}"], sys.stderr)
     return 0
 
 
