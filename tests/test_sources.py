@@ -238,14 +238,23 @@ def test_local_data_become_tokens_of_the_tokenizer_asked_for(task: str, tmp_path
     assert data.source["data"] == "local"
 
 
-def test_a_file_is_converted_once_and_again_if_it_changes(tmp_path: Path) -> None:
+def test_a_file_replaced_by_one_of_its_size_and_time_is_read_again(tmp_path: Path) -> None:
     file = write(review_table(), tmp_path / "a.jsonl")
     config, cache = make_config("bert-imdb", file), tmp_path / "cache"
-    texts = [sources.load_reviews(config, cache).train.texts for _ in range(2)]
-    assert texts[0] == texts[1]
-    assert len(list(cache.rglob("*.arrow"))) == 1
+    first, before = sources.load_reviews(config, cache), file.stat()
     file.write_bytes(file.read_bytes().replace(b"review", b"verdic"))
-    assert sources.load_reviews(config, cache).train.texts == [text.replace("review", "verdic") for text in texts[0]]
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert sources.load_reviews(config, cache).train.texts == [
+        text.replace("review", "verdic") for text in first.train.texts
+    ]
+    # A file that is read twice is converted once, in any place.
+    converted = sorted(cache.rglob("*.arrow"))
+    assert len(converted) == 2
+    moved = file.rename(tmp_path / "b.jsonl")
+    moved.touch()
+    sources.load_reviews(make_config("bert-imdb", moved), cache)
+    assert sorted(cache.rglob("*.arrow")) == converted
 
 
 @pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl", "hf:a.jsonl"])
@@ -271,13 +280,16 @@ def test_a_local_file_is_read_without_a_request(tmp_path: Path, monkeypatch: pyt
     assert requests == []
 
 
-def test_a_conversion_that_failed_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     file = write(review_table(), tmp_path / "a.jsonl")
     config, cache = make_config("bert-imdb", file), tmp_path / "cache"
     with no_file_larger_than(500), pytest.raises(UserError, match="ZERO_STUDY_CACHE"):
         sources.load_reviews(config, cache)
-    assert not list(cache.rglob("*.arrow"))
+    assert [path.suffix for path in (cache / "datasets").iterdir()] == [".lock"]
+    (killed := next((cache / "datasets").iterdir()).with_suffix(".partial")).mkdir()
+    (killed / "half.arrow").write_bytes(b"half")
     assert len(sources.load_reviews(config, cache).train.texts) == 10
+    assert not killed.exists()
 
 
 # Rejected data.

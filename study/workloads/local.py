@@ -6,15 +6,14 @@ file into two splits, and follows the URLs in a folder's README.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.config.errors import UserError, first_line
-from study.host.folders import resolve_path
+from study.host.folders import atomic_folder, check_disk_space, content_digest, resolve_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -115,26 +114,39 @@ def read_files(files: list[Path], kind: str, cache_dir: Path) -> Dataset:
 
 
 def _read_file(file: Path, kind: str, cache: Path) -> Dataset:
-    """Read a file through its converted copy in the cache of `datasets`."""
+    """Read a file through its converted copy in the cache."""
     import datasets
+    from filelock import FileLock
 
     # Otherwise `datasets` reports each file to a Hugging Face server.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     if not file.stat().st_size:
         raise UserError(f"--data: {file} is empty", "give a file with rows")
     options = {"keep_linebreaks": True} if kind == "text" else {}
-    # Read through a link: `datasets` may treat a user's file name as a pattern or a URL.
-    link = cache / f"{hashlib.sha256(str(file.absolute()).encode()).hexdigest()[:16]}{file.suffix}"
     try:
+        # By content: a file may be replaced by another one of the same name, size and time.
+        folder = cache / f"{kind}-{datasets.__version__}-{content_digest(file)}"
         cache.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            link.symlink_to(file.absolute())
-        rows = datasets.load_dataset(kind, data_files=str(link), split="train", cache_dir=str(cache), **options)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                # The Arrow files take as much room as the rows.
+                check_disk_space(cache, file.stat().st_size, f"--data: converting {file}")
+                with atomic_folder(folder) as partial, tempfile.TemporaryDirectory() as place:
+                    # Read through a link: `datasets` may treat a user's file name as a pattern or a URL.
+                    link = Path(place) / f"rows{file.suffix}"
+                    link.symlink_to(file.absolute())
+                    rows = datasets.load_dataset(
+                        kind, data_files=str(link), split="train", cache_dir=str(partial), **options
+                    )
+                    if not len(rows):
+                        raise UserError(f"--data: {file} has no rows", "give a file with rows")
+        return datasets.concatenate_datasets(
+            [datasets.Dataset.from_file(str(part)) for part in sorted(folder.rglob("*.arrow"))]
+        )
+    except UserError:
+        raise
     except Exception as error:  # Each reader raises different errors.
         raise _unreadable(file, error) from error
-    if not len(rows):
-        raise UserError(f"--data: {file} has no rows", "give a file with rows")
-    return rows
 
 
 def _read_acl_imdb(folder: Path) -> Dataset:
