@@ -14,7 +14,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from study.cli import main
@@ -54,6 +53,7 @@ FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "gemma", "gemma2"), GROUPED),
     # The heads together are wider than the model, as in the small models of the family.
     "qwen3": GROUPED | {"head_dim": 64},
+    "mpt": {"d_model": 256, "n_heads": 8, "n_layers": 4, "vocab_size": 3000, "max_seq_len": 512},
 }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def make_request(model_type, precision="bf16-engine", checkpointing=False, atten
 def test_a_shape_has_every_tensor_of_the_model_and_of_its_adapters_in_their_order(model_type):
     for tied, rank in ((True, 0), (False, 0), (True, 4)):
         shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | {"tie_word_embeddings": tied})
-        request = make_request(model_type, shape=with_adapters(shape, rank) if rank else shape)
+        request = make_request(model_type, attention="eager", shape=with_adapters(shape, rank) if rank else shape)
         with torch.device("meta"):
             model = build_meta_model(request)
         tensors = [(tensor.numel(), tensor.shape[0], tensor.requires_grad) for tensor in model.parameters()]
@@ -89,16 +89,7 @@ def test_a_qwen3_by_its_config_and_by_its_sizes_has_its_parameters(tmp_path):
     assert counts == [4_022_468_096, 4_022_468_096, 4_022_468_096 - 36 * 2 * 128]
 
 
-def test_mpt_has_no_bias_and_ties_its_head():
-    architecture = {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 97, "max_seq_len": 50}
-    with torch.device("meta"):
-        model = transformers.MptForCausalLM(transformers.MptConfig(**architecture))
-    tensors = [(parameter.numel(), parameter.shape[0]) for parameter in model.parameters()]
-    shape = shape_of_architecture("mpt", "mpt", architecture)
-    assert [(param.elements, param.rows) for param in shape.params] == tensors
-
-
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mistral"])
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt")])
 def test_the_formula_of_activations_matches_the_traced_code(model_type):
     cases = (("fp32", "sdpa"), ("bf16-engine", "sdpa"), ("bf16", "eager"))
     for (precision, attention), checkpointing in itertools.product(cases, (False, True)):

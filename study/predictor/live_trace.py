@@ -115,7 +115,7 @@ def measure(
         model = build_model(document, rank, register_fused() if fused else "eager", dropout=dropout)
         names = {module: name for name, module in model.named_modules()}
         kinds, counts = _prune(model, _units(model))
-        passes = [_Pass(model, names, kinds, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
+        passes = [_Pass(model, names, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
     return {"passes": [item.figures for item in passes], "calls": passes[0].calls, "counts": counts,
             "kinds": kinds, "missing": passes[0].missing or None, "samples": SAMPLES}  # fmt: skip
 
@@ -367,9 +367,8 @@ class _Pass:
     """One forward and backward pass: figures in bytes and FLOPs, by remaining layer, and outside the layers."""
 
     def __init__(
-        self, model: Any, names: dict[Any, str], kinds: dict[str, str], counts: dict[str, int], mode: str, cuda: bool,
-        length: int, batch: int,
-    ) -> None:  # fmt: skip
+        self, model: Any, names: dict[Any, str], counts: dict[str, int], mode: str, cuda: bool, length: int, batch: int
+    ) -> None:
         self.names = names
         self.missing = ""
         self.layers: dict[str, dict[str, float]] = {name: {} for name in counts}
