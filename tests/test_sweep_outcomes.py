@@ -41,7 +41,7 @@ def evidence(
     base = {"launcher_status": 1, "stopped_by": None, "time_limit_s": 5.0, "status": None, "log": ""}
     return ExitEvidence(
         **base | more, printed=MESSAGES.get(printed, printed), ooms=OomCounts(*ooms),
-        refusal=None if refusal is None else refusal_from_json(refusal),
+        refusal=refusal_from_json(refusal) if refusal else None,
     )  # fmt: skip
 
 

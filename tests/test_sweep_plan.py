@@ -47,8 +47,6 @@ def plan(file, box=CPU_BOX, only=()):
 
 
 HEAD = "name: x\ndescription: y\n"
-
-
 WRONG_SUITES = yaml.safe_load((ROOT / "tests" / "data" / "wrong_suites.yaml").read_text())
 
 
