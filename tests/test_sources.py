@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import socket
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
