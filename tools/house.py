@@ -22,7 +22,7 @@ PACKAGE = "study"
 # Maximal lines of Python, and of the tests' data. Raise one in a separate commit that explains it; lower it when a room
 # becomes smaller.
 BUDGETS = {
-    "config": 1_574,
+    "config": 1_579,
     "records": 2_608,
     "host": 1_423,
     "workloads": 1_844,
@@ -41,7 +41,7 @@ BUDGETS = {
     "train": 144,
     "cli": 192,
     "__init__": 3,
-    "tests": 21_151,
+    "tests": 21_152,
 }
 
 

@@ -34,6 +34,8 @@ FIRST_STEADY_STEP = 3
 # Ranges of the flags' values.
 
 MAX_WORLD_SIZE = 1024
+# Up to here a float represents every integer, and a table or a plot may convert to float.
+MAX_EXACT_INT = 2**53
 
 
 def check_values(config: RunConfig) -> None:
@@ -50,6 +52,9 @@ def check_values(config: RunConfig) -> None:
             raise _out_of_range(field.name, value, "use a finite number")
         if value is not None and least is not None and value < least:
             raise _out_of_range(field.name, value, f"use {least} or more")
+        if isinstance(value, int) and value > MAX_EXACT_INT:
+            problem = f"use {MAX_EXACT_INT} or less, the largest integer that a table stores exactly"
+            raise _out_of_range(field.name, value, problem)
     if config.seed >= 2**32:
         raise _out_of_range("seed", config.seed, f"use {2**32 - 1} or less, the largest seed of numpy")
     cap, dropout = config.device_memory_cap_gib, config.dropout
