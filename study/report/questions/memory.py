@@ -12,7 +12,7 @@ from study.config.text import percent
 from study.host.memory import MIB
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import NOT_SIGNIFICANT, paired_ratio
+from study.records.statistics import paired_ratio
 from study.records.strategy_runs import (
     NAN,
     Row,
@@ -123,7 +123,7 @@ def _offload_answer(records: Records) -> Answer | None:
             lead = f"{sentence} changes the step time by"
             sentence = times.sentence(fair, lambda ratio: change_text(ratio - 1), lead)
         else:
-            sentence += f" changes the step time, but the change is {NOT_SIGNIFICANT}."
+            sentence += " changes no step time significantly."
     columns: Columns = {
         "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
         "Step time, x without": times.cell("{:.2f}".format),
@@ -222,6 +222,11 @@ _STAGES = {"zero1", "zero2", "zero3"}
 _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 
 
+def _with_settings(arm: str) -> str:
+    strategy, *settings = arm.split(", ")
+    return f"`{strategy}`" + (f" with {len(settings)} changed setting{'s'[: len(settings) > 1]}" if settings else "")
+
+
 def _neighbours_answer(records: Records) -> Answer | None:
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
@@ -232,20 +237,21 @@ def _neighbours_answer(records: Records) -> Answer | None:
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     sentences = []
     for workload in by_arms(chosen):
-        # The strategies with the least memory and traffic, if both ZeRO and an alternative to it ran.
+        # The strategies with the most and the least memory and traffic, if both ZeRO and an alternative to it ran.
         many = [arm for arm in chosen[workload] if arm.ranks > 1]
         strategies = {str(arm.value("strategy")) for arm in many}
-        least = []
+        ranges = []
         for figure, words in ((StrategyRuns.state_mib, "state"), (_kept_mib, "memory kept for backward"),
                               (sent_mib, "ring bytes (NCCL)")):  # fmt: skip
             measured = {arm.name: value for arm in many if not pd.isna(value := figure(arm))}
             if measured:
-                name = min(measured, key=lambda name: measured[name])
-                strategy, *settings = name.split(", ")
-                under = f"`{strategy}`" + (f" with {len(settings)} other settings" if settings else "")
-                least.append(f"{words} under {under} ({measured[name]:.3g} MiB)")
-        if strategies & _STAGES and strategies & _NEIGHBOURS and least:
-            sentences.append(f"{workload}: least per rank, of {most[workload]} ranks: {', '.join(least)}.")
+                ends = [
+                    f"{measured[name]:.3g} MiB ({_with_settings(name)})"
+                    for name in sorted(measured, key=lambda name: (measured[name], name))
+                ]
+                ranges.append(f"{words} {ends[0]} to {ends[-1]}" if len(ends) > 1 else f"{words} {ends[0]}")
+        if strategies & _STAGES and strategies & _NEIGHBOURS and ranges:
+            sentences.append(f"{workload}: one of {most[workload]} ranks has {', '.join(ranges)}.")
     if not sentences:
         return None
     columns: Columns = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pandas as pd
@@ -69,7 +70,9 @@ def claims_answer(rows: Sequence[Row]) -> Answer | None:
     """Return the rows of the claims that depend on these records; None without claims."""
     if not rows:
         return None
-    sentence = f"The findings on {len(rows)} published claims depend on these records, some of them on others too."
+    counts = Counter(str(row["Finding"]).partition(" (")[0] for row in rows)
+    found = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
+    sentence = f"Findings on {len(rows)} published claims depend on these records, some of them on others too: {found}."
     return Answer(sentence, pd.DataFrame(rows).astype(object))
 
 

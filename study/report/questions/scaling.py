@@ -47,7 +47,7 @@ def _ranks_answer(records: Records) -> Answer | None:
     if not several:
         return None
     references = format_names([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
-    sentence = f"The throughput of several ranks differs from {references} on one device, but is {NOT_SIGNIFICANT}."
+    sentence = f"The throughput of several ranks does not differ significantly from {references} on one device."
     if speeds.significant(several):
         end = f" times the throughput of {references} on one device"
         sentence = speeds.sentence(several, times_text, "Several ranks have", end)
@@ -111,7 +111,11 @@ def _nodes_answer(records: Records) -> Answer | None:
     timed = rows[rows["efficiency"].notna() & (rows["machines"] > rows["fewest"])]
     if timed.empty:
         largest = rows[rows["machines"] == rows["machines"].max()].sort_values("across").iloc[[0, -1]]
-        ends = " to ".join(f"{row.across / MIB:,.0f} MiB (`{row.strategy}`)" for row in largest.itertuples())
+        # A line is a strategy, with its changed settings after commas.
+        lines = {
+            line: f"`{line.partition(', ')[0]}`{' with changed settings' * (', ' in line)}" for line in largest["line"]
+        }
+        ends = " to ".join(f"{row.across / MIB:,.0f} MiB ({lines[row.line]})" for row in largest.itertuples())
         most = f"{rows['machines'].max():.0f} machines"
         sentence = f"On {most} a rank sends {ends} per step between machines; nothing was timed."
         return Answer(sentence, table, ("A virtual job has machines of eight ranks.", _ACROSS, _PLANNED))

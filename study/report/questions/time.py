@@ -51,7 +51,7 @@ def _time_answer(records: Records) -> Answer | None:
         end = f" times as long as one of {comparison.names}"
         sentence = times.sentence(comparison.sharding, times_text, "A step with sharded state takes", end)
     elif comparison.sharding:
-        sentence = f"The step time of sharding strategies differs from {comparison.names}, but is {NOT_SIGNIFICANT}."
+        sentence = f"No sharding strategy's step time differs significantly from {comparison.names}."
     columns: Columns = {
         "Step, ms": lambda arm: 1e3 * step_s(arm),
         f"x {comparison.plain_names}": times.cell(times_text),
