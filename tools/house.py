@@ -34,7 +34,7 @@ BUDGETS = {
     "virtual": 857,
     "releases": 1_491,
     "advisor": 3_765,
-    "report": 3_904,
+    "report": 3_939,
     "autopsy": 1_152,
     "claims": 2_184,
     "baselines": 436,

@@ -126,7 +126,7 @@ class Comparison:
         """Return a sentence: lead, range of the significant ratios, end, and the number that is not significant."""
         ratios = self.significant(arms)
         rest = len(arms) - len(ratios)
-        remainder = f"; {rest} of {len(arms)} strategies differ not significantly" if rest else ""
+        remainder = f"; {rest} of {len(arms)} strategies do not differ significantly" if rest else ""
         return f"{lead} {span_text(ratios, form)}{end}{remainder}."
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:

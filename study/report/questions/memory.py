@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
-from study.config.text import percent
+from study.config.text import format_number, percent
 from study.host.memory import MIB
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
@@ -246,7 +246,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
             measured = {arm.name: value for arm in many if not pd.isna(value := figure(arm))}
             if measured:
                 ends = [
-                    f"{measured[name]:.3g} MiB ({_with_settings(name)})"
+                    f"{format_number(measured[name])} MiB ({_with_settings(name)})"
                     for name in sorted(measured, key=lambda name: (measured[name], name))
                 ]
                 ranges.append(f"{words} {ends[0]} to {ends[-1]}" if len(ends) > 1 else f"{words} {ends[0]}")

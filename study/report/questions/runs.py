@@ -72,7 +72,8 @@ def claims_answer(rows: Sequence[Row]) -> Answer | None:
         return None
     counts = Counter(str(row["Finding"]).partition(" (")[0] for row in rows)
     found = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
-    sentence = f"Findings on {len(rows)} published claims depend on these records, some of them on others too: {found}."
+    claims = f"{len(rows)} published claim{'s'[: len(rows) > 1]}"
+    sentence = f"Findings on {claims} depend on these records, some of them on others too: {found}."
     return Answer(sentence, pd.DataFrame(rows).astype(object))
 
 
