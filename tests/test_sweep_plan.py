@@ -295,6 +295,12 @@ def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, caps
     assert len(screen) <= 25
     assert max(map(len, screen)) <= 120
     assert "and 36 more; --details prints all" in screen
+    # With a time budget it has the cells that would start.
+    assert cli.main(["run", "one_gpu", "--dry_run", "--time_budget", "9m", "--runs_dir", str(tmp_path / "runs")]) == 0
+    out, err = capsys.readouterr()
+    counts = re.search(r"^# within 9m00s (\d+) of (\d+) would start: ", err, re.MULTILINE)
+    assert counts
+    assert 0 < out.count(" launch ") == int(counts[1]) < int(counts[2])
     assert not (tmp_path / "runs").exists()
 
 
