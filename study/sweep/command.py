@@ -155,11 +155,11 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
     parts: list[tuple[str, ...]] = []
     cells: list[tuple[str, ...]] = []
     training_s, is_short = 0.0, sys.stdout.isatty() and not options.details
-    slices, within = plan.slices, ""
+    slices, limit = plan.slices, ""
     if options.time_budget is not None:
         slices = _startable(plan.slices, options.time_budget)
         counts = [sum(len(part.cells) for part in group) for group in (slices, plan.slices)]
-        within = f"within {format_duration(options.time_budget)} {counts[0]} of {counts[1]} would start: "
+        limit = f"within {format_duration(options.time_budget)} {counts[0]} of {counts[1]} would start: "
     for part in slices:
         remaining_of_slice = list(pending_items(part.cells, part.root, options.retry))
         remaining += remaining_of_slice
@@ -185,7 +185,7 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
     if is_short:
         columns = ("part", "cells") if plan.is_series else ("strategy", "model", "world", "predicted")
         print_page(fit_screen([TextTable(columns, parts if plan.is_series else cells)], details=False))
-    total = within + estimate(remaining, any(part.searches for part in slices))
+    total = limit + estimate(remaining, any(part.searches for part in slices))
     if training_s and not any(seconds for _, seconds in remaining):
         total += f"; predicted training steps: {format_duration(training_s)}, plus start-up and evaluation of each cell"
     print_page([f"# {total}"], sys.stderr)
@@ -195,8 +195,8 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
 def _startable(parts: Sequence[Slice], time_budget_s: float) -> list[Slice]:
     """Return the slices with the cells that `study run` would start within this time."""
     started = {(item.id, root) for item, root in in_order(parts, time_budget_s)}
-    kept = ([item for item in part.cells if (item.id, part.root) in started] for part in parts)
-    return [dataclasses.replace(part, cells=cells) for part, cells in zip(parts, kept, strict=True) if cells]
+    cells = [[item for item in part.cells if (item.id, part.root) in started] for part in parts]
+    return [dataclasses.replace(part, cells=items) for part, items in zip(parts, cells, strict=True) if items]
 
 
 def _next_runs(part: Slice, retry: bool) -> Iterator[tuple[Cell | None, str]]:
