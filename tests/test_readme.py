@@ -152,6 +152,8 @@ def test_the_finding_on_communication_matches_predictions_and_records() -> None:
         # FSDP2 with 16-bit gathers and reductions, as `study advise` assumes.
         return sent_bytes(dataclasses.replace(request, autocast=not strategy.is_fsdp)) / 1e9
 
+    of_zero3 = [f"{predicted('zero3', steps) / predicted('ddp', steps, pure=True):.1f}" for steps in (1, 4)]
+    assert f"In 16 bits ZeRO-3 sends {' and '.join(of_zero3)} times as much as DDP" in unwrapped("README.md")
     for steps in (1, 4):
         ddp, *sharded = (predicted(name, steps) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))
         gigabytes = [f"{figure:.0f}" for figure in (ddp, predicted("ddp", steps, pure=True), *sharded)]

@@ -139,7 +139,9 @@ def scoreboard_text(document: Mapping[str, Any]) -> list[str | TextTable]:
     return [
         first_line(document), "", TextTable(["strongest evidence", *basis, "claims"], crossed),
         TextTable(["document", *_PLURAL, "claims"], rows),
-        "S0 to S3: the replicated documents; Z0: the ZeRO paper. In part: other parts are false or untested, by name.",
+        "S0 to S3: the replicated documents; Z0: the ZeRO paper.",
+        "In part: a part holds; another, on which the claim does"
+        " not rest, is false, untested or depends on the reading.",
         "at scale: the claim's model on virtual CPU ranks; published: others' GPU measurements; derived: arithmetic;"
         " small-scale\nproxy: tiny models on CPU ranks, which alone decide nothing.",
     ]  # fmt: skip

@@ -144,7 +144,7 @@ class ReleaseReport:
         days = " to ".join(dict.fromkeys((started.min(), started.max())))
         packages = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
         return {
-            "tested": f"Tested {days} on two CPU ranks in fp32 with gradient clipping; {packages}",
+            "tested": f"Tested {days} on two CPU ranks in fp32 with clipping, 1 and 4 micro-batches a step; {packages}",
             "versions": versions, "letters": {cause.id: letter for cause, letter in lettered().items()},
             "releases": lines, "muon": _muon_faults(self.muon),
         }  # fmt: skip
