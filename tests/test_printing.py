@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 
 import pytest
 
+from engines import run_in_terminal
 from study.config.printing import TextTable, print_page
 
 PAGE: list[str | TextTable] = [
@@ -57,3 +59,19 @@ def test_on_a_terminal_only_words_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rich_is_imported_where_a_table_is_printed_and_not_before() -> None:
     code = "import sys, study.config.printing as p; p.print_page(['x']); print('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "x\nFalse\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "advise llama-3.1-8b --hardware 4xA100",
+        "predict gemma-2-9b --strategy zero3_nvme --hardware 4090",
+        "explain accelerate_configs/zero3.yaml llama-3.1-8b --hardware 8xH100",
+        "releases",
+    ],
+)
+def test_an_answer_fits_a_screen(command: str) -> None:
+    output = run_in_terminal([sys.executable, "-m", "study.cli", *command.split()], COLUMNS="120")
+    screen = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", output).splitlines()
+    assert len(screen) <= 25
+    assert max(map(len, screen)) <= 120

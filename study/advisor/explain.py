@@ -44,8 +44,8 @@ _FINDINGS = {
     "refused": "refused by the engine", "conflict": "in conflict", "ignored": "ignored",
     "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
 }  # fmt: skip
-# --details prints the others, too.
-_MAX_COST_ROWS = 5
+# --details prints the others, too, and those below this fraction of the largest.
+_MAX_COST_ROWS, _MIN_COST = 5, 0.001
 _MORE = "; --details has the reasons"
 _COUNT = functools.partial(parse_int, most=1_000_000, what="number")
 _MAX_RANKS = 1024
@@ -262,7 +262,7 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
         for kind, words in _FINDINGS.items() if counts[kind]
     ]  # fmt: skip
-    yield f"\n{', '.join(counted) or 'every setting takes effect'}"
+    yield ", ".join(counted) or "every setting takes effect"
     if listed:
         order = list(_FINDINGS)
         rows = [
@@ -276,10 +276,8 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
         yield TextTable(("device", "host", "NVMe", ""), _cost_rows(setting_costs, details), indent=2)
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
     peak = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts if size > 2**30 / 20)
-    yield f"\npeak memory of a rank, {gib(device_bytes(memory))}: {peak}"
+    yield f"peak memory of a rank, {_about(device_bytes(memory))}: {peak}"
     yield from (f"  {note}" for note in memory.notes if details)
-    if not details:
-        yield ""
     for answer in find_answers(case):
         yield f"\n{answer.question}\n  {answer.short}" if details else f"{answer.question} {answer.short}"
         yield from (f"  - {line}" for line in answer.because if details)
@@ -298,6 +296,8 @@ def _cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tupl
         rows.append((max(map(abs, sizes)), (*map(_size, sizes), f"{text}: {cost.says}" if details else text)))
     if not details:
         # The state comes first: the offloads move parts of it.
+        largest = max(size for size, _ in rows)
+        rows = [row for row in rows if row[0] >= _MIN_COST * largest]
         rows = sorted(rows, key=lambda row: (not row[1][-1].startswith("stage="), -row[0]))[:_MAX_COST_ROWS]
     return [row for _, row in rows]
 

@@ -69,9 +69,10 @@ def releases_text(
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
     causes = []
     for letter, cause in sorted(by_letter.items()):
-        fixed = f"; fixed in {cause.left.release}" if cause.left.release else ""
-        where = f"{cause.where}{_precisions(cause)}{fixed}"
-        causes.append(f"{letter}: {cause.title} ({where}) {cause.left.change}".rstrip())
+        # The grid has its strategies.
+        change = re.sub(r"https://github.com/([^/]+/[^/]+)/(?:pull|issues)/(\d+)", r" by \1#\2", cause.left.change)
+        fixed = f" (fixed in {cause.left.release}{change})" if cause.left.release else ""
+        causes.append(f"{letter}: {cause.title}{_precisions(cause)}{fixed}")
     more = [] if details else ["--details prints all tested releases"]
     return [verdict, "", table, "", *causes, *notes, document["tested"], *more]
 
