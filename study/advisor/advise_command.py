@@ -311,7 +311,7 @@ def _remark(option: Option, best: Option | None) -> str:
     if gap <= 0:
         return ""
     if option.request.strategy.offloads and not best.request.strategy.offloads:
-        return f"predicted {gap:.0%} faster; measured offload steps took up to {max_offload_slowdown():.1f} x longer"
+        return f"predicted {gap:.0%} faster; measured offload steps took up to {max_offload_slowdown():.1f} x as long"
     faster = "as fast" if gap < advise.SAME_SPEED else f"{gap:.0%} faster"
     return f"{faster}, but {best.name} {advise.reason_against(option, best)}"
 

@@ -20,6 +20,8 @@ from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_caus
 
 # Marks strategies without a verdict in the grid.
 NOT_RUN = "not run"
+# Marks what DeepSpeed's source says where a fault of CPUs ends the run.
+DAGGER = "\N{DAGGER}"
 # Releases in README.md, and without --details.
 LATEST_RELEASES = 8
 EPILOG = "`study releases bisect STRATEGY` finds the release that introduced or fixed a fault, by training."
@@ -64,7 +66,7 @@ def releases_text(
         *["bf16-engine: DeepSpeed's bf16 section, 16-bit weights with fp32 masters"]
         * any("bf16-engine" in cause.precisions for cause in by_letter.values()),
         *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
-        "faults that only CPUs have are left out; \N{DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
+        f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
     ]
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
     causes = []
@@ -100,11 +102,18 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
         }
 
     faults = find_faults(deepspeed)
+    cells = tested.get(deepspeed)
+    printed = " ".join(cells or ()).replace("`", "")
+
+    def marked(text: str) -> str:
+        return text + DAGGER * (text + DAGGER in printed)
+
     wrong: dict[str, list[str]] = {}
     for letter, cause in sorted(faults.items()):
         condition = f"{' with accumulation' * (cause.accumulation == 'several')}{_precisions(cause)}"
-        wrong.setdefault(condition, []).append(f"{strategy or ', '.join(cause.strategies)} ({letter})")
-    cells = tested.get(deepspeed)
+        wrong.setdefault(condition, []).append(
+            f"{', '.join(map(marked, [strategy] if strategy else cause.strategies))} ({letter})"
+        )
     notes = ["not tested"] if cells is None else ["does not run with the packages of the test"] * (NOT_RUN in cells)
     if not release and not installed["deepspeed"]:
         notes.append("not installed here, but the newest tested")
@@ -113,7 +122,7 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
     faulty = [f"{condition} under {', '.join(places)}".strip() for condition, places in in_order]
     notes += [f"wrong gradients {'; '.join(faulty)}"] * bool(faulty)
     if strategy and faults and all(cause.accumulation == "several" for cause in faults.values()):
-        notes.append("without accumulation no fault")
+        notes.append("without accumulation no fault" + DAGGER * (DAGGER in marked(strategy)))
     if cells is None or NOT_RUN in cells:
         notes.append("run: study verify --quick")
     elif not wrong:
@@ -128,7 +137,8 @@ def _verdict(document: Mapping[str, Any], release: str | None, strategy: str | N
         notes.append(f"Muon {muon if muon == 'not tested' else f'wrong under {muon}'}")
     notes += [f"use {next(iter(tested))}"] * bool(wrong)
     where = f", {strategy}" if strategy else ""
-    return f"deepspeed {deepspeed} with accelerate {versions['accelerate']}{where}: {'; '.join(notes)}", faults
+    verdict = f"deepspeed {deepspeed} with accelerate {versions['accelerate']}{where}: {'; '.join(notes)}"
+    return verdict + f" ({DAGGER}: from its source, not from a run)" * (DAGGER in verdict), faults
 
 
 def _precisions(cause: Cause) -> str:

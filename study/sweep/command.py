@@ -157,9 +157,11 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
     training_s, is_short = 0.0, sys.stdout.isatty() and not options.details
     slices, limit = plan.slices, ""
     if options.time_budget is not None:
-        slices = _startable(plan.slices, options.time_budget)
+        slices = _startable(plan.slices, options.time_budget, options.retry)
         counts = [sum(len(part.cells) for part in group) for group in (slices, plan.slices)]
         limit = f"within {format_duration(options.time_budget)} {counts[0]} of {counts[1]} would start: "
+        if not any(seconds for part in slices for _, seconds in pending_items(part.cells, part.root, options.retry)):
+            limit = f"how many start within {format_duration(options.time_budget)} is unknown until a cell has run: "
     for part in slices:
         remaining_of_slice = list(pending_items(part.cells, part.root, options.retry))
         remaining += remaining_of_slice
@@ -192,9 +194,9 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
     return 0
 
 
-def _startable(parts: Sequence[Slice], time_budget_s: float) -> list[Slice]:
+def _startable(parts: Sequence[Slice], time_budget_s: float, retry: bool) -> list[Slice]:
     """Return the slices with the cells that `study run` would start within this time."""
-    started = {(item.id, root) for item, root in in_order(parts, time_budget_s)}
+    started = {(item.id, root) for item, root in in_order(parts, time_budget_s, retry)}
     cells = [[item for item in part.cells if (item.id, part.root) in started] for part in parts]
     return [dataclasses.replace(part, cells=items) for part, items in zip(parts, cells, strict=True) if items]
 
@@ -235,11 +237,13 @@ def weights(options: argparse.Namespace) -> int:
     return 1 if any(statuses) else 0
 
 
-def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
+def in_order(
+    parts: Sequence[Slice], time_budget_s: float | None, retry: bool = False
+) -> Iterator[tuple[Cell | Search, Path]]:
     """Yield the cells and searches that `study run` would start within this time, in its order."""
     spent = 0.0
-    for _, part, cells in _passes(parts, retry=False):
-        for cell, seconds in pending_items(cells, part.root):
+    for _, part, cells in _passes(parts, retry):
+        for cell, seconds in pending_items(cells, part.root, retry):
             spent += seconds
             if time_budget_s is not None and spent > time_budget_s:
                 return

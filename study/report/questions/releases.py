@@ -12,7 +12,7 @@ from study.config.text import percent
 from study.host.stacks import release_key
 from study.records.frames import Records
 from study.releases.causes import Cause, known_faults, read_causes
-from study.releases.command import NOT_RUN
+from study.releases.command import DAGGER, NOT_RUN
 from study.releases.release_cells import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING, Verdict
 from study.report.document import Answer, Question, paragraphs
@@ -133,7 +133,6 @@ def cause_table() -> pd.DataFrame:
 
 
 _LETTERS = string.ascii_lowercase + string.ascii_uppercase
-DAGGER = "\N{DAGGER}"
 ON_GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
 KINDS = {False: "with today's Accelerate and torch", True: "with contemporary Accelerate and torch"}
 
