@@ -176,7 +176,8 @@ def _words(comparisons: Sequence[_LossComparison]) -> list[str]:
         diverged=_diverged_seeds(worst.arm) if worst and math.isinf(worst.difference) else [],
         largest=max(row.difference for row in comparisons), seeds=tested[:1] + tested[-1:],
         reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
-        size=f"{format_number(max(sizes) / 1e6)} M" if sizes else "", loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
+        size=f"{format_number(max(sizes) / 1e6)} M" if sizes else "",
+        loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
     )  # fmt: skip
 
 
