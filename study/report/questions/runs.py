@@ -71,13 +71,14 @@ def claims_answer(rows: Sequence[Row]) -> Answer | None:
     if not rows:
         return None
     counts = Counter(str(row["Finding"]).partition(" (")[0] for row in rows)
-    found = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
+    order = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")
+    found = ", ".join(f"{kind} {counts[kind]}" for kind in order if counts[kind])
     claims = f"{len(rows)} published claim{'s'[: len(rows) > 1]}"
-    sentence = f"Findings on {claims} depend on these records, some of them on others too: {found}."
-    return Answer(sentence, pd.DataFrame(rows).astype(object))
+    notes = ("A small-scale proxy alone, a tiny model on CPU ranks, decides no claim. Some rest on other records too.",)
+    return Answer(f"Findings on {claims} that these records test: {found}.", pd.DataFrame(rows).astype(object), notes)
 
 
-CLAIMS = Question("claims", "Which published claims depend on these records?", lambda _records: None)
+CLAIMS = Question("claims", "Which published claims do these records support?", lambda _records: None)
 
 
 def _runs_answer(records: Records) -> Answer | None:
