@@ -56,12 +56,12 @@ def notes(answer: Answer) -> str:
 @pytest.mark.parametrize(
     ("shift", "config", "sentence", "same"),
     [
-        (0.1, {}, "Yes, under 1 of 6 strategies: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
+        (0.1, {}, "Yes, in 1 of 6 comparisons: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
         (0.001 * 3.75, {}, "No: in all 6", "6 of 6"),
-        (0.003 * 3.75, {}, "Yes, under 1 of 6", "5 of 6"),
+        (0.003 * 3.75, {}, "Yes, in 1 of 6", "5 of 6"),
         # A difference below the spacing of bf16 numbers is none in bf16.
         (0.003 * 3.75, {"precision": "bf16"}, "No: in all 6", "6 of 6"),
-        (0.006 * 3.75, {"precision": "bf16"}, "Yes, under 1 of 6", "5 of 6"),
+        (0.006 * 3.75, {"precision": "bf16"}, "Yes, in 1 of 6", "5 of 6"),
     ],
 )
 def test_a_loss_is_the_same_within_the_margin_of_its_precision(tmp_path, shift, config, sentence, same):
@@ -83,7 +83,7 @@ def test_a_step_is_compared_with_the_loss_of_that_step(tmp_path: Path) -> None:
         path = write_run(tmp_path, strategy, name=strategy)
         with_steps(path, functools.partial(change, first=first, later=later))
     loss = Answers(tmp_path)["loss"]
-    assert loss.sentence == "Yes, under 1 of 2 strategies: `zero3` differs from its baseline by 1.00 %."
+    assert loss.sentence == "Yes, in 1 of 2 comparisons: `zero3` differs from its baseline by 1.00 %."
     assert row(TABLES["loss"](read_records(tmp_path)), "zero2")["of the loss there"] == "0.10 %"
 
 
@@ -97,7 +97,7 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     assert set(records.runs["confounded"]) == {""}
     (lacks,) = {note for note in records.runs["notes"] if note}
     assert lacks == "no ddp with seed 2 ended ok, so it is in no ratio and no difference"
-    assert "under 1 of 1 strategies: `zero2` differs from its baseline by 2.7 %" in Answers(records)["loss"].sentence
+    assert "in 1 of 1 comparisons: `zero2` differs from its baseline by 2.7 %" in Answers(records)["loss"].sentence
     assert figures("loss_curves", records)["loss_difference"].alt.partition(". ")[0].endswith("zero2 0.100")
 
 
@@ -134,14 +134,14 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
             with_steps(path, lambda row: row | {"loss": row["loss"] * math.exp(chance.gauss(0, 0.003))})
     records = read_records(tmp_path)
     loss = Answers(records)["loss"]
-    assert loss.sentence.startswith("Yes, under 1 of 3 strategies: `zero3` differs"), loss.sentence
+    assert loss.sentence.startswith("Yes, in 1 of 3 comparisons: `zero3` differs"), loss.sentence
     assert loss.table["Same loss"].tolist() == ["0 of 3"]
     assert "Inconclusive: above the margin, but below 2 times the difference of reruns." in notes(loss)
     without_zero3 = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
-    assert Answers(without_zero3)["loss"].sentence.startswith("Inconclusive under 2 of 2 strategies")
+    assert Answers(without_zero3)["loss"].sentence.startswith("Inconclusive in 2 of 2 comparisons")
     runs = without_zero3.runs[without_zero3.runs["repeat"] == 1]
     once = Answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
-    assert once.sentence.startswith("Yes, under 2 of 2 strategies")
+    assert once.sentence.startswith("Yes, in 2 of 2 comparisons")
     assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
 
 
@@ -241,7 +241,7 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     (tmp_path / "broken" / "status.json").write_text("{")
     by_name = {question.name: answer for question, answer in answers(read_records(tmp_path)).items()}
     assert list(by_name) == ["layers", "runs"]
-    assert by_name["runs"].sentence == "1 runs succeeded and 1 did not; 1 records were excluded."
+    assert by_name["runs"].sentence == "1 of 2 runs succeeded; 1 records were excluded."
     outcomes = by_name["runs"].table
     assert dict(zip(outcomes["Outcome"], outcomes["Runs"], strict=True)) == {"failed": 1, "ok": 1}
     assert "2 different machines" in notes(by_name["runs"])
