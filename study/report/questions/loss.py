@@ -10,14 +10,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from study.config.text import NOT_MEASURED, format_number, percent
+from study.config.text import NOT_MEASURED, percent
 from study.records.fairness import has_dropout
 from study.records.frames import Records, real_runs, steps_by_run
 from study.records.outcome import has_diverged
 from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
-from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value, parameters
+from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
 from study.report.questions.comparison import Comparison, arm_notes, arm_table, fair_arms, real_arms, workloads
+from study.report.questions.memory import format_scope
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 # Differences up to this multiple of the reruns' are not evidence: more pairs have a larger maximum.
@@ -169,14 +170,13 @@ def _words(comparisons: Sequence[_LossComparison]) -> list[str]:
     """Return the sentence of the answer, and its notes."""
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
     worst = max(different, key=lambda row: row.difference / row.margin, default=None)
-    sizes = [size for row in comparisons if not math.isnan(size := parameters(row.arm.workload_runs))]
     tested = sorted({row.test.n for row in comparisons if row.test.verdict != "no test"})
     return paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=worst, percent=percent,
         diverged=_diverged_seeds(worst.arm) if worst and math.isinf(worst.difference) else [],
         largest=max(row.difference for row in comparisons), seeds=tested[:1] + tested[-1:],
         reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
-        size=f"{format_number(max(sizes) / 1e6)} M" if sizes else "",
+        scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),
         loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
     )  # fmt: skip
 

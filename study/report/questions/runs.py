@@ -69,18 +69,17 @@ def claims_answer(rows: Sequence[Row]) -> Answer | None:
     """Return the rows of the claims that depend on these records; None without claims."""
     if not rows:
         return None
-    findings = [str(row["Finding"]).partition(" (")[0] for row in rows]
-    found = {
-        kind: [str(row["Claim"]) for row, finding in zip(rows, findings, strict=True) if finding == kind]
-        for kind in _FINDINGS if kind in findings
-    }  # fmt: skip
-    counts = ", ".join(f"{finding} {len(ids)}" for finding, ids in found.items())
-    notes = [f"{finding.capitalize()}: {', '.join(ids)}." for finding, ids in found.items()]
-    notes.append(
-        "A small-scale proxy, a tiny model on CPU ranks, alone decides no claim. Some rest on other records too."
+    table = pd.DataFrame(rows).astype(object)
+    by_finding = table["Claim"].map(str).groupby(table["Finding"].map(lambda text: text.partition(" (")[0]))
+    found = sorted(
+        ((str(finding), list(ids)) for finding, ids in by_finding), key=lambda item: _FINDINGS.index(item[0])
     )
+    counts = ", ".join(f"{finding} {len(ids)}" for finding, ids in found)
+    notes = [f"{finding.capitalize()}: {', '.join(ids)}." for finding, ids in found]
     sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {counts}."
-    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes))
+    return Answer(
+        sentence, table, (*notes, "A small-scale proxy alone decides no claim. Some rest on other records too.")
+    )
 
 
 _FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")

@@ -247,8 +247,7 @@ def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_un
     judged = " of the strategies with three seeds" if has_unjudged else ""
     if all(list(fastest) == everywhere[:1] for fastest in best):
         return f"`{everywhere[0]}` is the fastest{judged}{extent}."
-    several = f"Any of {format_names(everywhere)}" if len(everywhere) > 1 else f"`{everywhere[0]}`"
-    return f"{several}: none{judged} is significantly faster{extent}."
+    return f"{format_names(everywhere)}: none{judged} is significantly faster{extent}."
 
 
 def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
