@@ -986,7 +986,7 @@ def test_the_first_line_names_what_the_engine_refuses(tmp_path: Path, capsys: py
     file.write_text(json.dumps(document))
     assert main(["explain", str(file), LLAMA_8B, "--world_size", "4"]) == 1
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("Refused by the engine: zero_optimization.overlap_com. Apart from that: Peak ")
+    assert first.startswith("Refused by the engine: zero_optimization.overlap_com. Apart from that: peak ")
 
 
 def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_own_readers(
