@@ -198,29 +198,29 @@ def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Return each strategy's throughput in percent of its baseline, by batch size or millions of parameters."""
+    """Return each strategy's throughput by batch size or millions of parameters, in percent of one baseline."""
     rows, judged = [], {}
     runs = runs_with_several(runs, column)
     # Keys of workloads without the column.
     rests = {key: json.dumps(json.loads(key) | {column: None}) for key in runs["workload_key"].unique()}
     words = workload_names(sorted(set(rests.values())))
+    subjects = runs.groupby([runs["workload_key"].map(rests), "world_size"])
+    baselines = {subject: baseline_arm(group) or "" for subject, group in subjects}
     for arm in group_by_strategy(runs):
         first = arm.runs.iloc[0]
-        workload_runs = arm.workload_runs[arm.workload_runs["world_size"] == first["world_size"]]
-        baseline = baseline_arm(workload_runs)
-        if baseline is None or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
+        rest, ranks = rests[first["workload_key"]], int(first["world_size"])
+        workload_runs, baseline = arm.workload_runs[arm.workload_runs["world_size"] == ranks], baselines[rest, ranks]
+        if baseline not in set(workload_runs["arm"]) or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
             continue
-        family = first["workload_key"], first["world_size"]
+        family = first["workload_key"], ranks
         if family not in judged:
             judged[family] = differences(
                 workload_runs, "tokens_per_s", ((name, baseline) for name in workload_runs["arm"].unique())
             )
         difference = judged[family][arm.name, baseline]
-        by_model = column == "model_name_or_path"
-        workload, ranks = words[rests[first["workload_key"]]], int(first["world_size"])
         rows.append({
-            "subject": f"{workload} on {ranks} rank{'s' if ranks > 1 else ''}",
-            "place": parameters(arm.workload_runs) / 1e6 if by_model else float(first[column]),
+            "subject": f"{words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
+            "place": parameters(arm.workload_runs) / 1e6 if column == "model_name_or_path" else float(first[column]),
             "arm": arm.name, "strategy": first["strategy"], "baseline": baseline,
             "percent": 100 * difference.ratio.center, "significant": difference.is_significant,
             "points": tuple(100 * ratio for ratio in difference.ratio.points),

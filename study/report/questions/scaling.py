@@ -163,7 +163,7 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     if speed.empty:
         return None
     subject = speed["subject"].iloc[0]
-    chosen = speed[speed["subject"] == subject].sort_values("place")
+    chosen = speed[speed["subject"] == subject].sort_values("place", kind="stable")
     sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
     cells = sign + chosen["percent"].map("{:.0f} %".format) + chosen["note"].map(lambda note: " †" if note else "")
     table = chosen.assign(cell=cells).pivot_table(
@@ -175,7 +175,7 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     # The sentence is about the strategy that shards most.
     ends = list(several[several["arm"] == several["arm"].iloc[-1]].itertuples()) if len(several) else []
     sentence, *notes = paragraphs(
-        "speed_answer.j2", ends=ends and [ends[0], ends[-1]], baseline=" or ".join(dict.fromkeys(chosen["baseline"])),
+        "speed_answer.j2", ends=ends and [ends[0], ends[-1]], baseline=chosen["baseline"].iloc[0],
         words=words, subject=subject, is_unsure=sign.str.len().any(), not_significant=NOT_SIGNIFICANT,
         confounded=list(chosen[chosen["note"] != ""].itertuples()), more=speed["subject"].nunique() - 1,
     )  # fmt: skip
