@@ -245,4 +245,6 @@ def test_the_page_is_made_again_from_the_committed_records_alone(tmp_path: Path)
     build(tmp_path / "none", tmp_path, runs_named=False)
     for name in ("summary.md", "index.html"):
         assert (tmp_path / name).read_text() == (COMMITTED / name).read_text(), name
+    page = (tmp_path / "index.html").read_text()
+    assert page.index('class="answer"') < page.index('class="notes"') < page.index("<img"), "the answer comes first"
     assert not (tmp_path / MARK).exists()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import pytest
 
 from report_folders import committed, contents, drawn, few, laptop
@@ -22,9 +23,10 @@ from study.claims.ledger import read_ledger
 from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
 from study.records.frames import read_parquet, read_runs
+from study.report.document import Answer, Picture
 from study.report.questions import QUESTIONS, answers
 from study.report.site import command
-from study.report.site.build import NOTEBOOKS, NotebookFailed, build, execute
+from study.report.site.build import NOTEBOOKS, NotebookFailed, _card, build, execute
 from study.sweep.cell import Cell
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import read_suite
@@ -143,6 +145,14 @@ def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, 
     assert listed == {file: sha256(before[file]).hexdigest() for file in after if file != "files.json"}
     changed = [file for file in listed if file.endswith((".html", ".md")) and before[file] != after[file]]
     assert not changed, f"rebuild it: study report {name}"
+
+
+def test_a_card_has_the_figure_of_the_workload_that_its_sentence_is_about():
+    (question,) = (question for question in QUESTIONS if question.name == "neighbours")
+    pictures = [Picture(f"neighbours_{n}", b"", "", f"State, {name}: 1 MiB.") for n, name in ((1, "a"), (2, "b"))]
+    for subject, shown in (("b", "neighbours_2"), ("c", "neighbours_1"), ("", "neighbours_1")):
+        answer = Answer("", pd.DataFrame(), subject=subject)
+        assert [one.name for one in _card(question, answer, {question: pictures}, few()).drawings] == [shown]
 
 
 def test_a_notebook_runs_in_this_interpreter_without_a_profile_of_the_user(tmp_path, monkeypatch):

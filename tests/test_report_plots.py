@@ -130,6 +130,17 @@ def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own
         assert contrast >= 2.9, f"{name}: {contrast:.2f}"
 
 
+def test_lines_of_one_strategy_and_memory_without_an_accelerator_are_told_apart():
+    (drawing,) = drawn("scaling", read_parquet(REPOSITORY / "reports" / "virtual_scaling"))
+    lines = [line for line in drawing.figure.axes[0].lines if len(np.asarray(line.get_xdata())) > 1]
+    looks = {(line.get_color(), line.get_markerfacecolor()) for line in lines}
+    assert len(looks) == len(lines) == len({line.get_color() for line in lines}) + 1
+    assert {"zero3", "zero3 *"} <= {text.get_text().rpartition(" ")[0] for text in drawing.figure.axes[0].texts}
+    state = laptops("peak_memory")["model_state"]
+    assert "zero3_nvme has the least in memory" in state.alt
+    assert "on the device" not in texts(state.figure)
+
+
 ODD = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"
 
 

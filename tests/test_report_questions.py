@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from report_folders import figures
+from report_folders import few, figures
 from study.records.frames import Records, read_records
 from study.records.statistics import estimate_noise
 from study.report.document import Answer, cell_text
@@ -56,12 +56,12 @@ def notes(answer: Answer) -> str:
 @pytest.mark.parametrize(
     ("shift", "config", "sentence", "same"),
     [
-        (0.1, {}, "Yes, under 1 of 6 strategies: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
+        (0.1, {}, "Yes, in 1 of 6 comparisons: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
         (0.001 * 3.75, {}, "No: in all 6", "6 of 6"),
-        (0.003 * 3.75, {}, "Yes, under 1 of 6", "5 of 6"),
+        (0.003 * 3.75, {}, "Yes, in 1 of 6", "5 of 6"),
         # A difference below the spacing of bf16 numbers is none in bf16.
         (0.003 * 3.75, {"precision": "bf16"}, "No: in all 6", "6 of 6"),
-        (0.006 * 3.75, {"precision": "bf16"}, "Yes, under 1 of 6", "5 of 6"),
+        (0.006 * 3.75, {"precision": "bf16"}, "Yes, in 1 of 6", "5 of 6"),
     ],
 )
 def test_a_loss_is_the_same_within_the_margin_of_its_precision(tmp_path, shift, config, sentence, same):
@@ -83,7 +83,7 @@ def test_a_step_is_compared_with_the_loss_of_that_step(tmp_path: Path) -> None:
         path = write_run(tmp_path, strategy, name=strategy)
         with_steps(path, functools.partial(change, first=first, later=later))
     loss = Answers(tmp_path)["loss"]
-    assert loss.sentence == "Yes, under 1 of 2 strategies: `zero3` differs from its baseline by 1.00 %."
+    assert loss.sentence == "Yes, in 1 of 2 comparisons: `zero3` differs from its baseline by 1.00 %."
     assert row(TABLES["loss"](read_records(tmp_path)), "zero2")["of the loss there"] == "0.10 %"
 
 
@@ -97,7 +97,7 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     assert set(records.runs["confounded"]) == {""}
     (lacks,) = {note for note in records.runs["notes"] if note}
     assert lacks == "no ddp with seed 2 ended ok, so it is in no ratio and no difference"
-    assert "under 1 of 1 strategies: `zero2` differs from its baseline by 2.7 %" in Answers(records)["loss"].sentence
+    assert "in 1 of 1 comparisons: `zero2` differs from its baseline by 2.7 %" in Answers(records)["loss"].sentence
     assert figures("loss_curves", records)["loss_difference"].alt.partition(". ")[0].endswith("zero2 0.100")
 
 
@@ -134,14 +134,14 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
             with_steps(path, lambda row: row | {"loss": row["loss"] * math.exp(chance.gauss(0, 0.003))})
     records = read_records(tmp_path)
     loss = Answers(records)["loss"]
-    assert loss.sentence.startswith("Yes, under 1 of 3 strategies: `zero3` differs"), loss.sentence
+    assert loss.sentence.startswith("Yes, in 1 of 3 comparisons: `zero3` differs"), loss.sentence
     assert loss.table["Same loss"].tolist() == ["0 of 3"]
     assert "Inconclusive: above the margin, but below 2 times the difference of reruns." in notes(loss)
     without_zero3 = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
-    assert Answers(without_zero3)["loss"].sentence.startswith("Inconclusive under 2 of 2 strategies")
+    assert Answers(without_zero3)["loss"].sentence.startswith("Inconclusive in 2 of 2 comparisons")
     runs = without_zero3.runs[without_zero3.runs["repeat"] == 1]
     once = Answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
-    assert once.sentence.startswith("Yes, under 2 of 2 strategies")
+    assert once.sentence.startswith("Yes, in 2 of 2 comparisons")
     assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_compared_with_a_ddp_that_breaks_an_invariant(tmp_path: Path)
     write(tmp_path, {"single": 1.0, "zero3": 1.0}, (1, 2, 3))
     write(tmp_path, {"ddp": 1.0}, (1, 2, 3), environment={"threads_per_rank": 8})
     by_name = Answers(tmp_path)
-    assert by_name["memory"].sentence.endswith("of `single`'s (`zero3`).")
+    assert re.match("With `zero3` one of 2 ranks holds .* of the model state of `single`", by_name["memory"].sentence)
     assert "~" not in row(by_name["time"].table, "ddp")["x single"]
     assert row(TABLES["runtime"](read_records(tmp_path)), "ddp")["In words"] == "not judged"
 
@@ -202,13 +202,30 @@ def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test
     assert float(least) == pytest.approx(100 * math.expm1(beyond * spread.log_sd * math.sqrt(2 / 4)), rel=0.02)
 
 
+def test_a_sentence_has_one_kind_of_reference_and_no_ratio_without_a_test(tmp_path: Path) -> None:
+    """A ratio to `zero2` is in no range of ratios to plain training; one seed is no proof of equal speed."""
+    write(tmp_path, {"ddp": 1.0, "zero2": 1.0, "zero3": 1.0})
+    write(tmp_path, {"zero2": 1.0, "zero3": 1.0}, config={"seq_length": 32})
+    by_name = Answers(tmp_path)
+    assert "times the ring bytes (NCCL) of `ddp` per step" in by_name["traffic"].sentence
+    assert by_name["time"].sentence.startswith("Speeds are not compared: with fewer than three seeds")
+    write(tmp_path, {"zero0": 1.0}, config={"seq_length": 32})
+    assert re.search("of its workload's `(ddp|zero0)` or `(ddp|zero0)` per step", Answers(tmp_path)["traffic"].sentence)
+
+
+def test_a_report_begins_with_the_question_that_its_suite_is_named_after() -> None:
+    usual, offload = list(answers(few())), list(answers(few(), suite="my_offload"))
+    assert usual[0].name == "loss"
+    assert offload == sorted(usual, key=lambda question: question.name != "offload")
+
+
 def test_advice_names_a_significantly_faster_strategy_and_counts_no_profiled_run(tmp_path: Path) -> None:
     # Reports in git have the other sentences: nothing is faster, `ddp` is among those with three seeds, one run each.
     write(tmp_path, {"ddp": 1.0, "zero2": 0.4, "zero3": 1.0}, (1, 2, 3))
     write_run(tmp_path, "ddp", config={"profile_steps": 3, "max_steps": 8}, name="profiled", time_factor=0.01)
     advice = Answers(tmp_path)["advice"]
     (line,) = advice.table.to_dict("records")
-    assert advice.sentence == "`zero2` is the fastest."
+    assert advice.sentence.startswith("`zero2` is the fastest (models of up to ")
     assert (line["Fastest, or not significantly slower"], line["Least model state"][:7]) == ("zero2", "zero3, ")
 
 
@@ -224,11 +241,11 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     (tmp_path / "broken" / "status.json").write_text("{")
     by_name = {question.name: answer for question, answer in answers(read_records(tmp_path)).items()}
     assert list(by_name) == ["layers", "runs"]
-    assert by_name["runs"].sentence == "1 runs succeeded and 1 did not; 1 records were excluded."
+    assert by_name["runs"].sentence == "1 of 2 runs succeeded; 1 records were excluded."
     outcomes = by_name["runs"].table
     assert dict(zip(outcomes["Outcome"], outcomes["Runs"], strict=True)) == {"failed": 1, "ok": 1}
     assert "2 different machines" in notes(by_name["runs"])
-    assert "there is no loss, no accuracy, and no throughput" in notes(by_name["layers"])
+    assert "there is no loss, no accuracy and no throughput" in by_name["layers"].sentence
 
 
 def test_speeds_at_several_batches_have_one_baseline(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from study.config.places import REPOSITORY
 from study.predictor.state import paper_traffic
 from study.records.frames import Records, read_parquet, read_records
 from study.report.questions import TABLES
-from study.report.questions.virtual import LAYERS
+from study.report.questions.virtual import LAYERS, LORA
 from study.virtual.summaries import summaries
 from synthetic_records import answered, as_never_started, write_run
 
@@ -68,3 +69,17 @@ def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Pa
     (line,) = TABLES["virtual_runs"](read_records(tmp_path)).to_dict("records")
     assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")
     assert line["Outcome"] == "unsupported: takes about 55 GiB"
+
+
+def test_with_lora_only_the_last_stage_divides_what_is_large() -> None:
+    records = read_parquet(REPOSITORY / "reports" / "virtual_tuning")
+    # In bf16 the weights take 2 bytes; a rank has all of them under stage 2, and one of eight parts under stage 3.
+    answer = answered(LORA.answer(records))
+    sizes = re.findall(r"([\d,.]+) MiB with `(zero\d)`", answer.sentence)
+    case = answer.table[answer.table["Setting"] == "lora"].set_index("Strategy")
+    weights = 1.488211968e9 * 2 / 2**20
+    assert [name for _, name in sizes] == ["zero2", "zero3"]
+    whole, divided = (float(size.replace(",", "")) for size, _ in sizes)
+    assert whole == pytest.approx(weights, rel=0.01)
+    assert divided == pytest.approx(weights / 8, rel=0.02)
+    assert case["Params, GB"].sum() == pytest.approx(weights * 9 / 8 * 2**20 / 1e9, rel=0.01)

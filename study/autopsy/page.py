@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import json
 import math
@@ -15,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from study.autopsy.contrasts import FILE, Autopsy, Effect, read_arms, read_sessions, share_text
-from study.autopsy.design import AA, CORRECTED, GATES, PRINTED, PUBLISHED, SCALES, SWITCHES, Kind
+from study.autopsy.design import AA, CORRECTED, GATES, LETTERS, PRINTED, PUBLISHED, SCALES, SWITCHES, Kind
 from study.autopsy.run import MARK
 from study.config.errors import UserError
 from study.config.text import percent
@@ -25,6 +24,7 @@ from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take
 from study.report.site.publishing import FIGURES, publish_report
 
 TITLE = "What makes the gap in loss that the listing of S2 (University of Guelph) prints?"
+_FIGURES = "What each switch changes"
 _MARKS = {"as expected": " ✓", "not as expected": " ✗"}
 
 
@@ -46,12 +46,12 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         facts, made_by = _facts(study)
         html = page_html(
             "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead="", facts=facts, failure="",
-            sections=[dataclasses.replace(first, drawings=pictures), *remaining],
+            sections=[first, PageSection(_FIGURES, drawings=pictures), *remaining],
         )  # fmt: skip
         (folder / "index.html").write_text(html, encoding="utf-8")
-        shown = [f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures]
-        first = dataclasses.replace(first, text="\n\n".join([facts, *shown]))
-        markdown = page_markdown(TITLE, [first, *remaining, PageSection(text=made_by)])
+        shown = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures)
+        top = [PageSection(text=facts), first, PageSection(_FIGURES, text=shown)]
+        markdown = page_markdown(TITLE, [*top, *remaining, PageSection(text=made_by)])
         (folder / "summary.md").write_text(markdown, encoding="utf-8")
         publish_report(folder, output)
     finally:
@@ -81,8 +81,9 @@ def sections(study: Autopsy) -> list[PageSection]:
          "null margin": percent(study.null_margin(name))}
         for name, response in study.responses.items()
     )  # fmt: skip
+    sentence, *findings = _findings(study)
     return [
-        PageSection(sentence=f"{headline(study)}.", notes=_findings(study)),
+        PageSection(sentence=sentence, notes=findings),
         PageSection("As printed and corrected", table=_protocols(study)),
         PageSection("The switches", table=_switches(study)),
         PageSection("Expected, and found", table=predictions),
@@ -115,12 +116,15 @@ def _findings(study: Autopsy) -> list[str]:
     def share(kind: Kind, cell: str) -> Callable[[str], str]:
         return lambda response: share_text(study.ratio(response, kind, cell))
 
+    largest = max(study.effects["eval_loss"], key=lambda effect: abs(math.log(effect.ratio.center)))
     return paragraphs(
-        "autopsy_findings.j2", printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
+        "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)],
+        printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
         equal=share("aa", AA), third=share("printed rate", PRINTED),
         engine="" if study.engine_was_on(all_as_printed=True)[0] else ", without DeepSpeed",
+        on=[*study.engine_was_on(), *study.engine_was_on(all_as_printed=True)],
         published={loss: percent(change, signed=True) for loss, change in PUBLISHED.items()},
-        effect=lambda letter, name: share_text(study.effects[name][CORRECTED.index(letter)].ratio),
+        effect=lambda letter, name: share_text(study.effects[name][LETTERS.index(letter)].ratio),
         equivalence=equivalence.text(), memory=_memory(study),
         detectable=percent(study.minimum_detectable_effect("whole_s")),
         verdicts=collections.Counter(effect.verdict for effects in study.effects.values() for effect in effects),
@@ -173,12 +177,3 @@ def _gates(arms: pd.DataFrame) -> pd.DataFrame:
         what = f"{on}; clips at {gate['clips_at']:g}" if gate["state"] == "ok" else gate["reason"]
         rows.append({"the dictionary": name, "what happens": what})
     return pd.DataFrame(rows)
-
-
-def headline(study: Autopsy) -> str:
-    """Return the page's main result: in how many sessions DeepSpeed was active."""
-    (on, sessions), (exactly_on, exactly) = study.engine_was_on(), study.engine_was_on(all_as_printed=True)
-    return (
-        f"DeepSpeed was active in {on} of {sessions} sessions that set it as the listing does"
-        f" ({exactly_on} of {exactly} exactly as printed)"
-    )

@@ -81,6 +81,10 @@ class Answer:
     notes: tuple[str, ...] = ()
     # The number of the sentence, and what it is, for the head of the first page.
     number: tuple[str, str] | None = None
+    # The question, if these records answer only a part of the usual one.
+    title: str = ""
+    # The workload of a sentence about only one: the first page has its figure.
+    subject: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

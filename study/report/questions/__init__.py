@@ -15,18 +15,19 @@ from study.report.questions import fits, loss, memory, releases, runs, scaling, 
 QUESTIONS: tuple[Question, ...] = (
     runs.REMAINING, releases.QUESTION, loss.QUESTION, time.ADVICE, memory.MEMORY, time.TIME, memory.TRAFFIC,
     memory.OFFLOAD, scaling.RANKS, scaling.NODES, memory.NEIGHBOURS, scaling.BATCH_SIZE, scaling.MODEL_SIZE,
-    time.PROFILE, fits.QUESTION, virtual.TABLE1, virtual.SETTINGS, virtual.LAYERS, runs.CLAIMS, runs.RUNS,
+    time.PROFILE, fits.QUESTION, virtual.LORA, virtual.TABLE1, virtual.SETTINGS, virtual.LAYERS, runs.CLAIMS, runs.RUNS,
 )  # fmt: skip
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 
 
-def answers(records: Records, claims: Sequence[Row] = ()) -> dict[Question, Answer]:
-    """Return the questions that these records answer; `claims` are the ledger's claims that depend on them."""
+def answers(records: Records, claims: Sequence[Row] = (), suite: str = "") -> dict[Question, Answer]:
+    """Return the questions that records, or claims on them, answer; first those whose name is in the suite's name."""
     answered = {runs.CLAIMS: runs.claims_answer(claims)}
     questions = QUESTIONS
     if (about_releases := releases.QUESTION.answer(records)) is not None:
         # Each stack is a separate workload, too many for the other questions.
         answered[releases.QUESTION] = about_releases
         questions = (runs.REMAINING, releases.QUESTION, runs.CLAIMS, runs.RUNS)
-    pairs = ((question, answered.get(question) or question.answer(records)) for question in questions)
+    ordered = sorted(questions, key=lambda question: not {question.name, question.notebook} & {*suite.split("_")})
+    pairs = ((question, answered.get(question) or question.answer(records)) for question in ordered)
     return {question: answer for question, answer in pairs if answer is not None}

@@ -19,6 +19,7 @@ from study.report.document import Answer, cell_text, format_names, format_or_das
 # Workloads side by side on the first screen, and notes below them.
 _MAX_WORKLOADS, _MAX_NOTES = 2, 6
 _CONFOUNDED = " †"
+NOT_TESTED = f"Speeds are not compared: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
 UNSURE = "~ "
 Workloads = Mapping[str, Sequence[StrategyRuns]]
 # The function that computes a column's cells, by the column's heading.
@@ -65,7 +66,7 @@ class ReferenceComparison:
 
     @property
     def names(self) -> str:
-        return format_names([base.name for base in self.references.values()])
+        return format_references([base.name for base in self.references.values()])
 
     @property
     def plain_names(self) -> str:
@@ -82,7 +83,8 @@ def compare_with_reference(
     """Return the comparison with fair DDP on the most ranks, else the baseline; None if no reference has the figure.
 
     Strategies that violate an invariant or offload are excluded, as are other numbers of ranks than the reference's.
-    `on_any_ranks` includes these for figures that plain training has equal on any number of ranks.
+    `on_any_ranks` includes these for figures that plain training has equal on any number of ranks. Workloads without
+    plain training are included only if none has it.
     """
     grouped, references, sharding = workloads(records), {}, []
     for workload, strategies in grouped.items():
@@ -100,6 +102,9 @@ def compare_with_reference(
         ]  # fmt: skip
     if not references:
         return None
+    plain = {workload: base for workload, base in references.items() if base.value("strategy") in BASELINES}
+    references = plain or references
+    sharding = [arm for arm in sharding if arm.workload in references]
     return ReferenceComparison({workload: grouped[workload] for workload in references}, references, figure, sharding)
 
 
@@ -124,12 +129,17 @@ class Comparison:
         """Return the ratios that differ significantly from 1."""
         return [difference.ratio.center for arm in arms if (difference := self.of(arm)) and difference.is_significant]
 
-    def sentence(self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str = "") -> str:
-        """Return a sentence: lead, range of the significant ratios, end, and the number that is not significant."""
+    def sentence(
+        self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str, none: str
+    ) -> str:
+        """Return lead, range of the significant ratios, end and number of others; `none` if none is significant."""
         ratios = self.significant(arms)
         rest = len(arms) - len(ratios)
-        remainder = f"; {rest} of {len(arms)} strategies do not differ significantly" if rest else ""
-        return f"{lead} {span_text(ratios, form)}{end}{remainder}."
+        remainder = f"; {rest} of {len(arms)} comparisons are {NOT_SIGNIFICANT}" if rest else ""
+        if ratios:
+            return f"{lead} {span_text(ratios, form)}{end}{remainder}."
+        is_tested = any((difference := self.of(arm)) is not None and difference.p is not None for arm in arms)
+        return none if is_tested else NOT_TESTED
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
         """Return a formatter of a strategy's ratio with its interval; a sign marks one that is not significant."""
@@ -149,6 +159,12 @@ class Comparison:
         """Return the note that explains `~`, if any ratio has it."""
         unsure = any(difference.is_inconclusive for difference in self._differences.values())
         return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.",) if unsure else ()
+
+
+def format_references(names: Iterable[str]) -> str:
+    """Return the reference; if workloads have different ones, that each has its own."""
+    text = format_names([*names])
+    return f"its workload's {text.replace(' and ', ' or ')}" if " and " in text else text
 
 
 def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import pandas as pd
 
@@ -18,10 +19,12 @@ from study.records.strategy_runs import (
     StrategyRuns,
     group_by_strategy,
     has_no_gpu,
+    parameters,
     ratio_text,
     scarce_memory,
     state_bytes,
 )
+from study.records.workloads import strategy_order
 from study.report.document import Answer, Question, change_text, format_or_dash, span_text, times_text
 from study.report.questions.comparison import (
     Columns,
@@ -52,6 +55,15 @@ def sent_mib(arm: StrategyRuns) -> float:
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
+def format_scope(by_workload: Mapping[str, Sequence[StrategyRuns]]) -> str:
+    """Return the size of the largest model, and whether there was no GPU, in brackets."""
+    runs = [strategies[0].workload_runs for strategies in by_workload.values()]
+    sizes = [size / 1e6 for some in runs if not pd.isna(size := parameters(some))]
+    words = [*(f"models of up to {format_number(max(sizes))} M parameters" for _ in sizes[:1]),
+             *("no GPU" for _ in filter(has_no_gpu, runs[:1]))]  # fmt: skip
+    return f" ({', '.join(words)})" if words else ""
+
+
 def _memory_answer(records: Records) -> Answer | None:
     comparison = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
     if comparison is None:
@@ -60,7 +72,10 @@ def _memory_answer(records: Records) -> Answer | None:
     if comparison.ratios:
         ratio, leanest = comparison.ratios[0]
         base = comparison.references[leanest.workload].name
-        sentence = f"Sharding reduces the model state of a rank to {percent(ratio)} of `{base}`'s (`{leanest.name}`)."
+        sentence = (
+            f"With `{leanest.name}` one of {leanest.ranks} ranks holds {percent(ratio)} of the model state of `{base}`,"
+            f" the least of the sharding strategies{format_scope(comparison.workloads)}."
+        )
         number = (percent(ratio), f"of the model state of `{base}` on each rank (`{leanest.name}`)")
     columns: Columns = {
         f"State, % of {comparison.plain_names}": comparison.cell(percent),
@@ -112,24 +127,25 @@ def _offload_answer(records: Records) -> Answer | None:
     no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence = "No strategy with offload is comparable with the same stage without it."
     if not pd.isna(freed).all():
-        sentence = f"Offload frees {span_text(freed, percent)} of the model state on the device and"
+        sentence = f"Offload frees {span_text(freed, percent)} of the model state on the device"
         if no_gpu:
             nvme = [fraction for fraction, arm in zip(freed, fair, strict=True)
                     if arm.value("offload_optimizer") == "nvme"]  # fmt: skip
-            frees = f"NVMe offload frees {span_text(nvme, percent)} of the model state" if nvme else "NVMe was not used"
-            sentence = f"Without a GPU, CPU offload frees nothing; {frees}; offload"
-        if times.significant(fair):
-            lead = f"{sentence} changes the step time by"
-            sentence = times.sentence(fair, lambda ratio: change_text(ratio - 1), lead)
-        else:
-            sentence += " changes no step time significantly."
+            sentence = "Offload to the host frees nothing, because its memory is the device's here; " + (
+                f"with the optimizer on NVMe it frees {span_text(nvme, percent)} of the model state"
+                if nvme else "to NVMe it was not run"
+            )  # fmt: skip
+        unchanged = "It changes no step time significantly."
+        sentence += f"{format_scope(offloaded)}. " + times.sentence(
+            fair, lambda ratio: change_text(ratio - 1), "It changes the step time by", "", unchanged
+        )
     columns: Columns = {
         "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
         "Step time, x without": times.cell("{:.2f}".format),
     }
     notes = ["Compared with the same stage without offload.", *times.notes]
     if no_gpu:
-        notes += ["There is no GPU: CPU offload stays in the same memory, and only NVMe offload leaves it."]
+        notes += ["Freed: of the memory of the host, which is the device too; negative if offload needs more of it."]
     return side_by_side(sentence, offloaded, columns, *notes)
 
 
@@ -175,9 +191,12 @@ def _traffic_answer(records: Records) -> Answer | None:
         return None
     sentence, number = f"No sharding strategy here is comparable with {comparison.names} in ring bytes.", None
     if comparison.ratios:
-        ratios, most = span_text((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1].name
+        ratios, most = span_text((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1]
+        micro_steps = int(most.value("gradient_accumulation_steps") or 1)
         sentence = (
-            f"Sharding sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step, most with `{most}`."
+            f"With sharded state a rank sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step,"
+            f" {'most ' * (' to ' in ratios)}with `{most.name}`{f' and {micro_steps} micro-steps' * (micro_steps > 1)}"
+            f"{format_scope(comparison.workloads)}."
         )
         number = (f"{ratios} x", f"the ring bytes (NCCL) of {comparison.names} per step")
     columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
@@ -221,9 +240,19 @@ _STAGES = {"zero1", "zero2", "zero3"}
 _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 
 
-def _with_settings(arm: str) -> str:
+def with_settings(arm: str) -> str:
+    """Return a strategy with the number of its changed settings, which are long."""
     strategy, *settings = arm.split(", ")
     return f"`{strategy}`" + (f" with {len(settings)} changed setting{'s'[: len(settings) > 1]}" if settings else "")
+
+
+def _least(
+    arms: Iterable[StrategyRuns], strategies: Container[str], figure: Callable[[StrategyRuns], float]
+) -> tuple[str, str] | None:  # fmt: skip
+    """Return the smallest figure of these strategies, and its strategy; None if none has it."""
+    measured = [(value, strategy_order(arm.value("strategy")), arm.name) for arm in arms
+                if arm.value("strategy") in strategies and not pd.isna(value := figure(arm))]  # fmt: skip
+    return (f"{format_number(min(measured)[0])} MiB", with_settings(min(measured)[2])) if measured else None
 
 
 def _neighbours_answer(records: Records) -> Answer | None:
@@ -234,25 +263,20 @@ def _neighbours_answer(records: Records) -> Answer | None:
     # The details have the other numbers of ranks.
     most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
-    sentences = []
     for workload in by_arms(chosen):
-        # The strategies with the most and the least memory and traffic, if both ZeRO and an alternative to it ran.
-        many = [arm for arm in chosen[workload] if arm.ranks > 1]
-        strategies = {str(arm.value("strategy")) for arm in many}
-        ranges = []
-        for figure, words in ((StrategyRuns.state_mib, "state"), (_kept_mib, "memory kept for backward"),
-                              (sent_mib, "ring bytes (NCCL)")):  # fmt: skip
-            measured = {arm.name: value for arm in many if not pd.isna(value := figure(arm))}
-            if measured:
-                ends = [
-                    f"{format_number(measured[name])} MiB ({_with_settings(name)})"
-                    for name in sorted(measured, key=lambda name: (measured[name], name))
-                ]
-                ranges.append(f"{words} {ends[0]} to {ends[-1]}" if len(ends) > 1 else f"{words} {ends[0]}")
-        if strategies & _STAGES and strategies & _NEIGHBOURS and ranges:
-            sentences.append(f"{workload}: one of {most[workload]} ranks has {', '.join(ranges)}.")
-    if not sentences:
+        arms = [arm for arm in chosen[workload] if arm.ranks > 1]
+        least = [
+            f"{its[0]} {words} ({its[1]}; ZeRO {zeros[0]}, {zeros[1]})"
+            for words, figure in (("of model state", StrategyRuns.state_mib), ("kept for backward", _kept_mib),
+                                  ("of ring bytes (NCCL) per step", sent_mib))
+            if (its := _least(arms, {*_NEIGHBOURS, "fsdp2"}, figure)) and (zeros := _least(arms, _STAGES, figure))
+        ]  # fmt: skip
+        if least:
+            break
+    else:
         return None
+    on = f"on one of {most[workload]} ranks"
+    sentence = f"Alternatives to ZeRO need at least {', '.join(least)}, {on}; {workload}."
     columns: Columns = {
         "State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
         "Calls": lambda arm: arm.median("comm_calls_per_step"),
@@ -262,7 +286,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
         " forward pass of one micro-batch leaves allocated, without gathered parameters.",
         "All strategies of a workload use the same samples in each step.",
     )
-    return side_by_side(sentences[0], chosen, columns, *notes)
+    return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes), subject=workload)
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:

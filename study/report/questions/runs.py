@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import pandas as pd
@@ -70,14 +69,22 @@ def claims_answer(rows: Sequence[Row]) -> Answer | None:
     """Return the rows of the claims that depend on these records; None without claims."""
     if not rows:
         return None
-    counts = Counter(str(row["Finding"]).partition(" (")[0] for row in rows)
-    found = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
-    claims = f"{len(rows)} published claim{'s'[: len(rows) > 1]}"
-    sentence = f"Findings on {claims} depend on these records, some of them on others too: {found}."
-    return Answer(sentence, pd.DataFrame(rows).astype(object))
+    findings = [str(row["Finding"]).partition(" (")[0] for row in rows]
+    found = {
+        kind: [str(row["Claim"]) for row, finding in zip(rows, findings, strict=True) if finding == kind]
+        for kind in _FINDINGS if kind in findings
+    }  # fmt: skip
+    counts = ", ".join(f"{finding} {len(ids)}" for finding, ids in found.items())
+    notes = [f"{finding.capitalize()}: {', '.join(ids)}." for finding, ids in found.items()]
+    notes.append(
+        "A small-scale proxy, a tiny model on CPU ranks, alone decides no claim. Some rest on other records too."
+    )
+    sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {counts}."
+    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes))
 
 
-CLAIMS = Question("claims", "Which published claims depend on these records?", lambda _records: None)
+_FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")
+CLAIMS = Question("claims", "Which published claims do these records support?", lambda _records: None)
 
 
 def _runs_answer(records: Records) -> Answer | None:
@@ -85,7 +92,7 @@ def _runs_answer(records: Records) -> Answer | None:
     if runs.empty:
         return None
     lost = int((runs["status_state"] != "ok").sum())
-    sentence = f"{len(runs) - lost} runs succeeded and {lost} did not; {len(records.refused)} records were excluded."
+    sentence = f"{len(runs) - lost} of {len(runs)} runs succeeded; {len(records.refused)} records were excluded."
     notes = []
     machines = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
     if len(machines) > 1:

@@ -6,12 +6,12 @@ import functools
 
 import pandas as pd
 
-from study.config.text import percent
+from study.config.text import format_number, percent
 from study.host.memory import MIB
 from study.predictor.run_predictions import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
 from study.records.fairness import baseline_arm
 from study.records.frames import Records, real_runs
-from study.records.statistics import NOT_SIGNIFICANT, Interval, interval, paired_ratio
+from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Interval, interval, paired_ratio
 from study.records.strategy_runs import (
     NAN,
     Row,
@@ -24,16 +24,18 @@ from study.records.strategy_runs import (
 )
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs, span_text, times_text
 from study.report.questions.comparison import (
+    NOT_TESTED,
     UNSURE,
     Columns,
     Comparison,
     arm_table,
+    format_references,
     real_arms,
     side_by_side,
     without_offload,
     workloads,
 )
-from study.report.questions.memory import sent_mib, step_s
+from study.report.questions.memory import format_scope, sent_mib, step_s, with_settings
 from study.virtual.summaries import STRONG, WEAK, over_nodes
 
 SPEED = "tokens_per_s"
@@ -46,11 +48,12 @@ def _ranks_answer(records: Records) -> Answer | None:
     several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
     if not several:
         return None
-    references = format_names([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
-    sentence = f"The throughput of several ranks does not differ significantly from {references} on one device."
-    if speeds.significant(several):
-        end = f" times the throughput of {references} on one device"
-        sentence = speeds.sentence(several, times_text, "Several ranks have", end)
+    one = format_references([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
+    one += f" on one{format_scope(by_workload)}"
+    sentence = speeds.sentence(
+        several, times_text, "Several ranks have", f" times the throughput of {one}",
+        f"The throughput of several ranks does not differ significantly from that of {one}.",
+    )  # fmt: skip
     columns: Columns = {
         "x one device": speeds.cell(times_text),
         "Of the ideal": lambda arm: format_or_dash(_speedup(arm).center / arm.ranks, percent),
@@ -92,7 +95,7 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
 
 
 RANKS = Question(
-    "ranks", "What do more ranks bring?", _ranks_answer,
+    "ranks", "Are several ranks faster than one?", _ranks_answer,
     tables={"single_vs_multi": single_vs_multi_table}, figures=("scaling",), notebook="single_vs_multi",
 )  # fmt: skip
 
@@ -110,15 +113,18 @@ def _nodes_answer(records: Records) -> Answer | None:
         return None
     timed = rows[rows["efficiency"].notna() & (rows["machines"] > rows["fewest"])]
     if timed.empty:
-        largest = rows[rows["machines"] == rows["machines"].max()].sort_values("across").iloc[[0, -1]]
-        # A line is a strategy, with its changed settings after commas.
-        lines = {
-            line: f"`{line.partition(', ')[0]}`{' with changed settings' * (', ' in line)}" for line in largest["line"]
-        }
-        ends = " to ".join(f"{row.across / MIB:,.0f} MiB ({lines[row.line]})" for row in largest.itertuples())
-        most = f"{rows['machines'].max():.0f} machines"
-        sentence = f"On {most} a rank sends {ends} per step between machines; nothing was timed."
-        return Answer(sentence, table, ("A virtual job has machines of eight ranks.", _ACROSS, _PLANNED))
+        largest = rows[rows["machines"] == rows["machines"].max()].assign(line=rows["line"].map(with_settings))
+        holds, sends = (
+            " to ".join(f"{format_number(end.iloc[0] / MIB)} MiB ({end.iloc[1]})" for _, end in ends.iterrows())
+            for ends in (largest.sort_values(name)[[name, "line"]].iloc[[0, -1]] for name in ("state", "across"))
+        )
+        sentence = (
+            f"One of {largest['world_size'].max()} ranks on {rows['machines'].max()} machines holds {holds} of model"
+            f" state, and sends {sends} of ring bytes (NCCL) per step in groups that span machines"
+            f" ({', '.join(largest['model'].unique())})."
+        )
+        notes = ("A virtual job has machines of eight ranks. It is not timed.", _ACROSS, _PLANNED)
+        return Answer(sentence, table, notes, title="What does a rank hold and send on more machines?")
     efficiencies = [
         f"{span_text(group['efficiency'], percent)} of the ideal with {format_names(sorted(group['line'].unique()))}"
         f" ({kind})"
@@ -152,7 +158,7 @@ def nodes_table(records: Records) -> pd.DataFrame:
 
 
 NODES = Question(
-    "nodes", "What do more machines bring?", _nodes_answer,
+    "nodes", "How much speed does a rank lose on more machines?", _nodes_answer,
     tables={"nodes": nodes_table}, figures=("nodes",), notebook="scaling",
 )  # fmt: skip
 
@@ -175,11 +181,13 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     # The sentence is about the strategy that shards most.
     ends = list(several[several["arm"] == several["arm"].iloc[-1]].itertuples()) if len(several) else []
     sentence, *notes = paragraphs(
-        "speed_answer.j2", ends=ends and [ends[0], ends[-1]], baseline=chosen["baseline"].iloc[0],
+        "speed_answer.j2", ends=ends and [ends[0], ends[-1]], references=format_references(chosen["baseline"]),
         words=words, subject=subject, is_unsure=sign.str.len().any(), not_significant=NOT_SIGNIFICANT,
+        not_tested="" if any(len(end.points) >= MIN_SAMPLE for end in ends) else NOT_TESTED,
         confounded=list(chosen[chosen["note"] != ""].itertuples()), more=speed["subject"].nunique() - 1,
     )  # fmt: skip
-    return Answer(sentence, table.reset_index(names="Strategy").fillna("-"), tuple(dict.fromkeys(notes)))
+    table = table.reset_index(names="Strategy").fillna("-")
+    return Answer(sentence, table, tuple(dict.fromkeys(notes)), subject=subject)
 
 
 def batch_size_table(records: Records) -> pd.DataFrame:

@@ -37,7 +37,7 @@ from study.report.questions.comparison import (
     without_offload,
     workloads,
 )
-from study.report.questions.memory import STEP, step_s
+from study.report.questions.memory import STEP, format_scope, step_s
 
 
 def _time_answer(records: Records) -> Answer | None:
@@ -48,10 +48,12 @@ def _time_answer(records: Records) -> Answer | None:
     sentence, number = f"No sharding strategy here is comparable with {comparison.names} in step time.", None
     if ratios := times.significant(comparison.sharding):
         number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
-        end = f" times as long as one of {comparison.names}"
-        sentence = times.sentence(comparison.sharding, times_text, "A step with sharded state takes", end)
-    elif comparison.sharding:
-        sentence = f"No sharding strategy's step time differs significantly from {comparison.names}."
+    if comparison.sharding:
+        base = f"{comparison.names}{format_scope(comparison.workloads)}"
+        sentence = times.sentence(
+            comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
+            f"No sharding strategy's step time differs significantly from that of {base}.",
+        )  # fmt: skip
     columns: Columns = {
         "Step, ms": lambda arm: 1e3 * step_s(arm),
         f"x {comparison.plain_names}": times.cell(times_text),
@@ -231,22 +233,22 @@ def _advice_answer(records: Records) -> Answer | None:
         notes.append(f"Fewer than three seeds, so not judged: {format_names(unjudged)}.")
     if any(has_no_gpu(arm.workload_runs) for arm in arms):
         notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
-    table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged))
+    table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged), format_scope(by_workload))
     return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *arm_notes(arms)))
 
 
-def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool) -> str:
+def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool, scope: str) -> str:
     if len(best) < workloads_timed:
         return f"No advice on time: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
     everywhere = [name for name in best[0] if all(name in fastest for fastest in best)]
-    extent = "" if len(best) == 1 else " in every workload here"
+    extent = ("" if len(best) == 1 else " in every workload here") + scope
     if not everywhere:
         return "No strategy is among the fastest in every workload here: the table has those of each."
-    scope = "Of the strategies with three seeds, " if has_unjudged else ""
+    judged = " of the strategies with three seeds" if has_unjudged else ""
     if all(list(fastest) == everywhere[:1] for fastest in best):
-        return f"{scope}`{everywhere[0]}` is the fastest{extent}."
-    nothing = "none" if has_unjudged else "Nothing"
-    return f"{scope}{nothing} is significantly faster than {format_names(everywhere)}{extent}."
+        return f"`{everywhere[0]}` is the fastest{judged}{extent}."
+    several = f"Any of {format_names(everywhere)}" if len(everywhere) > 1 else f"`{everywhere[0]}`"
+    return f"{several}: none{judged} is significantly faster{extent}."
 
 
 def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:

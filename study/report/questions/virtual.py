@@ -9,10 +9,12 @@ from typing import Any
 
 import pandas as pd
 
+from study.config.text import format_number, percent
+from study.host.memory import MIB
 from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.report.document import Answer, Question, change_text, span_text
+from study.report.document import Answer, Question, change_text, format_names, span_text
 from study.virtual.summaries import (
     AS_SHIPPED,
     BOOKKEEPING,
@@ -52,24 +54,25 @@ def _table1_answer(records: Records) -> Answer | None:
     rows = list(
         {(row["strategy"], row["model"], row["world_size"], rank_state_bytes(row)): row for row in rows}.values()
     )
+    # Of one stage, the table has the case with the largest difference.
+    rows.sort(key=lambda row: (row["model_parameters"], row["world_size"], abs(_difference(row))))
     if not rows:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
     which = f"`{worst['strategy']}` of `{worst['model']}` at {worst['world_size']} ranks"
-    largest = f"max difference {change_text(_difference(worst))} ({which})"
+    largest = f"the largest difference is {change_text(_difference(worst))} ({which})"
     if _difference(worst) > _NEAR and (before := _difference(worst, before_step=True)) < _difference(worst):
         # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
-        largest += f" as the backward pass ends, of which {change_text(before)} stays until the step"
-    sentence = f"The paper's formula holds within 1 % for {_near(rows)} cases; {largest}."
+        largest += f" as the backward pass ends, and {change_text(before)} before the step"
+    cases = f"{_near(rows)} cases" if len(rows) > 1 else "the only case" if _near(rows) == "1 of 1" else "no case"
+    sentence = f"The paper's formula for model state holds within 1 % for {cases}; {largest}."
     number = (_near(rows), "cases within 1 % of the ZeRO paper's formula for model state")
     headline = number if len(rows) > 1 else None
     lines = sum(row["extrapolated"] is not None for row in rows)
     coverage = f"Measured completely: {len(rows) - lines} of these. Extrapolated over layers: {lines}."
-    if not paper_models:
-        return Answer(sentence, _by_strategy(rows), (coverage,), headline)
     notes = ["GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation.", coverage]
     excess, persistent = rank_state_bytes(worst) - worst["paper_bytes"], figure_or_nan(worst, "kept_whole_bytes")
-    if excess > 0 and persistent > 0:
+    if persistent > excess / 2 > 0:
         notes.append(
             f"The worst case has {excess / 1e6:.2f} MB more than by the formula, with {persistent / 1e6:.2f} MB of"
             " persistent parameters (`stage3_param_persistence_threshold`)."
@@ -83,18 +86,6 @@ def _near(rows: Sequence[Summary]) -> str:
 
 def _difference(row: Summary, before_step: bool = False) -> float:
     return float(rank_state_bytes(row, before_step) / row["paper_bytes"] - 1)
-
-
-def _by_strategy(rows: Sequence[Summary]) -> pd.DataFrame:
-    table = []
-    for strategy in dict.fromkeys(row["strategy"] for row in rows):
-        group = [row for row in rows if row["strategy"] == strategy]
-        worst = max(group, key=lambda row: abs(_difference(row)))
-        table.append({
-            "Strategy": strategy, "Within 1 %": _near(group), "Max difference": change_text(_difference(worst)),
-            "Which is": f"{worst['model']} at {worst['world_size']}",
-        })  # fmt: skip
-    return pd.DataFrame(table)
 
 
 def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
@@ -133,8 +124,8 @@ TABLE1 = Question(
 
 # Smaller differences in traffic or memory are padding and bookkeeping.
 _NOTABLE = 0.01
-# A setting that lowers the traffic to less than this is named first.
-_MUCH_LESS = 0.9
+# A setting that changes the traffic by more than this is in the sentence.
+_MUCH = 0.1
 _THREE_DIGITS = "{:.3g}".format
 _X_PAPER = "Ring bytes (NCCL), x paper"
 
@@ -156,14 +147,17 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
 
 def _settings_answer(records: Records) -> Answer | None:
     shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    models: list[str] = []
     for row in summaries(records):
         if row["setting"] == AS_SHIPPED and row["strategy"] in STAGES:
             shipped[row["strategy"]].append(_sent_x_paper(row))
+            models.append(row["model"])
     shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
     ratios = ", ".join(f"{span_text(ratios, _THREE_DIGITS)} (`{stage}`)" for stage, ratios in shipped.items())
-    sentence = f"As shipped, the engine sends {ratios} times the paper's traffic, in ring bytes (NCCL)."
+    sentence = f"As shipped, a rank sends {ratios} times the ring bytes (NCCL) of the paper's formula"
+    sentence += f", in {format_names(models)}."
     rows: list[dict[str, Any]] = [
         {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _of_known(ratios)}
         for stage, ratios in shipped.items()
@@ -175,16 +169,17 @@ def _settings_answer(records: Records) -> Answer | None:
         effects = {name: effect for name, figure in _FIGURES.items() if (effect := _effect(pairs, figure))}
         rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
     rows.sort(key=lambda entry: entry["Strategy"])
-    less: defaultdict[str, list[str]] = defaultdict(list)
+    other: defaultdict[str, list[str]] = defaultdict(list)
     for (strategy, setting), pairs in changed.items():
-        if all(_sent_x_paper(after) < _MUCH_LESS * _sent_x_paper(before) for before, after in pairs):
-            less[setting].append(
+        if all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
+            other[setting].append(
                 f"{span_text([_sent_x_paper(after) for _, after in pairs], _THREE_DIGITS)} (`{strategy}`)"
             )
-    for setting, figures in less.items():
+    for setting, figures in other.items():
         sentence += f" With `{setting}` it is {', '.join(figures)}."
     notes = ("Effects of settings above 1 % are shown, as shipped → changed.",) if changed else ()
-    return Answer(sentence, pd.DataFrame(rows).fillna(""), notes)
+    title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
+    return Answer(sentence, pd.DataFrame(rows).fillna(""), notes, title=title)
 
 
 def _of_known(ratios: Sequence[float]) -> str:
@@ -238,6 +233,30 @@ SETTINGS = Question(
 )  # fmt: skip
 
 
+def _lora_answer(records: Records) -> Answer | None:
+    by_case: defaultdict[tuple[float, int, str], list[Summary]] = defaultdict(list)
+    for row in summaries(records):
+        if row["setting"] == "lora" and row["strategy"] in STAGES and not math.isnan(rank_state_bytes(row)):
+            by_case[row["model_parameters"], row["world_size"], row["precision"]].append(row)
+    # The largest model on the most ranks that ran under a stage that keeps all parameters, and under stage 3.
+    pairs = [rows for _, rows in sorted(by_case.items()) if rows[0]["stage"] < rows[-1]["stage"] == len(STAGES)]
+    if not pairs:
+        return None
+    whole, divided = pairs[-1][0], pairs[-1][-1]
+    ends = [f"{format_number(rank_state_bytes(row) / MIB)} MiB with `{row['strategy']}`" for row in (whole, divided)]
+    sentence = (
+        f"The frozen parameters, and only with `{divided['strategy']}`: one of {whole['world_size']} ranks of"
+        f" `{whole['model']}` holds {ends[0]}, {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} of it"
+        f" parameters, and {ends[1]}."
+    )
+    table = settings_table(records)
+    columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
+    return Answer(sentence, table.loc[table["Strategy"].isin(STAGES), columns])
+
+
+LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
+
+
 def _layers_answer(records: Records) -> Answer | None:
     runs = virtual_runs(records).runs
     if runs.empty:
@@ -247,7 +266,7 @@ def _layers_answer(records: Records) -> Answer | None:
     lost = runs[runs["status_state"] != "ok"]
     sentence = (
         f"{len(cases) - lines} of {len(cases)} cases are measured completely and {lines} are extrapolated over layers;"
-        f" {len(lost)} of {len(runs)} runs did not succeed."
+        " there is no loss, no accuracy and no throughput, since a virtual rank receives no real data."
     )
     table = []
     for model in dict.fromkeys(row["model"] for row in cases):
@@ -262,9 +281,7 @@ def _layers_answer(records: Records) -> Answer | None:
             "Not linear in layers": ", ".join(bent) or "-",
             "Thresholds crossed": ", ".join(sorted({name for fit in fits for name in fit["crossed"]})) or "-",
         })  # fmt: skip
-    notes = ["A virtual rank receives no real data: there is no loss, no accuracy, and no throughput."]
-    if lines:
-        notes.append("A figure that is not linear in layers is not extrapolated.")
+    notes = ["A figure that is not linear in layers is not extrapolated."] if lines else []
     notes += [
         f"{len(group)} of `{model}` ended {state}, such as: {group['status_reason'].iloc[0]}."
         for (model, state), group in lost.groupby(["model_name_or_path", "status_state"])

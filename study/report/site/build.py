@@ -132,7 +132,7 @@ def build(
     """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
-    answered = answers(records, claims)
+    answered = answers(records, claims, suite)
     names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     # Figures are checked when the report is published.
     wanted = {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ())}
@@ -244,9 +244,11 @@ def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) ->
     """Return a question's section of the first page; its tables are folded there if it has no page."""
     tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
     more = link_html("Figures and details", f"{question.notebook}.html")
+    shown = [picture for picture in drawn[question] if picture.name.rpartition("_")[0] in question.figures[:1]]
+    shown.sort(key=lambda picture: f", {answer.subject}: " not in picture.alt)
     return PageSection(
-        question.title, sentence=answer.sentence, table=answer.table, notes=answer.notes,
-        drawings=[picture for picture in drawn[question] if picture.name.removesuffix("_1") in question.figures[:1]],
+        answer.title or question.title, sentence=answer.sentence, table=answer.table, notes=answer.notes,
+        drawings=shown[:1],
         tables={f"{_words(name)} in full": table for name, table in tables.items() if not table.empty},
         classes="card", anchor=question.name,
         below=Markup('<p class="more">{}</p>').format(more) if question.notebook else Markup(""),
@@ -258,8 +260,8 @@ def _details(question: Question, answer: Answer, drawn: Drawn, records: Records)
     files = [f"{picture.name}.{kind}" for picture in drawn[question] for kind in ("png", "svg")]
     links = Markup(" ").join(link_html(name, f"{FIGURES}/{name}") for name in files)
     yield PageSection(
-        question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn[question], anchor=question.name,
-        below=Markup('<p class="files">{}</p>').format(links),
+        answer.title or question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn[question],
+        anchor=question.name, below=Markup('<p class="files">{}</p>').format(links),
     )  # fmt: skip
     for name, make in question.tables.items():
         if not (table := make(records)).empty:
