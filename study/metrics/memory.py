@@ -119,8 +119,7 @@ class _HostPeak:
 
     def reset(self) -> None:
         if hasattr(psutil, "heap_trim"):
-            # Return memory to the system that an earlier phase freed and the C library cached. An installation without
-            # zero-study[train], as `study verify` allows, may have a psutil before 7.2, which the record names.
+            # Return memory that an earlier phase freed to the system. `study verify` allows a psutil that cannot (< 7.2).
             psutil.heap_trim()
         try:
             # proc(5): "5" resets VmHWM. Some containers do not permit that.
