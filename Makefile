@@ -22,8 +22,9 @@ install: .venv/installed
 	@$(BIN)/python -m study.host.operators & operators=$$!; trap 'kill $$operators 2>/dev/null' EXIT INT TERM; \
 	$(INSTALL) -c constraints.txt -e ".[train,report,dev]" && wait $$operators
 	@# uv installs no bytecode. With PYTHONDONTWRITEBYTECODE every rank would compile torch and transformers again: half of
-	@# its start-up. Some files of torch need a newer Python, hence the colon.
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib study || :
+	@# its start-up. What runs and reports import takes a quarter of the time of all.
+	@for needed in "study.sweep.fork_server as runs; runs.preload()" "ipykernel.kernelapp, papermill, study.report.site.build"; do \
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import $$needed" >/dev/null; done
 	touch $@
 
 # constraints.txt from pyproject.toml, for every Python of the workflow; versions stay unless FLAGS=--upgrade. It has no
@@ -46,7 +47,8 @@ study: install
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.
 test: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
-	@$(BIN)/python -m compileall -qq study tests
+	@# Some files of torch need a newer Python, hence the colon.
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib study tests || :
 	$(BIN)/python tools/run_tests.py $(FLAGS)
 
 # The inner loop: what starts no ranks.

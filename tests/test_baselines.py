@@ -138,6 +138,16 @@ def test_loops_with_different_losses_are_not_compared(get_run: RunFactory) -> No
         bench.check_same_losses(bench.CASES[0], {"study": same, "bare_loop": different})
 
 
+def test_the_bench_times_the_start_up_of_commands_that_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "COMMANDS", (("--version",), ("advise", "--help")))
+    timed = bench.measure_start_up(1)
+    (version,), (advise_help,) = timed["study --version"], timed["study advise --help"]
+    assert 0.01 < version < advise_help
+    monkeypatch.setattr(bench, "COMMANDS", (("advise", "no-such-model"),))
+    with pytest.raises(RunFailed, match="study advise no-such-model failed with exit status 2"):
+        bench.measure_start_up(1)
+
+
 @pytest.mark.long
 def test_the_bench_times_all_three_in_turns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

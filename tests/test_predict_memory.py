@@ -10,6 +10,7 @@ import math
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -297,8 +298,40 @@ def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp
     assert positions(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}) == 2048
     # Its config states the positions after stretching.
     assert positions(rope_scaling={"rope_type": "llama3", "factor": 8.0}) == 512
-    with pytest.raises(UserError, match="quantized weights are not supported"):
-        positions(quantization_config={"load_in_4bit": True})
+    with pytest.raises(UserError, match="'gptq' weights are not modelled"):
+        positions(quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+def test_published_weights_of_fewer_bits_are_those_of_their_training(tmp_path: Path, capsys: Any) -> None:
+    config = {**GROUPED, "model_type": "llama", "intermediate_size": 704}
+    predict = [
+        "predict",
+        "--model_name_or_path",
+        str(tmp_path),
+        "--hardware",
+        "8xH100",
+        "--strategy",
+        "fsdp2",
+        "--json",
+    ]
+
+    def predicted(*flags: str, **quantization: object) -> dict[str, Any]:
+        written = config | ({"quantization_config": quantization} if quantization else {})
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        assert main([*predict, *flags]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    # transformers dequantizes these for training.
+    plain = predicted()
+    for method in ("fp8", "mxfp4"):
+        assert predicted(quant_method=method) == plain
+        assert main(predict[:-1]) == 0
+        assert f"the published weights are {method}" in " ".join(capsys.readouterr().out.split())
+    qlora = ("--peft", "lora", "--quantization", "4bit")
+    plain = predicted(*qlora)
+    assert predicted(*qlora, quant_method="bitsandbytes", load_in_4bit=True) == plain
+    assert main(predict) == 2
+    assert "add --peft lora --quantization 4bit" in capsys.readouterr().err
 
 
 def test_one_gpu_copies_offloaded_parameters_to_itself() -> None:

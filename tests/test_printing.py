@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from engines import run_in_terminal
-from study.config.printing import TextTable, print_page
+from study.config.printing import TextTable, print_page, print_result
 
 PAGE: list[str | TextTable] = [
     "note " * 30,
@@ -46,6 +46,14 @@ def test_nothing_on_a_terminal_is_wider_than_120(monkeypatch: pytest.MonkeyPatch
         assert widest - 10 < max(map(len, printed(Terminal()))) <= widest
 
 
+def test_a_page_without_details_ends_at_line_25_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for details, last in ((False, "and 6 more lines; --details prints all"), (True, "line 29")):
+        monkeypatch.setattr(sys, "stdout", out := Terminal())
+        print_result(False, dict, [f"line {number}" for number in range(30)], details)
+        lines = out.getvalue().splitlines()
+        assert (len(lines), lines[-1]) == (30 if details else 25, last)
+
+
 def test_on_a_terminal_only_words_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -64,9 +72,10 @@ def test_rich_is_imported_where_a_table_is_printed_and_not_before() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "advise llama-3.1-8b --hardware 4xA100",
+        "advise llama-3.1-8b --hardware 8xH100 --peft lora",
         "predict gemma-2-9b --strategy zero3_nvme --hardware 4090",
         "explain accelerate_configs/zero3.yaml llama-3.1-8b --hardware 8xH100",
+        "doctor",
         "releases",
     ],
 )

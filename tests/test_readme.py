@@ -287,7 +287,15 @@ def test_the_citation_and_the_command_name_the_version_there_is(capsys: pytest.C
         main(["--version"])
     assert capsys.readouterr().out == f"zero-study {__version__}\n"
 
-    assert yaml.safe_load(read("CITATION.cff"))["version"] == __version__
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert citation["version"] == __version__
+    sections = re.findall(
+        r"^## \[(\S+)\](?: - (\S+))?$(.*?)(?=^## |\Z)", read("CHANGELOG.md"), re.DOTALL | re.MULTILINE
+    )
+    released = {version: date for version, date, _ in sections[1:]}
+    assert sections[0][0] == "Unreleased"
+    assert str(released.get(__version__)) == str(citation.get("date-released"))
+    assert "\n- " not in sections[0][2] or __version__ not in released, "a change after a release has a new version"
 
 
 def test_the_site_has_every_page_of_the_docs_and_every_argument_of_every_command() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -16,6 +17,7 @@ from study.config.errors import Unsupported
 from study.config.flags import RunConfig
 from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
+from study.host.environment import describe_environment
 from study.host.stacks import UNVERIFIED_VARIABLE, VERIFIED, release_key
 from study.records.frames import read_parquet
 from study.run.checks import resolve_run_request
@@ -51,6 +53,17 @@ def test_the_installation_admits_the_releases_that_trained_in_the_records():
         assert trained_with[-1] == newest, "a new environment has a verified pair"
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     assert {f"accelerate=={VERIFIED[-1][0]}", f"deepspeed=={VERIFIED[-1][1]}"} <= set(constraints)
+
+
+def test_training_requires_a_psutil_that_reads_the_heap_and_records_which_it_was():
+    """heap_info and heap_trim are of psutil 7.2. `study verify` takes an older one, with less memory measured."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base, training = (
+        next(requirement.specifier for requirement in map(Requirement, listed) if requirement.name == "psutil")
+        for listed in (project["dependencies"], project["optional-dependencies"]["train"])
+    )
+    assert [base.contains("5.9"), training.contains("7.1.3"), training.contains("7.2.0")] == [True, False, True]
+    assert describe_environment()["packages"]["psutil"] == psutil.__version__
 
 
 def test_another_pair_is_refused_by_name_wherever_deepspeed_trains(another_release, monkeypatch):

@@ -38,7 +38,7 @@ def call(*command: str | Path, **run: object) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_it_leads_from_a_clean_virtual_environment_to_a_report(tmp_path):
+def test_it_leads_from_an_installed_wheel_to_a_report(tmp_path):
     archive, suite, bare = tmp_path / "zero-study.tar.gz", tmp_path / "way.yaml", tmp_path / "venv"
     tracked = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, capture_output=True, check=True
@@ -50,10 +50,10 @@ def test_it_leads_from_a_clean_virtual_environment_to_a_report(tmp_path):
     suite.write_text(yaml.safe_dump(SUITE))
     call(sys.executable, "-m", "venv", bare)
     python = bare / "bin" / "python"
-    call(python, "-m", "pip", "install", "--quiet", "-c", REPOSITORY / "constraints.txt", "papermill", "ipykernel")
-    parameters = {
-        "source": archive, "suite": suite, "only": "*-2x-*", "time_budget": "20m", "work_dir": tmp_path / "work",
-    }  # fmt: skip
+    pip = (python, "-m", "pip", "install", "--quiet", "-c", REPOSITORY / "constraints.txt")
+    call(*pip, "papermill", "ipykernel", archive)
+    archive.unlink()
+    parameters = {"suite": suite, "only": "*-2x-*", "time_budget": "20m", "work_dir": tmp_path / "work"}
     chosen = [str(part) for name, value in parameters.items() for part in ("-p", name, value)]
     output = tmp_path / "out.ipynb"
     environment = {name: value for name, value in os.environ.items() if name not in _THIS_INSTALLATION}
@@ -87,7 +87,9 @@ def find_project(source: str | Path, work: Path, *further: str, **run: Any) -> s
     """Run the notebook's cells up to the one that finds the project, then the given cells or code."""
     cells = {cell.id: cell.source for cell in nbformat.read(COLAB, as_version=4).cells}
     code = "\n".join([cells["parameters"], f"source, work_dir = {str(source)!r}, {str(work)!r}"])
-    code = "\n".join([code, cells["gpu"], cells["project"], *(cells.get(name, name) for name in further)])
+    # As IPython shows an error.
+    hook = "sys.excepthook = lambda kind, error, trace: print(*error._render_traceback_(), file=sys.stderr)"
+    code = "\n".join([code, cells["gpu"], hook, cells["project"], *(cells.get(name, name) for name in further)])
     python = run.pop("python", sys.executable)
     return subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=work.parent, check=False, **run)
 
@@ -105,20 +107,39 @@ def test_each_source_is_the_project_that_is_installed(tmp_path: Path) -> None:
     assert projects[1] == projects[2] != projects[0]
     # A folder is used in place.
     assert find_project(projects[0], work).stdout.endswith(f"the project is {projects[0]}\n")
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "0"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    ) as server:  # fmt: skip
+        try:
+            port = server.stdout.readline().split("port ")[1].split()[0]  # type: ignore[union-attr]
+            near = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+            fetched, missing = (
+                find_project(f"http://127.0.0.1:{port}/{name}", work, env=near) for name in ("zero-study.zip", "no.whl")
+            )
+        finally:
+            server.terminate()
+    # An address is that of the archive that it has today.
+    assert f"the project is {projects[2]}\n" in fetched.stdout, fetched.stderr
+    (line,) = missing.stderr.splitlines()
+    assert line.endswith("/no.whl cannot be downloaded: HTTP Error 404: File not found")
 
 
 def test_without_a_source_it_uses_the_newest_archive_next_to_it_without_a_prompt(tmp_path: Path) -> None:
     # The base interpreter, in which the project is not installed.
     base = sys._base_executable  # type: ignore[attr-defined]
+    # The packages of an environment are no checkout.
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "train.py").touch()
     nothing = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL, python=base)
     assert nothing.returncode == 1
     (line,) = nothing.stderr.splitlines()
     assert "set source to a git URL, or upload an archive there" in line
-    for age, name in enumerate(("zero-study (1).zip", "zero-study.zip")):
+    for age, name in enumerate(("zero_study-0.1.0.zip", "zero-study (1).zip")):
         write_archive(tmp_path / name, **{"zero-study__study__train.py": name})
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
     project = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL).stdout.split("the project is ")[1].strip()
-    assert Path(project, "study", "train.py").read_text() == "zero-study (1).zip"
+    assert Path(project, "study", "train.py").read_text() == "zero_study-0.1.0.zip"
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,18 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     assert "there is no loss, no accuracy and no throughput" in by_name["layers"].sentence
 
 
+def test_speeds_at_several_batches_have_one_baseline(tmp_path: Path) -> None:
+    """Where the baseline did not run, a ratio to another strategy would look like a change of speed."""
+    for batch, factors in {8: {"ddp": 1.0, "zero2": 1.25, "zero3": 2.0}, 16: {"zero2": 1.0, "zero3": 0.5},
+                           32: {"ddp": 1.0, "zero2": 1.25, "zero3": 1.0}}.items():  # fmt: skip
+        write(tmp_path, factors, (1, 2, 3), config={"global_batch_size": batch, "per_device_train_batch_size": 4})
+    answer = Answers(tmp_path)["batch_size"]
+    assert [*answer.table] == ["Strategy", "batch 8", "batch 32"]
+    assert answer.sentence == "The speed of `zero3` in percent of `ddp`: 33 % at batch 8 and 66 % at batch 32."
+    finding = figures("batch_size", read_records(tmp_path))["batch_size"].alt
+    assert "zero3 changes most, from 33 to 66 %. Throughput in percent of ddp at the same place" in finding
+
+
 def test_with_a_gpu_offload_frees_its_memory(tmp_path: Path) -> None:
     """Bytes per parameter and rank under DDP: 20. The committed records are of machines without a GPU."""
     write(tmp_path, dict.fromkeys(("ddp", "zero3", "zero3_cpu"), 1.0), (42,))

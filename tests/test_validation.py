@@ -209,6 +209,11 @@ def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> Non
     text = (tmp_path / "ran.ipynb").read_text(encoding="utf-8")
     assert "qwen-7b 2xA100-80" in text
     assert "mpt-7b" not in text
+    # The conclusion is that of the chosen rows.
+    scores = pd.read_parquet(report.FOLDER / report.SCORES).query("source == 'qwen-7b'")
+    for column, figure in (("peak_error", "peak memory"), ("step_error", "step time")):
+        median = f"median error {scores[column].abs().median():.1%}".replace("%", " %")
+        assert f"**{figure}, published**: {len(scores)} predictions, too few to rely on; {median}" in text
 
 
 def test_similar_rows_are_plausible_ones_that_fitted_nothing_the_nearest_first() -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -107,8 +108,15 @@ def test_the_colab_notebook_installs_the_wheel_of_its_kernel(study: Command, whe
     code = "\n".join([f"{cells[name]}\n{recorder}" for name in names])
     result = study("-c", code, program="python")
     assert result.returncode == 0, result.stderr
-    assert f"the project is {wheel}\n" in result.stdout
-    assert f"--no-build-isolation {wheel}[train,report]\n" in result.stdout
+    made = tmp_path / wheel.name
+    assert f"the project is {made}\n" in result.stdout
+    assert f"--no-build-isolation {made}[train,report]\n" in result.stdout
+    # The file that was installed is not needed.
+    again = study("-m", "pip", "install", "--no-deps", "--target", str(tmp_path / "again"), str(made), program="python")
+    assert again.returncode == 0, again.stderr
+    with zipfile.ZipFile(wheel) as built:
+        names = [name for name in built.namelist() if name.startswith("study/") or "entry_points" in name]
+        assert all((tmp_path / "again" / name).read_bytes() == built.read(name) for name in names)
     assert (tmp_path / "constraints.txt").read_text() == (REPOSITORY / "constraints.txt").read_text().rstrip("\n")
 
 

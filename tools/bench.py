@@ -1,10 +1,11 @@
-"""Speed of the study's loop compared with transformers' Trainer and a bare PyTorch loop, in alternating turns.
+"""Speed of the study's loop compared with transformers' Trainer and a bare PyTorch loop, and start-up of commands.
 
     python tools/bench.py [--repeats 5] [--case NAME] [--clock cpu] [--json]
 
 A repeat starts the three in fresh processes on one core. They train in turns: a loop pauses whenever it prints its
 progress, until its next turn. Turns last seconds, so other load on the machine slows all three equally. The placement
 of memory makes processes differ by several percent, so each repeat starts new ones, in another order.
+The case `start-up` is the CPU time of commands that need no torch, each in a new process.
 Exit status: 0 no target missed, 1 a target missed or a run failed, 2 the request itself is wrong.
 """
 
@@ -17,6 +18,7 @@ import importlib
 import json
 import math
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -66,6 +68,8 @@ CASES = (
     # Four times the layers: the overhead of a loop grows with the number of parameter tensors.
     BenchCase("gpt-8layers", ("--task", "gpt-wikitext", "--model_name_or_path", "gpt-tiny-8layers"), turns=3),
 )
+START_UP = "start-up"
+COMMANDS = (("--help",), ("advise", "--help"), ("advise", "llama-3.1-8b", "--hardware", "4xA100"))
 _SHARED = (
     "--scale", "laptop", "--weights", "random", "--data", "builtin", "--precision", "fp32", "--dropout", "0",
     "--eval_steps", "0", "--eval_samples", "16", "--logging_steps", str(STEPS_PER_TURN),
@@ -153,6 +157,25 @@ def measure(case: BenchCase, repeats: int, clock: str) -> dict[str, Any]:
     return compare(case.name, tokens, turns, statistics.median(fractions))
 
 
+def measure_start_up(repeats: int) -> dict[str, list[float]]:
+    """Return the CPU seconds, user and system, of each command in `repeats` processes, after one that is not timed."""
+    timed: dict[str, list[float]] = {}
+    for command in COMMANDS:
+        name = " ".join(("study", *command))
+        for repeat in range(repeats + 1):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            process = subprocess.run(
+                [sys.executable, "-m", "study.cli", *command], cwd=IMPORT_ROOT, capture_output=True, text=True
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            if process.returncode:
+                raise RunFailed(f"{name} failed with exit status {process.returncode}: {process.stderr.strip()[-500:]}")
+            if repeat:
+                seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                timed.setdefault(name, []).append(seconds)
+    return timed
+
+
 def check_same_losses(case: BenchCase, records: dict[str, Run]) -> None:
     """Raise RunFailed if a trainer's final loss differs from the study's, so that their work is not the same."""
     expected = records["study"].summary["train_loss_final"]
@@ -227,16 +250,27 @@ def table(results: Sequence[dict[str, Any]]) -> TextTable:
     return TextTable(["case", *speeds, *ratios, "measurement"], rows)
 
 
+def start_up_table(timed: dict[str, list[float]]) -> TextTable:
+    """Table of the median CPU seconds of each command, with the least and the most in parentheses."""
+    rows = [
+        [name, f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"]
+        for name, times in timed.items()
+    ]
+    return TextTable([START_UP, "CPU, s"], rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases and print their comparison; return exit status 1 if a target is missed or a run fails."""
     parser = argparse.ArgumentParser(prog="python tools/bench.py", description=(__doc__ or "").split("\n")[0])
+    names = [*(case.name for case in CASES), START_UP]
     parser.add_argument("--repeats", type=int, default=5, help="number of repeats; default: 5")
-    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only this; repeatable")
+    parser.add_argument("--case", action="append", choices=names, help="only this; repeatable")
     parser.add_argument("--clock", choices=list(CLOCKS), help="default: wall with a GPU, else cpu")
     parser.add_argument("--json", action="store_true", help="print only one JSON document on stdout")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats} is out of range; use 1 or more")
+    selected = options.case or names
     import torch
 
     if not torch.cuda.is_available() and hasattr(os, "sched_setaffinity"):
@@ -246,17 +280,21 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     try:
         for case in CASES:
-            if not options.case or case.name in options.case:
+            if case.name in selected:
                 print(f"{case.name}: {options.repeats} x {case.turns} turns of {', '.join(SCRIPTS)}", file=sys.stderr)
                 results.append(measure(case, options.repeats, clock))
+        timed = measure_start_up(options.repeats) if START_UP in selected else {}
     except RunFailed as failure:
         print(f"error: {failure.reason}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps({"window": WINDOW, "clock": clock, "repeats": options.repeats, "cases": results}, indent=2))
+        document = {"window": WINDOW, "clock": clock, "repeats": options.repeats, "cases": results, "start_up": timed}
+        print(json.dumps(document, indent=2))
     else:
-        print_page([table(results)])
-        print(f"\nSeconds {CLOCKS[clock]}; {WINDOW}.")
+        if results:
+            print_page([table(results), "", f"Seconds {CLOCKS[clock]}; {WINDOW}.", *[""] * bool(timed)])
+        if timed:
+            print_page([start_up_table(timed)])
     for result in results:
         for word in ("missed", "undecided"):
             for line in result[word]:

@@ -22,26 +22,26 @@ PACKAGE = "study"
 # Maximal lines of Python, and of the tests' data. Raise one in a separate commit that explains it; lower it when a room
 # becomes smaller.
 BUDGETS = {
-    "config": 1_579,
-    "records": 2_608,
+    "config": 1_595,
+    "records": 2_643,
     "host": 1_423,
     "workloads": 1_844,
     "metrics": 1_595,
-    "predictor": 4_884,
+    "predictor": 4_984,
     "engine": 1_545,
-    "sweep": 2_733,
+    "sweep": 2_742,
     "run": 1_577,
     "virtual": 857,
-    "releases": 1_492,
-    "advisor": 3_770,
-    "report": 3_939,
-    "autopsy": 1_152,
+    "releases": 1_511,
+    "advisor": 3_816,
+    "report": 4_058,
+    "autopsy": 1_147,
     "claims": 2_186,
     "baselines": 436,
     "train": 144,
     "cli": 192,
     "__init__": 3,
-    "tests": 21_178,
+    "tests": 21_581,
 }
 
 

@@ -351,8 +351,8 @@ def explain_best(advice: Advice) -> str:
     error = None if error_of_time(runner_up) is None else error_of_time(best)
     if error is None:
         return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"
-    verb = "more than" if gap > error else "but no more than"
-    return f"{gap:.0%} faster than the next, {verb} the error of a step time ({error:.0%}); {memory}"
+    where = "more than" if gap > error else "within"
+    return f"{gap:.0%} faster than the next, {where} the error of a step time ({error:.0%}); {memory}"
 
 
 def error_of_time(option: Option) -> float | None:
@@ -400,7 +400,7 @@ def _memory_text(best: Option) -> str:
         return f"{free_fraction(memory, box):.0%} of the memory is left, but peaks are not validated here"
     if not best.is_safe:
         return "it may not fit: its 90 % bound does not"
-    return f"its 90 % bound fits, with {free_fraction(memory, box, True):.0%} of the memory left"
+    return f"its 90 % bound leaves {free_fraction(memory, box, True):.0%} of the memory"
 
 
 def unchecked_needs(option: Option) -> Iterator[str]:

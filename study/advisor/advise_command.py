@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
     page = _page(advice, riskier, what_ifs, measured, files is not None or best is None, options.details)
     written = _file_lines(files, best.request, options.nvme_path) if files and best else ()
     document = functools.partial(_document, advice, riskier, what_ifs, measured, files)
-    print_result(options.json, document, itertools.chain(page, written))
+    print_result(options.json, document, itertools.chain(page, written), options.details or files is not None)
     return 0 if best else 1
 
 
@@ -237,14 +237,12 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     box, shape, runner_up = advice.question.box, advice.question.shape, advice.runner_up
     yield f"why {best.name}: {advise.explain_best(advice)}"
     if release := _least_release(best):
-        yield (
-            f"needs DeepSpeed {release} or later: earlier ones compute wrong gradients under {best.name} with these"
-            " settings (`study releases`)"
-        )
+        why = "earlier ones compute wrong gradients with these settings (`study releases`)"
+        yield f"needs DeepSpeed {release} or later: {why}"
     if runner_up is not None and best.is_safe == runner_up.is_safe:
         gap = runner_up.tokens_per_s / best.tokens_per_s - 1
         if -gap > advise.SPEED_TOLERANCE:
-            yield f"next {_named(runner_up)}, {-gap:.0%} slower{advise.explain_slowdown(runner_up, best)}"
+            yield f"next {runner_up.name}, {-gap:.0%} slower{advise.explain_slowdown(runner_up, best)}"
     yield from _with_less_host_memory(advice, best)
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1

@@ -46,6 +46,8 @@ OPEN_FILES = 1024
 NVME_FREE_GIB = 1
 # Importing torch and DeepSpeed takes seconds, and so does loading an operator; a cold disk may need ten times that.
 PROBE_LIMIT_S = 180
+# Letters of a fact in one line of a screen of 120 columns.
+_ROOM = 98
 _PROBED = ("gpus", "nccl", "nvcc", "hub", "libaio", "operators", "cpu adam", "nvme bandwidth")
 _AS_ABOVE = "see the lines above"
 _SHARE = "start from a folder that all nodes share"
@@ -64,6 +66,7 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--details", action="store_true", help="print long facts completely on a terminal")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     nvme = WORKING_FOLDER / "nvme_offload"
     add("--nvme_path", type=folder_argument, default=nvme, metavar="DIR", help="measure NVMe bandwidth in this folder")
@@ -83,8 +86,10 @@ def run(options: argparse.Namespace) -> int:
     checks += [*cluster(), strategies(checks, gpus)]
     missing = list(dict.fromkeys(check.name for check in checks if check.state == "missing"))
     rows: list[tuple[str, str, str]] = []
+    is_short = sys.stdout.isatty() and not options.details
     for check in checks:
-        rows.append((check.state, check.name, check.found))
+        is_cut = is_short and check.state != "missing" and len(check.found) > _ROOM
+        rows.append((check.state, check.name, f"{check.found[: _ROOM - 3]}..." if is_cut else check.found))
         rows += [("", "", f"-> {check.fix}")] if check.fix else []
     document = {"checks": [dataclasses.asdict(check) for check in checks]}
     page = (verdict(checks, missing), "", TextTable(("", "", ""), rows))

@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     case = dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
     memory = predict_memory(case.request)
     document, page = functools.partial(_document, case, memory, box), _page(case, memory, options.details, box)
-    print_result(options.json, document, page)
+    print_result(options.json, document, page, options.details)
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
@@ -216,6 +216,8 @@ def _remedies(request: Request) -> str:
         "micro-batch 1": smaller,
         "both --gradient_checkpointing and micro-batch 1": both,
     }
+    if both in (checkpointed, smaller):
+        changes.popitem()
     needed = {words: predict_memory(changed) for words, changed in changes.items() if changed != request}
     remedies = [
         f"{words} ({_about(device_bytes(memory))})" for words, memory in needed.items() if fits(memory, request.box)
@@ -242,10 +244,10 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
     verdict, refused = _verdict(case, memory, hardware), [item for item in case.findings if item.kind == "refused"]
     if refused:
         keys = ", ".join(dict.fromkeys(item.key for item in refused))
-        verdict = f"Refused by the engine: {keys}. Apart from that: {verdict}"
+        verdict = f"Refused by the engine: {keys}. Apart from that: {verdict[0].lower()}{verdict[1:]}"
     elif wrong := [item.key for item in case.findings if item.rule == "wrong-argument"]:
         # DeepSpeed's reader accepts these; its engine does not create the optimizer or the scheduler.
-        verdict = f"Ends with an error: {', '.join(wrong)}. Apart from that: {verdict}"
+        verdict = f"Ends with an error: {', '.join(wrong)}. Apart from that: {verdict[0].lower()}{verdict[1:]}"
     yield verdict
     yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""

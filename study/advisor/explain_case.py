@@ -145,15 +145,19 @@ def resolve(
         strategy = _strategy(file, file.deepspeed, zero)
     micro_batch, accumulation = _batch(file, ranks, work)
     # As Accelerate reads the variables that its launcher sets.
-    offloads, loads_once = (
+    checkpoints, offloads, loads_once = (
         strategy.is_fsdp and str((file.fsdp or {}).get(name, default)).lower() in ("true", "1", "yes", "y", "on", "t")
-        for name, default in (("fsdp_offload_params", False), ("fsdp_cpu_ram_efficient_loading", True))
-    )
+        for name, default in (("fsdp_activation_checkpointing", False), ("fsdp_offload_params", False),
+                              ("fsdp_cpu_ram_efficient_loading", True))
+    )  # fmt: skip
     request = Request(
         shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
-        gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
+        gradient_checkpointing=work.gradient_checkpointing or checkpoints, attention="sdpa",
+        autocast=not strategy.is_fsdp,
         optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
+        # Adapters and frozen weights are wrapped apart, as version 2 shards them.
+        fsdp_version=1 if file.sharding and not shape.lora_rank else 2,
         reference_model=work.reference_model, quantized=work.quantized,
         # Accelerate leaves 4-bit weights as they are loaded.
         fsdp_loads_once=loads_once and not work.quantized,

@@ -163,6 +163,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "ranks": request.box.ranks, "precision": request.precision, "stage": strategy.zero_stage or 0,
         "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
         "model": shape.model_type, "experts": survey.get("active") or 0, "images": '"vision_config"' in shape.document,
+        "weights": shape.quantized_by or "none",
         "peft": "lora" if shape.lora_rank else "none", "quantized": request.quantized,
         "reference_model": request.reference_model, "optimizer_name": request.optimizer,
         "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,

@@ -122,7 +122,8 @@ def run(options: argparse.Namespace) -> int:
             from study.predictor.live_trace import trace_activations
 
             traced = trace_activations(request).saved_bytes
-    print_result(options.json, lambda: _document(prediction, traced), _page(prediction, traced, options.details))
+    page = _page(prediction, traced, options.details)
+    print_result(options.json, lambda: _document(prediction, traced), page, options.details)
     return 0
 
 

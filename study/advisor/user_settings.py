@@ -24,6 +24,7 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
 # In the order of torch's ShardingStrategy, from 1.
 _SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NOT_MODELLED = "not modelled: the figures are without it"
 
 
@@ -188,7 +189,11 @@ def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
 
 def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     """Read a JSON, or a Hjson, which may have comments and which only DeepSpeed reads by itself."""
-    twice = set[str]()
+    twice, constants = set[str](), list[str]()
+
+    def to_float(constant: str) -> float:
+        constants.append(constant)
+        return float(constant)
 
     def to_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
@@ -197,7 +202,7 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
 
     fix = "make it JSON at that place"
     try:
-        document = json.loads(text, object_pairs_hook=to_mapping)
+        document = json.loads(text, object_pairs_hook=to_mapping, parse_constant=to_float)
     except ValueError as error:
         problem = f"{name} is not readable as JSON ({' '.join(str(error).split())[:120]})"
         try:
@@ -206,10 +211,19 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
             document = hjson.loads(text, object_pairs_hook=to_mapping)
             message = "is Hjson and not JSON: DeepSpeed reads it, Accelerate and the Trainer end with an error"
             findings.append(Finding("conflict", name, message))
+            for key in (key for key in _BATCH if isinstance(document, dict) and document.get(key) == "auto"):
+                message = "only Accelerate and the Trainer fill in auto, and they do not read a file with comments"
+                findings.append(_refused(key, message, "take them out, or set a number"))
         except ModuleNotFoundError:
             raise UserError(problem, f"{fix}; or run: pip install hjson, with which DeepSpeed reads comments") from None
         except ValueError:
             raise UserError(problem, fix) from None
+    if constants and '"auto"' not in text:
+        findings.append(
+            _refused(
+                name, f"has {constants[0]}, which DeepSpeed's reader (Hjson) does not accept", "write it in digits"
+            )
+        )
     findings += [
         _refused(key, "is set twice", "keep one, DeepSpeed refuses such a file", "set-twice") for key in sorted(twice)
     ]
@@ -234,9 +248,8 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
     if document.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(f"{name} is for SageMaker, which is not modelled", "give the DeepSpeed JSON of its program")
     findings += _unknown_keys("", document, known_settings()["accelerate"], "Accelerate")
-    # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
-    document |= {key: no for key, no in (("distributed_type", "NO"), ("mixed_precision", "no"))
-                 if document.get(key) is False}  # fmt: skip
+    # YAML 1.1 reads a bare `no` as false, which Accelerate takes for one process, but for no precision.
+    document |= {"distributed_type": "NO"} if document.get("distributed_type") is False else {}
     types = section_entries("accelerate")["distributed_type"]["type"].rstrip("?").split("|")
     if (kind := document.get("distributed_type")) in ("XLA", "MEGATRON_LM"):
         problem = f"{name} has distributed_type: {kind}, which is not modelled"
@@ -245,6 +258,17 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         findings.append(_refused("distributed_type", "is missing", f"supported are {', '.join(types)}"))
     findings += _wrong_values("", document, section_entries("accelerate"))
     precision, processes = document.get("mixed_precision"), document.get("num_processes")
+    kind, gpus, machines = (document.get(key) for key in ("distributed_type", "gpu_ids", "num_machines"))
+    is_one = gpus not in (None, "all") and "," not in gpus and machines in (None, 1)
+    if is_one and str(kind).startswith("MULTI_") and kind != "MULTI_CPU":
+        findings.append(_refused("gpu_ids", f"names one GPU, and {kind} needs more", "name them, or set all"))
+    if kind not in ("NO", "MULTI_CPU"):
+        findings += _wrong_values("", document, {"main_process_port": {"type": "int!#?"}})
+    if kind != "DEEPSPEED":
+        old_form = {key: value for key, value in document.items() if key == "dynamo_backend"}
+        findings += _wrong_values(
+            "", {**_section(document, "dynamo_config", findings), **old_form}, section_entries("dynamo")
+        )
     if (kind := document.get("distributed_type")) is None:
         kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
     if document.get("megatron_lm_config"):
@@ -302,6 +326,10 @@ def _fsdp(document: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any
         message = "Accelerate ends with an error if it is false and fsdp_cpu_ram_efficient_loading is not"
         findings.append(Finding("refused", "fsdp_sync_module_states", message))
     entries = {name: entry for name, entry in typed_entries.items() if entry.get("version", version) == version}
+    # The plugin reads it from a variable, with int().
+    least, policy = settings.get("fsdp_min_num_params", 0), str(settings.get("fsdp_auto_wrap_policy")).upper()
+    if policy == "SIZE_BASED_WRAP" and not str(least).isdecimal():
+        findings.append(_refused("fsdp_min_num_params", f"is {clip(least)}", "write a whole number in digits"))
     findings += _wrong_values("", settings, entries)
     return settings
 
@@ -311,6 +339,8 @@ def _accelerate_deepspeed(
 ) -> UserFile:
     plugin, reference = _section(document, "deepspeed_config", findings), known_settings()
     mapped = reference["accelerate_deepspeed"]
+    findings += _wrong_values("", plugin, {"gradient_clipping": {"type": "float/auto?"}})
+    plugin_values = {key: value for key, value in plugin.items() if value is not None}
     for key in plugin:
         if key not in mapped:
             message = f"Accelerate drops it silently; {did_you_mean(key, mapped, cutoff=0.75)}".rstrip("; ")
@@ -342,13 +372,13 @@ def _accelerate_deepspeed(
         explicit_keys = _explicit_keys(settings)
     else:
         # Settings that Accelerate creates if the file names no JSON.
-        offloads = {what: {"device": str(plugin.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
-        saves = bool(plugin.get("zero3_save_16bit_model", False))
+        offloads = {what: {"device": str(plugin_values.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
+        saves = bool(plugin_values.get("zero3_save_16bit_model", False))
         settings = {
             "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": plugin.get("gradient_accumulation_steps", "auto"),
-            "gradient_clipping": plugin.get("gradient_clipping", "auto"),
-            ZERO: {"stage": plugin.get("zero_stage", 2), **offloads,
+            "gradient_accumulation_steps": _whole(plugin_values.get("gradient_accumulation_steps", "auto")),
+            "gradient_clipping": plugin_values.get("gradient_clipping", "auto"),
+            ZERO: {"stage": plugin_values.get("zero_stage", 2), **offloads,
                    "stage3_gather_16bit_weights_on_model_save": saves},
         }  # fmt: skip
         explicit_keys = tuple(mapped[key] for key in plugin if mapped.get(key))
@@ -358,6 +388,11 @@ def _accelerate_deepspeed(
     )  # fmt: skip
     check_deepspeed(file)
     return file
+
+
+def _whole(value: Any) -> Any:
+    """Return a number that Accelerate reads from a variable of its environment."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str], owner: str) -> Iterator[Finding]:

@@ -7,12 +7,13 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
 from study.config.errors import replace_unprintable
 
 _MAX_WIDTH = 120
+_SCREEN = 25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,33 +25,48 @@ class TextTable:
     indent: int = 0
 
 
-def print_result(as_json: bool, document: Callable[[], object], page: Iterable[str | TextTable]) -> None:
-    """Print a command's result: one JSON document, or a page of verdict, tables and notes."""
+def print_result(
+    as_json: bool, document: Callable[[], object], page: Iterable[str | TextTable], details: bool = True
+) -> None:
+    """Print a command's result: one JSON document, or a page of verdict, tables and notes.
+
+    Without details a page fits a terminal's screen of 25 lines: its last lines matter least, and are left out.
+    """
     if as_json:
         print(json.dumps(document(), indent=2))
-    else:
+    elif details or not sys.stdout.isatty():
         print_page(page)
+    else:
+        lines = "\n".join(_page_text(page, sys.stdout)).split("\n")
+        if len(lines) > _SCREEN:
+            lines[_SCREEN - 1 :] = [f"and {len(lines) - _SCREEN + 1} more lines; --details prints all"]
+        print("\n".join(lines))
 
 
 def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> None:
-    """Print lines and tables, wrapped to a terminal's width or 120 columns; to a file or a pipe, one line per row.
-
-    Control characters, which a user's file or a library's message may have, are replaced. An empty line separates two
-    tables.
-    """
+    """Print lines and tables, wrapped to a terminal's width or 120 columns; to a file or a pipe, one line per row."""
     out = sys.stdout if file is None else file
+    for text in _page_text(page, out):
+        print(text, file=out, flush=True)
+
+
+def _page_text(page: Iterable[str | TextTable], out: TextIO) -> Iterator[str]:
+    """Yield each part as text for this output, with an empty line between two tables.
+
+    Control characters, which a user's file or a library's message may have, are replaced.
+    """
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) if out.isatty() else None
     last: str | TextTable = ""
     for part in page:
         if isinstance(part, TextTable) and isinstance(last, TextTable):
-            print(file=out)
+            yield ""
         last = part
         text = (
             _table_text(part, width, out) if isinstance(part, TextTable) else _wrapped(replace_unprintable(part), width)
         )
         # The output's encoding may lack characters of a table.
         encoding = out.encoding or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding), file=out, flush=True)
+        yield text.encode(encoding, "replace").decode(encoding)
 
 
 def _wrapped(text: str, width: int | None) -> str:

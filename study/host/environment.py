@@ -101,7 +101,7 @@ def _keep_freed_memory() -> None:
 
 PACKAGES = (
     "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",
-    "peft", "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "peft", "psutil", "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 # Subpackages that no run imports.
 _NOT_RUN = ("advisor", "autopsy", "claims", "cli.py", "releases", "report", "sweep", "virtual")

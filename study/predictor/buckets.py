@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
 from study.predictor.shape import BEFORE, ModelShape, Parameter
-from study.predictor.state import accumulated_bytes, flat_elements, rank0_shards, shard_elements, sub_groups
+from study.predictor.state import accumulated_bytes, flat_elements, flat_units, rank0_shards, shard_elements, sub_groups
 
 # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements that stage 0 reduces in one call.
 STAGE0_BUCKET = 500_000_000
@@ -31,6 +31,8 @@ class Snapshot(NamedTuple):
     param: Parameter | None = None
     # The gradient has arrived and is not in the bucket yet.
     arrival: bool = False
+    # Before the backward pass of the layer `place`, which has no temporaries yet.
+    between: bool = False
 
 
 @cache_by_request
@@ -38,7 +40,7 @@ def gradient_snapshots(request: Request) -> list[Snapshot]:
     """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
     stage = request.strategy.zero_stage
     if request.strategy.is_fsdp:
-        return list(_fsdp(request))
+        return list((_fsdp1 if request.fsdp_version == 1 else _fsdp)(request))
     if stage in (None, 0):
         snapshots = _unsharded(request)
     else:
@@ -138,6 +140,38 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
         gathered = 2 * root if request.shape.tied else root + 2 * embedding
         yield Snapshot(BEFORE, accumulated, float(weight * (gathered + (1 + copies) * sizes[0])))
     yield _torch_step(request, shard, 0.0)
+
+
+def _fsdp1(request: Request) -> Iterator[Snapshot]:
+    """Snapshots of FSDP1 in torch's order (_runtime_utils.py of torch 2.13): a layer is gathered while the gradients of
+    the one above it arrive. The gradients of a flat parameter wait for the last of them, are concatenated, and
+    reduce-scattered. The root's tensors wait for the embedding's gradient."""
+    shape, units, accumulated = request.shape, flat_units(request), accumulated_bytes(request)
+    shard_width, ranks = request.weight_bytes, request.ranks_per_replica or request.box.ranks
+    weight = 2 if request.fsdp_gathers_16_bits else shard_width
+    on_device = 0 if request.fsdp_offloads else shard_width
+    root, copies = units[BEFORE], 1 if request.box.gloo_copies_gathers else 0
+    first = {param.place: param.elements for param in shape.trained_params if param.elements > param.rows}
+    pending = sum(param.elements for param in shape.trained_params if param.place == shape.layers)
+    pending += shape.embedding.elements if has_tied_gradients(shape) else 0
+    grads, waiting = accumulated, float(weight * pending)
+    # The backward pass begins with a gather of the last layer, before the loss's gradient.
+    last = units[shape.layers - 1].size
+    yield Snapshot(shape.layers, grads, float(weight * (root.size + last)))
+    yield Snapshot(shape.layers, grads + waiting, float(weight * (root.size + (1 + copies) * last)))
+    for place in reversed(range(shape.layers)):
+        unit, following = units[place], units[place - 1].size if place else 0
+        gathered = weight * float(root.size + unit.size + following)
+        yield Snapshot(place, grads + waiting, gathered + weight * max(first[place], copies * following))
+        yield Snapshot(place - 1, grads + waiting, gathered + 2 * weight * unit.trained, between=True)
+        reduced = weight * unit.size * (1 + copies + 1 / ranks)
+        yield Snapshot(place - 1, grads + waiting, gathered - weight * unit.size + reduced, between=True)
+        grads += unit.trained / ranks * on_device - (weight * unit.trained if accumulated else 0.0)
+    # All gradients of the root, both of a tied embedding, and their concatenation.
+    grads_of_root = weight * float(2 * root.trained + pending * shape.tied)
+    yield Snapshot(BEFORE, grads, weight * root.size + grads_of_root)
+    yield Snapshot(BEFORE, grads, weight * (root.size + (1 + copies + 1 / ranks) * root.size))
+    yield _torch_step(request, 0.0 if request.fsdp_offloads else sum(unit.size for unit in units.values()) / ranks, 0.0)
 
 
 def _unsharded(request: Request) -> Iterator[Snapshot]:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from study.config.yaml_sections import load_package_yaml
 from study.predictor.hardware import Hardware
 from study.predictor.request import FP32_BYTES, Request
-from study.predictor.state import flat_elements, persistent_params, shard_elements
+from study.predictor.shape import BEFORE
+from study.predictor.state import flat_elements, flat_units, persistent_params, shard_elements
 from study.predictor.zero3_gathers import simulate_gathers
 
 # Time of a collective, interpolated in measured tables: no single latency and bandwidth fits them.
@@ -209,6 +210,9 @@ def _fsdp(request: Request) -> dict[str, float]:
     padded = [(param, param.shard_by_rows(ranks) * ranks) for param in request.shape.params]
     reduced = sum(size for param, size in padded if param.trained)
     gathered = sum(size * (2 if param.regathered else 1) for param, size in padded)
+    if request.fsdp_version == 1:
+        sizes = {place: unit.size for place, unit in flat_units(request).items()}
+        reduced, gathered = sum(sizes.values()), 2 * sum(sizes.values()) - sizes[BEFORE]
     times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
     # Gradients are reduced only in the last micro-batch.
     payload = {

@@ -326,7 +326,12 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     for snapshot in _decisive_snapshots(request, recomputes=strategy.zero_stage == 3 and recomputed):
         parts = {"gradients": snapshot.grads, "buffers": snapshot.buffers}
         if not snapshot.step:
-            stored = _stored(request, saved, min(layers, snapshot.place + 1), working=0 <= snapshot.place < layers)
+            stored = _stored(
+                request,
+                saved,
+                min(layers, snapshot.place + 1),
+                working=0 <= snapshot.place < layers and not snapshot.between,
+            )
             if snapshot.place < layers:
                 # After the head's backward pass autograd has freed autocast's copy of its weight.
                 stored["activations"] -= saved.cast_head
@@ -358,9 +363,9 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     decisive = set[int]()
     for sizes in zip(*((at.grads + at.buffers, at.grads, at.buffers) for at in snapshots), strict=True):
         # By layer, and None for the optimizer step: the first snapshot with the most.
-        largest: dict[int | None, int] = {}
+        largest: dict[tuple[int | None, bool], int] = {}
         for index, snapshot in enumerate(snapshots):
-            layer = None if snapshot.step else snapshot.place
+            layer = None if snapshot.step else snapshot.place, snapshot.between
             if layer not in largest or sizes[index] > sizes[largest[layer]]:
                 largest[layer] = index
         decisive.update(largest.values())

@@ -160,6 +160,8 @@ class Request:
     step_copies: int = 0
     # Without an engine: the model was loaded in 16 bits, so gradients and moments are 16-bit, without masters.
     pure: bool = False
+    # Version of FSDP: 1 has a flat parameter per layer, and one of all other parameters, which stays gathered.
+    fsdp_version: int = 2
     # FSDP keeps weights, gradients and optimizer in host memory (fsdp_offload_params).
     fsdp_offloads: bool = False
     # The first rank of a machine alone loads the weights (fsdp_cpu_ram_efficient_loading).
@@ -327,9 +329,11 @@ def unsupported_reason(strategy: str, config: RunConfig) -> str | None:
     if config.optimizer != "adamw":
         return config.optimizer
     try:
-        model_shape(config.model_name_or_path)
+        shape = model_shape(config.model_name_or_path)
     except UserError:
         return f"{config.model_name_or_path}, since its architecture is not known"
+    if shape.quantized_by:
+        return "quantized weights"
     return None
 
 

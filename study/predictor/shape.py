@@ -80,6 +80,8 @@ class ModelShape:
     embedding_index: int = 0
     # Reason that FSDP2 does not train it.
     fsdp_refusal: str | None = None
+    # Method of config.json's quantization_config; figures are those of the weights that it stands for.
+    quantized_by: str = ""
 
     @property
     def embedding(self) -> Parameter:
@@ -144,7 +146,8 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
     if shape.model_type not in FAMILIES:
         from study.predictor.live import live_shape
 
-        return live_shape(shape.name, json.loads(shape.document), rank)
+        live = live_shape(shape.name, json.loads(shape.document), rank)
+        return dataclasses.replace(live, quantized_by=shape.quantized_by)
     params = list[Parameter]()
     # Each module's adapters follow its parameters.
     for (place, module), group in itertools.groupby(
@@ -185,6 +188,9 @@ def lora_text(shape: ModelShape) -> str:
 
 def apply_lora_options(shape: ModelShape, options: argparse.Namespace) -> ModelShape:
     """Apply the command line's LoRA options to a shape; raise UserError for options that exclude each other."""
+    if shape.quantized_by == "4bit" and options.quantization == "none":
+        fix = "add --peft lora --quantization 4bit, or remove quantization_config from config.json to predict 16 bits"
+        raise UserError(f"{shape.name} has 4-bit weights, which stay frozen", fix)
     if options.quantization != "none" and options.peft != "lora":
         raise UserError("--quantization 4bit is for frozen weights, and all are trained", "add --peft lora")
     if options.with_reference and options.peft == "lora":
@@ -204,6 +210,9 @@ _KEYS = {
     "vocabulary": ("vocab_size",),
 }
 _MAX_SIZE = 2**31 - 1
+# Quantizations of published weights: transformers makes the first two 16-bit for training (dequantize=True), and 4-bit
+# ones of bitsandbytes stay as the frozen base of adapters.
+_TRAINED_FROM = ("mxfp4", "fp8", "4bit")
 _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "type")
 
 
@@ -386,15 +395,21 @@ def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a parsed config.json; UserError if its family or quantization is not supported."""
     if not isinstance(document.get("model_type"), str):
         raise UserError(f"{name} does not set its model_type", "add the one of its class in transformers")
-    if document.get("quantization_config"):
-        fix = "remove quantization_config from config.json to predict it in 16 bits"
-        raise UserError(f"{name} is quantized, and quantized weights are not supported", fix)
+    method = ""
+    if quantization := document.get("quantization_config"):
+        settings = quantization if isinstance(quantization, Mapping) else {}
+        method = "4bit" if settings.get("load_in_4bit") else str(settings.get("quant_method"))
+        if method not in _TRAINED_FROM:
+            fix = "remove quantization_config from config.json to predict it in 16 bits"
+            raise UserError(f"{name} is quantized, and {clip(method)} weights are not modelled", fix)
+    document = {key: value for key, value in document.items() if key != "quantization_config"}
     name = name.rstrip("/").rsplit("/", 1)[-1]
     if document["model_type"] not in FAMILIES:
         from study.predictor.live import live_shape
 
-        return live_shape(name, document)
-    return shape_of_architecture(name, document["model_type"], document)
+        return dataclasses.replace(live_shape(name, document), quantized_by=method)
+    shape = shape_of_architecture(name, document["model_type"], document)
+    return dataclasses.replace(shape, quantized_by=method)
 
 
 def _shape_of_words(text: str) -> ModelShape:

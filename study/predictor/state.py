@@ -15,7 +15,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
-from study.predictor.shape import ModelShape, Parameter
+from study.predictor.shape import BEFORE, ModelShape, Parameter
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
 MIN_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
@@ -69,6 +69,38 @@ def accumulated_bytes(request: Request) -> float:
     return float(request.shape.trained_parameters * width)
 
 
+@dataclasses.dataclass(frozen=True)
+class FlatUnit:
+    """A flat parameter of FSDP1, in elements: with padding, of its trainable tensors, and rank 0's parts of tensors."""
+
+    size: int
+    trained: int
+    local: tuple[int, ...]
+
+
+@cache_by_request
+def flat_units(request: Request) -> dict[int, FlatUnit]:
+    """Return FSDP1's flat parameters: by layer, and under BEFORE the root's, of all others. Each tensor begins at 16
+    bytes, and the ranks divide the whole (_init_flat_param_and_metadata in torch's _flat_param.py)."""
+    ranks, tensors = request.ranks_per_replica or request.box.ranks, dict[int, list[Parameter]]()
+    aligned = 16 // (2 if request.fsdp_gathers_16_bits else request.weight_bytes)
+    for param in request.shape.params:
+        place = param.place if 0 <= param.place < request.shape.layers else BEFORE
+        tensors.setdefault(place, []).append(param)
+    units = dict[int, FlatUnit]()
+    for place, params in tensors.items():
+        starts, end = list[int](), 0
+        for param in params:
+            starts.append(math.ceil(end / aligned) * aligned)
+            end = starts[-1] + param.elements
+        shard = math.ceil(end / ranks)
+        local = (
+            min(param.elements, shard - start) for param, start in zip(params, starts, strict=True) if start < shard
+        )
+        units[place] = FlatUnit(shard * ranks, sum(param.elements for param in params if param.trained), tuple(local))
+    return units
+
+
 def _unsharded(request: Request, waiting: bool) -> State:
     """State of single, DDP, FSDP2 (each tensor sharded by rows) and DeepSpeed's stage 0."""
     shape, weight, ranks = request.shape, request.weight_bytes, request.box.ranks
@@ -81,7 +113,13 @@ def _unsharded(request: Request, waiting: bool) -> State:
         )
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     adapted = request.adapter_bytes
-    optimizer = trained * (master + request.moments_bytes) + STEP_BYTES * len(shape.trained_params)
+    stepped, steps = trained, len(shape.trained_params)
+    if request.strategy.is_fsdp and request.fsdp_version == 1:
+        # The optimizer has the parts of tensors in rank 0's shards, without their padding (fsdp_use_orig_params).
+        units = flat_units(request).values()
+        stored = trained = sum(unit.size for unit in units) // ranks
+        stepped, steps = sum(sum(unit.local) for unit in units), sum(len(unit.local) for unit in units)
+    optimizer = stepped * (master + request.moments_bytes) + STEP_BYTES * steps
     unreduced = accumulated_bytes(request) if request.strategy.is_fsdp and waiting else 0.0
     if request.fsdp_offloads:
         # CPUOffloadPolicy, and CPUOffload of version 1: shards are gathered from the host, and their reduced gradients

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from study.records.fairness import baseline_arm
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import Interval, differences, geometric_mean_interval, paired_ratio
+from study.records.statistics import Interval, common_seeds, differences, geometric_mean_of, pivot_by_seed, ratio_of
 from study.records.workloads import BASELINES, workload_names
 
 NAN = float("nan")
@@ -30,6 +31,8 @@ class StrategyRuns:
     # All runs of the workload, and the name of its baseline strategy.
     workload_runs: pd.DataFrame
     baseline: str | None
+    # Figures of the workload by seed and strategy, computed on first use.
+    _by_seed: dict[tuple[str, Any], pd.DataFrame] = dataclasses.field(default_factory=dict)
 
     @property
     def is_baseline(self) -> bool:
@@ -55,13 +58,26 @@ class StrategyRuns:
 
     def geometric_mean(self, figure: str) -> Interval:
         """Return the geometric mean of a time or rate over seeds, with its interval."""
-        return geometric_mean_interval(self.workload_runs, figure, self.name)
+        return geometric_mean_of(self._pivot(figure), self.name)
 
     def ratio(self, figure: str) -> Interval | None:
         """Return the ratio to the baseline, paired by seed; None for the baseline itself."""
         if self.baseline is None or self.is_baseline:
             return None
-        return paired_ratio(self.workload_runs, figure, self.name, self.baseline)
+        return self.ratio_to(self.baseline, figure)
+
+    def ratio_to(self, other: str, figure: str) -> Interval:
+        """Return the ratio to another strategy of the workload, paired by seed."""
+        return ratio_of(self._pivot(figure), self.name, other)
+
+    def pairs(self, figure: str) -> pd.DataFrame:
+        """Return one row per common seed with the baseline, with columns `value` and `baseline`."""
+        return common_seeds(self._pivot(figure, np.asarray), self.name, self.baseline or "")
+
+    def _pivot(self, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
+        if (figure, form) not in self._by_seed:
+            self._by_seed[figure, form] = pivot_by_seed(self.workload_runs, figure, form)
+        return self._by_seed[figure, form]
 
     def value(self, column: str) -> Any:
         """Return the value of a column that all runs share; None if no run has recorded it."""
@@ -79,8 +95,8 @@ class StrategyRuns:
     def unoffloaded(self) -> str | None:
         """Strategy of the same stage and world size without offload; None if it did not run."""
         stage, runs = self.value("zero_stage"), self.workload_runs
-        runs = runs[(runs["status_state"] == "ok") & (runs["world_size"] == self.ranks) & (runs["zero_stage"] == stage)]
-        plain = runs.loc[runs["offload_optimizer"].isna() & runs["offload_param"].isna(), "arm"]
+        is_same = (runs["status_state"] == "ok") & (runs["world_size"] == self.ranks) & (runs["zero_stage"] == stage)
+        plain = runs.loc[is_same & runs["offload_optimizer"].isna() & runs["offload_param"].isna(), "arm"]
         return None if plain.empty else str(plain.iloc[0])
 
     def state_mib(self, places: Sequence[str] = STATE_PLACES) -> float:
@@ -105,9 +121,10 @@ class StrategyRuns:
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        baseline = baseline_arm(workload_runs)
+        baseline, by_seed = baseline_arm(workload_runs), dict[tuple[str, Any], pd.DataFrame]()
         for name, group in workload_runs.groupby("arm", sort=False):
-            yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], workload_runs, baseline)
+            ok_runs = group[group["status_state"] == "ok"]
+            yield StrategyRuns(workload, name, group, ok_runs, workload_runs, baseline, by_seed)
 
 
 def outcome(runs: pd.DataFrame) -> str:
@@ -181,29 +198,29 @@ def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Return each strategy's throughput in percent of its baseline, by batch size or millions of parameters."""
+    """Return each strategy's throughput by batch size or millions of parameters, in percent of one baseline."""
     rows, judged = [], {}
     runs = runs_with_several(runs, column)
     # Keys of workloads without the column.
     rests = {key: json.dumps(json.loads(key) | {column: None}) for key in runs["workload_key"].unique()}
     words = workload_names(sorted(set(rests.values())))
+    subjects = runs.groupby([runs["workload_key"].map(rests), "world_size"])
+    baselines = {subject: baseline_arm(group) or "" for subject, group in subjects}
     for arm in group_by_strategy(runs):
         first = arm.runs.iloc[0]
-        workload_runs = arm.workload_runs[arm.workload_runs["world_size"] == first["world_size"]]
-        baseline = baseline_arm(workload_runs)
-        if baseline is None or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
+        rest, ranks = rests[first["workload_key"]], int(first["world_size"])
+        workload_runs, baseline = arm.workload_runs[arm.workload_runs["world_size"] == ranks], baselines[rest, ranks]
+        if baseline not in set(workload_runs["arm"]) or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
             continue
-        family = first["workload_key"], first["world_size"]
+        family = first["workload_key"], ranks
         if family not in judged:
             judged[family] = differences(
                 workload_runs, "tokens_per_s", ((name, baseline) for name in workload_runs["arm"].unique())
             )
         difference = judged[family][arm.name, baseline]
-        by_model = column == "model_name_or_path"
-        workload, ranks = words[rests[first["workload_key"]]], int(first["world_size"])
         rows.append({
-            "subject": f"{workload} on {ranks} rank{'s' if ranks > 1 else ''}",
-            "place": parameters(arm.workload_runs) / 1e6 if by_model else float(first[column]),
+            "subject": f"{words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
+            "place": parameters(arm.workload_runs) / 1e6 if column == "model_name_or_path" else float(first[column]),
             "arm": arm.name, "strategy": first["strategy"], "baseline": baseline,
             "percent": 100 * difference.ratio.center, "significant": difference.is_significant,
             "points": tuple(100 * ratio for ratio in difference.ratio.points),
@@ -219,7 +236,9 @@ def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
 def parameters(workload_runs: pd.DataFrame) -> float:
     """Number of parameters of a workload's model, from strategies that do not shard them; NaN if none ran."""
-    unsharded = workload_runs[(workload_runs["status_state"] == "ok") & (workload_runs["distributed_type"] != "FSDP")]
-    unsharded = unsharded[unsharded["zero_stage"].fillna(0) < 3]
-    bytes_per_rank = unsharded[[f"params_bytes_{place}" for place in STATE_PLACES]].sum(axis=1, min_count=1)
+    is_ok, is_fsdp = workload_runs["status_state"] == "ok", workload_runs["distributed_type"] == "FSDP"
+    columns = [f"params_bytes_{place}" for place in STATE_PLACES]
+    is_unsharded = is_ok & ~is_fsdp & (workload_runs["zero_stage"].fillna(0) < 3)
+    unsharded = workload_runs.loc[is_unsharded, [*columns, "param_dtype"]]
+    bytes_per_rank = unsharded[columns].sum(axis=1, min_count=1)
     return float((bytes_per_rank / unsharded["param_dtype"].map(_BYTES)).max()) if len(unsharded) else NAN

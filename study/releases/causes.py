@@ -79,10 +79,8 @@ class Cause:
 
     def is_in(self, versions: Mapping[str, str | None]) -> bool:
         """Whether this stack is affected. A local version label, such as +cu129, does not change the release."""
-        from packaging.specifiers import SpecifierSet
-
         return all(
-            (version := versions.get(package)) and SpecifierSet(specifier).contains(version, prereleases=True)
+            (version := versions.get(package)) and _matches(specifier, version)
             for package, specifier in self.releases.items()
         )
 
@@ -92,6 +90,13 @@ class Cause:
             and (self.accumulation == "any" or micro_steps > 1)
             and (not self.precisions or precision in self.precisions)
         )
+
+
+@functools.cache
+def _matches(specifier: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
 def find_causes(

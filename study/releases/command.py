@@ -20,7 +20,7 @@ from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_caus
 
 # Marks strategies without a verdict in the grid.
 NOT_RUN = "not run"
-# Marks what DeepSpeed's source says where a fault of CPUs ends the run.
+# Marks a verdict by DeepSpeed's source: a fault of CPUs ended the run.
 DAGGER = "\N{DAGGER}"
 # Releases in README.md, and without --details.
 LATEST_RELEASES = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
 from PIL import Image
 from scipy.optimize import isotonic_regression
 
@@ -84,8 +86,8 @@ OTHER = Fill("#b0b6bd")
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
 # A reference line.
 GUIDE: Any = {"color": QUIET, "linestyle": (0, (4, 3)), "linewidth": 1.1}
-# One column of a page, or the width of a phone, which halves it: therefore the fonts are large.
-WIDTH_IN = 4.8
+# The width of a phone: its smallest text, of 9 points, has 9 pixels or more from 330 pixels on, also in a wider column.
+WIDTH_IN = 4.2
 SETTINGS: Any = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10.5,
     "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 10,
@@ -100,9 +102,10 @@ SETTINGS: Any = {
     "svg.hashsalt": "zero-study", "svg.fonttype": "path",
 }  # fmt: skip
 _TITLE_IN, _LINE_IN = 0.25, 0.185
-_MAX_LABELS, _MAX_POINTS = 8, 14
-_TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS, _LEGEND_LETTERS = 46, 64, 26, 53
+_MAX_LABELS, _MAX_POINTS, _MAX_LINES = 8, 14, 3
+_TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS, _LEGEND_LETTERS, _AXIS_LETTERS = 40, 56, 24, 51, 36
 _DOTS_PER_INCH, _COLOURS = 200, 128
+_END = "end of a line"
 
 
 def load_frames(folder: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -204,12 +207,21 @@ def finish(
     footnotes = [f"† confounded, {', '.join(arms)}: {reason}" for reason, arms in reasons.items()]
     lines = [line for text in footnotes for line in _wrapped(text)]
     foot_in = _LINE_IN * len(lines) + 0.12 if lines else 0
-    longest = sorted((len(item.get_label()) for item in legend), reverse=True)[:3]
-    legend_columns = min(legend_columns, 2) if sum(longest) > _LEGEND_LETTERS else legend_columns
-    legend_in = math.ceil(len(legend) / legend_columns) * 13.5 / 72 + 0.15 if legend else 0
+    for item in legend:
+        parts = str(item.get_label()).split("\n")
+        item.set_label("\n".join(line for part in parts for line in _wrapped(part)))
+    entries = [item.get_label().split("\n") for item in legend]
+    longest = sorted((max(map(len, entry)) for entry in entries), reverse=True)
+    # A further column costs the width of 7 letters.
+    while legend_columns > 1 and sum(longest[:legend_columns]) > _LEGEND_LETTERS - 7 * (legend_columns - 1):
+        legend_columns -= 1
+    columns = np.array_split([len(entry) for entry in entries], legend_columns)
+    legend_in = max(column.sum() for column in columns) * 13.5 / 72 + 0.15 if legend else 0
     body_in, head_in = figure.get_figheight(), 0.1 + _TITLE_IN * len(titles) + _LINE_IN * len(subtitles)
     height_in = head_in + body_in + legend_in + foot_in
     figure.set_figheight(height_in)
+    for axes in figure.axes:
+        axes.set_xlabel("\n".join(_wrapped(axes.get_xlabel(), _AXIS_LETTERS)))
     figure.set_layout_engine("constrained", rect=(0, (legend_in + foot_in) / height_in, 1, body_in / height_in))
     for text, place_in, manner in (
         (titles, height_in - 0.07, {"size": 12, "weight": "bold", "va": "top"}),
@@ -218,6 +230,8 @@ def finish(
         (lines, 0.05, {"size": 9, "color": QUIET, "va": "bottom"}),
     ):  # fmt: skip
         figure.text(0.012, place_in / height_in, "\n".join(text), **manner)  # type: ignore[arg-type]
+    for axes in figure.axes:
+        _spread_labels(axes)
     if legend:
         # The figure already has space for the legend.
         figure.legend(
@@ -229,13 +243,24 @@ def finish(
 
 def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
     printable = "".join(letter if letter.isprintable() else " " for letter in text)
-    return textwrap.wrap(" ".join(printable.split()), letters, break_on_hyphens=False)
+    return _Wrapper(letters, break_on_hyphens=False).wrap(" ".join(printable.split()))
+
+
+class _Wrapper(textwrap.TextWrapper):
+    """Break a word that is longer than a line after one of its periods, underscores and equals signs."""
+
+    def _split(self, text: str) -> list[str]:
+        parts: list[str] = []
+        for word in super()._split(text):
+            parts += re.split(r"(?<=[._=])(?=\w)", word) if len(word) > self.width else [word]
+        return parts
 
 
 def format_label(arm: str, notes: Mapping[str, str]) -> str:
-    """Return a strategy's label on at most two lines, with a dagger if it is confounded."""
-    lines = _wrapped(f"{arm} †" if notes.get(arm) else arm, _LABEL_LETTERS)
-    return "\n".join(lines if len(lines) <= 2 else [lines[0], f"{lines[1][: _LABEL_LETTERS - 1]}…"])
+    """Return a strategy's label on at most three lines, with a dagger if it is confounded."""
+    text = arm.replace("zero_optimization.", "")
+    lines = _wrapped(f"{text} †" if notes.get(arm) else text, _LABEL_LETTERS)
+    return "\n".join([*lines[: _MAX_LINES - 1], f"{lines[_MAX_LINES - 1]} …"] if len(lines) > _MAX_LINES else lines)
 
 
 def unit_for(largest_bytes: float) -> tuple[str, int]:
@@ -249,8 +274,10 @@ def plain_ticks(axis: Any) -> None:
 
 
 def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:
-    """Label one row per strategy, the first at the top."""
+    """Label one row per strategy, the first at the top; the figure grows if labels have several lines."""
     names = [format_label(arm, notes) for arm in arms]
+    lines = max((name.count("\n") + 1 for name in names), default=1)
+    _grow(axes, 0.75 + (0.04 + 0.16 * lines) * len(names))
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -325,51 +352,63 @@ def label_groups(
     label_ends(axes, labels, 9.5)
 
 
-def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
-    """Write each text to the right of its point, shifted up or down if it would overlap another."""
-    figure, gap_points = axes.figure, 12
-    assert isinstance(figure, Figure)
-    notes = [
+def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9, *, in_column: bool = False) -> None:
+    """Write each text to the right of its point, or of the axes; `finish` moves those that overlap."""
+    for label in labels:
         axes.annotate(
-            label.text, (label.x, label.y), xytext=(gap_points, 0), textcoords="offset points", va="center", size=size,
-            color=label.colour, arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1,
-                                            "shrinkB": 3, "relpos": (0, 0.5)},
-        )
-        for label in labels
-    ]  # fmt: skip
-    per_point = figure.dpi / 72
+            label.text, (label.x, label.y), xytext=(1.05 if in_column else 12, 0), label=_END, va="center", size=size,
+            textcoords=("axes fraction" if in_column else "offset points", "offset points"), color=label.colour,
+            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3,
+                        "relpos": (0, 0.5)},
+            path_effects=[withStroke(linewidth=2, foreground="white")],
+        )  # fmt: skip
+
+
+def _spread_labels(axes: Axes) -> None:
+    """Shift labels of ends up or down, so that none overlaps another."""
+    notes = [text for text in axes.texts if isinstance(text, Annotation) and text.get_label() == _END]
+    figure = axes.figure
+    assert isinstance(figure, Figure)
     # Twice, because the labels shrink the axes, which moves the points.
-    for _ in range(2):
+    for _ in range(2 if notes else 0):
         figure.draw_without_rendering()
-        heights = axes.transData.transform([(label.x, label.y) for label in labels])[:, 1] / per_point
+        heights = axes.transData.transform([note.xy for note in notes])[:, 1] * 72 / figure.dpi
         # The positions closest to the points' heights with a minimum distance between them.
-        order, gaps, places = np.argsort(heights, kind="stable"), size * 1.25 * np.arange(len(labels)), heights.copy()
+        order, places = np.argsort(heights, kind="stable"), heights.copy()
+        sizes = np.array([float(note.get_fontsize()) for note in notes])
+        spaces = 1.25 * (sizes * [note.get_text().count("\n") + 1 for note in notes])[order]
+        gaps = np.cumsum(spaces) - spaces / 2
         places[order] = isotonic_regression(heights[order] - gaps).x + gaps
-        for note, height, place in zip(notes, heights, places, strict=True):
-            note.set_position((gap_points, place - height))
+        for note, size, height, place in zip(notes, sizes, heights, places, strict=True):
+            left, _ = note.get_position()
+            note.set_position((left, place - height))
             assert note.arrow_patch is not None
-            note.arrow_patch.set_visible(abs(place - height) > size / 2)
+            note.arrow_patch.set_visible(left < 2 or abs(place - height) > size / 2)
 
 
 def label_points(
-    axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str],
-    first: Sequence[str] = (),
-) -> dict[str, str]:  # fmt: skip
-    """Draw a marker per strategy on axes that start at 0, and its single runs; both have the same columns.
+    axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str]
+) -> None:
+    """Draw a labeled marker per strategy, and its single runs; both have the same columns.
 
-    Of more than 14 strategies eight have a label, those of `first` before others. The rest is returned, for a legend.
+    The axes start at 0, that of x only if points are in its lower half. More than 14 labels are beside the axes.
     """
     ends = []
-    named = [*first, *(str(arm) for arm in points.index if arm not in first)]
-    named = named if len(named) <= _MAX_POINTS else named[:_MAX_LABELS]
     for arm, (x, y) in points.iterrows():
         style, single = find_style(strategies[str(arm)]), runs.loc[[arm]].to_numpy(dtype=float)
         axes.plot(*single.T, ".", color=style.colour, markersize=5, alpha=0.7)
         axes.plot(x, y, markersize=9.5, **style.points)
-        if arm in named:
-            ends.append(EndLabel(x, y, format_label(str(arm), notes), style.colour))
+        ends.append(EndLabel(x, y, format_label(str(arm), notes), style.colour))
     axes.grid()
     axes.margins(x=0.1, y=0.1)
-    axes.set(xlim=(0, None), ylim=(0, None))
-    label_ends(axes, ends)
-    return {arm: strategy for arm, strategy in strategies.items() if arm in points.index and arm not in named}
+    axes.set(xlim=(0 if axes.dataLim.x0 < axes.dataLim.x1 / 2 else None, None), ylim=(0, None))
+    if is_crowded := len(ends) > _MAX_POINTS:
+        _grow(axes, 0.8 + 0.16 * sum(end.text.count("\n") + 1 for end in ends))
+    label_ends(axes, ends, in_column=is_crowded)
+
+
+def _grow(axes: Axes, height_in: float) -> None:
+    """Give the figure at least this height."""
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    figure.set_figheight(max(figure.get_figheight(), height_in))

@@ -291,5 +291,5 @@ def _cell(value: object, css_class: str) -> tuple[str, str, str]:
         return link_html(value.text, value.address), css_class, ""
     words = text.replace(",", " ").split()
     if css_class != "n" and words and words[0] in STRATEGIES:
-        return text, f"{css_class} name", STRATEGIES[words[0]].colour
-    return text, f"{css_class} {_OUTCOMES.get(text, '')}".strip(), ""
+        return code_html(text), f"{css_class} name", STRATEGIES[words[0]].colour
+    return code_html(text), f"{css_class} {_OUTCOMES.get(text, '')}".strip(), ""

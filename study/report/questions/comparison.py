@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
 
@@ -25,9 +26,10 @@ Workloads = Mapping[str, Sequence[StrategyRuns]]
 Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
 
 
-def real_arms(records: Records) -> Iterator[StrategyRuns]:
+@functools.lru_cache(maxsize=2)
+def real_arms(records: Records) -> tuple[StrategyRuns, ...]:
     """Return the strategies of the real runs."""
-    return group_by_strategy(real_runs(records).runs)
+    return tuple(group_by_strategy(real_runs(records).runs))
 
 
 def workloads(records: Records) -> dict[str, list[StrategyRuns]]:

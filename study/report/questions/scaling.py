@@ -169,7 +169,7 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     if speed.empty:
         return None
     subject = speed["subject"].iloc[0]
-    chosen = speed[speed["subject"] == subject].sort_values("place")
+    chosen = speed[speed["subject"] == subject].sort_values("place", kind="stable")
     sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
     cells = sign + chosen["percent"].map("{:.0f} %".format) + chosen["note"].map(lambda note: " †" if note else "")
     table = chosen.assign(cell=cells).pivot_table(
