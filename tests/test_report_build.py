@@ -150,9 +150,9 @@ def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, 
 def test_a_card_has_the_figure_of_the_workload_that_its_sentence_is_about():
     (question,) = (question for question in QUESTIONS if question.name == "neighbours")
     pictures = [Picture(f"neighbours_{n}", b"", "", f"State, {name}: 1 MiB.") for n, name in ((1, "a"), (2, "b"))]
-    for subject, shown in (("b", "neighbours_2"), ("c", "neighbours_1"), ("", "neighbours_1")):
+    for subject, expected in (("b", "neighbours_2"), ("c", "neighbours_1"), ("", "neighbours_1")):
         answer = Answer("", pd.DataFrame(), subject=subject)
-        assert [one.name for one in _card(question, answer, {question: pictures}, few()).drawings] == [shown]
+        assert [drawing.name for drawing in _card(question, answer, {question: pictures}, few()).drawings] == [expected]
 
 
 def test_a_notebook_runs_in_this_interpreter_without_a_profile_of_the_user(tmp_path, monkeypatch):

@@ -156,7 +156,7 @@ def test_nothing_is_compared_with_a_ddp_that_breaks_an_invariant(tmp_path: Path)
     write(tmp_path, {"single": 1.0, "zero3": 1.0}, (1, 2, 3))
     write(tmp_path, {"ddp": 1.0}, (1, 2, 3), environment={"threads_per_rank": 8})
     by_name = Answers(tmp_path)
-    assert re.match("With `zero3` one of 2 ranks holds .* of the model state of `single`", by_name["memory"].sentence)
+    assert re.match("With `zero3` one of 2 ranks needs .* of the model state of `single`", by_name["memory"].sentence)
     assert "~" not in row(by_name["time"].table, "ddp")["x single"]
     assert row(TABLES["runtime"](read_records(tmp_path)), "ddp")["In words"] == "not judged"
 
@@ -203,7 +203,7 @@ def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test
 
 
 def test_a_sentence_has_one_kind_of_reference_and_no_ratio_without_a_test(tmp_path: Path) -> None:
-    """A ratio to `zero2` is in no range of ratios to plain training; one seed is no proof of equal speed."""
+    """A ratio to `zero2` is in no range of ratios to plain training; one seed does not show equal speed."""
     write(tmp_path, {"ddp": 1.0, "zero2": 1.0, "zero3": 1.0})
     write(tmp_path, {"zero2": 1.0, "zero3": 1.0}, config={"seq_length": 32})
     by_name = Answers(tmp_path)
@@ -249,13 +249,13 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
 
 
 def test_speeds_at_several_batches_have_one_baseline(tmp_path: Path) -> None:
-    """Where the baseline did not run, a ratio to another strategy would look like a change of speed."""
+    """A ratio to another strategy would look like a change of speed if the baseline did not run."""
     for batch, factors in {8: {"ddp": 1.0, "zero2": 1.25, "zero3": 2.0}, 16: {"zero2": 1.0, "zero3": 0.5},
                            32: {"ddp": 1.0, "zero2": 1.25, "zero3": 1.0}}.items():  # fmt: skip
         write(tmp_path, factors, (1, 2, 3), config={"global_batch_size": batch, "per_device_train_batch_size": 4})
     answer = Answers(tmp_path)["batch_size"]
     assert [*answer.table] == ["Strategy", "batch 8", "batch 32"]
-    assert answer.sentence == "The speed of `zero3` in percent of `ddp`: 33 % at batch 8 and 66 % at batch 32."
+    assert answer.sentence == "`zero3` has 33 % at batch 8 and 66 % at batch 32 of the speed of `ddp`."
     finding = figures("batch_size", read_records(tmp_path))["batch_size"].alt
     assert "zero3 changes most, from 33 to 66 %. Throughput in percent of ddp at the same place" in finding
 

@@ -79,7 +79,7 @@ def test_with_lora_only_the_last_stage_divides_what_is_large() -> None:
     case = answer.table[answer.table["Setting"] == "lora"].set_index("Strategy")
     weights = 1.488211968e9 * 2 / 2**20
     assert [name for _, name in sizes] == ["zero2", "zero3"]
-    whole, divided = (float(size.replace(",", "")) for size, _ in sizes)
-    assert whole == pytest.approx(weights, rel=0.01)
+    undivided, divided = (float(size.replace(",", "")) for size, _ in sizes)
+    assert undivided == pytest.approx(weights, rel=0.01)
     assert divided == pytest.approx(weights / 8, rel=0.02)
     assert case["Params, GB"].sum() == pytest.approx(weights * 9 / 8 * 2**20 / 1e9, rel=0.01)

@@ -121,7 +121,6 @@ def _findings(study: Autopsy) -> list[str]:
         "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)],
         printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
         equal=share("aa", AA), third=share("printed rate", PRINTED),
-        engine="" if study.engine_was_on(all_as_printed=True)[0] else ", without DeepSpeed",
         on=[*study.engine_was_on(), *study.engine_was_on(all_as_printed=True)],
         model="BERT-large" if SCALES[str(study.arms["scale"].iloc[0])].on_gpu else "a one-layer model",
         published={loss: percent(change, signed=True) for loss, change in PUBLISHED.items()},

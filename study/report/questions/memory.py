@@ -73,7 +73,7 @@ def _memory_answer(records: Records) -> Answer | None:
         ratio, leanest = comparison.ratios[0]
         base = comparison.references[leanest.workload].name
         sentence = (
-            f"With `{leanest.name}` one of {leanest.ranks} ranks holds {percent(ratio)} of the model state of `{base}`,"
+            f"With `{leanest.name}` one of {leanest.ranks} ranks needs {percent(ratio)} of the model state of `{base}`,"
             f" the least of the sharding strategies{format_scope(comparison.workloads)}."
         )
         number = (percent(ratio), f"of the model state of `{base}` on each rank (`{leanest.name}`)")

@@ -119,7 +119,7 @@ def _nodes_answer(records: Records) -> Answer | None:
             for ends in (largest.sort_values(name)[[name, "line"]].iloc[[0, -1]] for name in ("state", "across"))
         )
         sentence = (
-            f"One of {largest['world_size'].max()} ranks on {rows['machines'].max()} machines holds {holds} of model"
+            f"One of {largest['world_size'].max()} ranks on {rows['machines'].max()} machines has {holds} of model"
             f" state, and sends {sends} of ring bytes (NCCL) per step in groups that span machines"
             f" ({', '.join(largest['model'].unique())})."
         )

@@ -246,7 +246,7 @@ def _lora_answer(records: Records) -> Answer | None:
     ends = [f"{format_number(rank_state_bytes(row) / MIB)} MiB with `{row['strategy']}`" for row in (whole, divided)]
     sentence = (
         f"The frozen parameters, and only with `{divided['strategy']}`: one of {whole['world_size']} ranks of"
-        f" `{whole['model']}` holds {ends[0]}, {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} of it"
+        f" `{whole['model']}` has {ends[0]}, {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} of it"
         f" parameters, and {ends[1]}."
     )
     table = settings_table(records)
