@@ -75,7 +75,7 @@ def test_with_lora_only_the_last_stage_divides_what_is_large() -> None:
     records = read_parquet(REPOSITORY / "reports" / "virtual_tuning")
     # In bf16 the weights take 2 bytes; a rank has all of them under stage 2, and one of eight parts under stage 3.
     answer = answered(LORA.answer(records))
-    sizes = re.findall(r"([\d,.]+) MiB with `(zero\d)`", answer.sentence)
+    sizes = re.findall(r"([\d,.]+) MiB (?:of model state )?with `(zero\d)`", answer.sentence)
     case = answer.table[answer.table["Setting"] == "lora"].set_index("Strategy")
     weights = 1.488211968e9 * 2 / 2**20
     assert [name for _, name in sizes] == ["zero2", "zero3"]

@@ -50,9 +50,11 @@ def _ranks_answer(records: Records) -> Answer | None:
         return None
     one = format_references([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
     one += f" on one{format_scope(by_workload)}"
+    ratios = speeds.significant(several) or [NAN]
+    verdict = "No: several" if max(ratios) < 1 else "Yes: several" if min(ratios) > 1 else "In part: several"
     sentence = speeds.sentence(
-        several, times_text, "Several ranks have", f" times the throughput of {one}",
-        f"The throughput of several ranks does not differ significantly from that of {one}.",
+        several, times_text, f"{verdict} ranks have", f" times the throughput of {one}",
+        f"Not shown: the throughput of several ranks does not differ significantly from that of {one}.",
     )  # fmt: skip
     columns: Columns = {
         "x one device": speeds.cell(times_text),

@@ -243,11 +243,12 @@ def _lora_answer(records: Records) -> Answer | None:
     if not pairs:
         return None
     whole, divided = pairs[-1][0], pairs[-1][-1]
-    ends = [f"{format_number(rank_state_bytes(row) / MIB)} MiB with `{row['strategy']}`" for row in (whole, divided)]
+    sizes = [f"{format_number(rank_state_bytes(row) / MIB)} MiB" for row in (whole, divided)]
     sentence = (
-        f"The frozen parameters, and only with `{divided['strategy']}`: one of {whole['world_size']} ranks of"
-        f" `{whole['model']}` has {ends[0]}, {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} of it"
-        f" parameters, and {ends[1]}."
+        f"Mostly frozen parameters, which only `{divided['strategy']}` divides: one of {whole['world_size']} ranks of"
+        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`,"
+        f" {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} of it parameters, and {sizes[1]} with"
+        f" `{divided['strategy']}`."
     )
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
