@@ -62,7 +62,7 @@ def laptops(notebook: str, *change: tuple[str, object]) -> dict[str, Drawing]:
 
 
 def is_cut_off(figure: Figure) -> bool:
-    """Tell whether anything drawn is beyond an edge of the figure."""
+    """Whether anything drawn is beyond an edge of the figure."""
     figure.draw_without_rendering()
     drawn_in, size_in = figure.get_tightbbox().extents, figure.get_size_inches()
     rights = [drawn_in[2], *(legend.get_window_extent().x1 / figure.dpi for legend in figure.legends)]

@@ -245,10 +245,9 @@ def _lora_answer(records: Records) -> Answer | None:
     whole, divided = pairs[-1][0], pairs[-1][-1]
     sizes = [f"{format_number(rank_state_bytes(row) / MIB)} MiB" for row in (whole, divided)]
     sentence = (
-        f"Mostly frozen parameters, which only `{divided['strategy']}` divides: one of {whole['world_size']} ranks of"
-        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`,"
-        f" {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} of it parameters, and {sizes[1]} with"
-        f" `{divided['strategy']}`."
+        f"Mostly frozen parameters, which only `{STAGES[-1]}` divides: one of {whole['world_size']} ranks of"
+        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, {sizes[1]} with `{STAGES[-1]}`;"
+        f" of the first, {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} are parameters."
     )
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
