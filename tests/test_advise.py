@@ -118,7 +118,7 @@ def test_the_recommended_is_the_fastest_and_states_its_confidence(eight_b: Advic
     equal = {option.name for option in sure if option.tokens_per_s >= (1 - SPEED_TOLERANCE) * fastest}
     first = [option.name for option in eight_b.options[: len(equal)]]
     assert first == [name for name in SIMPLEST_FIRST if name in equal]
-    assert "its 90 % bound fits, with " in explain_best(eight_b)
+    assert "its 90 % bound leaves " in explain_best(eight_b)
     both = tuple(option for option in eight_b.options if option.name in ("zero3", "zero3_cpu") and option.fits)
     assert len(both) == 2
     # The step time of an offload is not validated, so no option is certainly faster.
