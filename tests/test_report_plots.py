@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.text import Text
+from matplotlib.text import Annotation, Text
 
 from report_folders import drawn, figures, laptop
 from study.config.places import REPOSITORY
@@ -128,6 +128,13 @@ def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own
     for name, style in STRATEGIES.items():
         contrast = 1.05 / (linear(style.colour) @ np.array([0.2126, 0.7152, 0.0722]) + 0.05)
         assert contrast >= 2.9, f"{name}: {contrast:.2f}"
+
+
+def test_the_number_of_a_bar_is_at_its_end_and_not_at_a_mark_beyond_it():
+    _, (axes,) = canvas.sheet_of_rows(2)
+    parts = pd.DataFrame({"all_gather": [1.75, 2.5]}, index=["zero3", "zero1"])
+    canvas.bars(axes, parts, canvas.TRAFFIC, ["1.75", "2.50"], "weights", {}, marks=[2.63, 2.63])
+    assert [text.xy[0] for text in axes.texts if isinstance(text, Annotation)] == [1.75, 2.63]
 
 
 ODD = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"

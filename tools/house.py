@@ -34,7 +34,7 @@ BUDGETS = {
     "virtual": 857,
     "releases": 1_492,
     "advisor": 3_770,
-    "report": 3_979,
+    "report": 3_981,
     "autopsy": 1_152,
     "claims": 2_186,
     "baselines": 436,
