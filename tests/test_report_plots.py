@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.text import Text
+from matplotlib.text import Annotation, Text
 
 from report_folders import drawn, figures, laptop
 from study.config.places import REPOSITORY
@@ -139,6 +139,13 @@ def test_lines_of_one_strategy_and_memory_without_an_accelerator_are_told_apart(
     state = laptops("peak_memory")["model_state"]
     assert "zero3_nvme has the least in memory" in state.alt
     assert "on the device" not in texts(state.figure)
+
+
+def test_the_number_of_a_bar_is_at_its_end_and_not_at_a_mark_beyond_it():
+    _, (axes,) = canvas.sheet_of_rows(2)
+    parts = pd.DataFrame({"all_gather": [1.75, 2.5]}, index=["zero3", "zero1"])
+    canvas.bars(axes, parts, canvas.TRAFFIC, ["1.75", "2.50"], "weights", {}, marks=[2.63, 2.63])
+    assert [text.xy[0] for text in axes.texts if isinstance(text, Annotation)] == [1.75, 2.63]
 
 
 ODD = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"

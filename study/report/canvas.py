@@ -300,7 +300,9 @@ def bars(
         ends = ends + widths
     if marks is not None:
         axes.vlines(marks, rows - 0.42, rows + 0.42, color=INK, linewidth=1.6, zorder=5)
-        ends = np.fmax(ends, marks)
+        # A number is at its bar, unless a mark is so near that it would be beneath the number.
+        is_near = np.asarray(marks) - ends < 0.2 * max(np.nanmax(marks, initial=0), ends.max(initial=0))
+        ends = np.where(is_near, np.fmax(ends, marks), ends)
     for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
         write_right(axes, text, (end, row))
     rows_of_arms(axes, parts.index, notes)
