@@ -92,9 +92,6 @@ def apply_holm(ps: Iterable[float]) -> list[float]:
     return [float(p) for p in corrected]
 
 
-_PIVOTED = ("status_state", "arm", "seed", "repeat")
-
-
 def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
     """Return one row per seed and one column per strategy of a workload, the mean over repeats in each cell.
 
@@ -102,7 +99,7 @@ def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = 
     runs have the same seed, each repeat of a time is a row.
     """
     # Select columns first, because filtering copies all two hundred columns of runs.
-    runs = runs[[*_PIVOTED, figure]]
+    runs = runs[["status_state", "arm", "seed", "repeat", figure]]
     valid = runs[(runs["status_state"] == "ok") & runs[figure].notna()]
     if form is np.log:
         valid = valid[valid[figure] > 0]
@@ -114,21 +111,12 @@ def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = 
 
 def geometric_mean_interval(runs: pd.DataFrame, figure: str, arm: str) -> Interval:
     """Return the geometric mean of a strategy's figure over seeds, with its interval."""
-    return geometric_mean_of(pivot_by_seed(runs, figure), arm)
-
-
-def geometric_mean_of(logs: pd.DataFrame, arm: str) -> Interval:
-    """Return the geometric mean of a strategy's column in a table of `pivot_by_seed`."""
-    return interval(np.exp(logs[arm].dropna()) if arm in logs else ())
+    return interval(np.exp(pivot_by_seed(runs, figure).get(arm, [])))
 
 
 def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any = np.log) -> pd.DataFrame:
     """Return one row per common seed of two strategies, with columns `value` and `baseline`."""
-    return common_seeds(pivot_by_seed(runs, figure, form), arm, baseline)
-
-
-def common_seeds(table: pd.DataFrame, arm: str, baseline: str) -> pd.DataFrame:
-    """Return two columns of a table of `pivot_by_seed` as `value` and `baseline`, without rows that lack one."""
+    table = pivot_by_seed(runs, figure, form)
     if not {arm, baseline} <= set(table):
         return pd.DataFrame({"value": [], "baseline": []}, dtype=float)
     return pd.DataFrame({"value": table[arm], "baseline": table[baseline]}).dropna()
@@ -136,12 +124,7 @@ def common_seeds(table: pd.DataFrame, arm: str, baseline: str) -> pd.DataFrame:
 
 def paired_ratio(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> Interval:
     """Return the ratio of a strategy's figure to the baseline's, paired by seed."""
-    return ratio_of(pivot_by_seed(runs, figure), arm, baseline)
-
-
-def ratio_of(logs: pd.DataFrame, arm: str, baseline: str) -> Interval:
-    """Return the ratio of two columns in a table of `pivot_by_seed`."""
-    pairs = common_seeds(logs, arm, baseline)
+    pairs = paired(runs, figure, arm, baseline)
     return interval(np.exp(pairs["value"] - pairs["baseline"]))
 
 
@@ -181,7 +164,7 @@ def estimate_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
     A seed effect is, for example, other load on the machine during the runs of one seed. More data makes the estimate
     more certain, not smaller.
     """
-    logs = pivot_by_seed(_fair(runs, figure), figure)
+    logs = pivot_by_seed(runs[runs["confounded"] == ""], figure)
     variance, df, _ = _additive_fit(logs.to_numpy(dtype=float))
     if not df:
         # With repeats of a single strategy, seed effects cannot be separated from the noise.
@@ -192,15 +175,10 @@ def estimate_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
 
 def repeat_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
     """Return the noise between reruns of one strategy with one seed; None without reruns."""
-    valid = _fair(runs, figure)
-    valid = valid[(valid["status_state"] == "ok") & (valid[figure] > 0)]
+    valid = runs[(runs["confounded"] == "") & (runs["status_state"] == "ok") & (runs[figure] > 0)]
     logs = np.log(valid[figure].astype(float)).groupby([valid["arm"], valid["seed"].fillna(-1)])
     df = int((logs.count() - 1).sum())
     return Noise(math.sqrt(float((logs.var(ddof=0) * logs.count()).sum()) / df), df) if df else None
-
-
-def _fair(runs: pd.DataFrame, figure: str) -> pd.DataFrame:
-    return runs.loc[runs["confounded"] == "", [*_PIVOTED, figure]]
 
 
 def _additive_fit(logs: np.ndarray) -> tuple[float, int, np.ndarray]:
@@ -267,7 +245,7 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
     """
     pairs = list(dict.fromkeys(pairs))
     logs = pivot_by_seed(runs, figure)
-    ps = corrected_p(pivot_by_seed(_fair(runs, figure), figure), pairs)
+    ps = corrected_p(pivot_by_seed(runs[runs["confounded"] == ""], figure), pairs)
     nothing = pd.Series(dtype=float)
     ratios = {pair: np.exp((logs.get(pair[0], nothing) - logs.get(pair[1], nothing)).dropna()) for pair in pairs}
     return {pair: Difference(interval(ratios[pair]), ps.get(pair)) for pair in pairs}

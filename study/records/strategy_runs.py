@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pandas as pd
 
 from study.records.fairness import baseline_arm
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import Interval, common_seeds, differences, geometric_mean_of, pivot_by_seed, ratio_of
+from study.records.statistics import Interval, differences, interval, pivot_by_seed
 from study.records.workloads import BASELINES, workload_names
 
 NAN = float("nan")
@@ -28,11 +29,10 @@ class StrategyRuns:
     name: str
     runs: pd.DataFrame
     ok_runs: pd.DataFrame
-    # All runs of the workload, and the name of its baseline strategy.
+    # All runs of the workload, the name of its baseline strategy, and the logs of a figure by seed and strategy.
     workload_runs: pd.DataFrame
     baseline: str | None
-    # Figures of the workload by seed and strategy, computed on first use.
-    _by_seed: dict[tuple[str, Any], pd.DataFrame] = dataclasses.field(default_factory=dict)
+    logs: Callable[[str], pd.DataFrame]
 
     @property
     def is_baseline(self) -> bool:
@@ -53,31 +53,21 @@ class StrategyRuns:
 
     def median_over_seeds(self, figure: str) -> float:
         """Return the median of a loss or metric over seeds, without repeats, which only reproduce it."""
-        once = self.ok_runs.drop_duplicates("seed")[figure]
+        once = self.ok_runs.loc[~self.ok_runs["seed"].duplicated(), figure]
         return float(once.median()) if once.notna().any() else NAN
 
     def geometric_mean(self, figure: str) -> Interval:
         """Return the geometric mean of a time or rate over seeds, with its interval."""
-        return geometric_mean_of(self._pivot(figure), self.name)
+        return interval(np.exp(self.logs(figure).get(self.name, [])))
 
     def ratio(self, figure: str) -> Interval | None:
         """Return the ratio to the baseline, paired by seed; None for the baseline itself."""
         if self.baseline is None or self.is_baseline:
             return None
-        return self.ratio_to(self.baseline, figure)
-
-    def ratio_to(self, other: str, figure: str) -> Interval:
-        """Return the ratio to another strategy of the workload, paired by seed."""
-        return ratio_of(self._pivot(figure), self.name, other)
-
-    def pairs(self, figure: str) -> pd.DataFrame:
-        """Return one row per common seed with the baseline, with columns `value` and `baseline`."""
-        return common_seeds(self._pivot(figure, np.asarray), self.name, self.baseline or "")
-
-    def _pivot(self, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
-        if (figure, form) not in self._by_seed:
-            self._by_seed[figure, form] = pivot_by_seed(self.workload_runs, figure, form)
-        return self._by_seed[figure, form]
+        logs = self.logs(figure)
+        return interval(
+            np.exp(logs[self.name] - logs[self.baseline]) if {self.name, self.baseline} <= set(logs) else ()
+        )
 
     def value(self, column: str) -> Any:
         """Return the value of a column that all runs share; None if no run has recorded it."""
@@ -95,8 +85,8 @@ class StrategyRuns:
     def unoffloaded(self) -> str | None:
         """Strategy of the same stage and world size without offload; None if it did not run."""
         stage, runs = self.value("zero_stage"), self.workload_runs
-        is_same = (runs["status_state"] == "ok") & (runs["world_size"] == self.ranks) & (runs["zero_stage"] == stage)
-        plain = runs.loc[is_same & runs["offload_optimizer"].isna() & runs["offload_param"].isna(), "arm"]
+        runs = runs[(runs["status_state"] == "ok") & (runs["world_size"] == self.ranks) & (runs["zero_stage"] == stage)]
+        plain = runs.loc[runs["offload_optimizer"].isna() & runs["offload_param"].isna(), "arm"]
         return None if plain.empty else str(plain.iloc[0])
 
     def state_mib(self, places: Sequence[str] = STATE_PLACES) -> float:
@@ -121,10 +111,9 @@ class StrategyRuns:
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        baseline, by_seed = baseline_arm(workload_runs), dict[tuple[str, Any], pd.DataFrame]()
+        shared = workload_runs, baseline_arm(workload_runs), cache(partial(pivot_by_seed, workload_runs))
         for name, group in workload_runs.groupby("arm", sort=False):
-            ok_runs = group[group["status_state"] == "ok"]
-            yield StrategyRuns(workload, name, group, ok_runs, workload_runs, baseline, by_seed)
+            yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], *shared)
 
 
 def outcome(runs: pd.DataFrame) -> str:
@@ -236,9 +225,7 @@ def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
 def parameters(workload_runs: pd.DataFrame) -> float:
     """Number of parameters of a workload's model, from strategies that do not shard them; NaN if none ran."""
-    is_ok, is_fsdp = workload_runs["status_state"] == "ok", workload_runs["distributed_type"] == "FSDP"
-    columns = [f"params_bytes_{place}" for place in STATE_PLACES]
-    is_unsharded = is_ok & ~is_fsdp & (workload_runs["zero_stage"].fillna(0) < 3)
-    unsharded = workload_runs.loc[is_unsharded, [*columns, "param_dtype"]]
-    bytes_per_rank = unsharded[columns].sum(axis=1, min_count=1)
+    unsharded = workload_runs[(workload_runs["status_state"] == "ok") & (workload_runs["distributed_type"] != "FSDP")]
+    unsharded = unsharded[unsharded["zero_stage"].fillna(0) < 3]
+    bytes_per_rank = unsharded[[f"params_bytes_{place}" for place in STATE_PLACES]].sum(axis=1, min_count=1)
     return float((bytes_per_rank / unsharded["param_dtype"].map(_BYTES)).max()) if len(unsharded) else NAN

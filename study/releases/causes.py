@@ -79,8 +79,10 @@ class Cause:
 
     def is_in(self, versions: Mapping[str, str | None]) -> bool:
         """Whether this stack is affected. A local version label, such as +cu129, does not change the release."""
+        from packaging.specifiers import SpecifierSet
+
         return all(
-            (version := versions.get(package)) and _matches(specifier, version)
+            (version := versions.get(package)) and SpecifierSet(specifier).contains(version, prereleases=True)
             for package, specifier in self.releases.items()
         )
 
@@ -90,13 +92,6 @@ class Cause:
             and (self.accumulation == "any" or micro_steps > 1)
             and (not self.precisions or precision in self.precisions)
         )
-
-
-@functools.cache
-def _matches(specifier: str, version: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
 def find_causes(
@@ -113,8 +108,8 @@ def find_causes(
         for cause in read_causes()
         if differs
         and (cause.optimizer == optimizer or (cause.optimizer == "adamw" and differs in ("weights", "crash")))
-        and cause.is_in(versions)
         and cause.shows_in(strategy, micro_steps, precision)
+        and cause.is_in(versions)
         and (differs in cause.differs if cause.differs else differs not in _NO_TRAINING)
     )
 

@@ -62,7 +62,7 @@ class ReleaseCell:
     def is_contemporary(self) -> bool:
         return not is_of_today(self.stack)
 
-    @property
+    @functools.cached_property
     def verdict(self) -> Verdict:
         """The worst verdict of the runs; among equal kinds that with the largest difference."""
         return min(self.verdicts, key=lambda verdict: (_WORST.index(verdict.kind), -(verdict.size or 0)))
@@ -97,7 +97,7 @@ class ReleaseCell:
     def races(self) -> tuple[Cause, ...]:
         return tuple(cause for cause in self._causes("weights") if cause.sometimes)
 
-    @property
+    @functools.cached_property
     def causes(self) -> tuple[Cause, ...]:
         return self._causes(self.verdict.differs)
 
@@ -124,27 +124,20 @@ def release_cells(records: Records) -> tuple[ReleaseCell, ...]:
             if isinstance(version := row[f"{name}_version"], str):
                 packages[name] = version
     repeats_by_cell: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    ended_by_work: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
+        if row["status_state"] == "ok":
+            ended_by_work[_work(row, row["precision"], versions)].append(row)
         if row["strategy"] != "single" and isinstance(row["strategy"], str):
             repeats_by_cell[row["stack"], row["strategy"], row["precision"], _micro_steps(row), row["trainer"],
                  row["max_grad_norm"], row["optimizer"]].append(row)  # fmt: skip
-    # Runs that may be the reference of others, by their work.
-    references: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        if row["status_state"] == "ok":
-            references[_work(row, row["precision"], versions)].append(row)
-    cells = [_cell(repeats, references, versions, steps) for repeats in repeats_by_cell.values()]
+    cells = [_cell(repeats, ended_by_work, versions, steps) for repeats in repeats_by_cell.values()]
     contemporary = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_contemporary}
     cells = [
         cell if cell.is_contemporary else dataclasses.replace(cell, contemporary=contemporary.get(_but_stack(cell), ""))
         for cell in cells
     ]
     return tuple(sorted(cells, key=_place))
-
-
-def _work(row: Row, precision: str, versions: Mapping[str, Any]) -> tuple[Any, ...]:
-    work = (None if pd.isna(row[key]) else row[key] for key in _SAME_WORK)
-    return precision, *work, *(versions[row["stack"]][name] for name in PACKAGES[1:])
 
 
 def _but_stack(cell: ReleaseCell) -> tuple[Any, ...]:
@@ -157,13 +150,12 @@ def _place(cell: ReleaseCell) -> tuple[Any, ...]:
 
 
 def _cell(
-    repeats: Sequence[Row], references: Mapping[tuple[Any, ...], Sequence[Row]], versions: Mapping[str, Any],
-    steps: Mapping[str, Any],
-) -> ReleaseCell:  # fmt: skip
+    repeats: Sequence[Row], ended_by_work: Mapping[Any, Any], versions: Mapping[str, Any], steps: Mapping[str, Any]
+) -> ReleaseCell:
     first = repeats[0]
     # Prefer `single` under the same stack. Another release of DeepSpeed is as good: `single` does not use it. Only
     # Muon is DeepSpeed's, and the newest release is its reference.
-    candidates = [*references.get(_work(first, reference_precision(first["precision"]), versions), ())]
+    candidates = [*ended_by_work.get(_work(first, reference_precision(first["precision"]), versions), ())]
     if first["optimizer"] == "muon":
         candidates.sort(key=lambda candidate: release_key(candidate["stack"]), reverse=True)
     else:
@@ -212,3 +204,7 @@ def _micro_steps(row: Row) -> int:
 
 def _number(value: Any) -> float:
     return 0.0 if pd.isna(value) else float(value)
+
+
+def _work(row: Row, precision: str, versions: Mapping[str, Any]) -> tuple[Any, ...]:
+    return precision, *(str(row[key]) for key in _SAME_WORK), *(versions[row["stack"]][name] for name in PACKAGES[1:])

@@ -14,7 +14,7 @@ from study.config.text import NOT_MEASURED, percent
 from study.records.fairness import has_dropout
 from study.records.frames import Records, real_runs, steps_by_run
 from study.records.outcome import has_diverged
-from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired_runs
+from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
 from study.report.questions.comparison import Comparison, arm_notes, arm_table, fair_arms, real_arms, workloads
@@ -63,8 +63,7 @@ def _diverged_seeds(arm: StrategyRuns) -> list[int]:
     """Return the seeds that diverged to NaN while the baseline's run trained to its end."""
     runs = arm.workload_runs
     trained = runs.loc[(runs["arm"] == arm.baseline) & (runs["status_state"] == "ok"), "seed"]
-    is_lost = (arm.runs["status_state"] == "failed") & (arm.runs[_CONFOUND] == "")
-    lost = arm.runs.loc[is_lost, ["status_reason", "seed"]]
+    lost = arm.runs[(arm.runs["status_state"] == "failed") & (arm.runs[_CONFOUND] == "")]
     lost = lost[lost["status_reason"].fillna("").map(has_diverged) & lost["seed"].isin(trained)]
     return sorted({int(seed) for seed in lost["seed"]})
 
@@ -87,7 +86,7 @@ def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_L
     chance = _CHANCE * largest_rerun_difference(strategies[0].workload_runs, steps).ratio
     rows = []
     for arm in (arm for arm in strategies if arm.baseline is not None and not arm.is_baseline):
-        pairs, test = arm.pairs(_EVALUATION), _test(arm)
+        pairs, test = _evaluations(arm), _test(arm)
         is_bf16 = str(arm.value("precision")).startswith("bf16")
         margin = max(LOSS_MARGIN, BF16_SPACING) if is_bf16 else LOSS_MARGIN
         if _diverged_seeds(arm):
@@ -110,8 +109,12 @@ def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_L
     return rows
 
 
+def _evaluations(arm: StrategyRuns) -> pd.DataFrame:
+    return paired(arm.workload_runs, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)
+
+
 def _test(arm: StrategyRuns) -> Equivalence:
-    pairs = arm.pairs(_EVALUATION)
+    pairs = _evaluations(arm)
     return equivalence_test(pairs["value"].tolist(), pairs["baseline"].tolist())
 
 

@@ -13,6 +13,7 @@ from study.config.text import format_number, percent
 from study.host.memory import MIB
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
+from study.records.statistics import paired_ratio
 from study.records.strategy_runs import (
     NAN,
     Row,
@@ -162,7 +163,7 @@ def offload_table(records: Records) -> pd.DataFrame:
 
     def figures(arm: StrategyRuns) -> Row:
         moved, plain = arm.is_offloaded, arm.unoffloaded
-        ratio = None if plain is None else arm.ratio_to(plain, STEP)
+        ratio = None if plain is None else paired_ratio(arm.workload_runs, STEP, arm.name, plain)
         return {
             "Stage": arm.value("zero_stage"),
             "Optimizer on": arm.value("offload_optimizer") or "device",
