@@ -51,6 +51,9 @@ def test_the_installation_admits_the_releases_that_trained_in_the_records():
         trained_with = sorted(runs[f"{name}_version"].unique(), key=release_key)
         assert requirements[name].specifier == SpecifierSet(f">={trained_with[0]},<={trained_with[-1]}")
         assert trained_with[-1] == newest, "a new environment has a verified pair"
+    torches = sorted({release_key(version.partition("+")[0])[:2] for version in runs["torch_version"]})
+    assert requirements["torch"].specifier == SpecifierSet(f">=2.11,<2.{torches[-1][1] + 1}")
+    assert (2, 11) in torches
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     assert {f"accelerate=={VERIFIED[-1][0]}", f"deepspeed=={VERIFIED[-1][1]}"} <= set(constraints)
 
