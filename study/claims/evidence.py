@@ -231,7 +231,7 @@ def _across(
     keys = ["seed", "repeat"]
     pairs = treatment.merge(control, on=keys, suffixes=("", "_its"))[[*keys, "run", "run_its"]]
     allowed = {name for key in changed for name in _INTENDED.get(key, ())}
-    rows = pd.concat([treatment, control]).drop_duplicates("run").set_index("run", drop=False).to_dict("index")
+    rows = {row["run"]: row for row in pd.concat([treatment, control]).drop_duplicates("run").to_dict("records")}
     by_run = {run: {key: None if pd.isna(value) else value for key, value in row.items()} for run, row in rows.items()}
     differences = (
         differences_between(by_run[run], by_run[control_run], same_code)

@@ -25,6 +25,11 @@ from study.records.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_ro
 from study.records.schema import NEW_NAMES, RecordError
 from study.records.workloads import name_workloads, strategy_order
 
+if pd.__version__.startswith("2."):
+    # As in pandas 3, for which Python 3.10 is too old: text has the type `str`, also in parquet.
+    pd.options.future.infer_string = True
+    pd.options.mode.copy_on_write = True
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedRun:
