@@ -233,6 +233,9 @@ def test_files_are_read_as_they_are_published(tmp_path: Path) -> None:
     """Of later T5s from_pretrained leaves the head untied; Kimi K2 names DeepSeek's class; sizes listed by layer."""
     tied, untied = read_shape("t5"), read_shape("t5", tie_word_embeddings=False)
     assert [param.name for param in untied.params] == [*(param.name for param in tied.params), "lm_head.weight"]
+    document = {**CONFIGS["llava"], "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
+    document["text_config"] = TEXT | {"model_type": "mistral"}
+    assert live_shape("", document).params[-1].elements == 256 * 64
     architectures = ["DeepseekV3ForCausalLM"]
     kimi = live_shape("kimi", {**CONFIGS["deepseek_v3"], "model_type": "kimi_k2", "architectures": architectures})
     assert kimi.params == read_shape("deepseek_v3").params

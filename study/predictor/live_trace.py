@@ -206,9 +206,10 @@ def build_model(document: Mapping[str, Any], rank: int | None, attention: str, *
         with no_init_weights():
             model = _create(model_class, config).train()
         model.tie_weights()
-        head = _call(model.get_output_embeddings)
-        if document.get("tie_word_embeddings") is False and config.tie_word_embeddings and head is not None:
-            # T5's later versions: from_pretrained does not tie a head whose weight the checkpoint has.
+        head, text = _call(model.get_output_embeddings), config.get_text_config()
+        is_tied = document.get("tie_word_embeddings", text is config or getattr(text, "tie_word_embeddings", True))
+        if is_tied is False and config.tie_word_embeddings and head is not None:
+            # Later T5s, Mistral 3, InternVL: from_pretrained does not tie a head whose weight the checkpoint has.
             head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     except UserError:
         raise
