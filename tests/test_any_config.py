@@ -32,7 +32,7 @@ from study.predictor.request import Request, request_for
 from study.predictor.shape import shape_of_architecture, with_adapters
 from study.predictor.state import predict_state
 from study.predictor.zero3_gathers import module_call_order, simulate_gathers
-from tools.architectures import CLASSIFIERS, CONFIGS, OUTPUT, STRATEGIES, WITHOUT_FSDP, compare, page
+from tools.architectures import CLASSIFIERS, CONFIGS, OUTPUT, STRATEGIES, TEXT, WITHOUT_FSDP, compare, page
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +227,53 @@ def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(folder, capsys) -> No
     forward, _ = module_call_order(request.shape, False)
     # DeepSpeed's leaf: the router and all experts of a layer at once.
     assert max(sum(param.elements for param in call.params) for call in forward) == experts
+
+
+def test_files_are_read_as_they_are_published(tmp_path: Path) -> None:
+    """Of later T5s from_pretrained leaves the head untied; Kimi K2 names DeepSeek's class; sizes listed by layer."""
+    tied, untied = read_shape("t5"), read_shape("t5", tie_word_embeddings=False)
+    assert [param.name for param in untied.params] == [*(param.name for param in tied.params), "lm_head.weight"]
+    document = {**CONFIGS["llava"], "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
+    document["text_config"] = TEXT | {"model_type": "mistral"}
+    assert live_shape("", document).params[-1].elements == 256 * 64
+    architectures = ["DeepseekV3ForCausalLM"]
+    kimi = live_shape("kimi", {**CONFIGS["deepseek_v3"], "model_type": "kimi_k2", "architectures": architectures})
+    assert kimi.params == read_shape("deepseek_v3").params
+    experts = {
+        "num_experts": 4,
+        "moe_topk": [2] * 3,
+        "moe_intermediate_size": [32] * 3,
+        "num_shared_expert": [1] * 3,
+    }
+    hunyuan = live_shape("hunyuan", {**TEXT, **experts, "head_dim": 16, "model_type": "hunyuan_v1_moe"})
+    assert predict_memory(make_request(hunyuan, "zero3")).missing is None
+    # The first reads values of a tensor while it is created; the second has no size of an image.
+    for kind, name in (("convnext", "ConvNextForImageClassification"), ("resnet", "ResNetForImageClassification")):
+        sizes = {"depths": [1, 1, 2, 1], "hidden_sizes": [16, 16, 16, 32]}
+        document = {"model_type": kind, "architectures": [name], **sizes}
+        shape, config = live_shape(kind, document), transformers.CONFIG_MAPPING[kind].from_dict(dict(document))
+        assert shape.parameters == sum(param.numel() for param in getattr(transformers, name)(config).parameters())
+        assert predict_memory(make_request(shape, "zero2")).missing is None
+
+
+def test_a_loop_over_the_tokens_ends_its_trace_within_seconds() -> None:
+    shape = live_shape("mamba", {"model_type": "mamba", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2})
+    short, long = (dataclasses.replace(make_request(shape, "zero3"), sequence_length=tokens) for tokens in (64, 4096))
+    assert predict_memory(short).missing is None
+    assert "a loop over the tokens" in str(predict_memory(long).missing)
+
+
+def test_a_class_that_cannot_be_created_is_named_with_what_is_missing(capsys, tmp_path) -> None:
+    command = ["predict", "--model_name_or_path", str(tmp_path), "--hardware", "8xH100", "--strategy", "zero3"]
+    for document, says in (
+        ({"model_type": "chatglm", "auto_map": {"AutoModel": "m.C"}}, "has no model_type chatglm, and the code"),
+        ({"model_type": "detr", "backbone": "resnet50", "use_timm_backbone": True}, "pip install timm"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        assert main(command) == 2
+        printed = capsys.readouterr().err
+        assert says in printed
+        assert printed.count("\n") == 1
 
 
 def test_adapters_are_those_of_peft_on_the_live_model() -> None:

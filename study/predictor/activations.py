@@ -238,6 +238,17 @@ class Trace:
     missing: str | None = None
 
 
+@functools.lru_cache(maxsize=64)
+def _measure(document: str, rank: int | None, options: str) -> dict[str, Any] | str:
+    """Return the answer of a trace, or why there is none."""
+    try:
+        return live.answer("measure", document, rank, options)
+    except UserError:
+        raise
+    except Exception as error:  # Any class of transformers, on tensors without data.
+        return f"{type(error).__name__}: {first_line(error)}"
+
+
 @functools.lru_cache(maxsize=512)
 def trace(request: Request) -> Trace:
     """Return the traced figures. A layer has the mean of all, and its temporaries the difference to the largest one."""
@@ -247,12 +258,9 @@ def trace(request: Request) -> Trace:
         "mode": _mode(request), "dropout": request.dropout, "fused": is_fused(request),
         "cuda": not request.box.is_cpu_only, "length": request.sequence_length,
     }  # fmt: skip
-    try:
-        answer = live.answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
-    except UserError:
-        raise
-    except Exception as error:  # Any class of transformers, on tensors without data.
-        return Trace(missing=f"activations and FLOPs ({type(error).__name__}: {first_line(error)})")
+    answer = _measure(shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+    if isinstance(answer, str):
+        return Trace(missing=f"activations and FLOPs ({answer})")
     first_pass, second_pass = answer["passes"]
     # Micro-batches, in units of the first pass, whose samples the second one has twice.
     counts, batch = answer["counts"], request.micro_batch / answer["samples"]

@@ -86,7 +86,8 @@ def answer(kind: Literal["survey", "measure"], document: str, rank: int | None, 
         from study.predictor import live_trace
 
         run = live_trace.survey if kind == "survey" else live_trace.measure
-        result = run(json.loads(document), rank, **json.loads(options))
+        with live_trace.quiet():
+            result = run(json.loads(document), rank, **json.loads(options))
     # A cache that cannot be written costs only time.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

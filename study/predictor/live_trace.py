@@ -13,13 +13,16 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import logging
+import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +41,8 @@ from study.predictor.activations import is_fused
 from study.predictor.request import Request
 from study.workloads.architecture import add_adapters
 
+# A forward pass with more has a loop over its tokens, and a trace takes minutes: Mamba and RWKV without their kernels.
+MAX_OPERATIONS = 10_000
 # Samples of the first pass: enough that activations exceed the gradient of a weight in most layers.
 SAMPLES = 4
 _FUSED = "traced_without_mask"
@@ -73,7 +78,7 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     last = max(inside, default=0)
     places = [len(units) if number > last else place for number, place in enumerate(places)]
     sizes = {
-        what: next((value for name in names if isinstance(value := getattr(text, name, None), int) and value), 1)
+        what: next((value for name in names if isinstance(value := _read_largest(text, name), int) and value), 1)
         for what, names in _SIZES.items()
     }
     embedding, head = _call(model.get_input_embeddings), _call(model.get_output_embeddings)
@@ -90,7 +95,8 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         # RoBERTa's positions begin after the index of its padding.
         positions -= text.pad_token_id + 1
     if model.main_input_name == "pixel_values":
-        positions = (_pair(text.image_size)[0] // _pair(text.patch_size)[0]) ** 2 + 1
+        image, patch = getattr(text, "image_size", None), getattr(text, "patch_size", None)
+        positions = (_pair(image)[0] // _pair(patch)[0]) ** 2 + 1 if image and patch else None
     return {
         "units": units, "owners": owners, "places": places,
         "parameters": [[name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, parameter.requires_grad]
@@ -101,7 +107,7 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
         "key_value_heads": getattr(text, "num_key_value_heads", None) or sizes["heads"], **sizes,
         "head_dim": getattr(text, "head_dim", None) or sizes["hidden"] // sizes["heads"],
-        "active": getattr(text, "num_experts_per_tok", None),
+        "active": _read_largest(text, "num_experts_per_tok"),
         "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
     }  # fmt: skip
 
@@ -118,6 +124,19 @@ def measure(
         passes = [_Pass(model, names, counts, mode, cuda, length, batch) for batch in (SAMPLES, 2 * SAMPLES)]
     return {"passes": [item.figures for item in passes], "calls": passes[0].calls, "counts": counts,
             "kinds": kinds, "missing": passes[0].missing or None, "samples": SAMPLES}  # fmt: skip
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Print no warnings of transformers and torch about kernels and settings of a model that does not run."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 @contextlib.contextmanager
@@ -141,7 +160,7 @@ def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
     An encoder is a classifier, as in this study's task; other models are what config.json names.
     """
     kind, classes = document["model_type"], document.get("architectures") or [None]
-    config, table = transformers.CONFIG_MAPPING[kind], modeling_auto
+    config, table = _config_class(document), modeling_auto
     is_encoder = kind in table.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not document.get("is_encoder_decoder", False)
     if is_encoder and kind in table.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not config().is_encoder_decoder:
         return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config], False
@@ -153,11 +172,25 @@ def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
     return transformers.MODEL_MAPPING[config], False
 
 
+def _config_class(document: Mapping[str, Any]) -> Any:
+    """Return the class of a config, by its model_type or, if transformers does not have that, by its architecture:
+    Kimi K2 is a DeepseekV3ForCausalLM. UserError if transformers has neither."""
+    kind, classes = document["model_type"], document.get("architectures") or [None]
+    if kind in transformers.CONFIG_MAPPING:
+        return transformers.CONFIG_MAPPING[kind]
+    model_class = getattr(transformers, str(classes[0]), None)
+    if (config := getattr(model_class, "config_class", None)) is not None:
+        return config
+    fix = "give the config.json of a class that transformers has, or the sizes of a Llama: layers=..,hidden=..,.."
+    code = ", and the code of a repository is never run" if document.get("auto_map") else ""
+    raise UserError(f"transformers {transformers.__version__} has no model_type {kind!s:.40}{code}", fix)
+
+
 def build_model(document: Mapping[str, Any], rank: int | None, attention: str, *, dropout: bool) -> Any:
     """Create the model; UserError if transformers does not support the config. No code of the model runs."""
     try:
         model_class, is_language_model = _head(document)
-        config = transformers.CONFIG_MAPPING[document["model_type"]].from_dict(dict(document))
+        config = _config_class(document).from_dict(dict(document))
         if model_class in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.values():
             config.num_labels = 2
         if attention == _FUSED and not model_class._supports_attention_backend:
@@ -171,14 +204,36 @@ def build_model(document: Mapping[str, Any], rank: int | None, attention: str, *
             setattr(config, name, getattr(config, name, None) or 0)
         # Weights without data cannot be drawn.
         with no_init_weights():
-            model = model_class(config).train()
+            model = _create(model_class, config).train()
         model.tie_weights()
+        head, text = _call(model.get_output_embeddings), config.get_text_config()
+        is_tied = document.get("tie_word_embeddings", text is config or getattr(text, "tie_word_embeddings", True))
+        if is_tied is False and config.tie_word_embeddings and head is not None:
+            # Later T5s, Mistral 3, InternVL: from_pretrained does not tie a head whose weight the checkpoint has.
+            head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
+    except UserError:
+        raise
+    except ImportError as error:
+        library = re.search(r"pip install ([\w-]+)", str(error))
+        fix = f"pip install {library[1]}" if library else "install it"
+        raise UserError(f"this {document['model_type']!s:.40} needs a library: {first_line(error)}", fix) from error
     except Exception as error:
         problem = f"transformers {transformers.__version__} does not build this {document['model_type']!s:.40}"
         raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", "correct config.json") from error
     if rank is not None:
         add_fake_adapters(model, rank, is_language_model)
     return model
+
+
+def _create(model_class: Any, config: Any) -> Any:
+    """Create the model on fake tensors, or on the meta device, as from_pretrained does, if it reads values of tensors
+    while it is created (schedules of dropped paths)."""
+    try:
+        return model_class(config)
+    except DataDependentOutputException:
+        with unset_fake_temporarily(), torch.device("meta"):
+            model = model_class(config)
+        return model.to_empty(device="cpu")
 
 
 def add_fake_adapters(model: Any, rank: int, is_language_model: bool) -> None:
@@ -244,6 +299,12 @@ def _call(function: Callable[[], Any]) -> Any:
     with contextlib.suppress(NotImplementedError, AttributeError):
         return function()
     return None
+
+
+def _read_largest(config: Any, name: str) -> Any:
+    """Return a size; of those that a config lists by layer, the largest."""
+    value = getattr(config, name, None)
+    return max(value) if isinstance(value, list) and value else value
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -316,7 +377,7 @@ class Meter(TorchDispatchMode):
     """Counts the bytes of all live storages except those of `outside`, and the FLOPs of matrix products, those of fused
     attention also separately."""
 
-    flops = attention = 0
+    flops = attention = operations = 0
     # Width of the values before they were padded, by width of the queries.
     value_widths: ClassVar[dict[int, int]] = {}
 
@@ -330,6 +391,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operations += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
@@ -363,6 +425,20 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
+class OperationLimit(TorchFunctionMode):
+    """Ends a forward pass of too many operations, where an exception of Python can pass: a Meter's would end the
+    process."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter = meter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.meter.operations > MAX_OPERATIONS:
+            raise RuntimeError(f"more than {MAX_OPERATIONS:,} operations, a loop over the tokens: shorten --seq_length")
+        return func(*args, **(kwargs or {}))
+
+
 class _Pass:
     """One forward and backward pass: figures in bytes and FLOPs, by remaining layer, and outside the layers."""
 
@@ -387,7 +463,8 @@ class _Pass:
         as_cuda = AsCuda() if mode == "autocast" and cuda else contextlib.nullcontext()
         self.now: str | None = None
         self.exit = self.began = 0
-        with meter, torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"), as_cuda:
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
+        with OperationLimit(meter), meter, autocast, as_cuda:
             try:
                 features = compute_features(model, pixels)
             except Exception as error:
