@@ -22,7 +22,6 @@ from study.claims.ledger import read_ledger
 from study.config.places import REPOSITORY
 from study.host.machine import detect_machine
 from study.records.frames import read_parquet, read_runs
-from study.releases.release_cells import release_cells
 from study.report.questions import QUESTIONS, answers
 from study.report.site import command
 from study.report.site.build import NOTEBOOKS, NotebookFailed, build, execute
@@ -137,9 +136,6 @@ def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, 
 
     monkeypatch.setattr("study.report.site.build.run_notebooks", copy_notebooks)
     monkeypatch.setattr("study.claims.ledger.read_ledger", read_ledger_once)
-    # Each table of releases would compare all runs again.
-    cells = release_cells(records)
-    monkeypatch.setattr("study.report.questions.releases.release_cells", lambda _: cells)
     claims = dependent_claims(records, name, source)
     build(records, name, tmp_path / "report", claims=claims, title=command.title_of(name))
     before, after = contents(source), contents(tmp_path / "report")

@@ -75,7 +75,7 @@ RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
 _REFUSED, _REMAINING, _DIGEST = b"study.refused", b"study.remaining", b"study.digest"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Records:
     """Input of a report: tables of runs and steps; `refused` lists the excluded run directories with the reasons."""
 

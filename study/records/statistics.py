@@ -111,8 +111,7 @@ def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = 
 
 def geometric_mean_interval(runs: pd.DataFrame, figure: str, arm: str) -> Interval:
     """Return the geometric mean of a strategy's figure over seeds, with its interval."""
-    table = pivot_by_seed(runs, figure)
-    return interval(np.exp(table[arm].dropna()) if arm in table else ())
+    return interval(np.exp(pivot_by_seed(runs, figure).get(arm, [])))
 
 
 def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any = np.log) -> pd.DataFrame:
@@ -165,7 +164,7 @@ def estimate_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
     A seed effect is, for example, other load on the machine during the runs of one seed. More data makes the estimate
     more certain, not smaller.
     """
-    logs = pivot_by_seed(_fair(runs), figure)
+    logs = pivot_by_seed(runs[runs["confounded"] == ""], figure)
     variance, df, _ = _additive_fit(logs.to_numpy(dtype=float))
     if not df:
         # With repeats of a single strategy, seed effects cannot be separated from the noise.
@@ -176,15 +175,10 @@ def estimate_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
 
 def repeat_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
     """Return the noise between reruns of one strategy with one seed; None without reruns."""
-    valid = _fair(runs)
-    valid = valid[(valid["status_state"] == "ok") & (valid[figure] > 0)]
+    valid = runs[(runs["confounded"] == "") & (runs["status_state"] == "ok") & (runs[figure] > 0)]
     logs = np.log(valid[figure].astype(float)).groupby([valid["arm"], valid["seed"].fillna(-1)])
     df = int((logs.count() - 1).sum())
     return Noise(math.sqrt(float((logs.var(ddof=0) * logs.count()).sum()) / df), df) if df else None
-
-
-def _fair(runs: pd.DataFrame) -> pd.DataFrame:
-    return runs[runs["confounded"] == ""]
 
 
 def _additive_fit(logs: np.ndarray) -> tuple[float, int, np.ndarray]:
@@ -251,7 +245,7 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
     """
     pairs = list(dict.fromkeys(pairs))
     logs = pivot_by_seed(runs, figure)
-    ps = corrected_p(pivot_by_seed(_fair(runs), figure), pairs)
+    ps = corrected_p(pivot_by_seed(runs[runs["confounded"] == ""], figure), pairs)
     nothing = pd.Series(dtype=float)
     ratios = {pair: np.exp((logs.get(pair[0], nothing) - logs.get(pair[1], nothing)).dropna()) for pair in pairs}
     return {pair: Difference(interval(ratios[pair]), ps.get(pair)) for pair in pairs}

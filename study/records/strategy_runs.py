@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from study.records.fairness import baseline_arm
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import Interval, differences, geometric_mean_interval, paired_ratio
+from study.records.statistics import Interval, differences, interval, pivot_by_seed
 from study.records.workloads import BASELINES, workload_names
 
 NAN = float("nan")
@@ -27,9 +29,10 @@ class StrategyRuns:
     name: str
     runs: pd.DataFrame
     ok_runs: pd.DataFrame
-    # All runs of the workload, and the name of its baseline strategy.
+    # All runs of the workload, the name of its baseline strategy, and the logs of a figure by seed and strategy.
     workload_runs: pd.DataFrame
     baseline: str | None
+    logs: Callable[[str], pd.DataFrame]
 
     @property
     def is_baseline(self) -> bool:
@@ -50,18 +53,21 @@ class StrategyRuns:
 
     def median_over_seeds(self, figure: str) -> float:
         """Return the median of a loss or metric over seeds, without repeats, which only reproduce it."""
-        once = self.ok_runs.drop_duplicates("seed")[figure]
+        once = self.ok_runs.loc[~self.ok_runs["seed"].duplicated(), figure]
         return float(once.median()) if once.notna().any() else NAN
 
     def geometric_mean(self, figure: str) -> Interval:
         """Return the geometric mean of a time or rate over seeds, with its interval."""
-        return geometric_mean_interval(self.workload_runs, figure, self.name)
+        return interval(np.exp(self.logs(figure).get(self.name, [])))
 
     def ratio(self, figure: str) -> Interval | None:
         """Return the ratio to the baseline, paired by seed; None for the baseline itself."""
         if self.baseline is None or self.is_baseline:
             return None
-        return paired_ratio(self.workload_runs, figure, self.name, self.baseline)
+        logs = self.logs(figure)
+        return interval(
+            np.exp(logs[self.name] - logs[self.baseline]) if {self.name, self.baseline} <= set(logs) else ()
+        )
 
     def value(self, column: str) -> Any:
         """Return the value of a column that all runs share; None if no run has recorded it."""
@@ -105,9 +111,9 @@ class StrategyRuns:
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        baseline = baseline_arm(workload_runs)
+        shared = workload_runs, baseline_arm(workload_runs), cache(partial(pivot_by_seed, workload_runs))
         for name, group in workload_runs.groupby("arm", sort=False):
-            yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], workload_runs, baseline)
+            yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], *shared)
 
 
 def outcome(runs: pd.DataFrame) -> str:

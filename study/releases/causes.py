@@ -108,8 +108,8 @@ def find_causes(
         for cause in read_causes()
         if differs
         and (cause.optimizer == optimizer or (cause.optimizer == "adamw" and differs in ("weights", "crash")))
-        and cause.is_in(versions)
         and cause.shows_in(strategy, micro_steps, precision)
+        and cause.is_in(versions)
         and (differs in cause.differs if cause.differs else differs not in _NO_TRAINING)
     )
 

@@ -7,6 +7,7 @@ A stack is the installed packages with another release of DeepSpeed; if its name
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class ReleaseCell:
     def is_contemporary(self) -> bool:
         return not is_of_today(self.stack)
 
-    @property
+    @functools.cached_property
     def verdict(self) -> Verdict:
         """The worst verdict of the runs; among equal kinds that with the largest difference."""
         return min(self.verdicts, key=lambda verdict: (_WORST.index(verdict.kind), -(verdict.size or 0)))
@@ -96,7 +97,7 @@ class ReleaseCell:
     def races(self) -> tuple[Cause, ...]:
         return tuple(cause for cause in self._causes("weights") if cause.sometimes)
 
-    @property
+    @functools.cached_property
     def causes(self) -> tuple[Cause, ...]:
         return self._causes(self.verdict.differs)
 
@@ -104,12 +105,13 @@ class ReleaseCell:
         return find_causes(self.versions, self.strategy, self.micro_steps, self.precision, differs, self.optimizer)
 
 
-def release_cells(records: Records) -> list[ReleaseCell]:
+@functools.lru_cache(maxsize=1)
+def release_cells(records: Records) -> tuple[ReleaseCell, ...]:
     """Return a cell per stack and setting, the oldest release first; `single` is the reference and has none."""
     runs = real_runs(records).runs
     runs = runs[runs["stack"].notna()]
     if runs.empty:
-        return []
+        return ()
     steps = steps_by_run(records)
     rows: list[Row] = runs.to_dict("records")
     # Package versions by stack, from all of its runs: a run that never began has recorded none.
@@ -122,17 +124,20 @@ def release_cells(records: Records) -> list[ReleaseCell]:
             if isinstance(version := row[f"{name}_version"], str):
                 packages[name] = version
     repeats_by_cell: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    ended_by_work: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
+        if row["status_state"] == "ok":
+            ended_by_work[_work(row, row["precision"], versions)].append(row)
         if row["strategy"] != "single" and isinstance(row["strategy"], str):
             repeats_by_cell[row["stack"], row["strategy"], row["precision"], _micro_steps(row), row["trainer"],
                  row["max_grad_norm"], row["optimizer"]].append(row)  # fmt: skip
-    cells = [_cell(repeats, rows, versions, steps) for repeats in repeats_by_cell.values()]
+    cells = [_cell(repeats, ended_by_work, versions, steps) for repeats in repeats_by_cell.values()]
     contemporary = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_contemporary}
     cells = [
         cell if cell.is_contemporary else dataclasses.replace(cell, contemporary=contemporary.get(_but_stack(cell), ""))
         for cell in cells
     ]
-    return sorted(cells, key=_place)
+    return tuple(sorted(cells, key=_place))
 
 
 def _but_stack(cell: ReleaseCell) -> tuple[Any, ...]:
@@ -145,17 +150,12 @@ def _place(cell: ReleaseCell) -> tuple[Any, ...]:
 
 
 def _cell(
-    repeats: Sequence[Row], rows: Sequence[Row], versions: Mapping[str, Any], steps: Mapping[str, Any]
+    repeats: Sequence[Row], ended_by_work: Mapping[Any, Any], versions: Mapping[str, Any], steps: Mapping[str, Any]
 ) -> ReleaseCell:
     first = repeats[0]
     # Prefer `single` under the same stack. Another release of DeepSpeed is as good: `single` does not use it. Only
     # Muon is DeepSpeed's, and the newest release is its reference.
-    candidates = [
-        candidate for candidate in rows
-        if candidate["precision"] == reference_precision(first["precision"]) and candidate["status_state"] == "ok"
-        and all(_same(candidate[key], first[key]) for key in _SAME_WORK)
-        and all(versions[candidate["stack"]][name] == versions[first["stack"]][name] for name in PACKAGES[1:])
-    ]  # fmt: skip
+    candidates = [*ended_by_work.get(_work(first, reference_precision(first["precision"]), versions), ())]
     if first["optimizer"] == "muon":
         candidates.sort(key=lambda candidate: release_key(candidate["stack"]), reverse=True)
     else:
@@ -206,5 +206,5 @@ def _number(value: Any) -> float:
     return 0.0 if pd.isna(value) else float(value)
 
 
-def _same(first: Any, second: Any) -> bool:
-    return bool(first == second or (pd.isna(first) and pd.isna(second)))
+def _work(row: Row, precision: str, versions: Mapping[str, Any]) -> tuple[Any, ...]:
+    return precision, *(str(row[key]) for key in _SAME_WORK), *(versions[row["stack"]][name] for name in PACKAGES[1:])

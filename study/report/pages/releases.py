@@ -52,7 +52,7 @@ class ReleaseReport:
     records: Records
 
     @functools.cached_property
-    def cells(self) -> list[ReleaseCell]:
+    def cells(self) -> tuple[ReleaseCell, ...]:
         """All cells, the oldest release first."""
         return release_cells(self.records)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
 
 from study.config.text import NOT_MEASURED, percent
 from study.records.frames import Records, real_runs
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, differences, estimate_noise, pivot_by_seed
+from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, differences, estimate_noise
 from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
 from study.records.workloads import BASELINES, strategy_order
 from study.report.document import Answer, cell_text, format_names, format_or_dash, span_text
@@ -24,9 +24,10 @@ Workloads = Mapping[str, Sequence[StrategyRuns]]
 Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
 
 
-def real_arms(records: Records) -> Iterator[StrategyRuns]:
+@functools.lru_cache(maxsize=2)
+def real_arms(records: Records) -> tuple[StrategyRuns, ...]:
     """Return the strategies of the real runs."""
-    return group_by_strategy(real_runs(records).runs)
+    return tuple(group_by_strategy(real_runs(records).runs))
 
 
 def workloads(records: Records) -> dict[str, list[StrategyRuns]]:
@@ -159,8 +160,7 @@ def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
 
 def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
     """Return the residual SD of a workload's runs and the least significant difference, as a sentence."""
-    runs = strategies[0].workload_runs
-    floor, seeds = estimate_noise(runs, figure), pivot_by_seed(runs, figure).count()
+    floor, seeds = estimate_noise(strategies[0].workload_runs, figure), strategies[0].logs(figure).count()
     if floor is None:
         return "One run of each strategy: the noise is not known, so no difference in time is significant."
     words = f"Residual SD of like runs: {percent(floor.log_sd)} ({floor.df} degrees of freedom)."
@@ -210,7 +210,7 @@ def side_by_side(
         return text if arm.is_fair() or text == NOT_MEASURED else text + _CONFOUNDED
 
     cells = {("", "Strategy"): order}
-    for workload, heading in itertools.product(chosen, columns):
+    for workload, heading in ((workload, heading) for workload in chosen for heading in columns):
         texts = {arm.name: cell(arm, heading) for arm in by_workload[workload]}
         cells[workload, heading] = [texts.get(name, NOT_MEASURED) for name in order]
     table = pd.DataFrame(cells)
