@@ -119,7 +119,7 @@ class _HostPeak:
 
     def reset(self) -> None:
         if hasattr(psutil, "heap_trim"):
-            # Return what an earlier phase freed to the system. psutil before 7.2, which `study verify` takes, cannot.
+            # Return the memory freed so far to the system. psutil before 7.2, which `study verify` takes, cannot.
             psutil.heap_trim()
         try:
             # proc(5): "5" resets VmHWM. Some containers do not permit that.
