@@ -115,8 +115,8 @@ def test_the_colab_notebook_installs_the_wheel_of_its_kernel(study: Command, whe
     again = study("-m", "pip", "install", "--no-deps", "--target", str(tmp_path / "again"), str(made), program="python")
     assert again.returncode == 0, again.stderr
     with zipfile.ZipFile(wheel) as built:
-        names = [name for name in built.namelist() if name.startswith("study/") or "entry_points" in name]
-        assert all((tmp_path / "again" / name).read_bytes() == built.read(name) for name in names)
+        files = [name for name in built.namelist() if name.startswith("study/") or "entry_points" in name]
+        assert all((tmp_path / "again" / name).read_bytes() == built.read(name) for name in files)
     assert (tmp_path / "constraints.txt").read_text() == (REPOSITORY / "constraints.txt").read_text().rstrip("\n")
 
 
