@@ -108,12 +108,14 @@ def test_the_colab_notebook_installs_the_wheel_of_its_kernel(study: Command, whe
     code = "\n".join([f"{cells[name]}\n{recorder}" for name in names])
     result = study("-c", code, program="python")
     assert result.returncode == 0, result.stderr
-    made = tmp_path / wheel.name
-    assert f"the project is {made}\n" in result.stdout
-    assert f"--no-build-isolation {made}[train,report]\n" in result.stdout
+    rebuilt = tmp_path / wheel.name
+    assert f"the project is {rebuilt}\n" in result.stdout
+    assert f"--no-build-isolation {rebuilt}[train,report]\n" in result.stdout
     # The file that was installed is not needed.
-    again = study("-m", "pip", "install", "--no-deps", "--target", str(tmp_path / "again"), str(made), program="python")
-    assert again.returncode == 0, again.stderr
+    reinstalled = study(
+        "-m", "pip", "install", "--no-deps", "--target", str(tmp_path / "again"), str(rebuilt), program="python"
+    )
+    assert reinstalled.returncode == 0, reinstalled.stderr
     with zipfile.ZipFile(wheel) as built:
         files = [name for name in built.namelist() if name.startswith("study/") or "entry_points" in name]
         assert all((tmp_path / "again" / name).read_bytes() == built.read(name) for name in files)
