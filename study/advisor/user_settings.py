@@ -189,11 +189,12 @@ def _read(name: str, findings: list[Finding]) -> dict[str, Any]:
 
 def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
     """Read a JSON, or a Hjson, which may have comments and which only DeepSpeed reads by itself."""
-    twice, constants = set[str](), list[str]()
+    twice, not_finite = set[str](), list[str]()
 
-    def to_float(constant: str) -> float:
-        constants.append(constant)
-        return float(constant)
+    def to_float(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            not_finite.append(number)
+        return value
 
     def to_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
@@ -202,7 +203,7 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
 
     fix = "make it JSON at that place"
     try:
-        document = json.loads(text, object_pairs_hook=to_mapping, parse_constant=to_float)
+        document = json.loads(text, object_pairs_hook=to_mapping, parse_constant=to_float, parse_float=to_float)
     except ValueError as error:
         problem = f"{name} is not readable as JSON ({' '.join(str(error).split())[:120]})"
         try:
@@ -216,12 +217,13 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
                 findings.append(_refused(key, message, "take them out, or set a number"))
         except ModuleNotFoundError:
             raise UserError(problem, f"{fix}; or run: pip install hjson, with which DeepSpeed reads comments") from None
-        except ValueError:
+        # An OverflowError is that of an infinite number.
+        except (ValueError, OverflowError):
             raise UserError(problem, fix) from None
-    if constants and '"auto"' not in text:
+    if not_finite and '"auto"' not in text:
         findings.append(
             _refused(
-                name, f"has {constants[0]}, which DeepSpeed's reader (Hjson) does not accept", "write it in digits"
+                name, f"has {not_finite[0]}, which DeepSpeed's reader (Hjson) does not accept", "write it in digits"
             )
         )
     findings += [
