@@ -81,7 +81,7 @@ def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(records):
     assert (len(real_runs(records).runs), len(probe_runs(records).runs)) == (1, len(states))
     assert [len(TABLES[name](records)) for name in ("summary", "loss", "memory", "runtime")] == [1, 1, 1, 1]
     # Probes do not make the names of other workloads longer.
-    assert real_runs(records).runs["workload"].unique().tolist() == ["gpt-wikitext, gpt-tiny"]
+    assert real_runs(records).runs["workload"].unique().tolist() == ["gpt-tiny, built-in text"]
     assert "fits" in {question.name for question in answers(records)}
 
 
@@ -100,7 +100,7 @@ def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):
         write_search(tmp_path, "single", ends, name=name, gradient_checkpointing=checkpointing)
     table = fits_table(read_runs(tmp_path)).set_index("Workload")
     assert sorted(table.index) == [
-        f"gpt-wikitext, gpt-tiny: largest micro-batch, checkpointing {it}" for it in ("off", "on")
+        f"gpt-tiny, built-in text: largest micro-batch, checkpointing {it}" for it in ("off", "on")
     ]
     assert table["x plain"].tolist() == [1, 1]
     assert len(drawn("what_fits", read_runs(tmp_path))) == 2

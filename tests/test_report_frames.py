@@ -109,7 +109,7 @@ def test_a_cell_without_files_is_read_from_the_note_of_its_sweep(runs: Path) -> 
     note = {"strategy": "zero3_nvme", "world_size": 2, "command": [*command, "--max_steps", "8", "--eval_steps", "4"]}
     (cell / "sweep.json").write_text(json.dumps(note))
     rows = read_records(runs).runs.set_index("strategy")
-    assert (rows.loc["zero3_nvme", "workload"], rows.loc["zero3_nvme", "world_size"]) == ("gpt-wikitext, gpt-tiny", 2)
+    assert (rows.loc["zero3_nvme", "workload"], rows.loc["zero3_nvme", "world_size"]) == ("gpt-tiny, built-in text", 2)
     (cell / "sweep.json").unlink()
     assert read_records(runs).runs.set_index("strategy").loc["zero3_nvme", "workload"] == "workload not recorded"
     (cell / "sweep.json").write_text(json.dumps(note | {"command": ["rm", "-rf"]}))

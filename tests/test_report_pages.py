@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -40,7 +41,7 @@ def harmful(records: Records) -> Records:
     """Return the laptop's records with hostile text in every field, and with every kind of failure."""
     # One of its two workloads: the other would double every figure.
     runs = records.runs[records.runs["task"] == "gpt-wikitext"].copy()
-    runs["workload"] = runs["workload"] + " " + EVIL
+    runs["workload_key"] = runs["workload_key"].map(lambda key: json.dumps(json.loads(key) | {"data": EVIL}))
     runs.loc[runs["strategy"] == "zero1", "arm"] = "zero1 " + EVIL
     confounded = runs["strategy"] == "zero2"
     runs.loc[confounded, ["confounded", "confounded_loss"]] = EVIL

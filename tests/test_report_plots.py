@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 
 import numpy as np
 import numpy.typing as npt
@@ -157,7 +158,8 @@ def test_every_axis_has_its_unit_and_every_figure_its_words(notebook):
     empty = dataclasses.replace(laptop(), runs=laptop().runs.iloc[:0], steps=laptop().steps.iloc[:0])
     assert drawn(notebook, empty) == []
     drawings = laptops(notebook)
-    odd = drawn(notebook, changed(arm=ODD, workload=f"${ODD}", confounded=ODD, confounded_loss=ODD))
+    workload = json.dumps(json.loads(laptop().runs["workload_key"].iloc[-1]) | {"tokenizer_name": f"${ODD}"})
+    odd = drawn(notebook, changed(arm=ODD, workload_key=workload, confounded=ODD, confounded_loss=ODD))
     assert list(drawings) == OF_THE_LAPTOP.get(notebook, [])
     assert bool(odd) == bool(drawings)
     for drawing in drawings.values():

@@ -141,7 +141,7 @@ def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(seeds: 
     """A pooled noise has false findings in 11 % of families with a noisy arm, and in 23 % with a noisy baseline."""
     rng = np.random.default_rng(seeds)
     families = (drawn(rng, seeds, NOISES[scatter]) for _ in range(FAMILIES))
-    false = sum(min(statistics.corrected_p(logs, AGAINST_THE_FIRST).values()) < 0.05 for logs in families)
+    false = sum(min(statistics.corrected_tests(logs, AGAINST_THE_FIRST).values())[0] < 0.05 for logs in families)
     assert false <= MAX_FALSE
     assert MAX_FALSE < 0.085 * FAMILIES
 
@@ -151,7 +151,7 @@ def test_no_arm_is_called_slower_than_the_best_by_chance() -> None:
     rng = np.random.default_rng(1)
     families = (drawn(rng, 3) for _ in range(150))
     pairs = list(itertools.combinations(ARMS, 2))
-    false = sum(min(statistics.corrected_p(logs, pairs).values()) < 0.05 for logs in families)
+    false = sum(min(statistics.corrected_tests(logs, pairs).values())[0] < 0.05 for logs in families)
     assert false <= stats.binom.ppf(1 - 1e-4, 150, 0.05)
 
 
@@ -161,7 +161,7 @@ def test_differences_that_are_there_are_seen() -> None:
     for seeds, least in ((3, 0.6), (5, 0.97)):
         rng = np.random.default_rng(seeds)
         detected = [
-            statistics.corrected_p(drawn(rng, seeds, effect=effect), AGAINST_THE_FIRST)[pair] < 0.05
+            statistics.corrected_tests(drawn(rng, seeds, effect=effect), AGAINST_THE_FIRST)[pair][0] < 0.05
             for _ in range(60)
             for pair in AGAINST_THE_FIRST[6:]
         ]
@@ -170,8 +170,26 @@ def test_differences_that_are_there_are_seen() -> None:
 
 def test_two_arms_alone_are_tested_by_their_own_pairs() -> None:
     logs = drawn(np.random.default_rng(4), 5, arms=2)
-    p_values = statistics.corrected_p(logs, [(ARMS[1], ARMS[0])])
-    assert p_values[ARMS[1], ARMS[0]] == pytest.approx(stats.ttest_1samp(logs[ARMS[1]] - logs[ARMS[0]], 0).pvalue)
+    own = stats.ttest_1samp(logs[ARMS[1]] - logs[ARMS[0]], 0)
+    ((p, *bounds),) = statistics.corrected_tests(logs, [(ARMS[1], ARMS[0])]).values()
+    assert [p, *bounds] == pytest.approx([own.pvalue, *own.confidence_interval(0.95)])
+
+
+def test_an_interval_excludes_no_difference_exactly_where_the_corrected_test_does() -> None:
+    """The interval of each pair's own t test excludes it more often."""
+    rng, verdicts, plain = np.random.default_rng(7), [], []
+    for _ in range(40):
+        runs = as_runs(drawn(rng, 5, effect=rng.normal(0, 0.03, 13)))
+        for difference in statistics.differences(runs, TIME, AGAINST_THE_FIRST).values():
+            low, high = difference.ratio.low, difference.ratio.high
+            assert low is not None
+            assert high is not None
+            assert difference.is_significant == (low > 1 or high < 1)
+            assert low < difference.ratio.center < high
+            own = statistics.interval(difference.ratio.points)
+            verdicts.append(difference.is_significant)
+            plain.append(own.low > 1 or own.high < 1)  # type: ignore[operator]
+    assert 0.1 < np.mean(verdicts) < np.mean(plain)
 
 
 def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confounded() -> None:

@@ -23,7 +23,7 @@ from study.records.lock import is_run_active
 from study.records.outcome import SliceProgress
 from study.records.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.records.schema import NEW_NAMES, RecordError
-from study.records.workloads import name_workloads, strategy_order
+from study.records.workloads import name_workloads, strategy_order, workload_names
 
 if pd.__version__.startswith("2."):
     # As in pandas 3, for which Python 3.10 is too old: text has the type `str`, also in parquet.
@@ -231,7 +231,11 @@ def read_parquet(folder: Path) -> Records:
 
 def _with_run_columns(file: Path, runs: pd.DataFrame) -> pd.DataFrame:
     text = {key: object for key, kind in RUN_COLUMNS.items() if kind == "str"}
-    return _with_columns(file, runs.rename(columns=NEW_NAMES), RUN_COLUMNS).astype(text).copy()
+    table = _with_columns(file, runs.rename(columns=NEW_NAMES), RUN_COLUMNS).astype(text).copy()
+    # Named again, because an older version may have named them differently.
+    for _, keys in table["workload_key"].dropna().groupby(table["probe"].fillna(False)):
+        table.loc[keys.index, "workload"] = keys.map(workload_names(sorted(set(keys))))
+    return table
 
 
 def runs_only_in(folder: Path, records: Records) -> list[str]:

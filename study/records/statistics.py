@@ -86,10 +86,16 @@ def t_quantile(probability: float, df: float) -> float:
 def apply_holm(ps: Iterable[float]) -> list[float]:
     """Correct p values of a family by Holm's method."""
     values = np.fromiter(ps, dtype=float)
-    order = np.argsort(values)
-    corrected = np.empty(len(values))
-    corrected[order] = np.minimum(np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)), 1)
-    return [float(p) for p in corrected]
+    return [float(p) for p in np.minimum(values * _holm_factors(values), 1)]
+
+
+def _holm_factors(ps: np.ndarray) -> np.ndarray:
+    """Return the factor by which Holm's method corrects each p; it keeps their order."""
+    order, counts = np.argsort(ps), np.arange(len(ps), 0, -1, dtype=float)
+    corrected = np.maximum.accumulate(ps[order] * counts)
+    factors = np.empty(len(ps))
+    factors[order] = np.divide(corrected, ps[order], out=counts, where=corrected > ps[order] * counts)
+    return factors
 
 
 def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
@@ -198,7 +204,10 @@ def _additive_fit(logs: np.ndarray) -> tuple[float, int, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Ratio of two strategies, with `p` after Holm's correction; None if they share too few fair seeds."""
+    """Ratio of two strategies, with `p` after Holm's correction; None if they share too few fair seeds.
+
+    With a p, the interval of the ratio is that of the same test: it excludes 1 if and only if p is significant.
+    """
 
     ratio: Interval
     p: float | None
@@ -245,14 +254,22 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
     """
     pairs = list(dict.fromkeys(pairs))
     logs = pivot_by_seed(runs, figure)
-    ps = corrected_p(pivot_by_seed(runs[runs["confounded"] == ""], figure), pairs)
-    nothing = pd.Series(dtype=float)
-    ratios = {pair: np.exp((logs.get(pair[0], nothing) - logs.get(pair[1], nothing)).dropna()) for pair in pairs}
-    return {pair: Difference(interval(ratios[pair]), ps.get(pair)) for pair in pairs}
+    tests = corrected_tests(pivot_by_seed(runs[runs["confounded"] == ""], figure), pairs)
+    nothing, results = pd.Series(dtype=float), {}
+    for pair in pairs:
+        ratio, p = interval(np.exp((logs.get(pair[0], nothing) - logs.get(pair[1], nothing)).dropna())), None
+        if pair in tests:
+            p, low, high = tests[pair]
+            ratio = dataclasses.replace(ratio, low=float(np.exp(low)), high=float(np.exp(high)))
+        results[pair] = Difference(ratio, p)
+    return results
 
 
-def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
-    """Return the corrected p of each pair of columns with enough common rows."""
+def corrected_tests(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, tuple[float, float, float]]:
+    """Return the corrected p of each pair of columns with enough common rows, and the bounds of their mean difference.
+
+    Holm's factor of p divides the level of the bounds.
+    """
     values, places = logs.to_numpy(dtype=float), {arm: place for place, arm in enumerate(logs)}
     noises = {
         arm: _strategy_noise(values, places[arm]) for arm in dict.fromkeys(itertools.chain(*pairs)) if arm in places
@@ -263,11 +280,17 @@ def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
             ratios = values[:, places[arm]] - values[:, places[base]]
             ratios = ratios[~np.isnan(ratios)]
             if len(ratios) >= MIN_SAMPLE:
-                tested[arm, base] = (*_t_and_df(ratios, noises[arm]), *_t_and_df(ratios, noises[base]))
+                tested[arm, base] = [(ratios.mean(), *_error_and_df(ratios, noises[name])) for name in (arm, base)]
     if not tested:
         return {}
-    t, df = np.array(list(tested.values())).reshape(-1, 2, 2).transpose(2, 0, 1)
-    return dict(zip(tested, apply_holm((2 * special.stdtr(df, -t)).max(axis=1)), strict=True))
+    mean, error, df = np.array(list(tested.values())).transpose(2, 0, 1)
+    both = 2 * special.stdtr(df, -np.abs(mean) / error)
+    weaker = np.arange(len(both)), both.argmax(axis=1)
+    p, mean, error, df = both[weaker], mean[weaker], error[weaker], df[weaker]
+    factors = _holm_factors(p)
+    reach = error * special.stdtrit(df, 1 - SIGNIFICANCE / factors / 2)
+    results = np.column_stack([np.minimum(p * factors, 1), mean - reach, mean + reach]).tolist()
+    return {pair: (p, low, high) for pair, (p, low, high) in zip(tested, results, strict=True)}
 
 
 class _StrategyNoise(NamedTuple):
@@ -289,8 +312,8 @@ def _strategy_noise(logs: np.ndarray, place: int) -> _StrategyNoise:
     return _StrategyNoise(max(strategy_variance, 0.0), int(valid.sum()) - 1, variance, df)
 
 
-def _t_and_df(ratios: np.ndarray, noise: _StrategyNoise) -> tuple[float, float]:
-    """Return t and its degrees of freedom for differences of logs; the null hypothesis is a mean of 0."""
+def _error_and_df(ratios: np.ndarray, noise: _StrategyNoise) -> tuple[float, float]:
+    """Return the standard error of the mean of differences of logs, and its degrees of freedom."""
     n, variance = len(ratios), noise.variance + noise.others_variance
     if not noise.others_df:
         # Without other strategies: the t test of the pair alone.
@@ -299,7 +322,7 @@ def _t_and_df(ratios: np.ndarray, noise: _StrategyNoise) -> tuple[float, float]:
         df = variance**2 / (noise.variance**2 / noise.df + noise.others_variance**2 / noise.others_df)
     else:
         df = 1.0
-    return abs(float(ratios.mean())) / max(math.sqrt(variance / n), _ROUNDING), df
+    return max(math.sqrt(variance / n), _ROUNDING), df
 
 
 # Equivalence of losses (TOST), and the seeds needed to detect a change.

@@ -14,7 +14,7 @@ import pandas as pd
 
 from study.records.fairness import baseline_arm
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import Interval, differences, interval, pivot_by_seed
+from study.records.statistics import Difference, Interval, Pair, differences, interval, pivot_by_seed
 from study.records.workloads import BASELINES, workload_names
 
 NAN = float("nan")
@@ -29,10 +29,12 @@ class StrategyRuns:
     name: str
     runs: pd.DataFrame
     ok_runs: pd.DataFrame
-    # All runs of the workload, the name of its baseline strategy, and the logs of a figure by seed and strategy.
+    # All runs of the workload, the name of its baseline strategy, the logs of a figure by seed and strategy, and the
+    # difference of each strategy from the baseline.
     workload_runs: pd.DataFrame
     baseline: str | None
     logs: Callable[[str], pd.DataFrame]
+    differences: Callable[[str], dict[Pair, Difference]]
 
     @property
     def is_baseline(self) -> bool:
@@ -59,15 +61,6 @@ class StrategyRuns:
     def geometric_mean(self, figure: str) -> Interval:
         """Return the geometric mean of a time or rate over seeds, with its interval."""
         return interval(np.exp(self.logs(figure).get(self.name, [])))
-
-    def ratio(self, figure: str) -> Interval | None:
-        """Return the ratio to the baseline, paired by seed; None for the baseline itself."""
-        if self.baseline is None or self.is_baseline:
-            return None
-        logs = self.logs(figure)
-        return interval(
-            np.exp(logs[self.name] - logs[self.baseline]) if {self.name, self.baseline} <= set(logs) else ()
-        )
 
     def value(self, column: str) -> Any:
         """Return the value of a column that all runs share; None if no run has recorded it."""
@@ -99,7 +92,9 @@ class StrategyRuns:
         return (self.median("host_peak_rss_gib"), "host process") if pd.isna(device) else (device, "device")
 
     def format_baseline_ratio(self, figure: str) -> str:
-        return f"1 ({self.role})" if self.is_baseline else ratio_text(self.ratio(figure))
+        if self.baseline is None or self.is_baseline:
+            return f"1 ({self.role})" if self.is_baseline else ratio_text(None)
+        return ratio_text(self.differences(figure)[self.name, self.baseline].ratio)
 
     def row(self, figures: Row, confound: str = "confounded") -> Row:
         return {
@@ -111,7 +106,10 @@ class StrategyRuns:
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        shared = workload_runs, baseline_arm(workload_runs), cache(partial(pivot_by_seed, workload_runs))
+        baseline, names = baseline_arm(workload_runs), workload_runs["arm"].unique()
+        pairs = [(name, baseline) for name in names if baseline not in (None, name)]
+        shared = (workload_runs, baseline, cache(partial(pivot_by_seed, workload_runs)),
+                  cache(partial(differences, workload_runs, pairs=pairs)))  # fmt: skip
         for name, group in workload_runs.groupby("arm", sort=False):
             yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], *shared)
 

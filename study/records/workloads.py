@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from study.config.strategies import STRATEGY_NAMES
 BASELINES = ("single", "ddp", "zero0")
 # Columns that separate experiments, with their format: model and data, then the amount of work.
 _SUBJECT = {
-    "virtual": "virtual", "task": "{}", "model_name_or_path": "{}", "data": "data {}", "dataset_config_name": "{}",
+    "virtual": "virtual", "task": "{}", "model_name_or_path": "{}", "data": "{}", "dataset_config_name": "{}",
     "stack": "DeepSpeed {}", "weights": "{} weights", "seq_length": "{} tokens",
 }  # fmt: skip
 _WORK = {
@@ -32,7 +33,9 @@ _RULES = {
     "eval_samples": "{} eval samples",
 }  # fmt: skip
 _WORDS = _SUBJECT | _WORK | _RULES
-
+# Data in words; --data hub is the data that a task is named after.
+_DATA = {"builtin": "built-in text", "reviews": "film reviews"}
+_HUB_DATA = {"bert-imdb": "IMDB", "gpt-wikitext": "Wikitext"}
 
 # Values that count as unset, because older records lack these settings.
 _AS_BEFORE = {"peft": "none", "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "bf16_states": False}
@@ -118,12 +121,20 @@ def format_setting(field: str, value: Any) -> str:
     text = "off" if value is False else "on" if value is True else f"{value:g}" if isinstance(value, float) else value
     if field == "model_name_or_path" or field == "data":
         text = str(value).rstrip("/").rsplit("/", 1)[-1]
+        if part := re.fullmatch(r"(.+)-(\d+)layers", text):
+            text = f"{part[2]} layer{'s' * (part[2] != '1')} of {part[1]}"
     return _WORDS.get(field, f"{field} {{}}").format("unset" if text is None else text)
 
 
+def data_name(values: Columns) -> str | None:
+    """Return the data of a run in words; None if not recorded."""
+    data = values["data"]
+    return _HUB_DATA.get(values["task"]) if data == "hub" else _DATA.get(data, data)
+
+
 def workload_names(keys: Sequence[str]) -> dict[str, str]:
-    """Name workloads by task, model, and the settings that differ among the workloads of that model."""
-    parsed = {key: json.loads(key) for key in keys}
+    """Name workloads by model, data, and the settings that differ among the workloads of that model and task."""
+    parsed = {key: (values := json.loads(key)) | {"data": data_name(values)} for key in keys}
     keys_by_model: defaultdict[tuple[Any, Any], list[str]] = defaultdict(list)
     for key, values in parsed.items():
         keys_by_model[values["task"], values["model_name_or_path"]].append(key)
@@ -132,7 +143,7 @@ def workload_names(keys: Sequence[str]) -> dict[str, str]:
         for key in group:
             values = parsed[key]
             varying = {field for field in values if len({json.dumps(parsed[peer][field]) for peer in group}) > 1}
-            fields = [field for field in values if field in ("task", "model_name_or_path") or field in varying]
+            fields = [field for field in values if field in ("model_name_or_path", "data") or field in varying]
             words = [format_setting(field, values[field]) for field in fields if values[field] not in (None, False)]
             texts[key] = ", ".join(words) if task else "workload not recorded"
     return texts

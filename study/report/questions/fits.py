@@ -13,7 +13,7 @@ import pandas as pd
 from study.records.frames import Records, probe_runs
 from study.records.outcome import Outcome
 from study.records.strategy_runs import NAN
-from study.records.workloads import format_setting, strategy_order
+from study.records.workloads import data_name, format_setting, strategy_order
 from study.report.document import Answer, Question
 from study.sweep.search import Bracket, SearchAnswer, next_bracket
 
@@ -105,8 +105,8 @@ def fits(records: Records) -> list[Fit]:
     kinds: defaultdict[str, list[tuple[Row, Row]]] = defaultdict(list)
     for name, search in about.items():
         row = rungs[name][min(rungs[name])]
-        model = f", {row['model_name_or_path']}" if search["axis"] == _MICRO_BATCH else ""
-        kinds[f"{row['task']}{model}: {_WHAT[search['axis']]}"].append((search, row))
+        model = f"{row['model_name_or_path']}, " if search["axis"] == _MICRO_BATCH else ""
+        kinds[f"{model}{data_name(row)}: {_WHAT[search['axis']]}"].append((search, row))
     results = []
     for kind, searches in kinds.items():
         settings = [key for key in _SETTINGS if key != _VALUE[searches[0][0]["axis"]]]

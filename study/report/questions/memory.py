@@ -13,7 +13,7 @@ from study.config.text import format_number, percent
 from study.host.memory import MIB
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import paired_ratio
+from study.records.statistics import interval
 from study.records.strategy_runs import (
     NAN,
     Row,
@@ -115,11 +115,14 @@ MEMORY = Question(
 )  # fmt: skip
 
 
-def _offload_answer(records: Records) -> Answer | None:
+def _offloaded(records: Records) -> dict[str, list[StrategyRuns]]:
+    """Return the strategies with offload of each workload in which one of them can be compared."""
     moved = {workload: [arm for arm in arms if arm.is_offloaded] for workload, arms in workloads(records).items()}
-    offloaded = {
-        workload: arms for workload, arms in moved.items() if any(len(a.ok_runs) and a.unoffloaded for a in arms)
-    }
+    return {workload: arms for workload, arms in moved.items() if any(len(a.ok_runs) and a.unoffloaded for a in arms)}
+
+
+def _offload_answer(records: Records) -> Answer | None:
+    offloaded = _offloaded(records)
     if not offloaded:
         return None
     times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
@@ -160,10 +163,11 @@ def _freed(arm: StrategyRuns) -> float:
 
 def offload_table(records: Records) -> pd.DataFrame:
     """Return a row per strategy with offload, and the same stages without it."""
+    times = Comparison(_offloaded(records), STEP, lambda arm: arm.unoffloaded)
 
     def figures(arm: StrategyRuns) -> Row:
-        moved, plain = arm.is_offloaded, arm.unoffloaded
-        ratio = None if plain is None else paired_ratio(arm.workload_runs, STEP, arm.name, plain)
+        moved, plain, difference = arm.is_offloaded, arm.unoffloaded, times.of(arm)
+        ratio = None if plain is None else interval([]) if difference is None else difference.ratio
         return {
             "Stage": arm.value("zero_stage"),
             "Optimizer on": arm.value("offload_optimizer") or "device",

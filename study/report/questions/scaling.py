@@ -11,7 +11,7 @@ from study.host.memory import MIB
 from study.predictor.run_predictions import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
 from study.records.fairness import baseline_arm
 from study.records.frames import Records, real_runs
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Interval, interval, paired_ratio
+from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Interval, interval
 from study.records.strategy_runs import (
     NAN,
     Row,
@@ -58,7 +58,7 @@ def _ranks_answer(records: Records) -> Answer | None:
     )  # fmt: skip
     columns: Columns = {
         "x one device": speeds.cell(times_text),
-        "Of the ideal": lambda arm: format_or_dash(_speedup(arm).center / arm.ranks, percent),
+        "Of the ideal": lambda arm: format_or_dash(_speedup(arm, speeds).center / arm.ranks, percent),
     }
     return side_by_side(sentence, without_offload(by_workload), columns, *speeds.notes)
 
@@ -73,16 +73,17 @@ def _one_device(arm: StrategyRuns) -> str | None:
     return baseline_arm(arm.workload_runs[arm.workload_runs["world_size"] == 1])
 
 
-def _speedup(arm: StrategyRuns) -> Interval:
-    base = _one_device(arm)
-    return interval([]) if base is None else paired_ratio(arm.workload_runs, SPEED, arm.name, base)
+def _speedup(arm: StrategyRuns, speeds: Comparison) -> Interval:
+    difference = speeds.of(arm)
+    return interval([1.0] if arm.name == _one_device(arm) else []) if difference is None else difference.ratio
 
 
 def single_vs_multi_table(records: Records) -> pd.DataFrame:
     """Return throughput, efficiency and memory by number of ranks."""
+    speeds = Comparison(workloads(records), SPEED, _one_device)
 
     def figures(arm: StrategyRuns) -> Row:
-        speedup, count, base = _speedup(arm), arm.ranks or None, _one_device(arm)
+        speedup, count, base = _speedup(arm, speeds), arm.ranks or None, _one_device(arm)
         return {
             "Ranks": count,
             "Tokens/s": arm.geometric_mean(SPEED).center,

@@ -73,18 +73,13 @@ def noise_fact(records: Records) -> list[str]:
 
 def runtime_table(records: Records) -> pd.DataFrame:
     """Return step time, throughput and utilization by strategy."""
-    by_workload: dict[str, list[StrategyRuns]] = {}
-    for arm in real_arms(records):
-        by_workload.setdefault(arm.workload, []).append(arm)
-    times = Comparison(by_workload, STEP, lambda arm: arm.baseline)
 
     def figures(arm: StrategyRuns) -> Row:
-        runs, difference = arm.ok_runs, times.of(arm)
-        words = "no run to pair with" if difference is None else difference.words
+        runs = arm.ok_runs
         if arm.baseline is None or arm.is_baseline:
             words = arm.role if arm.is_baseline else "no baseline"
-        elif not arm.is_fair():
-            words = "not judged"
+        else:
+            words = arm.differences(STEP)[arm.name, arm.baseline].words if arm.is_fair() else "not judged"
         # Model FLOP/s, to be divided by the rate that the device reached in plain matrix products.
         steps_per_s = runs["tokens_per_s"] / (runs["global_batch_size"] * runs["seq_length"]).astype(float)
         flops_per_s = runs["model_flops_per_step"] * steps_per_s / runs["world_size"].astype(float)
@@ -105,7 +100,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
             "In words": words,
         }
 
-    return arm_table((arm for arms in by_workload.values() for arm in arms), figures)
+    return arm_table(real_arms(records), figures)
 
 
 TIME = Question(
