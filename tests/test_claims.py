@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from study.claims.command import dependent_claims
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
@@ -288,6 +289,15 @@ def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
     (only,) = build_scoreboard(ledger=read_ledger(file)).judged
     assert (only.finding.kind, only.sentence) == ("holds", "It: 0.5; the claim needs at most 1.")
     assert only.document()["verdict"] == "supported"
+
+
+def test_an_undecided_claim_shows_a_check_that_leaves_it_so(full_board: Scoreboard) -> None:
+    for judged in full_board.judged:
+        if judged.finding.kind == "undecided" and judged.leading and judged.leading.answer == "holds":
+            assert {result.answer for result in judged.results} == {"holds"}, judged.claim.id
+    folder = REPOSITORY / "reports" / "virtual_claims"
+    (row,) = dependent_claims(read_parquet(folder), "virtual_claims", folder)
+    assert "Another check decides: Peak on a GPU" in row["These records"]
 
 
 # The ledger is this project's own file: one wrong key or value of each kind.

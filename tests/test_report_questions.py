@@ -97,7 +97,9 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     assert set(records.runs["confounded"]) == {""}
     (lacks,) = {note for note in records.runs["notes"] if note}
     assert lacks == "no ddp with seed 2 ended ok, so it is in no ratio and no difference"
-    assert "in 1 of 1 comparisons: `zero2` differs from its baseline by 2.7 %" in Answers(records)["loss"].sentence
+    assert (
+        Answers(records)["loss"].sentence == "Yes, in the only comparison: `zero2` differs from its baseline by 2.7 %."
+    )
     assert figures("loss_curves", records)["loss_difference"].alt.partition(". ")[0].endswith("zero2 0.100")
 
 
@@ -225,8 +227,30 @@ def test_advice_names_a_significantly_faster_strategy_and_counts_no_profiled_run
     write_run(tmp_path, "ddp", config={"profile_steps": 3, "max_steps": 8}, name="profiled", time_factor=0.01)
     advice = Answers(tmp_path)["advice"]
     (line,) = advice.table.to_dict("records")
-    assert advice.sentence.startswith("`zero2` is the fastest (models of up to ")
+    assert advice.sentence == "`zero2` is the fastest (gpt-tiny, built-in text, 2.50 M parameters)."
     assert (line["Fastest, or not significantly slower"], line["Least model state"][:7]) == ("zero2", "zero3, ")
+
+
+def test_advice_is_given_where_some_workloads_have_three_seeds(tmp_path: Path) -> None:
+    write(tmp_path, {"ddp": 1.0, "zero2": 0.4}, (1, 2, 3))
+    write(tmp_path, {"ddp": 1.0, "zero2": 9.0}, config={"seq_length": 32})
+    sentence = Answers(tmp_path)["advice"].sentence
+    assert sentence.startswith("`zero2` is the fastest in the only workload with three seeds")
+
+
+def test_a_headline_is_of_the_main_workload_and_of_zero(tmp_path: Path) -> None:
+    """FSDP2 has less state than stage 3, and four ranks have less than two: a side workload has both."""
+    write(tmp_path, {"ddp": 1.0, "zero1": 1.1, "zero3": 1.5, "fsdp2": 1.2}, (1, 2, 3))
+    write(tmp_path, {"ddp": 1.0, "zero3": 9.0}, (1, 2, 3), ranks=4, config={"seq_length": 32})
+    by_name, main = Answers(tmp_path), "gpt-tiny, built-in text, 64 tokens"
+    memory = by_name["memory"]
+    share = memory.table.set_index(("", "Strategy")).loc["zero3", (main, "State, % of ddp")]
+    assert memory.sentence.startswith(f"With `zero3` one of 2 ranks needs {share} of the model state of `ddp`")
+    assert memory.number == (share, "of the model state of `ddp` on each of 2 ranks (`zero3`)")
+    for name in ("memory", "time", "traffic"):
+        assert by_name[name].subject == main
+        assert f"({main}, 2.50 M parameters)" in by_name[name].sentence
+    assert max(float(text) for text in re.findall(r"[\d.]+", (by_name["time"].number or ("",))[0])) < 3
 
 
 def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
@@ -241,7 +265,7 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     (tmp_path / "broken" / "status.json").write_text("{")
     by_name = {question.name: answer for question, answer in answers(read_records(tmp_path)).items()}
     assert list(by_name) == ["layers", "runs"]
-    assert by_name["runs"].sentence == "1 of 2 runs succeeded; 1 records were excluded."
+    assert by_name["runs"].sentence == "1 of 2 runs succeeded; 1 record was excluded."
     outcomes = by_name["runs"].table
     assert dict(zip(outcomes["Outcome"], outcomes["Runs"], strict=True)) == {"failed": 1, "ok": 1}
     assert "2 different machines" in notes(by_name["runs"])

@@ -12,7 +12,8 @@ from study.config.places import REPOSITORY
 from study.predictor.state import paper_traffic
 from study.records.frames import Records, read_parquet, read_records
 from study.report.questions import TABLES
-from study.report.questions.virtual import LAYERS, LORA
+from study.report.questions.memory import NEIGHBOURS
+from study.report.questions.virtual import LAYERS, LORA, SETTINGS, TABLE1
 from study.virtual.summaries import summaries
 from synthetic_records import answered, as_never_started, write_run
 
@@ -69,6 +70,38 @@ def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Pa
     (line,) = TABLES["virtual_runs"](read_records(tmp_path)).to_dict("records")
     assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")
     assert line["Outcome"] == "unsupported: takes about 55 GiB"
+
+
+def test_the_answers_count_the_cases_that_their_tables_have() -> None:
+    records = read_parquet(REPOSITORY / "reports" / "virtual_models")
+    sent = answered(SETTINGS.answer(records))
+    cells = sent.table.set_index("Strategy")["Ring bytes (NCCL), x paper"]
+    assert cells["zero3"] == "0.96 (1 of 4)"
+    assert "0.96 (`zero3`, 1 of 4 cases) times" in sent.sentence
+    assert sent.sentence.endswith(", in `llama-3.1-8b`."), "the only model whose traffic is known"
+    # Gradients larger than their bucket leave the device after the backward pass.
+    held = answered(TABLE1.answer(records))
+    assert "is within 1 % of the paper's formula for 2 of 6 cases" in held.sentence
+    assert held.sentence.endswith("Before the step the other 4 are within 1 %, too.")
+    assert (held.number or ("", ""))[1].endswith("at its peak")
+
+
+def test_the_sentence_on_alternatives_has_the_figures_of_one_strategy() -> None:
+    for report, model in (("virtual_neighbours", "1 layer of gpt-7.5b"), ("virtual_scaling", "gpt2")):
+        answer = answered(NEIGHBOURS.answer(read_parquet(REPOSITORY / "reports" / report)))
+        named = [str(name) for name in re.findall(r"`(\w+)`(?! with)", answer.sentence)]
+        assert len(named) == 2
+        assert named[1] == "zero3"
+        assert f"({model}, built-in text" in answer.sentence
+        table = answer.table.set_index(("", "Strategy"))[answer.subject]
+        figures = [float(text.replace(",", "")) for text in re.findall(r"([\d,.]+) MiB", answer.sentence)]
+        known = table.loc[named].drop(columns="Calls").replace("-", float("nan")).dropna(axis="columns")
+        expected = [float(str(cell).replace(",", "")) for cell in known.to_numpy().ravel()]
+        assert figures == pytest.approx(expected, rel=0.01)
+    assert (
+        "In the details: one of 8 ranks."
+        in answered(NEIGHBOURS.answer(read_parquet(REPOSITORY / "reports" / "virtual_neighbours"))).notes
+    )
 
 
 def test_with_lora_only_the_last_stage_divides_what_is_large() -> None:

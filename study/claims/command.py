@@ -170,10 +170,13 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
         from study.report.document import Link
     rows: list[Row] = []
     for judged, results in claims_of_report(report, records, read_ledger()):
-        claim, more = judged.claim, f" And {len(results) - 1} more." if len(results) > 1 else ""
+        claim, shown = judged.claim, judged.lead(results) or results[0]
+        texts = [f"{shown.sentence}.", *(f"And {len(results) - 1} more." for _ in results[1:2])]
+        if judged.leading and judged.leading.answer != shown.answer:
+            texts.append(f"Another check decides: {judged.sentence}")
         rows.append({
             "Claim": Link(claim.id, address(claim.id, output)),
             "Finding": f"{judged.finding.kind} ({judged.finding.basis[0]})", "It says": claim.says,
-            "These records": f"{results[0].sentence}.{more}",
+            "These records": " ".join(texts),
         })  # fmt: skip
     return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +25,7 @@ _VERDICTS = {
 # Answers of the check that the sentence of a claim quotes, the first one that there is.
 _LEADING: dict[FindingKind, tuple[Answer, ...]] = {
     "holds": ("holds",), "holds in part": ("fails", "holds"), "does not hold": ("fails",),
-    "contradicts itself": ("fails",), "undecided": ("fails", "inside noise", "disputed", "holds", "not judged"),
+    "contradicts itself": ("fails",), "undecided": ("fails", "inside noise", "disputed", "not judged", "holds"),
 }  # fmt: skip
 
 
@@ -43,12 +43,17 @@ class JudgedClaim:
 
     @property
     def leading(self) -> CheckResult | None:
-        """The first result that the finding rests on; None if no check was judged."""
+        """The first result that the finding rests on; None without a check."""
+        return self.lead(self.results)
+
+    def lead(self, results: Iterable[CheckResult]) -> CheckResult | None:
+        """Return the first of these results that the finding rests on; None if it rests on none of them."""
         deciding = {part.words for part in self.finding.parts if part.decides}
-        results = sorted(self.results, key=lambda result: (result.basis == PROXY, result.tests not in deciding))
-        return next((
-            result for answer in _LEADING[self.finding.kind] for result in results if result.answer == answer
-        ), None)  # fmt: skip
+        ranks = {answer: rank for rank, answer in enumerate(_LEADING[self.finding.kind])}
+        return min(
+            (result for result in results if result.answer in ranks), default=None,
+            key=lambda result: (ranks[result.answer], result.basis == PROXY, result.tests not in deciding),
+        )  # fmt: skip
 
     @property
     def sentence(self) -> str:

@@ -8,10 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
 
-from study.config.text import NOT_MEASURED, percent
+from study.config.text import NOT_MEASURED, format_number, percent
 from study.records.frames import Records, real_runs
 from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, differences, estimate_noise
-from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
+from study.records.strategy_runs import (
+    Row,
+    StrategyRuns,
+    comparability,
+    group_by_strategy,
+    has_no_gpu,
+    parameters,
+    to_table,
+)
 from study.records.workloads import BASELINES, strategy_order
 from study.report.document import Answer, cell_text, format_names, format_or_dash, span_text
 
@@ -46,16 +54,26 @@ def fair_arms(strategies: Iterable[StrategyRuns], confound: str = "confounded") 
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceComparison:
-    """A figure of the sharding strategies relative to the reference, in the workloads whose reference has it."""
+    """A figure of the sharding strategies relative to the reference, in the workloads whose reference has it.
+
+    `sharding` is of the workloads with most of these strategies and seeds, which come first: answers are about them.
+    """
 
     workloads: dict[str, list[StrategyRuns]]
     references: dict[str, StrategyRuns]
     figure: Callable[[StrategyRuns], float]
     sharding: list[StrategyRuns]
+    # Whether the largest workload of the page is among them.
+    has_largest: bool
 
     def ratio(self, arm: StrategyRuns) -> float:
         """Return the figure over that of the reference in the same workload."""
         return self.figure(arm) / self.figure(self.references[arm.workload])
+
+    @property
+    def scope(self) -> str:
+        """The only workload of an answer, the size of its model, and whether there was no GPU, in brackets."""
+        return format_scope({arm.workload: [arm] for arm in self.sharding})
 
     @property
     def ratios(self) -> list[tuple[float, StrategyRuns]]:
@@ -65,11 +83,12 @@ class ReferenceComparison:
 
     @property
     def names(self) -> str:
-        return format_references([base.name for base in self.references.values()])
+        bases = [self.references[arm.workload] for arm in self.sharding] or self.references.values()
+        return format_references(base.name for base in bases)
 
     @property
     def plain_names(self) -> str:
-        return self.names.replace("`", "")
+        return format_references(base.name for base in self.references.values()).replace("`", "")
 
     def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
         """Return a function that formats the ratio of a strategy for a table."""
@@ -103,8 +122,14 @@ def compare_with_reference(
         return None
     plain = {workload: base for workload, base in references.items() if base.value("strategy") in BASELINES}
     references = plain or references
-    sharding = [arm for arm in sharding if arm.workload in references]
-    return ReferenceComparison({workload: grouped[workload] for workload in references}, references, figure, sharding)
+
+    def size(workload: str) -> tuple[int, int]:
+        seeds = [len(arm.ok_runs) for arm in sharding if arm.workload == workload]
+        return len(seeds), max(seeds, default=0)
+
+    ordered = {workload: grouped[workload] for workload in sorted(references, key=size, reverse=True)}
+    main = [arm for arm in sharding if arm.workload in references and size(arm.workload) == size(next(iter(ordered)))]
+    return ReferenceComparison(ordered, references, figure, main, by_arms(grouped)[0] in references)
 
 
 class Comparison:
@@ -155,9 +180,23 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the note that explains `~`, if any ratio has it."""
+        """Return the note that explains `~` and intervals, if any ratio has them."""
         unsure = any(difference.is_inconclusive for difference in self._differences.values())
-        return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.",) if unsure else ()
+        tested = any(difference.p is not None for difference in self._differences.values())
+        notes = {f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.": unsure,
+                 "An interval is that of the test, corrected for the number of comparisons.": tested}  # fmt: skip
+        return tuple(note for note, applies in notes.items() if applies)
+
+
+def format_scope(by_workload: Workloads) -> str:
+    """Return the only workload, the size of the largest model, and whether there was no GPU, in brackets."""
+    runs = [strategies[0].workload_runs for strategies in by_workload.values()]
+    sizes = [size / 1e6 for some in runs if not pd.isna(size := parameters(some))]
+    lead = "" if len(runs) == 1 else "models of up to "
+    words = [*(by_workload if len(runs) == 1 else ()),
+             *(f"{lead}{format_number(max(sizes))} M parameters" for _ in sizes[:1]),
+             *("no GPU" for _ in filter(has_no_gpu, runs[:1]))]  # fmt: skip
+    return f" ({', '.join(words)})" if words else ""
 
 
 def format_references(names: Iterable[str]) -> str:
@@ -171,7 +210,7 @@ def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
     notes: dict[str, list[str]] = {}
     for workload, strategies in by_workload.items():
         notes.setdefault(noise_note(strategies, figure), []).append(workload)
-    return tuple(note if len(notes) == 1 else f"{', '.join(group)}: {note}" for note, group in notes.items())
+    return tuple(note if len(notes) == 1 else f"{'; '.join(group)}: {note}" for note, group in notes.items())
 
 
 def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
@@ -234,7 +273,7 @@ def side_by_side(
         table.columns = table.columns.droplevel(0)
     more = len(by_workload) - len(chosen)
     hidden = (f"In the details: {more} more of the workloads.",) if more else ()
-    return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden), number)
+    return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden), number, subject=chosen[0])
 
 
 def arm_notes(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator
 
 import pandas as pd
 
@@ -20,12 +20,10 @@ from study.records.strategy_runs import (
     StrategyRuns,
     group_by_strategy,
     has_no_gpu,
-    parameters,
     ratio_text,
     scarce_memory,
     state_bytes,
 )
-from study.records.workloads import strategy_order
 from study.report.document import Answer, Question, change_text, format_or_dash, span_text, times_text
 from study.report.questions.comparison import (
     Columns,
@@ -34,6 +32,7 @@ from study.report.questions.comparison import (
     by_arms,
     compare_with_reference,
     fair_arms,
+    format_scope,
     real_arms,
     side_by_side,
     without_offload,
@@ -56,28 +55,25 @@ def sent_mib(arm: StrategyRuns) -> float:
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
-def format_scope(by_workload: Mapping[str, Sequence[StrategyRuns]]) -> str:
-    """Return the size of the largest model, and whether there was no GPU, in brackets."""
-    runs = [strategies[0].workload_runs for strategies in by_workload.values()]
-    sizes = [size / 1e6 for some in runs if not pd.isna(size := parameters(some))]
-    words = [*(f"models of up to {format_number(max(sizes))} M parameters" for _ in sizes[:1]),
-             *("no GPU" for _ in filter(has_no_gpu, runs[:1]))]  # fmt: skip
-    return f" ({', '.join(words)})" if words else ""
-
-
 def _memory_answer(records: Records) -> Answer | None:
     comparison = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
     if comparison is None:
         return None
     sentence, number = f"No sharding strategy here is comparable with {comparison.names} in model state.", None
     if comparison.ratios:
-        ratio, leanest = comparison.ratios[0]
-        base = comparison.references[leanest.workload].name
-        sentence = (
-            f"With `{leanest.name}` one of {leanest.ranks} ranks needs {percent(ratio)} of the model state of `{base}`,"
-            f" the least of the sharding strategies{format_scope(comparison.workloads)}."
-        )
-        number = (percent(ratio), f"of the model state of `{base}` on each rank (`{leanest.name}`)")
+        # ZeRO's own figure, if a stage ran, on the most ranks.
+        stages = [pair for pair in comparison.ratios if pair[1].value("strategy") in _STAGES] or comparison.ratios
+        leanest = max((arm for _, arm in stages), key=lambda arm: arm.ranks)
+        ratios, arms = zip(*(pair for pair in stages if pair[1].name == leanest.name), strict=True)
+        state, of = span_text(ratios, percent), f"of the model state of {comparison.names}"
+        sentence = f"With `{leanest.name}` one of {leanest.ranks} ranks needs {state} {of}"
+        bases = [comparison.references[arm.workload] for arm in arms]
+        peaks = [arm.peak_gib[0] / base.peak_gib[0] for arm, base in zip(arms, bases, strict=True)]
+        if leanest.ranks == bases[0].ranks and not pd.isna(peaks).all():
+            sentence += f", and {span_text(peaks, percent)} of its peak memory"
+        sentence += f"{comparison.scope}."
+        if comparison.has_largest:
+            number = (state, f"{of} on each of {leanest.ranks} ranks (`{leanest.name}`)")
     columns: Columns = {
         f"State, % of {comparison.plain_names}": comparison.cell(percent),
         "Peak, GiB": lambda arm: arm.peak_gib[0],
@@ -201,9 +197,10 @@ def _traffic_answer(records: Records) -> Answer | None:
         sentence = (
             f"With sharded state a rank sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step,"
             f" {'most ' * (' to ' in ratios)}with `{most.name}`{f' and {micro_steps} micro-steps' * (micro_steps > 1)}"
-            f"{format_scope(comparison.workloads)}."
+            f"{comparison.scope}."
         )
-        number = (f"{ratios} x", f"the ring bytes (NCCL) of {comparison.names} per step")
+        if comparison.has_largest:
+            number = (f"{ratios} x", f"the ring bytes (NCCL) of {comparison.names} per step")
     columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
     notes = [
         "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."
@@ -251,13 +248,10 @@ def with_settings(arm: str) -> str:
     return f"`{strategy}`" + (f" with {len(settings)} changed setting{'s'[: len(settings) > 1]}" if settings else "")
 
 
-def _least(
-    arms: Iterable[StrategyRuns], strategies: Container[str], figure: Callable[[StrategyRuns], float]
-) -> tuple[str, str] | None:  # fmt: skip
-    """Return the smallest figure of these strategies, and its strategy; None if none has it."""
-    measured = [(value, strategy_order(arm.value("strategy")), arm.name) for arm in arms
-                if arm.value("strategy") in strategies and not pd.isna(value := figure(arm))]  # fmt: skip
-    return (f"{format_number(min(measured)[0])} MiB", with_settings(min(measured)[2])) if measured else None
+def _leanest(arms: Iterable[StrategyRuns], strategies: Container[str]) -> StrategyRuns | None:
+    """Return the strategy with the least model state, of several the one that sends least; None if none has it."""
+    measured = [arm for arm in arms if arm.value("strategy") in strategies and not pd.isna(arm.state_mib())]
+    return min(measured, key=lambda arm: (arm.state_mib(), sent_mib(arm)), default=None)
 
 
 def _neighbours_answer(records: Records) -> Answer | None:
@@ -270,18 +264,22 @@ def _neighbours_answer(records: Records) -> Answer | None:
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     for workload in by_arms(chosen):
         arms = [arm for arm in chosen[workload] if arm.ranks > 1]
-        least = [
-            f"{its[0]} {words} ({its[1]}; ZeRO {zeros[0]}, {zeros[1]})"
-            for words, figure in (("of model state", StrategyRuns.state_mib), ("kept for backward", _kept_mib),
-                                  ("of ring bytes (NCCL) per step", sent_mib))
-            if (its := _least(arms, {*_NEIGHBOURS, "fsdp2"}, figure)) and (zeros := _least(arms, _STAGES, figure))
-        ]  # fmt: skip
-        if least:
+        least, stage = _leanest(arms, {*_NEIGHBOURS, "fsdp2"}), _leanest(arms, _STAGES)
+        if least and stage:
             break
     else:
         return None
-    on = f"on one of {most[workload]} ranks"
-    sentence = f"Alternatives to ZeRO need at least {', '.join(least)}, {on}; {workload}."
+    figures = [
+        (words, *(format_number(figure(arm)) for arm in (least, stage)))
+        for words, figure in (("of model state", StrategyRuns.state_mib), ("kept for backward", _kept_mib),
+                              ("of ring bytes (NCCL) per step", sent_mib))
+        if not pd.isna(figure(least) + figure(stage))
+    ]  # fmt: skip
+    sentence = (
+        f"Of the alternatives {with_settings(least.name)} has the least model state, on one of {most[workload]} ranks"
+        f" {', '.join(f'{its} MiB {words}' for words, its, _ in figures)}; {with_settings(stage.name)} has"
+        f" {', '.join(f'{other} MiB' for *_, other in figures)} ({workload})."
+    )
     columns: Columns = {
         "State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
         "Calls": lambda arm: arm.median("comm_calls_per_step"),
@@ -290,7 +288,9 @@ def _neighbours_answer(records: Records) -> Answer | None:
         "State: parameters, gradients and optimizer states of the rank with most. Kept for backward: bytes that the"
         " forward pass of one micro-batch leaves allocated, without gathered parameters.",
         "All strategies of a workload use the same samples in each step.",
-    )
+        *(f"In the details: one of {ranks} ranks."
+          for ranks in sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]})),
+    )  # fmt: skip
     return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes), subject=workload)
 
 

@@ -33,7 +33,8 @@ def answer(records: Records) -> Answer | None:
     # A race condition may be absent from any run.
     steady = [cell.contemporary for cell in bad if not any(cause.sometimes for cause in cell.causes)]
     sentence, *notes = paragraphs(
-        "releases_answer.j2", cells=cells, bad=bad, ran=ran, wrong=wrong, hidden=hidden, rounding=ROUNDING,
+        "releases_answer.j2", cells=cells, bad=bad, ran=ran, rounding=ROUNDING,
+        no_gpu=(records.runs["devices"].dropna() == "[]").all(),
         percent=percent, good=sorted(ran - wrong, key=release_key),
         on_a_gpu=sorted(ran - wrong | hidden, key=release_key),
         compared=[verdict for verdict in steady if verdict in ("equal", "different")],

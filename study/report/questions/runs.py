@@ -91,7 +91,9 @@ def _runs_answer(records: Records) -> Answer | None:
     if runs.empty:
         return None
     lost = int((runs["status_state"] != "ok").sum())
-    sentence = f"{len(runs) - lost} of {len(runs)} runs succeeded; {len(records.refused)} records were excluded."
+    excluded = len(records.refused)
+    sentence = f"{len(runs) - lost} of {len(runs)} run{'s'[: len(runs) > 1]} succeeded"
+    sentence += f"; {excluded} record{'s were' if excluded > 1 else ' was'} excluded." if excluded else "."
     notes = []
     machines = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
     if len(machines) > 1:

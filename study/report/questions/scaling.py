@@ -30,13 +30,14 @@ from study.report.questions.comparison import (
     Comparison,
     arm_table,
     format_references,
+    format_scope,
     real_arms,
     side_by_side,
     without_offload,
     workloads,
 )
-from study.report.questions.memory import format_scope, sent_mib, step_s, with_settings
-from study.virtual.summaries import STRONG, WEAK, over_nodes
+from study.report.questions.memory import sent_mib, step_s, with_settings
+from study.virtual.summaries import STAGES, STRONG, WEAK, over_nodes
 
 SPEED = "tokens_per_s"
 
@@ -116,14 +117,15 @@ def _nodes_answer(records: Records) -> Answer | None:
         return None
     timed = rows[rows["efficiency"].notna() & (rows["machines"] > rows["fewest"])]
     if timed.empty:
-        largest = rows[rows["machines"] == rows["machines"].max()].assign(line=rows["line"].map(with_settings))
-        holds, sends = (
-            " to ".join(f"{format_number(end.iloc[0] / MIB)} MiB ({end.iloc[1]})" for _, end in ends.iterrows())
-            for ends in (largest.sort_values(name)[[name, "line"]].iloc[[0, -1]] for name in ("state", "across"))
-        )
+        largest = rows[rows["machines"] == rows["machines"].max()]
+        stages = largest[largest["line"].isin(STAGES)]
+        ends = {row["line"]: [f"{format_number(row[figure] / MIB)} MiB" for figure in ("state", "across")]
+                for row in ((stages if len(stages) else largest).iloc[-1], largest.iloc[0])}  # fmt: skip
+        (line, (state, sent)), *others = ends.items()
         sentence = (
-            f"One of {largest['world_size'].max()} ranks on {rows['machines'].max()} machines has {holds} of model"
-            f" state, and sends {sends} of ring bytes (NCCL) per step in groups that span machines"
+            f"With {with_settings(line)} one of {largest['world_size'].max()} ranks on {rows['machines'].max()}"
+            f" machines has {state} of model state, and sends {sent} of ring bytes (NCCL) per step across machines"
+            f"{''.join(f'; with {with_settings(name)} ' + ' and '.join(figures) for name, figures in others)}"
             f" ({', '.join(largest['model'].unique())})."
         )
         notes = ("A virtual job has machines of eight ranks. It is not timed.", _ACROSS, _PLANNED)

@@ -30,6 +30,7 @@ from study.report.questions.comparison import (
     arm_notes,
     arm_table,
     compare_with_reference,
+    format_scope,
     noise_note,
     noise_notes,
     real_arms,
@@ -37,7 +38,7 @@ from study.report.questions.comparison import (
     without_offload,
     workloads,
 )
-from study.report.questions.memory import STEP, format_scope, step_s
+from study.report.questions.memory import STEP, step_s
 
 
 def _time_answer(records: Records) -> Answer | None:
@@ -46,10 +47,10 @@ def _time_answer(records: Records) -> Answer | None:
         return None
     times = Comparison(comparison.workloads, STEP, lambda arm: comparison.references[arm.workload].name)
     sentence, number = f"No sharding strategy here is comparable with {comparison.names} in step time.", None
-    if ratios := times.significant(comparison.sharding):
+    if comparison.has_largest and (ratios := times.significant(comparison.sharding)):
         number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
     if comparison.sharding:
-        base = f"{comparison.names}{format_scope(comparison.workloads)}"
+        base = f"{comparison.names}{comparison.scope}"
         sentence = times.sentence(
             comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
             f"No sharding strategy's step time differs significantly from that of {base}.",
@@ -61,7 +62,8 @@ def _time_answer(records: Records) -> Answer | None:
     return side_by_side(
         sentence, without_offload(comparison.workloads), columns,
         "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
-        *noise_notes(comparison.workloads, STEP), number=number,
+        *noise_notes({arm.workload: comparison.workloads[arm.workload] for arm in comparison.sharding}, STEP),
+        number=number,
     )  # fmt: skip
 
 
@@ -233,12 +235,14 @@ def _advice_answer(records: Records) -> Answer | None:
 
 
 def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool, scope: str) -> str:
-    if len(best) < workloads_timed:
+    if not best:
         return f"No advice on time: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
     everywhere = [name for name in best[0] if all(name in fastest for fastest in best)]
-    extent = ("" if len(best) == 1 else " in every workload here") + scope
+    several = "the only workload" if len(best) == 1 else f"all {len(best)} workloads"
+    where = "every workload here" if len(best) == workloads_timed else f"{several} with three seeds"
+    extent = (f" in {where}" if workloads_timed > 1 else "") + scope
     if not everywhere:
-        return "No strategy is among the fastest in every workload here: the table has those of each."
+        return f"No strategy is among the fastest in {where}: the table has those of each."
     judged = " of the strategies with three seeds" if has_unjudged else ""
     if all(list(fastest) == everywhere[:1] for fastest in best):
         return f"`{everywhere[0]}` is the fastest{judged}{extent}."

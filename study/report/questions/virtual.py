@@ -60,13 +60,17 @@ def _table1_answer(records: Records) -> Answer | None:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
     which = f"`{worst['strategy']}` of `{worst['model']}` at {worst['world_size']} ranks"
-    largest = f"the largest difference is {change_text(_difference(worst))} ({which})"
-    if _difference(worst) > _NEAR and (before := _difference(worst, before_step=True)) < _difference(worst):
-        # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
-        largest += f" as the backward pass ends, and {change_text(before)} before the step"
     cases = f"{_near(rows)} cases" if len(rows) > 1 else "the only case" if _near(rows) == "1 of 1" else "no case"
-    sentence = f"The paper's formula for model state holds within 1 % for {cases}; {largest}."
-    number = (_near(rows), "cases within 1 % of the ZeRO paper's formula for model state")
+    sentence = (
+        f"At its peak, as the backward pass ends, model state is within 1 % of the paper's formula for {cases}; the"
+        f" largest difference is {change_text(_difference(worst))} ({which})"
+    )
+    # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
+    others = [abs(_difference(row, before_step=True)) <= _NEAR for row in rows if abs(_difference(row)) > _NEAR]
+    if any(others):
+        which = f"the other {len(others)}" if all(others) else f"{sum(others)} of the other {len(others)}"
+        sentence += f". Before the step {which} are within 1 %, too"
+    number = (_near(rows), "cases within 1 % of the ZeRO paper's formula for model state, at its peak")
     headline = number if len(rows) > 1 else None
     lines = sum(row["extrapolated"] is not None for row in rows)
     coverage = f"Measured completely: {len(rows) - lines} of these. Extrapolated over layers: {lines}."
@@ -77,7 +81,7 @@ def _table1_answer(records: Records) -> Answer | None:
             f"The worst case has {excess / 1e6:.2f} MB more than by the formula, with {persistent / 1e6:.2f} MB of"
             " persistent parameters (`stage3_param_persistence_threshold`)."
         )
-    return Answer(sentence, state_by_stage(rows), tuple(notes), headline)
+    return Answer(f"{sentence}.", state_by_stage(rows), tuple(notes), headline)
 
 
 def _near(rows: Sequence[Summary]) -> str:
@@ -150,16 +154,24 @@ def _settings_answer(records: Records) -> Answer | None:
     models: list[str] = []
     for row in summaries(records):
         if row["setting"] == AS_SHIPPED and row["strategy"] in STAGES:
-            shipped[row["strategy"]].append(_sent_x_paper(row))
-            models.append(row["model"])
+            shipped[row["strategy"]].append(ratio := _sent_x_paper(row))
+            models += [] if math.isnan(ratio) else [row["model"]]
     shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
-    ratios = ", ".join(f"{span_text(ratios, _THREE_DIGITS)} (`{stage}`)" for stage, ratios in shipped.items())
+    ratios = ", ".join(
+        f"{span_text(ratios, _THREE_DIGITS)} (`{stage}`{_known_cases(ratios, ', {} cases')})"
+        for stage, ratios in shipped.items()
+    )
     sentence = f"As shipped, a rank sends {ratios} times the ring bytes (NCCL) of the paper's formula"
     sentence += f", in {format_names(models)}."
     rows: list[dict[str, Any]] = [
-        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _of_known(ratios)}
+        {
+            "Strategy": stage,
+            "Setting": AS_SHIPPED,
+            "Cases": len(ratios),
+            _X_PAPER: span_text(ratios, _THREE_DIGITS) + _known_cases(ratios, " ({})"),
+        }
         for stage, ratios in shipped.items()
     ]
     changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
@@ -182,9 +194,10 @@ def _settings_answer(records: Records) -> Answer | None:
     return Answer(sentence, pd.DataFrame(rows).fillna(""), notes, title=title)
 
 
-def _of_known(ratios: Sequence[float]) -> str:
-    known = [ratio for ratio in ratios if not math.isnan(ratio)]
-    return span_text(known, _THREE_DIGITS) + (f" ({len(known)} of {len(ratios)})" if len(known) < len(ratios) else "")
+def _known_cases(ratios: Sequence[float], form: str) -> str:
+    """Return how many ratios are known as text; empty if all are."""
+    unknown = sum(map(math.isnan, ratios))
+    return form.format(f"{len(ratios) - unknown} of {len(ratios)}") if unknown else ""
 
 
 def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
         failures = build(records, name, output, claims=claims(records, name, output), say=print_line, facts=facts,
                          title=title_of(options.suite))  # fmt: skip
     if records.refused:
-        print_line(f"{len(records.refused)} records excluded; the report lists them with the reasons")
+        print_line(f"records excluded: {len(records.refused)}; the report lists them with the reasons")
     print(output / "index.html")
     return 1 if failures else 0
 
