@@ -235,7 +235,7 @@ def test_advice_is_given_where_some_workloads_have_three_seeds(tmp_path: Path) -
     write(tmp_path, {"ddp": 1.0, "zero2": 0.4}, (1, 2, 3))
     write(tmp_path, {"ddp": 1.0, "zero2": 9.0}, config={"seq_length": 32})
     sentence = Answers(tmp_path)["advice"].sentence
-    assert sentence.startswith("`zero2` is the fastest in the only workload with three seeds")
+    assert sentence.startswith("`zero2` is the fastest in every workload with three seeds")
 
 
 def test_a_headline_is_of_the_main_workload_and_of_zero(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     (tmp_path / "broken" / "status.json").write_text("{")
     by_name = {question.name: answer for question, answer in answers(read_records(tmp_path)).items()}
     assert list(by_name) == ["layers", "runs"]
-    assert by_name["runs"].sentence == "1 of 2 runs succeeded; 1 record was excluded."
+    assert by_name["runs"].sentence == "1 of 2 runs succeeded; excluded records: 1."
     outcomes = by_name["runs"].table
     assert dict(zip(outcomes["Outcome"], outcomes["Runs"], strict=True)) == {"failed": 1, "ok": 1}
     assert "2 different machines" in notes(by_name["runs"])

@@ -171,12 +171,12 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
     rows: list[Row] = []
     for judged, results in claims_of_report(report, records, read_ledger()):
         claim, shown = judged.claim, judged.lead(results) or results[0]
-        texts = [f"{shown.sentence}.", *(f"And {len(results) - 1} more." for _ in results[1:2])]
+        text = f"{shown.sentence}." + (f" And {len(results) - 1} more." if len(results) > 1 else "")
         if judged.leading and judged.leading.answer != shown.answer:
-            texts.append(f"Another check decides: {judged.sentence}")
+            text += f" Another check decides: {judged.sentence}"
         rows.append({
             "Claim": Link(claim.id, address(claim.id, output)),
             "Finding": f"{judged.finding.kind} ({judged.finding.basis[0]})", "It says": claim.says,
-            "These records": " ".join(texts),
+            "These records": text,
         })  # fmt: skip
     return rows

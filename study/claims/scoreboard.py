@@ -48,12 +48,11 @@ class JudgedClaim:
 
     def lead(self, results: Iterable[CheckResult]) -> CheckResult | None:
         """Return the first of these results that the finding rests on; None if it rests on none of them."""
-        deciding = {part.words for part in self.finding.parts if part.decides}
-        ranks = {answer: rank for rank, answer in enumerate(_LEADING[self.finding.kind])}
-        return min(
-            (result for result in results if result.answer in ranks), default=None,
-            key=lambda result: (ranks[result.answer], result.basis == PROXY, result.tests not in deciding),
-        )  # fmt: skip
+        deciding, order = {part.words for part in self.finding.parts if part.decides}, _LEADING[self.finding.kind]
+        resting = (result for result in results if result.answer in order)
+        return min(resting, default=None, key=lambda result: (
+            order.index(result.answer), result.basis == PROXY, result.tests not in deciding,
+        ))  # fmt: skip
 
     @property
     def sentence(self) -> str:

@@ -8,18 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
 
-from study.config.text import NOT_MEASURED, format_number, percent
+from study.config.text import NOT_MEASURED, percent
 from study.records.frames import Records, real_runs
 from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, differences, estimate_noise
-from study.records.strategy_runs import (
-    Row,
-    StrategyRuns,
-    comparability,
-    group_by_strategy,
-    has_no_gpu,
-    parameters,
-    to_table,
-)
+from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
 from study.records.workloads import BASELINES, strategy_order
 from study.report.document import Answer, cell_text, format_names, format_or_dash, span_text
 
@@ -71,9 +63,9 @@ class ReferenceComparison:
         return self.figure(arm) / self.figure(self.references[arm.workload])
 
     @property
-    def scope(self) -> str:
-        """The only workload of an answer, the size of its model, and whether there was no GPU, in brackets."""
-        return format_scope({arm.workload: [arm] for arm in self.sharding})
+    def main(self) -> dict[str, list[StrategyRuns]]:
+        """The workloads of `sharding`, with all their strategies."""
+        return {arm.workload: self.workloads[arm.workload] for arm in self.sharding}
 
     @property
     def ratios(self) -> list[tuple[float, StrategyRuns]]:
@@ -180,23 +172,11 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the note that explains `~` and intervals, if any ratio has them."""
-        unsure = any(difference.is_inconclusive for difference in self._differences.values())
-        tested = any(difference.p is not None for difference in self._differences.values())
-        notes = {f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.": unsure,
-                 "An interval is that of the test, corrected for the number of comparisons.": tested}  # fmt: skip
-        return tuple(note for note, applies in notes.items() if applies)
-
-
-def format_scope(by_workload: Workloads) -> str:
-    """Return the only workload, the size of the largest model, and whether there was no GPU, in brackets."""
-    runs = [strategies[0].workload_runs for strategies in by_workload.values()]
-    sizes = [size / 1e6 for some in runs if not pd.isna(size := parameters(some))]
-    lead = "" if len(runs) == 1 else "models of up to "
-    words = [*(by_workload if len(runs) == 1 else ()),
-             *(f"{lead}{format_number(max(sizes))} M parameters" for _ in sizes[:1]),
-             *("no GPU" for _ in filter(has_no_gpu, runs[:1]))]  # fmt: skip
-    return f" ({', '.join(words)})" if words else ""
+        """Return the note that explains `~`, if any ratio has it."""
+        unsure = [difference for difference in self._differences.values() if difference.is_inconclusive]
+        tested = any(difference.p is not None for difference in unsure)
+        why = "; the interval, corrected for the number of comparisons, includes 1" * tested
+        return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}{why}.",) if unsure else ()
 
 
 def format_references(names: Iterable[str]) -> str:

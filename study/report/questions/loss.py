@@ -17,15 +17,8 @@ from study.records.outcome import has_diverged
 from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
-from study.report.questions.comparison import (
-    Comparison,
-    arm_notes,
-    arm_table,
-    fair_arms,
-    format_scope,
-    real_arms,
-    workloads,
-)
+from study.report.questions.comparison import Comparison, arm_notes, arm_table, fair_arms, real_arms, workloads
+from study.report.questions.memory import format_scope
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 # Differences up to this multiple of the reruns' are not evidence: more pairs have a larger maximum.

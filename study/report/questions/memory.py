@@ -20,6 +20,7 @@ from study.records.strategy_runs import (
     StrategyRuns,
     group_by_strategy,
     has_no_gpu,
+    parameters,
     ratio_text,
     scarce_memory,
     state_bytes,
@@ -28,17 +29,17 @@ from study.report.document import Answer, Question, change_text, format_or_dash,
 from study.report.questions.comparison import (
     Columns,
     Comparison,
+    Workloads,
     arm_table,
     by_arms,
     compare_with_reference,
     fair_arms,
-    format_scope,
     real_arms,
     side_by_side,
     without_offload,
     workloads,
 )
-from study.virtual.summaries import read_ring_bytes
+from study.virtual.summaries import STAGES, read_ring_bytes
 
 STEP = "step_time_s_median"
 _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"}
@@ -55,6 +56,17 @@ def sent_mib(arm: StrategyRuns) -> float:
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
+def format_scope(by_workload: Workloads) -> str:
+    """Return the only workload, the size of the largest model, and whether there was no GPU, in brackets."""
+    runs = [strategies[0].workload_runs for strategies in by_workload.values()]
+    sizes = [size / 1e6 for some in runs if not pd.isna(size := parameters(some))]
+    lead = "" if len(runs) == 1 else "models of up to "
+    words = [*(by_workload if len(runs) == 1 else ()),
+             *(f"{lead}{format_number(max(sizes))} M parameters" for _ in sizes[:1]),
+             *("no GPU" for _ in filter(has_no_gpu, runs[:1]))]  # fmt: skip
+    return f" ({', '.join(words)})" if words else ""
+
+
 def _memory_answer(records: Records) -> Answer | None:
     comparison = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
     if comparison is None:
@@ -62,16 +74,16 @@ def _memory_answer(records: Records) -> Answer | None:
     sentence, number = f"No sharding strategy here is comparable with {comparison.names} in model state.", None
     if comparison.ratios:
         # ZeRO's own figure, if a stage ran, on the most ranks.
-        stages = [pair for pair in comparison.ratios if pair[1].value("strategy") in _STAGES] or comparison.ratios
+        stages = [pair for pair in comparison.ratios if pair[1].value("strategy") in STAGES] or comparison.ratios
         leanest = max((arm for _, arm in stages), key=lambda arm: arm.ranks)
         ratios, arms = zip(*(pair for pair in stages if pair[1].name == leanest.name), strict=True)
         state, of = span_text(ratios, percent), f"of the model state of {comparison.names}"
         sentence = f"With `{leanest.name}` one of {leanest.ranks} ranks needs {state} {of}"
         bases = [comparison.references[arm.workload] for arm in arms]
         peaks = [arm.peak_gib[0] / base.peak_gib[0] for arm, base in zip(arms, bases, strict=True)]
-        if leanest.ranks == bases[0].ranks and not pd.isna(peaks).all():
+        if not pd.isna(peaks).all():
             sentence += f", and {span_text(peaks, percent)} of its peak memory"
-        sentence += f"{comparison.scope}."
+        sentence += f"{format_scope(comparison.main)}."
         if comparison.has_largest:
             number = (state, f"{of} on each of {leanest.ranks} ranks (`{leanest.name}`)")
     columns: Columns = {
@@ -111,14 +123,11 @@ MEMORY = Question(
 )  # fmt: skip
 
 
-def _offloaded(records: Records) -> dict[str, list[StrategyRuns]]:
-    """Return the strategies with offload of each workload in which one of them can be compared."""
-    moved = {workload: [arm for arm in arms if arm.is_offloaded] for workload, arms in workloads(records).items()}
-    return {workload: arms for workload, arms in moved.items() if any(len(a.ok_runs) and a.unoffloaded for a in arms)}
-
-
 def _offload_answer(records: Records) -> Answer | None:
-    offloaded = _offloaded(records)
+    moved = {workload: [arm for arm in arms if arm.is_offloaded] for workload, arms in workloads(records).items()}
+    offloaded = {
+        workload: arms for workload, arms in moved.items() if any(len(a.ok_runs) and a.unoffloaded for a in arms)
+    }
     if not offloaded:
         return None
     times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
@@ -159,7 +168,7 @@ def _freed(arm: StrategyRuns) -> float:
 
 def offload_table(records: Records) -> pd.DataFrame:
     """Return a row per strategy with offload, and the same stages without it."""
-    times = Comparison(_offloaded(records), STEP, lambda arm: arm.unoffloaded)
+    times = Comparison(workloads(records), STEP, lambda arm: arm.unoffloaded if arm.is_offloaded else None)
 
     def figures(arm: StrategyRuns) -> Row:
         moved, plain, difference = arm.is_offloaded, arm.unoffloaded, times.of(arm)
@@ -197,7 +206,7 @@ def _traffic_answer(records: Records) -> Answer | None:
         sentence = (
             f"With sharded state a rank sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step,"
             f" {'most ' * (' to ' in ratios)}with `{most.name}`{f' and {micro_steps} micro-steps' * (micro_steps > 1)}"
-            f"{comparison.scope}."
+            f"{format_scope(comparison.main)}."
         )
         if comparison.has_largest:
             number = (f"{ratios} x", f"the ring bytes (NCCL) of {comparison.names} per step")
@@ -238,7 +247,6 @@ TRAFFIC = Question(
     tables={"traffic": traffic_table}, figures=("traffic",), notebook="runtime",
 )  # fmt: skip
 
-_STAGES = {"zero1", "zero2", "zero3"}
 _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 
 
@@ -264,21 +272,20 @@ def _neighbours_answer(records: Records) -> Answer | None:
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     for workload in by_arms(chosen):
         arms = [arm for arm in chosen[workload] if arm.ranks > 1]
-        least, stage = _leanest(arms, {*_NEIGHBOURS, "fsdp2"}), _leanest(arms, _STAGES)
+        least, stage = _leanest(arms, {*_NEIGHBOURS, "fsdp2"}), _leanest(arms, STAGES)
         if least and stage:
             break
     else:
         return None
-    figures = [
-        (words, *(format_number(figure(arm)) for arm in (least, stage)))
-        for words, figure in (("of model state", StrategyRuns.state_mib), ("kept for backward", _kept_mib),
-                              ("of ring bytes (NCCL) per step", sent_mib))
-        if not pd.isna(figure(least) + figure(stage))
-    ]  # fmt: skip
+
+    def figures(arm: StrategyRuns) -> str:
+        sizes = {"of model state": arm.state_mib(), "kept for backward": _kept_mib(arm),
+                 "of ring bytes (NCCL) per step": sent_mib(arm)}  # fmt: skip
+        return ", ".join(f"{format_number(size)} MiB {words}" for words, size in sizes.items() if not pd.isna(size))
+
     sentence = (
-        f"Of the alternatives {with_settings(least.name)} has the least model state, on one of {most[workload]} ranks"
-        f" {', '.join(f'{its} MiB {words}' for words, its, _ in figures)}; {with_settings(stage.name)} has"
-        f" {', '.join(f'{other} MiB' for *_, other in figures)} ({workload})."
+        f"Of the alternatives {with_settings(least.name)} has the least model state: on one of {most[workload]} ranks"
+        f" {figures(least)}. {with_settings(stage.name)} has {figures(stage)} ({workload})."
     )
     columns: Columns = {
         "State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,

@@ -27,18 +27,12 @@ def answer(records: Records) -> Answer | None:
     bad = [cell for cell in today if cell.verdict.kind == "different"]
     ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
     wrong = {cell.release for cell in bad}
-    # A release counts as hidden only if a GPU hides the causes of all its cases.
-    hidden = wrong - {cell.release for cell in bad if not cell.hides_on_gpu}
-    kinds = [{cause.gpu for cause in cell.causes} for cell in bad]
-    # A race condition may be absent from any run.
-    steady = [cell.contemporary for cell in bad if not any(cause.sometimes for cause in cell.causes)]
+    wrong_on_gpu = {cell.release for cell in bad if not cell.hides_on_gpu}
     sentence, *notes = paragraphs(
-        "releases_answer.j2", cells=cells, bad=bad, ran=ran, rounding=ROUNDING,
+        "releases_answer.j2", cells=cells, ran=ran, rounding=ROUNDING,
         no_gpu=(records.runs["devices"].dropna() == "[]").all(),
         percent=percent, good=sorted(ran - wrong, key=release_key),
-        on_a_gpu=sorted(ran - wrong | hidden, key=release_key),
-        compared=[verdict for verdict in steady if verdict in ("equal", "different")],
-        shown=sum("shows" in kind for kind in kinds), only_hidden=kinds.count({"hidden"}),
+        on_a_gpu=sorted(ran - wrong_on_gpu, key=release_key),
     )  # fmt: skip
     return Answer(sentence, fault_table(cells), tuple(notes))
 

@@ -91,17 +91,11 @@ def _runs_answer(records: Records) -> Answer | None:
     if runs.empty:
         return None
     lost = int((runs["status_state"] != "ok").sum())
-    excluded = len(records.refused)
-    sentence = f"{len(runs) - lost} of {len(runs)} run{'s'[: len(runs) > 1]} succeeded"
-    sentence += f"; {excluded} record{'s were' if excluded > 1 else ' was'} excluded." if excluded else "."
+    sentence = f"{len(runs) - lost} of {len(runs)} runs succeeded; excluded records: {len(records.refused)}."
     notes = []
     machines = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
     if len(machines) > 1:
         notes.append(f"They come from {len(machines)} different machines; comparisons mark runs of another machine.")
-    counts = [len(arm.ok_runs) for strategies in workloads(records).values() for arm in strategies if len(arm.ok_runs)]
-    if counts:
-        several = f"{min(counts)} to {max(counts)} runs of each strategy."
-        notes.append("One run of each strategy: no interval." if max(counts) == 1 else several)
     rows = []
     for outcome, group in runs.groupby("status_state", sort=False):
         reason = next((text for text in group["status_reason"] if isinstance(text, str) and text), None)

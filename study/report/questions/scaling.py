@@ -30,13 +30,12 @@ from study.report.questions.comparison import (
     Comparison,
     arm_table,
     format_references,
-    format_scope,
     real_arms,
     side_by_side,
     without_offload,
     workloads,
 )
-from study.report.questions.memory import sent_mib, step_s, with_settings
+from study.report.questions.memory import format_scope, sent_mib, step_s, with_settings
 from study.virtual.summaries import STAGES, STRONG, WEAK, over_nodes
 
 SPEED = "tokens_per_s"
@@ -89,7 +88,6 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
             "Ranks": count,
             "Tokens/s": arm.geometric_mean(SPEED).center,
             "x one device": "1 (one device)" if arm.name == base else ratio_text(None if base is None else speedup),
-            "Ideal": count,
             "Efficiency": speedup.center / count if count else NAN,
             "State per rank, MiB": arm.state_mib(),
             "Peak memory, GiB": arm.peak_gib[0],

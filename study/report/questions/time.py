@@ -15,13 +15,7 @@ from study.config.text import NOT_MEASURED, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
-from study.records.statistics import (
-    MIN_SAMPLE,
-    NOT_SIGNIFICANT,
-    differences,
-    estimate_noise,
-    seeds_needed,
-)
+from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, differences, estimate_noise, seeds_needed
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
 from study.report.document import Answer, Question, format_names, span_text, times_text
 from study.report.questions.comparison import (
@@ -30,15 +24,13 @@ from study.report.questions.comparison import (
     arm_notes,
     arm_table,
     compare_with_reference,
-    format_scope,
-    noise_note,
     noise_notes,
     real_arms,
     side_by_side,
     without_offload,
     workloads,
 )
-from study.report.questions.memory import STEP, step_s
+from study.report.questions.memory import STEP, format_scope, step_s
 
 
 def _time_answer(records: Records) -> Answer | None:
@@ -50,7 +42,7 @@ def _time_answer(records: Records) -> Answer | None:
     if comparison.has_largest and (ratios := times.significant(comparison.sharding)):
         number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
     if comparison.sharding:
-        base = f"{comparison.names}{comparison.scope}"
+        base = f"{comparison.names}{format_scope(comparison.main)}"
         sentence = times.sentence(
             comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
             f"No sharding strategy's step time differs significantly from that of {base}.",
@@ -62,15 +54,8 @@ def _time_answer(records: Records) -> Answer | None:
     return side_by_side(
         sentence, without_offload(comparison.workloads), columns,
         "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
-        *noise_notes({arm.workload: comparison.workloads[arm.workload] for arm in comparison.sharding}, STEP),
-        number=number,
+        *noise_notes(comparison.main, STEP), number=number,
     )  # fmt: skip
-
-
-def noise_fact(records: Records) -> list[str]:
-    """Return the noise note for the head of the first page; empty if the workloads have different ones."""
-    notes = {noise_note(strategies, STEP).rstrip(".") for strategies in workloads(records).values()}
-    return list(notes) if len(notes) == 1 else []
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
@@ -238,8 +223,7 @@ def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_un
     if not best:
         return f"No advice on time: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
     everywhere = [name for name in best[0] if all(name in fastest for fastest in best)]
-    several = "the only workload" if len(best) == 1 else f"all {len(best)} workloads"
-    where = "every workload here" if len(best) == workloads_timed else f"{several} with three seeds"
+    where = f"every workload {'here' if len(best) == workloads_timed else 'with three seeds'}"
     extent = (f" in {where}" if workloads_timed > 1 else "") + scope
     if not everywhere:
         return f"No strategy is among the fastest in {where}: the table has those of each."

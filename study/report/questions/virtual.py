@@ -60,7 +60,8 @@ def _table1_answer(records: Records) -> Answer | None:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
     which = f"`{worst['strategy']}` of `{worst['model']}` at {worst['world_size']} ranks"
-    cases = f"{_near(rows)} cases" if len(rows) > 1 else "the only case" if _near(rows) == "1 of 1" else "no case"
+    near = f"{sum(abs(_difference(row)) <= _NEAR for row in rows)} of {len(rows)}"
+    cases = f"{near} cases" if len(rows) > 1 else "the only case" if near == "1 of 1" else "no case"
     sentence = (
         f"At its peak, as the backward pass ends, model state is within 1 % of the paper's formula for {cases}; the"
         f" largest difference is {change_text(_difference(worst))} ({which})"
@@ -70,22 +71,9 @@ def _table1_answer(records: Records) -> Answer | None:
     if any(others):
         which = f"the other {len(others)}" if all(others) else f"{sum(others)} of the other {len(others)}"
         sentence += f". Before the step {which} are within 1 %, too"
-    number = (_near(rows), "cases within 1 % of the ZeRO paper's formula for model state, at its peak")
-    headline = number if len(rows) > 1 else None
-    lines = sum(row["extrapolated"] is not None for row in rows)
-    coverage = f"Measured completely: {len(rows) - lines} of these. Extrapolated over layers: {lines}."
-    notes = ["GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation.", coverage]
-    excess, persistent = rank_state_bytes(worst) - worst["paper_bytes"], figure_or_nan(worst, "kept_whole_bytes")
-    if persistent > excess / 2 > 0:
-        notes.append(
-            f"The worst case has {excess / 1e6:.2f} MB more than by the formula, with {persistent / 1e6:.2f} MB of"
-            " persistent parameters (`stage3_param_persistence_threshold`)."
-        )
-    return Answer(f"{sentence}.", state_by_stage(rows), tuple(notes), headline)
-
-
-def _near(rows: Sequence[Summary]) -> str:
-    return f"{sum(abs(_difference(row)) <= _NEAR for row in rows)} of {len(rows)}"
+    number = (near, "cases within 1 % of the ZeRO paper's formula for model state, at its peak")
+    note = "GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation over layers."
+    return Answer(f"{sentence}.", state_by_stage(rows), (note,), number if len(rows) > 1 else None)
 
 
 def _difference(row: Summary, before_step: bool = False) -> float:
@@ -159,19 +147,11 @@ def _settings_answer(records: Records) -> Answer | None:
     shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
-    ratios = ", ".join(
-        f"{span_text(ratios, _THREE_DIGITS)} (`{stage}`{_known_cases(ratios, ', {} cases')})"
-        for stage, ratios in shipped.items()
-    )
+    ratios = ", ".join(_of_known(ratios, f"`{stage}`") for stage, ratios in shipped.items())
     sentence = f"As shipped, a rank sends {ratios} times the ring bytes (NCCL) of the paper's formula"
     sentence += f", in {format_names(models)}."
     rows: list[dict[str, Any]] = [
-        {
-            "Strategy": stage,
-            "Setting": AS_SHIPPED,
-            "Cases": len(ratios),
-            _X_PAPER: span_text(ratios, _THREE_DIGITS) + _known_cases(ratios, " ({})"),
-        }
+        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _of_known(ratios)}
         for stage, ratios in shipped.items()
     ]
     changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
@@ -194,10 +174,11 @@ def _settings_answer(records: Records) -> Answer | None:
     return Answer(sentence, pd.DataFrame(rows).fillna(""), notes, title=title)
 
 
-def _known_cases(ratios: Sequence[float], form: str) -> str:
-    """Return how many ratios are known as text; empty if all are."""
-    unknown = sum(map(math.isnan, ratios))
-    return form.format(f"{len(ratios) - unknown} of {len(ratios)}") if unknown else ""
+def _of_known(ratios: Sequence[float], *words: str) -> str:
+    """Return the range of the known ratios; in brackets the words and, if some are unknown, the number of cases."""
+    known = [ratio for ratio in ratios if not math.isnan(ratio)]
+    words += (f"{len(known)} of {len(ratios)} cases",) * (len(known) < len(ratios))
+    return span_text(known, _THREE_DIGITS) + (f" ({', '.join(words)})" if words else "")
 
 
 def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:

@@ -31,7 +31,6 @@ from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.records.strategy_runs import Row
 from study.report.document import Answer, PageSection, Picture, Question, link_html, page_html, page_markdown
 from study.report.questions import answers
-from study.report.questions.time import noise_fact
 from study.report.site.publishing import FIGURES, LIST, check_place, publish_report
 
 START_LIMIT_S = 120
@@ -147,7 +146,7 @@ def build(
     try:
         write_parquet(records, folder)
         failures = run_notebooks(names, notebooks, folder, time_limit_s, say)
-        _write_pages(records, suite, folder, answered, failures, [*facts, *noise_fact(records)], title or suite)
+        _write_pages(records, suite, folder, answered, failures, facts, title or suite)
         publish_report(folder, output)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
