@@ -244,9 +244,9 @@ def test_a_headline_is_of_the_main_workload_and_of_zero(tmp_path: Path) -> None:
     write(tmp_path, {"ddp": 1.0, "zero3": 9.0}, (1, 2, 3), ranks=4, config={"seq_length": 32})
     by_name, main = Answers(tmp_path), "gpt-tiny, built-in text, 64 tokens"
     memory = by_name["memory"]
-    share = memory.table.set_index(("", "Strategy")).loc["zero3", (main, "State, % of ddp")]
-    assert memory.sentence.startswith(f"With `zero3` one of 2 ranks needs {share} of the model state of `ddp`")
-    assert memory.number == (share, "of the model state of `ddp` on each of 2 ranks (`zero3`)")
+    percentage = memory.table.set_index(("", "Strategy")).loc["zero3", (main, "State, % of ddp")]
+    assert memory.sentence.startswith(f"With `zero3` one of 2 ranks needs {percentage} of the model state of `ddp`")
+    assert memory.number == (percentage, "of the model state of `ddp` on each of 2 ranks (`zero3`)")
     for name in ("memory", "time", "traffic"):
         assert by_name[name].subject == main
         assert f"({main}, 2.50 M parameters)" in by_name[name].sentence

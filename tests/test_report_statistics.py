@@ -170,9 +170,9 @@ def test_differences_that_are_there_are_seen() -> None:
 
 def test_two_arms_alone_are_tested_by_their_own_pairs() -> None:
     logs = drawn(np.random.default_rng(4), 5, arms=2)
-    own = stats.ttest_1samp(logs[ARMS[1]] - logs[ARMS[0]], 0)
+    reference = stats.ttest_1samp(logs[ARMS[1]] - logs[ARMS[0]], 0)
     ((p, *bounds),) = statistics.corrected_tests(logs, [(ARMS[1], ARMS[0])]).values()
-    assert [p, *bounds] == pytest.approx([own.pvalue, *own.confidence_interval(0.95)])
+    assert [p, *bounds] == pytest.approx([reference.pvalue, *reference.confidence_interval(0.95)])
 
 
 def test_an_interval_excludes_no_difference_exactly_where_the_corrected_test_does() -> None:
@@ -186,9 +186,9 @@ def test_an_interval_excludes_no_difference_exactly_where_the_corrected_test_doe
             assert high is not None
             assert difference.is_significant == (low > 1 or high < 1)
             assert low < difference.ratio.center < high
-            own = statistics.interval(difference.ratio.points)
+            uncorrected = statistics.interval(difference.ratio.points)
             verdicts.append(difference.is_significant)
-            plain.append(own.low > 1 or own.high < 1)  # type: ignore[operator]
+            plain.append(uncorrected.low > 1 or uncorrected.high < 1)  # type: ignore[operator]
     assert 0.1 < np.mean(verdicts) < np.mean(plain)
 
 

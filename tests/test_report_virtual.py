@@ -80,20 +80,20 @@ def test_the_answers_count_the_cases_that_their_tables_have() -> None:
     assert "0.96 (`zero3`, 1 of 4 cases) times" in sent.sentence
     assert sent.sentence.endswith(", in `llama-3.1-8b`."), "the only model whose traffic is known"
     # Gradients larger than their bucket leave the device after the backward pass.
-    held = answered(TABLE1.answer(records))
-    assert "is within 1 % of the paper's formula for 2 of 6 cases" in held.sentence
-    assert held.sentence.endswith("Before the step the other 4 are within 1 %, too.")
-    assert (held.number or ("", ""))[1].endswith("at its peak")
+    memory = answered(TABLE1.answer(records))
+    assert "is within 1 % of the paper's formula for 2 of 6 cases" in memory.sentence
+    assert memory.sentence.endswith("Before the step the other 4 are within 1 %, too.")
+    assert (memory.number or ("", ""))[1].endswith("at its peak")
 
 
 def test_the_sentence_on_alternatives_has_the_figures_of_one_strategy() -> None:
     for report, model in (("virtual_neighbours", "1 layer of gpt-7.5b"), ("virtual_scaling", "gpt2")):
         answer = answered(NEIGHBOURS.answer(read_parquet(REPOSITORY / "reports" / report)))
-        named = [str(name) for name in re.findall(r"`(\w+)`(?! with)", answer.sentence)]
-        assert len(named) == 2
-        assert named[1] == "zero3"
+        strategies = [str(name) for name in re.findall(r"`(\w+)`(?! with)", answer.sentence)]
+        assert len(strategies) == 2
+        assert strategies[1] == "zero3"
         assert f"({model}, built-in text" in answer.sentence
-        cells = answer.table.set_index(("", "Strategy"))[answer.subject].drop(columns="Calls").loc[named]
+        cells = answer.table.set_index(("", "Strategy"))[answer.subject].drop(columns="Calls").loc[strategies]
         figures = re.findall(r"([\d,.]+) MiB", answer.sentence)
         assert [float(text.replace(",", "")) for text in figures] == pytest.approx(
             [float(str(cell).replace(",", "")) for cell in cells.to_numpy().ravel() if cell != "-"], rel=0.01
