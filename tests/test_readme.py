@@ -199,7 +199,7 @@ def test_both_tasks_of_the_laptop_study_learn() -> None:
 
 def test_the_finding_on_model_state_matches_the_records() -> None:
     for name, pattern, sentence in (
-        ("paper_table1", r"holds within 1 % for (\d+ of \d+) cases", "holds within 1 % for {} cases"),
+        ("paper_table1", r"paper's formula for (\d+ of \d+) cases", "holds within 1 % for {} cases"),
         (
             "virtual_settings",
             r"\+(\d+ %) \(`zero3` of `gemma-2-9b` at 64 ranks\)",
