@@ -251,7 +251,9 @@ def _lora_answer(records: Records) -> Answer | None:
     )
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
-    return Answer(sentence, table.loc[table["Strategy"].isin(STAGES), columns])
+    # Runs that differ in an option without effect on these bytes are one row.
+    table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
+    return Answer(sentence, table.drop(columns=[name for name in ("Ranks", "Precision") if table[name].nunique() == 1]))
 
 
 LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
