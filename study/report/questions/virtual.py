@@ -251,9 +251,9 @@ def _lora_answer(records: Records) -> Answer | None:
     )
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
-    # Runs that differ in an option without effect on these bytes are one row.
+    # An option that changes none of these bytes gives no further row.
     table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
-    return Answer(sentence, table.drop(columns=[name for name in ("Ranks", "Precision") if table[name].nunique() == 1]))
+    return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")])
 
 
 LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
