@@ -50,10 +50,9 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
                       PageSection(_FIGURES, drawings=pictures[3:]), *remaining],
         )  # fmt: skip
         shown = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures)
-        top = [PageSection(text=facts), first, PageSection(_FIGURES, text=shown)]
-        text = page_markdown(TITLE, [*top, *remaining, PageSection(text=made_by)])
+        parts = [PageSection(text=facts), first, PageSection(_FIGURES, text=shown), *remaining, PageSection(text=made_by)]
         (folder / "index.html").write_text(html, encoding="utf-8")
-        (folder / "summary.md").write_text(text, encoding="utf-8")
+        (folder / "summary.md").write_text(page_markdown(TITLE, parts), encoding="utf-8")
         publish_report(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
