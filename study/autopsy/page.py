@@ -49,10 +49,10 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
             sections=[PageSection(sentence=first.sentence, drawings=pictures[:3]), PageSection(notes=first.notes),
                       PageSection(_FIGURES, drawings=pictures[3:]), *remaining],
         )  # fmt: skip
-        shown = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures)
-        parts = [PageSection(text=facts), first, PageSection(_FIGURES, text=shown), *remaining, PageSection(text=made_by)]
+        text = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures)
+        page = [PageSection(text=facts), first, PageSection(_FIGURES, text=text), *remaining, PageSection(text=made_by)]
         (folder / "index.html").write_text(html, encoding="utf-8")
-        (folder / "summary.md").write_text(page_markdown(TITLE, parts), encoding="utf-8")
+        (folder / "summary.md").write_text(page_markdown(TITLE, page), encoding="utf-8")
         publish_report(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -110,7 +110,7 @@ SETTINGS: Any = {
 _TITLE_IN, _LINE_IN = 0.25, 0.185
 _TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS, _LEGEND_LETTERS, _AXIS_LETTERS = 40, 56, 24, 51, 36
 _DOTS_PER_INCH, _COLOURS, _MAX_POINTS, _MAX_LINES = 200, 128, 14, 3
-_END = "end of a line"
+_END, _HALO = "end of a line", [withStroke(linewidth=2, foreground="white")]
 
 
 def load_frames(folder: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -312,7 +312,7 @@ def bars(
 
 def write_right(axes: Axes, text: str, place: tuple[float, float]) -> None:
     """Write a text to the right of a point."""
-    axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9)
+    axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9, path_effects=_HALO)
 
 
 def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list[Patch]:
@@ -346,7 +346,7 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9, *, in_co
             textcoords=("axes fraction" if in_column else "offset points", "offset points"), color=label.colour,
             arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3,
                         "relpos": (0, 0.5)},
-            path_effects=[withStroke(linewidth=2, foreground="white")],
+            path_effects=_HALO,
         )  # fmt: skip
 
 
