@@ -20,19 +20,7 @@ import torch
 from scipy import stats
 
 from study.autopsy.contrasts import FILE, Autopsy, read_sessions, sign_flip_p
-from study.autopsy.design import (
-    AA,
-    CORRECTED,
-    FACTORIAL,
-    LETTERS,
-    PRINTED,
-    RESPONSES,
-    SCALES,
-    SEEDS,
-    SWITCHES,
-    Kind,
-    plan,
-)
+from study.autopsy.design import AA, CORRECTED, FACTORIAL, LETTERS, PRINTED, RESPONSES, SCALES, SEEDS, SWITCHES, plan
 from study.autopsy.page import build
 from study.autopsy.run import MARK, SESSIONS, missing, open_folder, run_sessions
 from study.claims.ledger import read_ledger
@@ -80,7 +68,7 @@ def test_the_switches_feed_claims_that_the_ledger_has() -> None:
 
 def synthetic(gap: Callable[[str, int], float]) -> Autopsy:
     """Return rows of sessions whose ZeRO arm has exp(gap) times the standard arm's figure in every response."""
-    cells: dict[Kind, tuple[str, ...]] = {"factorial": FACTORIAL, "corrected": (CORRECTED,), "aa": (AA,)}
+    cells = {"factorial": FACTORIAL, "corrected": (CORRECTED,), "aa": (AA,)}
     rows: list[dict[str, Any]] = []
     for kind, names in cells.items():
         for cell in names:
