@@ -27,6 +27,7 @@ from study.metrics.profiling import categorize, profile_document
 from study.records.directory import read_run
 from study.records.frames import Records, read_records
 from study.records.schema import PROFILE_CATEGORIES, RecordError, validate
+from study.report.canvas import as_png
 from study.report.document import table_html
 from study.report.questions import TABLES
 from study.report.questions.time import PROFILE
@@ -225,7 +226,7 @@ def test_a_report_shows_profiles_and_states_that_none_was_recorded(records: Reco
     drawing = figures("runtime", records)["step_profile"]
     assert "ddp, profiled 100 ms: matrix products 40, attention 10," in drawing.alt
     assert "zero3" not in drawing.alt
-    assert drawing.png.startswith(b"\x89PNG")
+    assert as_png(drawing.figure).startswith(b"\x89PNG")
     shares = TABLES["step_profile"](records).set_index("Strategy").loc["ddp, profiled"]
     assert (shares["Profiled step, ms"], shares["Idle, ms"], shares["Of it counted twice, ms"]) == pytest.approx(
         (100, 20, 10)

@@ -99,8 +99,7 @@ def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):
         ends = {8: "ok", 32: "oom", 16: "oom"} if not checkpointing else {8: "ok", 32: "ok", 128: "oom", 64: "oom"}
         write_search(tmp_path, "single", ends, name=name, gradient_checkpointing=checkpointing)
     table = fits_table(read_runs(tmp_path)).set_index("Workload")
-    assert sorted(table.index) == [
-        f"gpt-tiny, built-in text: largest micro-batch, checkpointing {it}" for it in ("off", "on")
-    ]
+    settings = [f"gpt-tiny, built-in text: largest micro-batch, checkpointing {it}" for it in ("off", "on")]
+    assert sorted(table.index) == settings
     assert table["x plain"].tolist() == [1, 1]
     assert len(drawn("what_fits", read_runs(tmp_path))) == 2

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
@@ -20,7 +21,8 @@ from study.config.strategies import STRATEGY_NAMES, WITH_GROUPS
 from study.records.frames import Records, read_parquet
 from study.report import canvas
 from study.report.canvas import STRATEGIES, Drawing, as_svg
-from study.report.questions import QUESTIONS
+from study.report.questions import QUESTIONS, answers
+from study.report.questions.time import ADVICE
 
 # The figures of each notebook that the laptop's records have data for.
 OF_THE_LAPTOP = {
@@ -52,8 +54,7 @@ def changed(**columns: object) -> Records:
 
 
 def texts(figure: Figure) -> str:
-    parts = [text.get_text() for text in figure.findobj(Text) if isinstance(text, Text)]
-    return " ".join(" ".join(parts).split())
+    return " ".join(" ".join(text.get_text() for text in figure.findobj(Text) if isinstance(text, Text)).split())
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def words(drawing: Drawing) -> set[str]:
 
 
 def linear(colour: str) -> npt.NDArray[np.float64]:
-    values = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)]) / 255
+    values = np.array(to_rgb(colour))
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 
@@ -89,11 +90,9 @@ def to_oklab(colour: str, sight: str) -> npt.NDArray[np.float64]:
 def test_no_two_styles_look_alike(sight, styles):
     for (first_name, first), (second_name, second) in itertools.combinations(getattr(canvas, styles).items(), 2):
         distance = np.linalg.norm(to_oklab(first.colour, sight) - to_oklab(second.colour, sight))
-        if styles == "STRATEGIES":
-            # A strategy with groups has the color of the one without them.
-            is_other = first.dash != second.dash and {first_name, second_name} & set(WITH_GROUPS)
-        else:
-            is_other = first.hatch != second.hatch
+        # A strategy with groups has the color of the one without them.
+        has_groups = {first_name, second_name} & set(WITH_GROUPS)
+        is_other = has_groups and first.dash != second.dash if styles == "STRATEGIES" else first.hatch != second.hatch
         assert is_other or distance > 0.08, f"{first_name} and {second_name}: {distance:.3f}"
 
 
@@ -108,6 +107,10 @@ def test_every_point_has_a_label_and_none_overlaps_another_or_many_points(report
         assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].shrunk(0.9, 0.8).overlaps(pair[1])]
         if len(texts) > 14:
             assert min(box.x0 for box in boxes) > figure.axes[0].bbox.x1
+            starts = figure.axes[0].transData.transform([text.xy for text in texts if isinstance(text, Annotation)])
+            lengths = np.linalg.norm(starts[:, None] - [(box.x0, (box.y0 + box.y1) / 2) for box in boxes], axis=2)
+            # Two lines that cross are longer than with their ends exchanged.
+            assert (lengths + lengths.T > np.add.outer(lengths.diagonal(), lengths.diagonal()) - 1e-6).all()
         counts.append(len(texts))
     assert max(counts) == labels
 
@@ -116,6 +119,8 @@ def test_a_long_name_breaks_between_its_words_and_rows_do_not_overlap():
     name = "zero3, zero_optimization.stage3_max_live_parameters=0, zero_optimization.stage3_prefetch_bucket_size=0"
     lines = canvas.format_label(name, {}).split("\n")
     assert lines == ["zero3, stage3_max_live_", "parameters=0, stage3_", "prefetch_bucket_size=0"]
+    key = "a: stage3_max_live_parameters=0, stage3_prefetch_bucket_size=0"
+    assert canvas.letter_settings([name, "zero2, lora"]) == (["zero3 + a", "zero2, lora"], [key])
     figure, (axes,) = canvas.sheet_of_rows(2)
     canvas.rows_of_arms(axes, [name, f"{name}, peft=lora"], {})
     figure.draw_without_rendering()
@@ -138,7 +143,8 @@ def test_lines_of_one_strategy_and_memory_without_an_accelerator_are_told_apart(
     assert len(looks) == len(lines) == len({line.get_color() for line in lines}) + 1
     assert {"zero3", "zero3 *"} <= {text.get_text().rpartition(" ")[0] for text in drawing.figure.axes[0].texts}
     state = laptops("peak_memory")["model_state"]
-    assert "zero3_nvme has the least in memory" in state.alt
+    assert "fsdp2 has the least in memory without offload" in state.alt
+    assert "With offload it is zero3_nvme" in state.alt
     assert "on the device" not in texts(state.figure)
 
 
@@ -168,13 +174,9 @@ def test_every_axis_has_its_unit_and_every_figure_its_words(notebook):
         assert finding in texts(drawing.figure), "the alt text ends with the finding"
         assert not is_cut_off(drawing.figure), drawing.name
         for axes in drawing.figure.axes:
-            rows_have_names = any(
-                label.get_text() in STRATEGIES
-                for side in axes.get_shared_y_axes().get_siblings(axes)
-                for label in side.get_yticklabels()
-            )
+            rows = (row for side in axes.get_shared_y_axes().get_siblings(axes) for row in side.get_yticklabels())
             assert axes.get_xlabel()
-            assert axes.get_ylabel() or rows_have_names
+            assert axes.get_ylabel() or any(row.get_text() in STRATEGIES for row in rows)
     assert not any("<script>" in as_svg(drawing.figure) for drawing in odd)
 
 
@@ -188,6 +190,16 @@ def test_numbers_at_the_ends_of_bars_are_the_lengths_of_the_bars():
                 ends[row] = max(ends[row], bar.get_x() + bar.get_width())
             numbers = [float(text.get_text().split()[0].replace(",", "")) for text in axes.texts]
             assert numbers == pytest.approx(ends.tolist(), rel=0.01), name
+
+
+def test_figures_judge_as_answers_do_and_batch_2_is_before_batch_16():
+    drawings = laptops("runtime")
+    (fastest,) = answers(changed())[ADVICE].table["Fastest, or not significantly slower"]
+    assert f"{fastest} is the fastest of those with three seeds" in drawings["step_time"].alt
+    looks = {line.get_color(): line.get_markerfacecolor() for line in drawings["frontier"].figure.axes[0].lines[1:]}
+    assert (list(looks.values()).count("white"), looks[STRATEGIES[fastest].colour]) == (9, STRATEGIES[fastest].colour)
+    runs = pd.DataFrame({"workload": ["batch 16", "batch 2"]})
+    assert [name for name, _ in canvas.by_workload(runs, 2)] == ["batch 2", "batch 16"]
 
 
 @pytest.mark.parametrize("notebook", OF_THE_LAPTOP)

@@ -30,29 +30,29 @@ _MARKS = {"as expected": " ✓", "not as expected": " ✗"}
 
 def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
     """Build the page from the sessions in `runs`, or from the table of an earlier report, and return its path."""
-    arms = read_sessions(runs) if (runs / MARK).is_file() or runs_named else read_arms(output)
-    study = Autopsy(arms)
+    study = Autopsy(read_sessions(runs) if (runs / MARK).is_file() or runs_named else read_arms(output))
     if study.models["eval_loss"].terms.empty:
         raise UserError("no seed has all its 16 cells yet", "run: study autopsy run")
     output.resolve().parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.building-", dir=output.resolve().parent))
     try:
-        arms.to_parquet(folder / FILE, index=False, compression="zstd")
+        study.arms.to_parquet(folder / FILE, index=False, compression="zstd")
         for name, why in run_notebooks(["autopsy"], NOTEBOOKS, folder, TIME_LIMIT_S, lambda _line: None).items():
             raise UserError(f"notebooks/{name}.ipynb failed in {why}", "fix that cell")
-        pictures = list(itertools.chain(*take_figures(folder / "autopsy.ipynb").values()))
+        # The first of each kind is about the loss, as the sentence is.
+        by_panel = itertools.zip_longest(*take_figures(folder / "autopsy.ipynb").values())
+        pictures = [picture for panel in by_panel for picture in panel if picture]
         write_figures(pictures, folder)
-        first, *remaining = sections(study)
-        facts, made_by = _facts(study)
+        (first, *remaining), (facts, made_by) = sections(study), _facts(study)
         html = page_html(
             "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead="", facts=facts, failure="",
-            sections=[first, PageSection(_FIGURES, drawings=pictures), *remaining],
+            sections=[PageSection(sentence=first.sentence, drawings=pictures[:3]), PageSection(notes=first.notes),
+                      PageSection(_FIGURES, drawings=pictures[3:]), *remaining],
         )  # fmt: skip
+        text = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures)
+        page = [PageSection(text=facts), first, PageSection(_FIGURES, text=text), *remaining, PageSection(text=made_by)]
         (folder / "index.html").write_text(html, encoding="utf-8")
-        shown = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures)
-        top = [PageSection(text=facts), first, PageSection(_FIGURES, text=shown)]
-        markdown = page_markdown(TITLE, [*top, *remaining, PageSection(text=made_by)])
-        (folder / "summary.md").write_text(markdown, encoding="utf-8")
+        (folder / "summary.md").write_text(page_markdown(TITLE, page), encoding="utf-8")
         publish_report(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -18,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from PIL import Image
-from scipy.optimize import isotonic_regression
+from scipy.optimize import isotonic_regression, linear_sum_assignment
 
 from study.config.errors import UserError
 from study.config.registry import REGISTRY
@@ -49,6 +50,11 @@ class Style(NamedTuple):
     def line(self) -> dict[str, Any]:
         """Return keyword arguments of matplotlib for a line with markers."""
         return self.points | {"linestyle": self.dash}
+
+    @property
+    def hollow(self) -> dict[str, Any]:
+        """Return keyword arguments of matplotlib for hollow markers without a line."""
+        return self.points | {"markerfacecolor": "white", "markeredgecolor": self.colour}
 
 
 class Fill(NamedTuple):
@@ -102,10 +108,9 @@ SETTINGS: Any = {
     "svg.hashsalt": "zero-study", "svg.fonttype": "path",
 }  # fmt: skip
 _TITLE_IN, _LINE_IN = 0.25, 0.185
-_MAX_LABELS, _MAX_POINTS, _MAX_LINES = 8, 14, 3
 _TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS, _LEGEND_LETTERS, _AXIS_LETTERS = 40, 56, 24, 51, 36
-_DOTS_PER_INCH, _COLOURS = 200, 128
-_END = "end of a line"
+_DOTS_PER_INCH, _COLOURS, _MAX_POINTS, _MAX_LINES = 200, 128, 14, 3
+_END, _HALO = "end of a line", [withStroke(linewidth=2, foreground="white")]
 
 
 def load_frames(folder: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -127,17 +132,13 @@ class Drawing(NamedTuple):
     alt: str
     name: str = ""
 
-    @property
-    def png(self) -> bytes:
-        return as_png(self.figure)
-
     def __repr__(self) -> str:
         """Return the content in words, which Jupyter keeps as the plain text of the figure."""
         return self.alt
 
     def _repr_mimebundle_(self, **_kinds: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what Jupyter displays; `study report` takes its figures from there."""
-        return {"image/png": self.png, "image/svg+xml": as_svg(self.figure)}, {"figure": self.name}
+        return {"image/png": as_png(self.figure), "image/svg+xml": as_svg(self.figure)}, {"figure": self.name}
 
 
 def as_png(figure: Figure) -> bytes:
@@ -166,9 +167,10 @@ def find_style(strategy: object) -> Style:
 
 
 def by_workload(runs: pd.DataFrame, most: int) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the workloads with most runs, and the runs of each."""
+    """Yield the workloads with most runs, batch 2 before batch 16, and the runs of each."""
     largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:most]
-    yield from ((str(workload), runs[runs["workload"] == workload]) for workload in sorted(largest))
+    for workload in sorted(largest, key=lambda name: re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name)):
+        yield str(workload), runs[runs["workload"] == workload]
 
 
 def arm_strategies(runs: pd.DataFrame) -> dict[str, str]:
@@ -196,17 +198,15 @@ def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any
 
 def finish(
     figure: Figure, title: str, subject: str, subtitle: str, words: str, notes: Mapping[str, str] | None = None,
-    legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "", name: str = "",
+    legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "", name: str = "", keys: Sequence[str] = (),
 ) -> Drawing:  # fmt: skip
-    """Return the figure with its title, its legend, and footnotes for the strategies that are not comparable."""
+    """Return the figure with its title, its legend, and footnotes: keys, and strategies that are not comparable."""
     titles, subtitles = _wrapped(title, _TITLE_LETTERS), [*_wrapped(subject), *_wrapped(subtitle)]
-    reasons: dict[str, list[str]] = {}
-    for arm, reason in (notes or {}).items():
-        if reason:
-            reasons.setdefault(reason, []).append(arm)
-    footnotes = [f"† confounded, {', '.join(arms)}: {reason}" for reason, arms in reasons.items()]
-    lines = [line for text in footnotes for line in _wrapped(text)]
-    foot_in = _LINE_IN * len(lines) + 0.12 if lines else 0
+    lines, notes = [line for key in keys for line in _wrapped(key)], notes or {}
+    for reason in filter(None, dict.fromkeys(notes.values())):
+        arms = ", ".join(arm for arm in notes if notes[arm] == reason)
+        lines += _wrapped(f"† confounded, {arms}: {reason}")
+    foot_in = 0.155 * len(lines) + 0.12 if lines else 0
     for item in legend:
         parts = str(item.get_label()).split("\n")
         item.set_label("\n".join(line for part in parts for line in _wrapped(part)))
@@ -231,14 +231,14 @@ def finish(
     ):  # fmt: skip
         figure.text(0.012, place_in / height_in, "\n".join(text), **manner)  # type: ignore[arg-type]
     for axes in figure.axes:
-        _spread_labels(axes)
+        _spread_labels(figure, axes)
     if legend:
         # The figure already has space for the legend.
         figure.legend(
             handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
             fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85, handlelength=2.4,
         ).set_in_layout(False)  # fmt: skip
-    return Drawing(figure, f"{lead or f'{title}, {subject}'}: {words}. {subtitle}".strip(), name)
+    return Drawing(figure, f"{lead or f'{title}, {subject}'}: {'; '.join([words, *keys])}. {subtitle}".strip(), name)
 
 
 def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
@@ -263,14 +263,13 @@ def format_label(arm: str, notes: Mapping[str, str]) -> str:
     return "\n".join([*lines[: _MAX_LINES - 1], f"{lines[_MAX_LINES - 1]} …"] if len(lines) > _MAX_LINES else lines)
 
 
-def unit_for(largest_bytes: float) -> tuple[str, int]:
-    """Return the unit of bytes for an axis, and its size."""
-    return ("GiB", 2**30) if largest_bytes >= 2**30 else ("MiB", 2**20)
-
-
-def plain_ticks(axis: Any) -> None:
-    """Format the axis ticks as plain numbers, without an exponent."""
-    axis.set_major_formatter(lambda value, _position: f"{value:,.10g}")
+def letter_settings(arms: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return labels of one line, in which a letter is for settings that are long, and the keys of these letters."""
+    parts = [arm.replace("zero_optimization.", "").partition(", ") for arm in arms]
+    long = dict.fromkeys(rest for arm, _, rest in parts if rest and len(f"{arm}, {rest}") > _LABEL_LETTERS)
+    letters = dict(zip(long, ascii_lowercase, strict=False))
+    names = [f"{arm} + {letters[rest]}" if rest in letters else arm + comma + rest for arm, comma, rest in parts]
+    return names, [f"{letter}: {settings}" for settings, letter in letters.items()]
 
 
 def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:
@@ -313,7 +312,7 @@ def bars(
 
 def write_right(axes: Axes, text: str, place: tuple[float, float]) -> None:
     """Write a text to the right of a point."""
-    axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9)
+    axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9, path_effects=_HALO)
 
 
 def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list[Patch]:
@@ -326,11 +325,8 @@ def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list
 
 def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
     """Return a legend entry per strategy, with its line and marker."""
-    styles = {arm: find_style(strategy) for arm, strategy in arms.items()}
-    return [
-        Line2D([], [], label=format_label(arm, notes), **style.line | {"markeredgecolor": style.colour})
-        for arm, style in styles.items()
-    ]
+    return [Line2D([], [], label=format_label(arm, notes), **style.line | {"markeredgecolor": style.colour})
+            for arm, style in zip(arms, map(find_style, arms.values()), strict=True)]  # fmt: skip
 
 
 class EndLabel(NamedTuple):
@@ -342,18 +338,6 @@ class EndLabel(NamedTuple):
     colour: str
 
 
-def label_groups(
-    axes: Axes, curves: pd.DataFrame, group: Mapping[str, Any], strategies: Mapping[str, str], notes: Mapping[str, str]
-) -> None:
-    """Label the end of the first curve of each group with its strategy and the number of the others."""
-    labels = []
-    for arms in [list(arms) for _, arms in pd.Series(group).groupby(group, sort=False).groups.items()][:_MAX_LABELS]:
-        text = format_label(arms[0], notes) + (f" + {len(arms) - 1} more" if len(arms) > 1 else "")
-        colour = find_style(strategies[arms[0]]).colour
-        labels.append(EndLabel(curves.index[-1], float(curves[arms[0]].iloc[-1]), text, colour))
-    label_ends(axes, labels, 9.5)
-
-
 def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9, *, in_column: bool = False) -> None:
     """Write each text to the right of its point, or of the axes; `finish` moves those that overlap."""
     for label in labels:
@@ -362,36 +346,45 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9, *, in_co
             textcoords=("axes fraction" if in_column else "offset points", "offset points"), color=label.colour,
             arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3,
                         "relpos": (0, 0.5)},
-            path_effects=[withStroke(linewidth=2, foreground="white")],
+            path_effects=_HALO,
         )  # fmt: skip
 
 
-def _spread_labels(axes: Axes) -> None:
+def _spread_labels(figure: Figure, axes: Axes) -> None:
     """Shift labels of ends up or down, so that none overlaps another."""
     notes = [text for text in axes.texts if isinstance(text, Annotation) and text.get_label() == _END]
-    figure = axes.figure
-    assert isinstance(figure, Figure)
+    sizes = np.array([float(note.get_fontsize()) for note in notes])
+    spaces = 1.25 * sizes * [note.get_text().count("\n") + 1 for note in notes]
     # Twice, because the labels shrink the axes, which moves the points.
     for _ in range(2 if notes else 0):
         figure.draw_without_rendering()
-        heights = axes.transData.transform([note.xy for note in notes])[:, 1] * 72 / figure.dpi
-        # The positions closest to the points' heights with a minimum distance between them.
-        order, places = np.argsort(heights, kind="stable"), heights.copy()
-        sizes = np.array([float(note.get_fontsize()) for note in notes])
-        spaces = 1.25 * (sizes * [note.get_text().count("\n") + 1 for note in notes])[order]
-        gaps = np.cumsum(spaces) - spaces / 2
-        places[order] = isotonic_regression(heights[order] - gaps).x + gaps
-        for note, size, height, place in zip(notes, sizes, heights, places, strict=True):
-            left, _ = note.get_position()
+        points = axes.transData.transform([note.xy for note in notes]) * 72 / figure.dpi
+        places = _stack(points[:, 1], np.argsort(points[:, 1], kind="stable"), spaces)
+        left, _ = notes[0].get_position()
+        if left < 2:
+            # Lines to a column do not cross if their total length is the least.
+            column = (axes.bbox.x0 + left * axes.bbox.width) * 72 / figure.dpi
+            ends = np.column_stack([np.full(len(notes), column), np.sort(places)])
+            _, ranks = linear_sum_assignment(np.linalg.norm(points[:, None] - ends, axis=2))
+            places = _stack(points[:, 1], np.argsort(ranks), spaces)
+        for note, size, (_, height), place in zip(notes, sizes, points, places, strict=True):
             note.set_position((left, place - height))
             assert note.arrow_patch is not None
             note.arrow_patch.set_visible(left < 2 or abs(place - height) > size / 2)
 
 
+def _stack(heights: np.ndarray, order: np.ndarray, spaces: np.ndarray) -> np.ndarray:
+    """Return the places closest to the heights that are in this order, each with its space."""
+    gaps, places = np.cumsum(spaces[order]) - spaces[order] / 2, heights.copy()
+    places[order] = isotonic_regression(heights[order] - gaps).x + gaps
+    return places
+
+
 def label_points(
-    axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str]
-) -> None:
-    """Draw a labeled marker per strategy, and its single runs; both have the same columns.
+    axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str],
+    few: Container[str],
+) -> None:  # fmt: skip
+    """Draw a labeled marker per strategy, hollow if it has few seeds, and its single runs; both have the same columns.
 
     The axes start at 0, that of x only if points are in its lower half. More than 14 labels are beside the axes.
     """
@@ -399,7 +392,7 @@ def label_points(
     for arm, (x, y) in points.iterrows():
         style, single = find_style(strategies[str(arm)]), runs.loc[[arm]].to_numpy(dtype=float)
         axes.plot(*single.T, ".", color=style.colour, markersize=5, alpha=0.7)
-        axes.plot(x, y, markersize=9.5, **style.points)
+        axes.plot(x, y, markersize=9.5, **(style.hollow if arm in few else style.points))
         ends.append(EndLabel(x, y, format_label(str(arm), notes), style.colour))
     axes.grid()
     axes.margins(x=0.1, y=0.1)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -190,11 +190,10 @@ def _advice_answer(records: Records) -> Answer | None:
         timed = [arm for arm in strategies if arm.is_fair() and not math.isnan(step_s(arm))]
         if not timed:
             continue
-        judged = [arm for arm in timed if arm.geometric_mean(STEP).n >= MIN_SAMPLE]
-        fastest = _fastest(judged) if len(judged) > 1 else []
+        fastest, few = judge_speed(timed)
         if fastest:
             best.append(fastest)
-            unjudged += [arm.name for arm in timed if arm not in judged]
+            unjudged += list(few)
         places = scarce_memory(timed[0].workload_runs)
         states = [(size, arm.name) for arm in timed if not math.isnan(size := arm.state_mib(places))]
         least = min(states, default=(0.0, ""))[0]
@@ -233,15 +232,21 @@ def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_un
     return f"{format_names(everywhere)}: none{judged} is significantly faster{extent}."
 
 
-def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
-    """Return the fastest strategy and all that are not significantly slower.
+def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str, str]]:
+    """Return the fastest strategy with all that are not significantly slower, and the seeds of those that have too few.
 
-    Any strategy may be the fastest, so all pairs are one family of tests.
+    Any strategy may be the fastest, so all pairs are one family of tests. Without two that have three seeds, none is.
     """
+    fair = [arm for arm in strategies if arm.is_fair()]
+    seeds = {arm.name: arm.geometric_mean(STEP).n for arm in fair}
+    few = {name: f"{n} seed{'s' * (n > 1)}" for name, n in seeds.items() if 0 < n < MIN_SAMPLE}
+    judged = [arm for arm in fair if seeds[arm.name] >= MIN_SAMPLE]
+    if len(judged) < 2:
+        return [], few
     ranked = [arm.name for arm in sorted(judged, key=step_s)]
     tests = differences(judged[0].workload_runs, STEP, itertools.combinations(ranked, 2))
     slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
-    return [arm.name for arm in judged if arm.name not in slower]
+    return [arm.name for arm in judged if arm.name not in slower], few
 
 
 def _seeds(runs: pd.DataFrame) -> str:

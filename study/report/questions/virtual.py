@@ -245,7 +245,9 @@ def _lora_answer(records: Records) -> Answer | None:
     )
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
-    return Answer(sentence, table.loc[table["Strategy"].isin(STAGES), columns])
+    # An option that changes none of these bytes gives no further row.
+    table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
+    return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")])
 
 
 LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
