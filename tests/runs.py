@@ -36,12 +36,7 @@ def default_ranks(name: str) -> int:
 
 
 def train(
-    strategy: str,
-    output_dir: Path,
-    *flags: str,
-    ranks: int = 2,
-    timeout: float = 300,
-    script: str = "study/train.py",
+    strategy: str, output_dir: Path, *flags: str, ranks: int = 2, timeout: float = 300, script: str = "study/train.py"
 ) -> subprocess.CompletedProcess[str]:
     nvme = output_dir.parent / "nvme"
     return fork_ranks(

@@ -19,14 +19,7 @@ import yaml
 
 from engines import ROOT, printed_json
 from forked import fork_ranks, fork_script
-from study.advisor.explain import (
-    Explanation,
-    bucket_bytes,
-    costs,
-    find_answers,
-    gathered_elements,
-    sub_groups_on_host,
-)
+from study.advisor.explain import Explanation, bucket_bytes, costs, find_answers, gathered_elements, sub_groups_on_host
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_user_file, section_entries
