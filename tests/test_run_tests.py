@@ -57,8 +57,9 @@ ONE = dict([*FOUR.items()][:1])
         (["--retry"], [(1, ONE), (0, {})], 0, "FLAKY (passed alone): tests/test_0.py::test: assert 0"),
         (["--retry"], [(1, FOUR), (0, {})], 1, "4 flaky tests, more than 3"),
         ([], [(1, ONE)], 1, "FAILED: tests/test_0.py::test: assert 0"),
-        # It died before it named a failure.
+        # A pass that died before it named a failure, and such a second try.
         (["--retry"], [(1, {})], 1, None),
+        (["--retry"], [(1, ONE), (1, {})], 1, "FAILED: tests/test_0.py::test: assert 0"),
     ],
 )
 def test_up_to_three_flaky_tests_are_green(
@@ -78,14 +79,7 @@ def test_a_file_that_does_not_import_is_red_with_its_reason(tmp_path: Path) -> N
     assert "No module named 'nothing_of_that_name'" in lines[-1]
 
 
-def test_a_second_try_that_dies_with_1_before_it_names_a_failure_is_red(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(f"""
-import os
-from pathlib import Path
-if Path({str(tmp_path / "tests" / "tried-1")!r}).exists():
-    def pytest_unconfigure(): os._exit(1)
-    def pytest_sessionfinish(): os._exit(1)
-""")
-    status, lines = run_tests(tmp_path, "--retry", one=FLAKY.format(1), passing=PASSING)
-    assert status == 1
-    assert not any(line.startswith("FLAKY") for line in lines)
+def test_a_pass_that_dies_with_1_before_it_names_a_failure_is_red(tmp_path: Path) -> None:
+    dies = "import os\ndef pytest_unconfigure(): os._exit(1)\ndef pytest_sessionfinish(): os._exit(1)\n"
+    (tmp_path / "conftest.py").write_text(dies)
+    assert run_tests(tmp_path, "--retry", passing=PASSING)[0] == 1
