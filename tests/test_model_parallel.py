@@ -91,9 +91,9 @@ def test_the_communication_of_groups_is_counted(get_run: RunFactory) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_partitioned_activations_are_gathered_once_for_each_layer(get_run: RunFactory, precision: str) -> None:
-    flags = (*LLAMA, "--gradient_checkpointing")
-    flags += () if precision == "fp32" else (*BF16_FLAGS, "--precision", precision)
-    full, parts = (get_run("zero1_tp", *flags, *more) for more in ((), ("--engine_override", PARTITIONED)))
+    more = () if precision == "fp32" else (*BF16_FLAGS, "--precision", precision)
+    flags = (*LLAMA, "--gradient_checkpointing", *more)
+    full, parts = (get_run("zero1_tp", *flags, *setting) for setting in ((), ("--engine_override", PARTITIONED)))
     assert [run.engine["partitioned_activations"] for run in (full, parts)] == [False, True]
     if precision == "bf16":
         # Recomputation runs in 16 bits.
