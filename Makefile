@@ -61,7 +61,7 @@ test-long: install
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
 
-# Two at a time: make -j2 quality
+# Two at a time: make quality -j2
 quality: types rules
 
 types: install
