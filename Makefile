@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python tools/install.py --quiet
+# Tests write the bytecode that the installation has not compiled, and pytest its own.
+TEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
 .PHONY: install lock study test test-fast test-long test-gpu quality types rules golden readme claims releases prediction bench site clean
 
@@ -48,18 +50,17 @@ study: install
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.
 test: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
-	@# It writes the bytecode that the installation has not, as above.
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python tools/run_tests.py $(FLAGS)
+	$(TEST) tools/run_tests.py $(FLAGS)
 
 # The inner loop: what starts no ranks.
 test-fast: install
-	$(BIN)/python -m pytest $(FLAGS) -n 2 --dist loadfile -m "not engine and not long and not gpu and not alone"
+	$(TEST) -m pytest $(FLAGS) -n 2 --dist loadfile -m "not engine and not long and not gpu and not alone"
 
 test-long: install
-	$(BIN)/python -m pytest -m long
+	$(TEST) -m pytest -m long
 
 test-gpu: install
-	$(BIN)/python -m pytest -m gpu
+	$(TEST) -m pytest -m gpu
 
 # Two at a time: make quality -j2
 quality: types rules
