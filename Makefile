@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python tools/install.py --quiet
+# Tests write the bytecode that the installation has not compiled, and pytest its own.
+TEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 
-.PHONY: install lock study test test-fast test-long test-gpu quality golden readme claims releases prediction bench site clean
+.PHONY: install lock study test test-fast test-long test-gpu quality types rules golden readme claims releases prediction bench site clean
 
 install: .venv/installed
 
@@ -23,8 +25,9 @@ install: .venv/installed
 	$(INSTALL) -c constraints.txt -e ".[train,report,dev]" && wait $$operators
 	@# uv installs no bytecode. With PYTHONDONTWRITEBYTECODE every rank would compile torch and transformers again: half of
 	@# its start-up. What runs and reports import takes a quarter of the time of all.
-	@for needed in "study.sweep.fork_server as runs; runs.preload()" "ipykernel.kernelapp, papermill, study.report.site.build"; do \
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import $$needed" >/dev/null; done
+	@compile() { env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import $$1" >/dev/null; }; \
+	compile "study.sweep.fork_server as runs; runs.preload()" & runs=$$!; \
+	compile "ipykernel.kernelapp, papermill, study.report.site.build" && wait $$runs
 	touch $@
 
 # constraints.txt from pyproject.toml, for every Python of the workflow; versions stay unless FLAGS=--upgrade. It has no
@@ -47,24 +50,27 @@ study: install
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.
 test: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
-	@# Some files of torch need a newer Python, hence the colon.
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib study tests || :
-	$(BIN)/python tools/run_tests.py $(FLAGS)
+	$(TEST) tools/run_tests.py $(FLAGS)
 
 # The inner loop: what starts no ranks.
 test-fast: install
-	$(BIN)/python -m pytest $(FLAGS) -n 2 --dist loadfile -m "not engine and not long and not gpu and not alone"
+	$(TEST) -m pytest $(FLAGS) -n 2 --dist loadfile -m "not engine and not long and not gpu and not alone"
 
 test-long: install
-	$(BIN)/python -m pytest -m long
+	$(TEST) -m pytest -m long
 
 test-gpu: install
-	$(BIN)/python -m pytest -m gpu
+	$(TEST) -m pytest -m gpu
 
-quality: install
+# Two at a time: make quality -j2
+quality: types rules
+
+types: install
+	$(BIN)/mypy
+
+rules: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py --check
 	$(BIN)/python tools/words.py --check

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # First on PYTHONPATH, it imitates a machine with a GPU and without a CUDA toolkit.
@@ -67,6 +70,25 @@ def run_in_terminal(command: Sequence[str], **variables: str) -> str:
     os.close(parent)
     assert process.returncode == 0, output
     return output.decode()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def print_screen(command: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run a command of the study in this process; return its lines on a terminal of 120 columns."""
+    from study.cli import main
+
+    screen = Terminal()
+    with monkeypatch.context() as patch:
+        for name, value in {"COLUMNS": "120", "TERM": "xterm"}.items():
+            patch.setenv(name, value)
+        for stream in ("stdout", "stderr"):
+            patch.setattr(sys, stream, screen)
+        assert main(command.split()) == 0, screen.getvalue()
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.getvalue()).splitlines()
 
 
 def printed_json(result: subprocess.CompletedProcess[str], marker: str = "PROBE ") -> list[Any]:

@@ -394,10 +394,7 @@ def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_m
     assert "with the settings of zero3, the optimizer on the CPU takes" in explain_slowdown(offloaded, zero3)
 
 
-@pytest.mark.parametrize(
-    ("model", "hardware"),
-    [("llama-3.1-8b", "4xA100"), ("gpt2-xl", "RTX4090")],
-)
+@pytest.mark.parametrize(("model", "hardware"), [("llama-3.1-8b", "4xA100"), ("gpt2-xl", "RTX4090")])
 def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, hardware: str) -> None:
     page = print_page(model, hardware)
     lines = [part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]

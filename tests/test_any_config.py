@@ -239,12 +239,7 @@ def test_files_are_read_as_they_are_published(tmp_path: Path) -> None:
     architectures = ["DeepseekV3ForCausalLM"]
     kimi = live_shape("kimi", {**CONFIGS["deepseek_v3"], "model_type": "kimi_k2", "architectures": architectures})
     assert kimi.params == read_shape("deepseek_v3").params
-    experts = {
-        "num_experts": 4,
-        "moe_topk": [2] * 3,
-        "moe_intermediate_size": [32] * 3,
-        "num_shared_expert": [1] * 3,
-    }
+    experts = {"num_experts": 4, "moe_topk": [2] * 3, "moe_intermediate_size": [32] * 3, "num_shared_expert": [1] * 3}
     hunyuan = live_shape("hunyuan", {**TEXT, **experts, "head_dim": 16, "model_type": "hunyuan_v1_moe"})
     assert predict_memory(make_request(hunyuan, "zero3")).missing is None
     # The first reads values of a tensor while it is created; the second has no size of an image.

@@ -16,15 +16,7 @@ from study.config.flags import RunConfig, resolve_config
 from study.config.places import REPOSITORY
 from study.records.frames import read_parquet
 from study.workloads import builtin
-from study.workloads.tasks import (
-    Split,
-    TaskData,
-    epoch_order,
-    load_data,
-    pin_batch,
-    sample_hashes,
-    step_samples,
-)
+from study.workloads.tasks import Split, TaskData, epoch_order, load_data, pin_batch, sample_hashes, step_samples
 
 # Probability that a statistical test fails although the code is correct.
 DOUBT = 1e-9

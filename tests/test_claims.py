@@ -198,11 +198,10 @@ def test_claims_that_need_a_gpu_are_judged_once_their_suites_have_run(tmp_path: 
     write_parquet(records, tmp_path / "gpu")
     waiting = [check for claim in read_ledger(LEDGER).claims for check in claim.checks if check.needs]
     assert {check.numbers["report"] for check in waiting} == {"gpu"}
-    not_judged = {(check.shows, check.find(Evidence(tmp_path)).sentence) for check in waiting
-             if check.find(Evidence(tmp_path)).answer == "not judged"}  # fmt: skip
-    assert not not_judged
+    evidence, without = Evidence(tmp_path), Evidence(tmp_path / "made")
+    assert {finding.sentence for check in waiting if (finding := check.find(evidence)).answer == "not judged"} == set()
     for check in waiting:
-        before = check.find(Evidence(tmp_path / "made"))
+        before = check.find(without)
         assert (before.answer, before.sentence.endswith(f"it needs {check.needs}")) == ("not judged", True)
 
 

@@ -19,14 +19,7 @@ import yaml
 
 from engines import ROOT, printed_json
 from forked import fork_ranks, fork_script
-from study.advisor.explain import (
-    Explanation,
-    bucket_bytes,
-    costs,
-    find_answers,
-    gathered_elements,
-    sub_groups_on_host,
-)
+from study.advisor.explain import Explanation, bucket_bytes, costs, find_answers, gathered_elements, sub_groups_on_host
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_user_file, section_entries
@@ -808,8 +801,10 @@ def test_a_global_batch_is_divided_by_the_ranks_that_do_not_share_samples(tmp_pa
         {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 9},
         *({"train_batch_size": 64, **sizes} for sizes in ({}, {ACCUMULATION: 2}, {MICRO_BATCH: 4, ACCUMULATION: 2})),
     ]
-    command = [sys.executable, "-c", _BATCH_OF_THE_ENGINE, json.dumps(documents)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    (tmp_path / "batch.py").write_text(_BATCH_OF_THE_ENGINE)
+    done = fork_script(
+        tmp_path / "batch.py", json.dumps(documents), folder=ROOT, environment=os.environ, read_at_import={}
+    )
     says = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SAYS")]
     assert [len(words) for words in says] == [2, 2, 1, 2, 1, 2, 2, 2], done.stderr[-2000:]
     for document, engine in zip(documents, says, strict=True):

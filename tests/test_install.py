@@ -144,17 +144,32 @@ def test_each_pin_for_a_python_supports_that_python(python: str) -> None:
     assert {name: text for name, text in requirements.items() if text and python not in SpecifierSet(text)} == {}
 
 
+def program(file: Path, script: str) -> Path:
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return file
+
+
 def test_an_environment_without_pip_is_created_again(tmp_path: Path) -> None:
     """Debian's python3 leaves such an environment if python3-venv is not installed."""
     for file in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / file, tmp_path)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$1" = -c ] || { echo "asked: $@"; exit 1; }\n')
-    python.chmod(0o755)
+    python = program(tmp_path / "python", '[ "$1" = -c ] || { echo "asked: $@"; exit 1; }')
     result = subprocess.run(["make", "install", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
     assert "asked: -m venv --clear .venv" in result.stdout
+
+
+@pytest.mark.parametrize("broken", ["study.sweep.fork_server", "papermill", "nothing"])
+def test_packages_that_cannot_be_imported_fail_the_installation(broken: str, tmp_path: Path) -> None:
+    for file in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    program(tmp_path / ".venv" / "bin" / "python", f'case "$*" in *{broken}*) exit 1;; esac')
+    result = subprocess.run(["make", "install"], cwd=tmp_path, capture_output=True, text=True)
+    is_installed = (tmp_path / ".venv" / "installed").exists()
+    assert (result.returncode == 0) is is_installed is (broken == "nothing")
 
 
 @pytest.mark.parametrize(
@@ -170,9 +185,7 @@ def test_an_environment_without_pip_is_created_again(tmp_path: Path) -> None:
 def test_a_page_is_built_after_each_seed_and_after_ctrl_c(
     run: str, status: int, calls: list[str], tmp_path: Path
 ) -> None:
-    command = tmp_path / "study"
-    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ "$1" = report ] || {{ {run}; }}\n')
-    command.chmod(0o755)
+    program(tmp_path / "study", f'echo "$@" >> {tmp_path}/calls\n[ "$1" = report ] || {{ {run}; }}')
     ended = subprocess.run(
         ["make", "-o", "install", "study", f"BIN={tmp_path}"], cwd=ROOT, capture_output=True, text=True
     )

@@ -24,7 +24,7 @@ from engines import ROOT
 from runs import RunFactory, trained
 from study.config.flags import RunConfig, resolve_config
 from study.host.stacks import ENGINES_ONLY_VARIABLE
-from study.metrics import Meters
+from study.metrics import Meters, flops
 from study.metrics.clock import EnergyMeter, MeasurementOverhead, StepClock, step_time_statistics, warmup_steps
 from study.metrics.flops import matmul_tflops, measure_matmul_rates
 from study.metrics.inventory import ForwardWatch, Inventory, bytes_in_use
@@ -183,6 +183,8 @@ def test_energy_of_which_a_part_was_not_read_is_none(monkeypatch: pytest.MonkeyP
 
 
 def test_the_rate_of_products_is_of_fp32_and_counts_a_product_and_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A CPU without bf16 takes seconds for a product of the usual size.
+    monkeypatch.setitem(flops._SIZE, "cpu", 64)
     torch.set_float32_matmul_precision("high")
     assert measure_matmul_rates(seconds=0.01)["tflops"]["fp32"] > 0
     assert torch.get_float32_matmul_precision() == "highest", "TF32 was measured"

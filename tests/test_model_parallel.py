@@ -10,7 +10,7 @@ import pytest
 from test_virtual import assert_same_rank, virtual
 from transformers import DiffLlamaConfig, FalconConfig, MistralConfig
 
-from runs import RunFactory, assert_same_training, by_one_rank, losses, trained
+from runs import BF16_FLAGS, RunFactory, assert_same_training, by_one_rank, losses, trained
 from study.config.errors import UserError
 from study.config.flags import RunConfig, resolve_config
 from study.config.launch_context import Launch
@@ -91,8 +91,9 @@ def test_the_communication_of_groups_is_counted(get_run: RunFactory) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_partitioned_activations_are_gathered_once_for_each_layer(get_run: RunFactory, precision: str) -> None:
-    flags = (*LLAMA, "--gradient_checkpointing", *(() if precision == "fp32" else ("--precision", precision)))
-    full, parts = (get_run("zero1_tp", *flags, *more) for more in ((), ("--engine_override", PARTITIONED)))
+    more = () if precision == "fp32" else (*BF16_FLAGS, "--precision", precision)
+    flags = (*LLAMA, "--gradient_checkpointing", *more)
+    full, parts = (get_run("zero1_tp", *flags, *setting) for setting in ((), ("--engine_override", PARTITIONED)))
     assert [run.engine["partitioned_activations"] for run in (full, parts)] == [False, True]
     if precision == "bf16":
         # Recomputation runs in 16 bits.

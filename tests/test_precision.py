@@ -10,7 +10,7 @@ import torch
 from test_refusals import assert_refused
 
 from forked import fork_ranks
-from runs import FLAGS, RunFactory, losses, trained
+from runs import BF16_FLAGS, FLAGS, RunFactory, losses, trained
 from study.engine.optimizer import LOSS_SCALER
 from study.records.directory import Run, read_run
 
@@ -61,7 +61,8 @@ def test_fp16_is_one_training_in_every_engine_that_has_it(
 
 def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(get_run: RunFactory) -> None:
     """Its optimizer steps once with zero gradients before the first step, which Adam would count."""
-    zero0, zero1 = (get_run(strategy, *GPT, "--precision", "bf16-engine") for strategy in ("zero0", "zero1"))
+    flags = (*GPT, *BF16_FLAGS, "--precision", "bf16-engine")
+    zero0, zero1 = (get_run(strategy, *flags) for strategy in ("zero0", "zero1"))
     assert losses(zero0) == pytest.approx(losses(zero1), rel=BF16_RELATIVE / 8)
 
 

@@ -172,13 +172,14 @@ def test_text_of_a_record_is_shown_and_not_executed(visits, name):
 def test_the_index_begins_with_the_answers_and_shows_failures(visits):
     page = visits["index"].page
     records = harmful(laptop())
-    titles = [question.title for question in answers(records)]
+    by_question = answers(records)
+    titles = [question.title for question in by_question]
     assert page.eval_on_selector_all(".card h2", "all => all.map(one => one.textContent)") == titles
     assert len(titles) == 8
     assert all(
         answer.strip() for answer in page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText)")
     )
-    numbers = [answer.number[0] for answer in answers(records).values() if answer.number]
+    numbers = [answer.number[0] for answer in by_question.values() if answer.number]
     assert page.eval_on_selector_all(".numbers dd", "all => all.map(one => one.innerText)") == numbers != []
     # A figure for each question with a page; tables are folded, and the versions are at the foot.
     assert page.locator(".card:has(.more) .picture").count() == page.locator(".card:has(.more)").count() == 7

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT
+from tools import run_tests as tool
 
 FLAKY = """
 from pathlib import Path
@@ -33,30 +34,43 @@ def run_tests(folder: Path, *flags: str, **files: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.strip().splitlines()
 
 
-FLAKY_LINE = "FLAKY (passed alone): tests/test_one.py::test_flaky_1: AssertionError: only the first time"
-ONE = {"one": FLAKY.format(1), "passing": PASSING}
+FLAKY_LINE = "FLAKY (passed alone): tests/test_one.py::test_flaky_1: AssertionError: only the first time assert False"
+FAILED_LINE = "FAILED: tests/test_two.py::test_failing: assert (1 + 1) == 3"
+
+
+def test_the_last_lines_name_flaky_and_failing_tests(tmp_path: Path) -> None:
+    status, lines = run_tests(tmp_path, "--retry", one=FLAKY.format(1), passing=PASSING, two=FAILING)
+    assert (status, lines[-2:]) == (1, [FLAKY_LINE, FAILED_LINE])
+    # The pass of tests marked `alone`, and the second try.
+    assert sum("1 passed" in line for line in lines) == 2
+
+
+# The exit status and the failures of each pass.
+FOUR = {f"tests/test_{number}.py::test": "assert 0" for number in range(4)}
+ONE = dict([*FOUR.items()][:1])
 
 
 @pytest.mark.parametrize(
-    ("flags", "files", "status", "last"),
+    ("flags", "passes", "status", "last"),
     [
-        (("--retry",), ONE, 0, [FLAKY_LINE]),
-        (("--retry",), ONE | {"two": FAILING}, 1,
-         [FLAKY_LINE, "FAILED: tests/test_two.py::test_failing: assert (1 + 1) == 3"]),
-        (("--retry",), {f"flaky_{number}": FLAKY.format(number) for number in range(4)}, 1,
-         ["4 flaky tests, more than 3"]),
-        ((), ONE, 1, ["FAILED: tests/test_one.py::test_flaky_1: "]),
+        (["--retry"], [(0, {})], 0, None),
+        (["--retry"], [(1, ONE), (0, {})], 0, "FLAKY (passed alone): tests/test_0.py::test: assert 0"),
+        (["--retry"], [(1, FOUR), (0, {})], 1, "4 flaky tests, more than 3"),
+        ([], [(1, ONE)], 1, "FAILED: tests/test_0.py::test: assert 0"),
+        # A pass that died before it named a failure, and such a second try.
+        (["--retry"], [(1, {})], 1, None),
+        (["--retry"], [(1, ONE), (1, {})], 1, "FAILED: tests/test_0.py::test: assert 0"),
     ],
-    ids=["flaky", "flaky and failing", "four flaky", "without a second try"],
-)  # fmt: skip
-def test_the_last_lines_name_flaky_and_failing_tests_and_up_to_three_flaky_ones_are_green(
-    flags: tuple[str, ...], files: dict[str, str], status: int, last: list[str], tmp_path: Path
-) -> None:
-    ended, lines = run_tests(tmp_path, *flags, **files)
-    assert ended == status
-    assert all(line.startswith(start) for line, start in zip(lines[-len(last) :], last, strict=True)), lines
-    # The pass of tests marked `alone`, and the second try.
-    assert sum("1 passed" in line for line in lines) == ("passing" in files) * (1 + ("--retry" in flags))
+)
+def test_up_to_three_flaky_tests_are_green(
+    flags: list[str], passes: list[tuple[int, dict[str, str]]], status: int, last: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", *flags])
+    monkeypatch.setattr(tool, "run_pass", lambda *_: passes.pop(0))
+    assert tool.main() == status
+    assert capsys.readouterr().out.splitlines()[-1:] == [last] * (last is not None)
 
 
 def test_a_file_that_does_not_import_is_red_with_its_reason(tmp_path: Path) -> None:
@@ -65,14 +79,7 @@ def test_a_file_that_does_not_import_is_red_with_its_reason(tmp_path: Path) -> N
     assert "No module named 'nothing_of_that_name'" in lines[-1]
 
 
-@pytest.mark.parametrize("when", ["always", "in the second try"])
-def test_a_pass_that_dies_with_1_before_it_names_a_failure_is_red(when: str, tmp_path: Path) -> None:
+def test_a_pass_that_dies_with_1_before_it_names_a_failure_is_red(tmp_path: Path) -> None:
     dies = "import os\ndef pytest_unconfigure(): os._exit(1)\ndef pytest_sessionfinish(): os._exit(1)\n"
-    if when != "always":
-        dies = f"from pathlib import Path\nif Path({str(tmp_path / 'tests' / 'tried-1')!r}).exists():\n  " + "  ".join(
-            dies.splitlines(keepends=True)
-        )
     (tmp_path / "conftest.py").write_text(dies)
-    status, lines = run_tests(tmp_path, "--retry", one=FLAKY.format(1), passing=PASSING)
-    assert status == 1
-    assert not any(line.startswith("FLAKY") for line in lines)
+    assert run_tests(tmp_path, "--retry", passing=PASSING)[0] == 1

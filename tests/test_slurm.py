@@ -25,11 +25,7 @@ from runs import FLAGS, RunFactory
 from study.records.directory import Run, read_json, read_run, read_status
 from sweeps import ENDLESS, ROOT, TINY, list_processes, list_ranks, wait_until, write_suite
 
-pytestmark = [
-    # It starts a dozen processes on the cores of the other tests.
-    pytest.mark.alone,
-    pytest.mark.skipif(not (which("slurmctld") and which("slurmd")), reason="apt-get install slurm-wlm"),
-]
+pytestmark = pytest.mark.skipif(not (which("slurmctld") and which("slurmd")), reason="apt-get install slurm-wlm")
 SBATCH = ROOT / "cluster" / "study.sbatch"
 USER = getpass.getuser()
 # The job file requests eight GPUs per node: Slurm counts them, but a run finds none.
@@ -112,7 +108,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         (cgroup / "cgroup.procs").write_text(str(daemons[-1].pid))
     cluster = Slurm(environment, cgroup, unshared if can_mount else None)
     try:
-        wait_until(lambda: cluster.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * 2, 20)
+        wait_until(lambda: cluster.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * 2, 60)
         yield cluster
     finally:
         subprocess.run(["scancel", "-f", "-u", USER], env=environment, check=False)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import forked
-from engines import run_in_terminal
+from engines import print_screen
 from study import cli
 from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolve_config
@@ -272,7 +272,7 @@ def test_the_docs_state_the_estimated_minutes_of_each_rented_suite(tmp_path):
         assert int(minutes) == round(sum(seconds for _, seconds in remaining) / 60), name
 
 
-def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys):
+def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys, monkeypatch):
     file = write_suite(tmp_path, {"strategy": "all"})
     assert cli.main(["run", str(file), "--runs_dir", str(tmp_path / "runs"), "--dry_run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -281,17 +281,7 @@ def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, caps
         words = shlex.split(line)
         assert words[1:3] == ["launch", "--config_file"]
         assert "study/train.py" in words
-    command = [
-        sys.executable,
-        "-m",
-        "study.cli",
-        "run",
-        "one_gpu_bert",
-        "--dry_run",
-        "--runs_dir",
-        str(tmp_path / "runs"),
-    ]
-    screen = re.sub(r"\x1b\[[\d;]*m", "", run_in_terminal(command, COLUMNS="120")).splitlines()
+    screen = print_screen(f"run one_gpu_bert --dry_run --runs_dir {tmp_path / 'runs'}", monkeypatch)
     assert len(screen) <= 25
     assert max(map(len, screen)) <= 120
     assert "and 36 more; --details prints all" in screen

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from forked import fork_script
 from study.config.places import REPOSITORY
 from study.host.folders import cache_directory
 from study.host.machine import operator_build_folder
@@ -25,14 +25,12 @@ def test_the_table_has_every_script() -> None:
     assert sorted(name for name, _ in ROWS) == sorted(file.name for file in UPSTREAM.glob("*.py"))
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("name", "status"), ROWS)
 def test_a_fault_of_another_library_is_there_or_not_as_the_table_says(name: str, status: str) -> None:
-    built = {"TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache_directory()))}
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        [sys.executable, str(UPSTREAM / name)], env=os.environ | built | {"PATH": path}, capture_output=True, text=True,
-        timeout=500, check=False,
-    )  # fmt: skip
+    environment = {
+        **os.environ, "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache_directory())),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }  # fmt: skip
+    done = fork_script(UPSTREAM / name, folder=REPOSITORY, environment=environment, read_at_import={}, timeout=500)
     # A script that cannot run ends in a traceback, with exit status 1 too.
     assert (str(done.returncode), "Traceback" in done.stderr) == (status, False), done.stdout + done.stderr
