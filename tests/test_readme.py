@@ -18,7 +18,7 @@ from study.advisor.predict_command import precision_under
 from study.claims.command import first_line
 from study.claims.scoreboard import Scoreboard
 from study.cli import COMMANDS, main
-from study.config.flags import Parser, parse_command_line, resolve_config
+from study.config.flags import Parser, Precision, parse_command_line, resolve_config
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.host.stacks import release_key
@@ -145,15 +145,17 @@ def test_the_finding_on_releases_matches_the_records(release_report: ReleaseRepo
 
 
 def test_the_finding_on_communication_matches_predictions_and_records() -> None:
-    def predicted(name: str, accumulation: int, pure: bool = False) -> float:
+    def predicted(name: str, accumulation: int, precision: Precision | None = None, pure: bool = False) -> float:
         strategy, shape, box = read_strategy(name), model_shape("llama-3.1-8b"), to_box("4xA100")
-        precision = "bf16-engine" if pure else precision_under(strategy, "bf16")
+        precision = precision or ("bf16-engine" if pure else precision_under(strategy, "bf16"))
         request = Request(shape, strategy, box, 2048, 1, accumulation, precision, False, "sdpa", pure=pure)
         # FSDP2 with 16-bit gathers and reductions, as `study advise` assumes.
         return sent_bytes(dataclasses.replace(request, autocast=not strategy.is_fsdp)) / 1e9
 
     of_zero3 = [f"{predicted('zero3', steps) / predicted('ddp', steps, pure=True):.1f}" for steps in (1, 4)]
     assert f"In 16 bits ZeRO-3 sends {' and '.join(of_zero3)} times as much as DDP" in unwrapped("README.md")
+    stages = [(name, steps) for name in ("zero1", "zero2", "zero3") for steps in (1, 4)]
+    assert {round(predicted(*stage, "bf16") / predicted(*stage), 2) for stage in stages} == {2.0}, "under autocast"
     for steps in (1, 4):
         ddp, *sharded = (predicted(name, steps) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))
         gigabytes = [f"{figure:.0f}" for figure in (ddp, predicted("ddp", steps, pure=True), *sharded)]

@@ -24,16 +24,16 @@ PACKAGE = "study"
 BUDGETS = {
     "config": 1_595,
     "records": 2_640,
-    "host": 1_423,
+    "host": 1_422,
     "workloads": 1_844,
     "metrics": 1_595,
     "predictor": 5_070,
     "engine": 1_545,
-    "sweep": 2_742,
+    "sweep": 2_744,
     "run": 1_577,
     "virtual": 857,
     "releases": 1_502,
-    "advisor": 3_818,
+    "advisor": 3_813,
     "report": 4_060,
     "autopsy": 1_147,
     "claims": 2_193,
@@ -41,7 +41,7 @@ BUDGETS = {
     "train": 144,
     "cli": 192,
     "__init__": 3,
-    "tests": 21_729,
+    "tests": 21_733,
 }
 
 

@@ -206,19 +206,15 @@ def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> 
 
 def _remedies(request: Request) -> str:
     """Return changes of the program with which the same file fits: checkpointing, a smaller micro-batch, or both."""
-    checkpointed, smaller = (
-        dataclasses.replace(request, gradient_checkpointing=True),
-        dataclasses.replace(request, micro_batch=1),
-    )
-    both = dataclasses.replace(smaller, gradient_checkpointing=True)
-    changes = {
-        "--gradient_checkpointing": checkpointed,
-        "micro-batch 1": smaller,
-        "both --gradient_checkpointing and micro-batch 1": both,
-    }
-    if both in (checkpointed, smaller):
-        changes.popitem()
-    needed = {words: predict_memory(changed) for words, changed in changes.items() if changed != request}
+    changes: dict[str, dict[str, Any]] = {}
+    if not request.gradient_checkpointing:
+        changes["--gradient_checkpointing"] = {"gradient_checkpointing": True}
+    if request.micro_batch > 1:
+        changes["micro-batch 1"] = {"micro_batch": 1}
+    if len(changes) == 2:
+        both = {"gradient_checkpointing": True, "micro_batch": 1}
+        changes["both --gradient_checkpointing and micro-batch 1"] = both
+    needed = {words: predict_memory(dataclasses.replace(request, **change)) for words, change in changes.items()}
     remedies = [
         f"{words} ({_about(device_bytes(memory))})" for words, memory in needed.items() if fits(memory, request.box)
     ]

@@ -36,8 +36,6 @@ Nothing is run, and nothing is fetched without --hub. An interval covers 80 % of
 that a rank sends if each collective is a ring, as with NCCL.
 """
 # Characters of the longest bar.
-# Without --details.
-_MAX_NOTES = 4
 _BAR = 40
 _PREDICTED = [name for name in strategies.STRATEGY_NAMES if name not in strategies.WITH_GROUPS]
 _HOST_PARTS = {
@@ -314,10 +312,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
     speed = [] if memory.missing else [f"{rounded(tokens_per_s)} tokens/s of all ranks"]
     speed += [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
     yield ""
-    notes = [*request_notes(request, details), *time.notes, *memory.notes]
-    yield from ("; ".join(speed), *(notes if details else notes[:_MAX_NOTES]))
-    if len(notes) > _MAX_NOTES and not details:
-        yield f"--details has {len(notes) - _MAX_NOTES} more notes"
+    yield from ("; ".join(speed), *request_notes(request, details), *time.notes, *memory.notes)
 
 
 def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:

@@ -343,6 +343,10 @@ def _accelerate_deepspeed(
     mapped = reference["accelerate_deepspeed"]
     findings += _wrong_values("", plugin, {"gradient_clipping": {"type": "float/auto?"}})
     plugin_values = {key: value for key, value in plugin.items() if value is not None}
+    # The plugin reads it from a variable, with int().
+    if not str(plugin_values.get("zero_stage", 2)).isdecimal():
+        stage = clip(plugin_values.pop("zero_stage"))
+        findings.append(_refused("zero_stage", f"is {stage}", "write a whole number in digits"))
     for key in plugin:
         if key not in mapped:
             message = f"Accelerate drops it silently; {did_you_mean(key, mapped, cutoff=0.75)}".rstrip("; ")
@@ -393,8 +397,8 @@ def _accelerate_deepspeed(
 
 
 def _whole(value: Any) -> Any:
-    """Return a number that Accelerate reads from a variable of its environment."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+    """Return the value as Accelerate reads it from a variable of its environment, where it is text."""
+    return int(str(value)) if str(value).isdecimal() else str(value)
 
 
 def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str], owner: str) -> Iterator[Finding]:

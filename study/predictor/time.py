@@ -132,7 +132,7 @@ FITTED = Constants(**load_package_yaml(FITTED_FILE.read_text(encoding="utf-8"))[
 # (stas00/ml-engineering, compute/accelerator).
 _MEASURED_OVER_PEAK = 0.80
 # Fraction of the peak that a fused attention reaches, forward and backward. FlashAttention-2 reaches 50-73 % on A100
-# (its paper's abstract, https://arxiv.org/abs/2307.08691) and 35 % on H100 (FlashAttention-3's, https://arxiv.org/abs/2407.08608).
+# (abstract of https://arxiv.org/abs/2307.08691) and 35 % on H100 (FlashAttention-3, https://arxiv.org/abs/2407.08608).
 _FUSED_ATTENTION_SHARE, _FUSED_ATTENTION_SHARE_HOPPER = 0.60, 0.35
 # Its backward pass has five products, its forward pass two.
 _FUSED_BACKWARD_OVER_FORWARD = 2.5

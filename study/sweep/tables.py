@@ -85,6 +85,8 @@ def status_verdict(plan: Plan, run_flags: str, report_flags: str, lack: str = ""
     done, _ = counts.pop("ok", 0), counts.pop("to do", 0)
     other_states = "".join(f", {count} {state}" for state, count in counts.most_common())
     has_searches = any(part.searches for part in plan.slices)
+    if not counts and not any(part.root.is_dir() for part in plan.slices):
+        other_states = f" (there is no folder {plan.slices[0].root})"
     cells = f"{done} runs" if has_searches else f"{done} of {sum(len(part.cells) for part in plan.slices)} cells"
     retry = "; after a fix, study run --retry runs those again" * bool(counts and not remaining_s)
     following = f"next: study report {report_flags}"
