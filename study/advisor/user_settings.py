@@ -397,7 +397,7 @@ def _accelerate_deepspeed(
 
 
 def _whole(value: Any) -> Any:
-    """Return the value as Accelerate reads it from a variable of its environment, where it is text."""
+    """Return a value as Accelerate reads it, as the text of a variable of its environment."""
     return int(str(value)) if str(value).isdecimal() else str(value)
 
 
