@@ -653,7 +653,7 @@ def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) 
     shipped = json.loads((ROOT / "accelerate_configs/deepspeed/zero3.json").read_text())[ZERO]
     changed = {f"stage3_{name}": value for name, value in settings.items()}
     case = make_case(tmp_path, {"train_micro_batch_size_per_gpu": 8, ZERO: shipped | changed}, "gpt-tiny", 2)
-    flags = ["--task", "gpt-wikitext", "--max_steps", "3", "--eval_steps", "0", "--output_dir", str(tmp_path / "run")]
+    flags = ["--task", "gpt-wikitext", "--max_steps", "3", "--eval_samples", "8", "--output_dir", str(tmp_path / "run")]
     overrides = [f"--engine_override={ZERO}.{key}={value}" for key, value in changed.items()]
     ended = fork_ranks("zero3", "tests/probes/gathered_at_once.py", *flags, *overrides)
     for rank in printed_json(ended):
