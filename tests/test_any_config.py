@@ -27,7 +27,7 @@ from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, box_of_ranks, to_box
 from study.predictor.live import LiveShape, live_shape
 from study.predictor.live_trace import trace_activations
-from study.predictor.memory import predict_memory
+from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.request import Request, request_for
 from study.predictor.shape import shape_of_architecture, with_adapters
 from study.predictor.state import predict_state
@@ -89,6 +89,15 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
         assert layers + saved.cast_head + saved.outside + saved.logits == pytest.approx(traced_bytes, rel=0.03)
         traced = trace(make_request(shape, "zero2"))
         assert traced.backward >= 1.5 * traced.forward - traced.attention > 0
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "bart", "vit", "gemma3_text", "mamba2"])
+def test_a_recomputed_layer_frees_its_activations_as_its_gradients_arrive(model_type: str) -> None:
+    for precision in ("fp32", "bf16-engine", "bf16"):
+        request = make_request(read_shape(model_type), "single", checkpointing=True)
+        request = dataclasses.replace(request, precision=precision)
+        peak = max(point.total for point in device_snapshots(request) if not point.step)
+        assert 0.96 <= peak / trace_activations(request).backward_peak <= 1.06, precision
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])

@@ -583,9 +583,9 @@ def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> N
 
     auto: dict[str, Any] = {ACCUMULATION: "auto"}
     says = name_findings(case(**auto))[f"filled {ACCUMULATION}"]
-    assert says.endswith("a rank reserves 58.6 GiB instead of 43.9")
+    assert says.endswith("a rank reserves 58.6 GiB instead of 43.8")
     peaks = [predict_memory(item.request).peak_reserved.value / 2**30 for item in (case(**auto), case(8, **auto))]
-    assert [f"{peak:.2f}" for peak in peaks] == ["43.86", "58.64"]
+    assert [f"{peak:.2f}" for peak in peaks] == ["43.81", "58.64"]
     assert name_findings(case(8, **auto)) == name_findings(case()) == name_findings(case(8, **{ACCUMULATION: 8})) == {}
     assert list(name_findings(case(8))) == [f"conflict {ACCUMULATION}"]
     # The engine divides the batch.

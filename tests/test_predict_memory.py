@@ -98,6 +98,20 @@ def test_the_formula_of_activations_matches_the_traced_code(model_type):
         assert_activations_as_traced(request, rel=0.03)
 
 
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt")])
+def test_a_recomputed_layer_frees_its_activations_as_its_gradients_arrive(model_type):
+    """Wide layers, few tokens: all gradients of a layer beside all that it recomputed would be 10 to 18 % too much."""
+    wide = {
+        "hidden_size": 512, "n_embd": 512, "intermediate_size": 2048, "n_inner": 2048, "head_dim": 64, "rotary_dim": 32
+    }  # fmt: skip
+    shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | wide)
+    for precision in ("fp32", "bf16-engine"):
+        request = make_request(model_type, precision, True, shape=shape, strategy=read_strategy("single"))
+        request = dataclasses.replace(request, micro_batch=2, sequence_length=256)
+        peak = max(point.total for point in device_snapshots(request) if not point.step)
+        assert 0.96 <= peak / trace_activations(request).backward_peak <= 1.06, precision
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-engine"])
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
 def test_the_formula_of_activations_matches_the_traced_code_with_adapters(model_type, precision):
@@ -109,12 +123,11 @@ def test_the_formula_of_activations_matches_the_traced_code_with_adapters(model_
 def assert_activations_as_traced(request, rel):
     trace, estimate = trace_activations(request), predict_activations(request)
     # Weights and optimizer state are not included.
-    points = [sum(point.parts.values()) for point in device_snapshots(request)]
+    points = [point.total for point in device_snapshots(request) if not point.step]
     stored = points[0] - estimate.logits_forward - (estimate.cast_cached * 4 if request.gradient_checkpointing else 0)
     assert stored == pytest.approx(trace.saved_bytes, rel=rel), request
     assert 0.8 <= max(points[:2]) / trace.forward_peak <= 1.3, request
-    if request.precision != "bf16-engine" or request.shape.lora_rank:
-        assert 0.95 <= max(points) / trace.backward_peak <= 1.2, request
+    assert 0.95 <= max(points) / trace.backward_peak <= (1.1 if request.gradient_checkpointing else 1.2), request
 
 
 def test_every_own_record_has_the_predicted_state_and_traffic():

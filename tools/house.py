@@ -27,7 +27,7 @@ BUDGETS = {
     "host": 1_422,
     "workloads": 1_844,
     "metrics": 1_595,
-    "predictor": 5_070,
+    "predictor": 5_160,
     "engine": 1_545,
     "sweep": 2_744,
     "run": 1_577,

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from study.config.errors import UserError, first_line
 from study.predictor import live
+from study.predictor.families import READS_INPUT
 from study.predictor.request import Request
-from study.predictor.shape import INFIX, ModelShape
+from study.predictor.shape import INFIX, ModelShape, Parameter
 
 # Matrix-multiply FLOPs by formula, in the convention of study/metrics/flops.py: all products of the model, forward and
 # backward, at the full sequence length. Causal masking does not lower the count and recomputation does not raise it.
@@ -98,6 +100,14 @@ def hardware_flops(request: Request) -> int:
     )
 
 
+def phase(shape: ModelShape, param: Parameter) -> str:
+    """Return the part of its layer's backward pass that begins when a parameter's gradient has arrived."""
+    if isinstance(shape, live.LiveShape):
+        return param.name
+    module = param.name.partition(INFIX)[0].removesuffix(".weight").removesuffix(".bias")
+    return module if module in shape.table.block else "reads" if module in READS_INPUT else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Activations:
     """Activation bytes of one micro-batch."""
@@ -107,8 +117,9 @@ class Activations:
     scores: float = 0.0
     # Saved by a layer that is recomputed: its input.
     checkpoint: float = 0.0
-    # Saved outside the layers, without the logits.
+    # Saved outside the layers, without the logits, and the part of it that the head's backward pass frees.
     outside: float = 0.0
+    tail: float = 0.0
     # Peak temporary memory of one layer: in a forward pass that saves nothing, and in the backward pass.
     layer_forward: float = 0.0
     layer_working: float = 0.0
@@ -122,6 +133,12 @@ class Activations:
     cast_head: float = 0.0
     # Part of a layer's copies that autocast caches until the forward pass ends: trained weights only (cached_cast).
     cast_cached: float = 0.0
+    # Bytes of a layer's saved and temporary tensors that are freed once a gradient has arrived, by `phase`.
+    freed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+# Tensors of the hidden width that a norm's backward pass has at once.
+_NORM_GRADIENTS = 5
 
 
 def is_fused(request: Request) -> bool:
@@ -151,7 +168,7 @@ def predict_activations(request: Request) -> Activations:
     saved = family.fused if fused and family.fused else family.eager
     if in_kernels := bool(request.compiled and fused and family.in_kernels):
         assert family.in_kernels is not None
-        saved = family.in_kernels
+        saved = dataclasses.replace(family.in_kernels, inner=family.in_kernels.inner + request.torch_gate)
     wide, narrow = {
         "fp32": (0, saved.hidden), "autocast": (saved.autocast_wide, saved.autocast_hidden),
         "engine": (saved.engine_wide, saved.engine_hidden),
@@ -167,7 +184,7 @@ def predict_activations(request: Request) -> Activations:
         # The norm's input in fp32, and the product that trained weights multiply.
         head_bytes = width if in_kernels else 4 + (width if shape.lora_rank is None else 0)
         per_token += float(head_bytes * (shape.heads + shape.key_value_heads) * shape.head_dim)
-    adapted, adapted_outside = _adapted(request, mode)
+    adapted, adapted_tail, adapted_first = _adapted(request, mode)
     per_token += adapted
     # peft casts a 16-bit input to fp32 for its adapter, and autocast casts it back to 16 bits.
     widened = (4 + 2) * shape.inner if shape.lora_rank and mode == "autocast" else 0
@@ -189,8 +206,13 @@ def predict_activations(request: Request) -> Activations:
     matrices = [param for param in shape.params if param.place == 0 and param.elements > param.rows]
     is_classifier = shape.family == "sequence-classification"
     logits, logits_forward, logits_backward = _loss(request, 0 if is_classifier else tokens * shape.vocabulary, width)
+    # The first layer's input, or if it is among the checkpoints the last one's output.
     outside = stream + (0 if is_classifier and stream > width else width) + 4 * shape.gated
     outside += 2 if family.norm_in_fp32 and mode == "engine" else 0
+    # The head's backward pass frees a language model's last norm, its head's input, and the last layer's output, which
+    # is not a checkpoint. A classifier's head reads a part of that output.
+    recomputes = request.gradient_checkpointing
+    tail = outside - stream * (is_classifier or not recomputes) if recomputes or not is_classifier else 0
     # Eager attention has a causal mask over every pair of tokens. A recomputed layer saves it as one of its inputs.
     masks = 0.0
     if not fused and not is_classifier and request.gradient_checkpointing:
@@ -202,26 +224,41 @@ def predict_activations(request: Request) -> Activations:
         outputs = [query, key, key, shape.hidden, *([shape.inner] * (2 if shape.gated else 1)), shape.hidden]
         products = tokens * width * (sum(outputs[::2]) + query) + 4.0 * rows
     # The fused gate kernel writes both gradients over the tensors that it saved.
-    passing = 1.0 if in_kernels else family.inner_gradients
+    passing = family.inner_gradients + 2.0 * bool(on_cuda and family.inner_on_cuda)
+    passing = 1.0 if in_kernels and not request.torch_gate else passing
+    # Backward, a layer's feed-forward block comes first: its saved tensors are freed before attention temporaries.
+    layer, hidden_bytes = tokens * per_token + scores, tokens * width * shape.hidden
+    in_block = tokens * width * passing * shape.inner + hidden_bytes + tokens * widened
+    norm = tokens * _NORM_GRADIENTS * (4 if wide else width) * shape.hidden
+    block_saved = tokens * (width * (inner * shape.inner + narrow / 2 * shape.hidden) + 2 * wide * shape.hidden)
+    in_attention = max(norm, largest_scores + pairs * width) - block_saved
+    working = max(in_block, in_attention)
+    block = family.block
+    # By the module whose gradient has arrived: bytes above those of the layer.
+    after = {block[-1]: in_block, "": in_attention, "reads": _NORM_GRADIENTS * 2 * hidden_bytes - layer}
+    if family.gated:
+        # Its activation, the product and a gradient are freed before the gate's matrix.
+        after[block[1]] = in_block - (passing + 1) * tokens * width * shape.inner + hidden_bytes
+    after[block[0]] = norm - block_saved
+    in_block_casts = casts * sum(matrix.elements for matrix in matrices if matrix.name.startswith(block))
+    after |= {name: after[name] - in_block_casts for name in (block[0], "")}
     return Activations(
-        layer=tokens * per_token + scores,
+        layer=layer,
         scores=scores,
         checkpoint=tokens * shape.hidden * stream + products,
-        outside=tokens * shape.hidden * outside + masks + tokens * adapted_outside,
+        outside=tokens * (shape.hidden * outside + adapted_tail + adapted_first) + masks,
+        tail=tokens * (shape.hidden * tail + adapted_tail),
         layer_forward=max(
             tokens * (width * (2 * shape.inner + shape.hidden) + widened), family.scores_forward * largest_scores
         ),
-        layer_working=max(
-            tokens * (width * (passing * shape.inner + shape.hidden) + widened),
-            # The tensors that the feed-forward block saved are freed by then.
-            largest_scores + pairs * width - tokens * width * (inner * shape.inner + narrow / 2 * shape.hidden),
-        ),
+        layer_working=working,
         logits=logits,
         logits_forward=logits_forward,
         logits_backward=logits_backward,
         cast_layer=casts * sum(matrix.elements for matrix in matrices),
         cast_head=casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
         cast_cached=casts * sum(matrix.elements for matrix in matrices if matrix.trained),
+        freed={name: working - size for name, size in after.items()},
     )
 
 
@@ -273,31 +310,55 @@ def trace(request: Request) -> Trace:
         """Return a figure's part that grows with the micro-batch; gradients and copies of weights are constant."""
         return (second - first) * batch
 
-    def working(first: Mapping[str, Any], second: Mapping[str, Any], figure: str) -> float:
+    def working(first: float, second: float, gradient: float) -> float:
         """Return temporaries without the gradient of a weight, which is constant and counted elsewhere."""
-        grown = growth(first[figure], second[figure])
-        return max(0.0, grown, 2 * first[figure] - second[figure] + grown - first["gradient"])
+        constant = 2 * first - second
+        return growth(first, second) + min(constant, max(0.0, constant - gradient))
 
     pairs = [(layer, second_pass["layers"][name]) for name, layer in first_pass["layers"].items() if layer]
     saved = growth(total("saved", first_pass), total("saved", second_pass)) / layers
     constant = (2 * total("saved", first_pass) - total("saved", second_pass)) / layers
+    checkpoints = [total("checkpoint", at) / layers for at in (first_pass, second_pass)]
     largest = max(growth(a["saved"], b["saved"]) * a["recomputed"] for a, b in pairs)
+    # By layer: its part above the mean, and its temporaries from each gradient to the next.
+    above, temporaries = dict[str, float](), dict[str, dict[str, float]]()
+    for name, layer in first_pass["layers"].items():
+        if layer:
+            double = second_pass["layers"][name]
+            grown = growth(layer["saved"], double["saved"]) * layer["recomputed"]
+            above[name] = (grown - saved) * request.gradient_checkpointing
+            temporaries[name] = {at: working(size, double["working"].get(at, size), layer["gradient"])
+                                 for at, size in layer["working"].items()}  # fmt: skip
+            if request.gradient_checkpointing:
+                repeated = growth(layer["recomputing"], double["recomputing"])
+                temporaries[name][""] = max(repeated, temporaries[name].get("", repeated))
+    peak = max(0.0, *(above[name] + max(sizes.values(), default=0.0) for name, sizes in temporaries.items()))
+    freed, gradients = dict[str, float](), {param.name: request.weight_bytes * param.elements for param in shape.params}
+    for layer, kind in answer["kinds"].items():
+        # Those before a layer's first gradient, named "", are without it.
+        before = temporaries.get(kind, {}).get("", -math.inf)
+        for at, size in temporaries.get(kind, {}).items():
+            if at:
+                name = layer + at.removeprefix(kind)
+                freed[name] = peak - above[kind] - max(size, before - gradients[name])
+                before = -math.inf
     # Bytes saved outside the layers, and by layers that are never recomputed.
     first, second = (at["outside"] + total("saved", at, False) - total("saved", at) for at in (first_pass, second_pass))
     tail = growth(first_pass["tail"], second_pass["tail"])
     logits = (
         max(0.0, tail), max(0.0, growth(first_pass["tail_forward"], second_pass["tail_forward"])),
-        working(first_pass, second_pass, "tail_backward"),
+        max(0.0, working(first_pass["tail_backward"], second_pass["tail_backward"], first_pass["gradient"])),
     )  # fmt: skip
     if request.chunked_loss and shape.family == "causal-lm":
         tokens = request.micro_batch * request.sequence_length
         logits = _loss(request, tokens * shape.vocabulary, request.computing_bytes)
     activations = Activations(
-        layer=saved, checkpoint=growth(total("checkpoint", first_pass), total("checkpoint", second_pass)) / layers,
+        layer=saved, checkpoint=checkpoints[0] + (checkpoints[1] - checkpoints[0]) * (batch - 1),
         outside=first + (second - first) * (batch - 1) + min(0.0, tail), layer_forward=largest,
-        layer_working=max(working(a, b, "working") for a, b in pairs)
-        + (largest - saved if request.gradient_checkpointing else 0.0),
-        logits=logits[0], logits_forward=logits[1], logits_backward=logits[2], cast_layer=constant,
+        # The first layer's input is among the checkpoints.
+        tail=(growth(*checkpoints) + min(0.0, tail)) * request.gradient_checkpointing,
+        layer_working=peak, freed=freed, cast_layer=constant,
+        logits=logits[0], logits_forward=logits[1], logits_backward=logits[2],
         cast_head=2 * first_pass["tail"] - second_pass["tail"],
         cast_cached=constant * shape.trained_parameters / shape.parameters,
     )  # fmt: skip
@@ -308,12 +369,12 @@ def trace(request: Request) -> Trace:
     return Trace(activations, layers_forward=batch * total("forward", first_pass), missing=answer["missing"], **flops)
 
 
-def _adapted(request: Request, mode: str) -> tuple[float, float]:
-    """Return LoRA's difference in saved bytes per token: in each layer, and outside the layers. An adapter saves the
-    input of its layer, so a frozen layer saves nothing itself."""
+def _adapted(request: Request, mode: str) -> tuple[float, float, float]:
+    """Return LoRA's difference in saved bytes per token: in each layer, after the layers, and before them. An adapter
+    saves the input of its layer, so a frozen layer saves nothing itself."""
     shape, family, width = request.shape, request.shape.table, request.computing_bytes
     if shape.lora_rank is None:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     stream = 4 if mode == "autocast" else width
     # Output of the adapter's A matrix.
     layer = float(width * shape.lora_rank * len(adapter_products(shape)) // 2)
@@ -323,13 +384,12 @@ def _adapted(request: Request, mode: str) -> tuple[float, float]:
     multiplied = 4 if family.norm_in_fp32 else stream
     layer -= family.multiplying_norms * multiplied * shape.hidden
     # The frozen head does not save its input, nor the frozen last norm its product.
-    outside = -(width if shape.family == "causal-lm" else 0) - (multiplied if family.multiplying_norms else 0)
+    tail = -(width if shape.family == "causal-lm" else 0) - (multiplied if family.multiplying_norms else 0)
+    # Without recomputation the first norm saves nothing: the frozen embeddings have no gradient.
+    first = -(4 if family.multiplying_norms else stream)
     if request.gradient_checkpointing:
-        outside += stream if family.sums_embeddings else 0
-    else:
-        # The first norm saves nothing: the frozen embeddings have no gradient.
-        outside -= 4 if family.multiplying_norms else stream
-    return layer, outside * shape.hidden
+        first = stream if family.sums_embeddings else 0
+    return layer, tail * shape.hidden, first * shape.hidden
 
 
 def _loss(request: Request, logits: float, width: int) -> tuple[float, float, float]:

@@ -76,6 +76,15 @@ def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:
     return Snapshot(BEFORE, float(grads), buffers + temporaries, step=True)
 
 
+def _waiting(shape: ModelShape) -> dict[int, list[tuple[Parameter, int]]]:
+    """Return by place the parameters in the order of their gradients, each with the elements that have arrived."""
+    places: dict[int, list[tuple[Parameter, int]]] = {place: [] for place in range(shape.layers)}
+    for param in reversed(shape.trained_params):
+        arrived = places.setdefault(param.place, [])
+        arrived.append((param, param.elements + (arrived[-1][1] if arrived else 0)))
+    return places
+
+
 def _fsdp(request: Request) -> Iterator[Snapshot]:
     """Snapshots of FSDP2 in torch's order (_fsdp_param_group.py of torch 2.13): each layer is a group that is gathered
     while the next group is prefetched; its gradients stay unpartitioned until they are reduce-scattered.
@@ -85,12 +94,9 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     sizes: dict[int, int] = {}
     # Frozen weights have no gradients.
     trained: dict[int, int] = {}
-    first: dict[int, int] = {}
     for param in request.shape.params:
         sizes[param.place] = sizes.get(param.place, 0) + param.elements
         trained[param.place] = trained.get(param.place, 0) + param.elements * param.trained
-        if param.elements > param.rows and param.trained:
-            first[param.place] = param.elements
     ranks = request.ranks_per_replica or request.box.ranks
     # If FSDP itself computes in 16 bits, it gathers 16 bits; it reduces in the type of its shards.
     shard_width = request.weight_bytes
@@ -104,6 +110,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     grads = accumulated
     copies = 1 if request.box.gloo_copies_gathers else 0
     tied_head = request.shape.embedding.elements if has_tied_gradients(request.shape) else 0
+    layers = _waiting(request.shape)
     # Reduce-scatter input of the previous layer, freed after this layer's reduction.
     reducing, last_layer = 0.0, sizes[request.shape.layers - 1]
     # The last layer is gathered while the root's backward pass begins: after the loss's gradient, since Accelerate
@@ -117,15 +124,15 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
         root_bytes = float(weight * (root + tied_head))
         # New gradients are added to those of earlier micro-batches one by one.
         new = 0.0 if accumulated else float(weight * new_elements)
-        # The gathered buffer is copied into the weights; then the next layer arrives, and then the first gradient.
+        # The gathered buffer is copied into the weights; then the next layer arrives, and then the gradients.
         yield Snapshot(place, grads, root_bytes + reducing + weight * (size + max(size, (1 + copies) * following)))
-        yield Snapshot(place, grads, root_bytes + reducing + weight * (size + following + first[place]))
-        # All of the layer's gradients, none of its activations.
-        yield Snapshot(place - 1, grads, root_bytes + reducing + new + weight * (size + following))
+        for param, waiting in layers[place]:
+            arrived = weight * (size + following + (param.elements if accumulated else waiting))
+            yield Snapshot(place, grads, root_bytes + reducing + arrived, param=param)
         # The weights and the previous reduction's input are freed before the gradients are copied.
         reducing = float(shard_width * new_elements)
         copied = max(weight, copies * shard_width) * new_elements - (weight * new_elements - new)
-        yield Snapshot(place - 1, grads, root_bytes + reducing + weight * following + copied)
+        yield Snapshot(place - 1, grads, root_bytes + reducing + weight * following + copied, between=True)
         on_device = 0 if request.fsdp_offloads else shard_width
         grads += new_elements / ranks * on_device - (weight * new_elements - new)
     last = root + (0 if request.shape.tied else embedding)
@@ -151,7 +158,7 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     weight = 2 if request.fsdp_gathers_16_bits else shard_width
     on_device = 0 if request.fsdp_offloads else shard_width
     root, copies = units[BEFORE], 1 if request.box.gloo_copies_gathers else 0
-    first = {param.place: param.elements for param in shape.trained_params if param.elements > param.rows}
+    layers = _waiting(shape)
     pending = sum(param.elements for param in shape.trained_params if param.place == shape.layers)
     pending += shape.embedding.elements if has_tied_gradients(shape) else 0
     grads, waiting = accumulated, float(weight * pending)
@@ -162,7 +169,9 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     for place in reversed(range(shape.layers)):
         unit, following = units[place], units[place - 1].size if place else 0
         gathered = weight * float(root.size + unit.size + following)
-        yield Snapshot(place, grads + waiting, gathered + weight * max(first[place], copies * following))
+        yield Snapshot(place, grads + waiting, gathered + weight * copies * following)
+        for param, arrived in layers[place]:
+            yield Snapshot(place, grads + waiting, gathered + weight * arrived, param=param)
         yield Snapshot(place - 1, grads + waiting, gathered + 2 * weight * unit.trained, between=True)
         reduced = weight * unit.size * (1 + copies + 1 / ranks)
         yield Snapshot(place - 1, grads + waiting, gathered - weight * unit.size + reduced, between=True)

@@ -6,6 +6,7 @@ with those that study/predictor/live_trace.py counts on the live code.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 
@@ -67,7 +68,7 @@ class ModelFamily:
     softmax_in_fp32: tuple[str, ...] = ("autocast", "engine")
     softmax_in_fp32_on_cuda: bool = False
     inner_on_cuda: float = 0.0
-    # Gradients of feed-forward width that are live at once.
+    # Gradients of feed-forward width that are live at once, without the two more of that GELU in fp32.
     inner_gradients: float = 2.0
     # Norms per layer that multiply by their weights last: if frozen, they save no product for the weight gradient.
     multiplying_norms: int = 0
@@ -83,6 +84,11 @@ class ModelFamily:
     # transformers sets that with gradient checkpointing (_gradient_checkpointing_enable).
     sums_embeddings: bool = False
     has_dropout: bool = False
+
+    @functools.cached_property
+    def block(self) -> tuple[str, ...]:
+        """Matrices of the feed-forward block, the last one first in the backward pass."""
+        return tuple(row.split()[0] for row in self.parameters[1].split(", ") if " inner" in row)
 
 
 _BERT = Kept(8, 2, 0, 0, 2, 8, 0, 8)
@@ -104,6 +110,11 @@ _LLAMA = ModelFamily(
 _GEMMA = replace(
     _LLAMA, tied=True, defaults=(("head_dim", 256),), fused=Kept(6, 4, 2, 2, 4, 5, 4, 2),
     eager=Kept(6, 4, 4, 0, 4, 5, 4, 2), in_kernels=None, norm_in_fp32=True,
+)  # fmt: skip
+# Modules that read a layer's input, directly or after a norm.
+READS_INPUT = (
+    "query", "key", "value", "c_attn", "q_proj", "k_proj", "v_proj", "query_key_value", "Wqkv", "fc_in",
+    "post_attention_layernorm", "dense_h_to_4h",
 )  # fmt: skip
 # Name prefixes, without hyphens, of architectures that are not modelled: the nearest name would give a wrong figure.
 OTHER_FAMILIES = (
@@ -141,7 +152,7 @@ FAMILIES = {
         calls=(["wte", "wpe", "-"], ["ln_1", ["c_attn", "attn.c_proj", "-"], "ln_2", ["c_fc", "-", "mlp.c_proj", "-"]],
                ["ln_f"]),
         fused=_GPT2, eager=_GPT2, defaults=(("n_positions", 1024),), inner_is_free=True, transposed=True,
-        softmax_in_fp32=("autocast",), inner_on_cuda=3.0, inner_gradients=2.5, keeps_output=True,
+        softmax_in_fp32=("autocast",), inner_on_cuda=3.0, inner_gradients=1.75, keeps_output=True,
         sums_embeddings=True, has_dropout=True,
     ),
     "gpt_neo": ModelFamily(
@@ -154,7 +165,7 @@ FAMILIES = {
                ["ln_1", [["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"]], "ln_2", ["c_fc", "-", "c_proj", "-"]],
                ["ln_f"]),
         fused=None, eager=Kept(8, 5, 0, 0, 2, 8, 2, 6), defaults=(("max_position_embeddings", 2048),),
-        inner_is_free=True, scores_forward=3.2, inner_on_cuda=3.0, inner_gradients=2.5, sums_embeddings=True,
+        inner_is_free=True, scores_forward=3.2, inner_on_cuda=3.0, inner_gradients=1.75, sums_embeddings=True,
     ),
     "gptj": ModelFamily(
         parameters=(
@@ -165,7 +176,7 @@ FAMILIES = {
         calls=(["wte", "-"],
                ["ln_1", ["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"], ["fc_in", "-", "fc_out", "-"]], ["ln_f"]),
         fused=None, eager=Kept(6, 5, 0, 0, 1, 8, 2, 4), tied=False, inner_is_free=True, scores_forward=3.2,
-        inner_on_cuda=3.0, inner_gradients=2.5,
+        inner_on_cuda=3.0, inner_gradients=1.75,
     ),
     "gpt_neox": ModelFamily(
         parameters=(

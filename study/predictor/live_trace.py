@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import logging
@@ -447,7 +448,7 @@ class _Pass:
     ) -> None:
         self.names = names
         self.missing = ""
-        self.layers: dict[str, dict[str, float]] = {name: {} for name in counts}
+        self.layers: dict[str, dict[str, Any]] = {name: {} for name in counts}
         # The module calls as nested lists: a module's name, the modules that it calls, and whether stage 3 gathers all
         # of its parameters at once.
         self.calls: list[Any] = ["", [], False]
@@ -455,13 +456,14 @@ class _Pass:
         inputs, pixels = make_inputs(model, batch, length)
         tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
         self.meter = meter = Meter([*model.parameters(), *model.buffers(), *tensors])
-        handles = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in model.parameters()
-                   if parameter.requires_grad]  # fmt: skip
+        handles = [parameter.register_post_accumulate_grad_hook(functools.partial(self.arrive, name))
+                   for name, parameter in model.named_parameters() if parameter.requires_grad]  # fmt: skip
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self.leave, with_kwargs=True))
         as_cuda = AsCuda() if mode == "autocast" and cuda else contextlib.nullcontext()
         self.now: str | None = None
+        self.arrived = ""
         self.exit = self.began = 0
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
         with OperationLimit(meter), meter, autocast, as_cuda:
@@ -494,9 +496,10 @@ class _Pass:
         self.stack[-1][1].append([name, [], type(module).__name__ in _LEAVES])
         self.stack.append(self.stack[-1][1][-1])
         if name in self.layers:
-            stream = _first_float((*args, *kwargs.values()))
+            stream = _floats((*args, *kwargs.values()))[0]
+            meter.peak = meter.now
             self.layers[name] = {"saved": -meter.now, "forward": -meter.flops, "attention": -meter.attention,
-                                 "checkpoint": stream.nbytes, "working": 0.0, "backward": 0.0,
+                                 "checkpoint": stream.nbytes, "working": {}, "backward": 0.0,
                                  "recomputed": isinstance(module, GradientCheckpointingLayer),
                                  "gradient": _largest(module.named_parameters())}  # fmt: skip
             if stream.requires_grad:
@@ -509,12 +512,16 @@ class _Pass:
             children.clear()
         if name in self.layers:
             layer = self.layers[name]
+            stream, *states = _floats(tree_leaves(output))
+            # Temporaries of the recomputation, and tensors besides the stream for later layers (T5's position biases).
+            layer["recomputing"] = meter.peak - meter.now
+            storages = {id(tensor.untyped_storage()) for tensor in (*_floats(tree_leaves((args, kwargs))), stream)}
+            layer["checkpoint"] += sum(state.nbytes for state in states if id(state.untyped_storage()) not in storages)
             self.exit = meter.peak = meter.now
             layer["saved"] += meter.now
             layer["forward"] += meter.flops
             layer["attention"] += meter.attention
             layer["exit"] = meter.now
-            stream = _first_float(tree_leaves(output))
             if stream.requires_grad:
                 stream.register_hook(lambda _: self.boundary(name))
 
@@ -524,25 +531,30 @@ class _Pass:
         if ends is not None and ends != self.now:
             return
         if self.now is not None:
-            layer = self.layers[self.now]
-            layer["working"] = max(layer["working"], meter.peak - layer["exit"])
-            layer["backward"] += meter.flops - self.began
+            self.arrive("")
+            self.layers[self.now]["backward"] += meter.flops - self.began
         elif not self.last:
             self.last = meter.peak
         self.now, self.began, meter.peak = begins, meter.flops, meter.now
 
+    def arrive(self, name: str, parameter: Any = None) -> None:
+        """Drop a gradient, and record the temporaries since the gradient before it."""
+        if parameter is not None:
+            parameter.grad = None
+        if self.now is not None:
+            layer, meter = self.layers[self.now], self.meter
+            above = meter.peak - layer["exit"]
+            layer["working"][self.arrived] = max(above, layer["working"].get(self.arrived, above))
+            self.arrived, meter.peak = name, meter.now
 
-def _first_float(values: Any) -> Any:
-    floats = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
-    return next(floats, torch.empty(0))
+
+def _floats(values: Any) -> list[torch.Tensor]:
+    floats = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return floats or [torch.empty(0)]
 
 
 def _largest(parameters: Any) -> int:
     return max((parameter.nbytes for _, parameter in parameters if parameter.requires_grad), default=0)
-
-
-def _drop_gradient(parameter: Any) -> None:
-    parameter.grad = None
 
 
 def compute_features(model: Any, pixels: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from study.config.text import format_number
 from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES
-from study.predictor.activations import Activations, predict_activations, trace
+from study.predictor.activations import Activations, phase, predict_activations, trace
 from study.predictor.buckets import (
     Snapshot,
     gradient_snapshots,
@@ -121,7 +121,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
 # smaller blocks (fragmentation), COPIES a number of flat copies of all weights, as ranks with shards send them. Both
 # are least squares over validation/malloc_retention.yaml. The reason for that many copies is not known: with one heap
 # for all threads (MALLOC_ARENA_MAX=1) there were more.
-FRAGMENTATION, WEIGHT_COPIES = 0.54, 7.8
+FRAGMENTATION, WEIGHT_COPIES = 0.57, 7.7
 
 
 def small_blocks(request: Request, points: Sequence[Mapping[str, float]]) -> tuple[float, float]:
@@ -332,9 +332,11 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
                 min(layers, snapshot.place + 1),
                 working=0 <= snapshot.place < layers and not snapshot.between,
             )
+            if snapshot.param is not None and 0 <= snapshot.place < layers:
+                stored["activations"] -= saved.freed.get(phase(request.shape, snapshot.param), 0.0)
             if snapshot.place < layers:
                 # After the head's backward pass autograd has freed autocast's copy of its weight.
-                stored["activations"] -= saved.cast_head
+                stored["activations"] -= saved.cast_head + saved.tail
             parts = {**stored, **parts}
         points.append(DeviceMemory(parts, snapshot.step))
     return points
@@ -343,8 +345,8 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
 @cache_by_request
 def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]:
     """Return the snapshots that can be the peak, with all buffers: those with the most gradients, buffers, or both, per
-    layer and for the optimizer step. All other memory is equal in the snapshots of a layer, of which there are many."""
-    standing, weight = _static_buffer_bytes(request), request.weight_bytes
+    part of a layer and for the optimizer step. All other memory is equal in the snapshots of a part, which are many."""
+    standing, weight, shape = _static_buffer_bytes(request), request.weight_bytes, request.shape
     request = dataclasses.replace(request, gradient_checkpointing=recomputes)
     gathers = simulate_gathers(request) if request.strategy.zero_stage == 3 else GatherTrace()
     snapshots = list[Snapshot]()
@@ -363,9 +365,10 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
     decisive = set[int]()
     for sizes in zip(*((at.grads + at.buffers, at.grads, at.buffers) for at in snapshots), strict=True):
         # By layer, and None for the optimizer step: the first snapshot with the most.
-        largest: dict[tuple[int | None, bool], int] = {}
+        largest: dict[tuple[int | None, bool, str], int] = {}
         for index, snapshot in enumerate(snapshots):
-            layer = None if snapshot.step else snapshot.place, snapshot.between
+            part = phase(shape, snapshot.param) if snapshot.param and 0 <= snapshot.place < shape.layers else ""
+            layer = None if snapshot.step else snapshot.place, snapshot.between, part
             if layer not in largest or sizes[index] > sizes[largest[layer]]:
                 largest[layer] = index
         decisive.update(largest.values())

@@ -151,6 +151,8 @@ class Request:
     autocast: bool = True
     # torch.compile or fused kernels: operations other than matrix products have less memory traffic.
     compiled: bool = False
+    # The fused kernels are those of norms, rotary positions and loss only: the gate's product is torch's.
+    torch_gate: bool = False
     # The loss's gradient overwrites the logits in 16 bits: flash-attention's cross entropy, used by llm-foundry.
     fused_loss: bool = False
     # The output layer and its loss run in chunks of tokens: Liger's fused linear cross entropy.

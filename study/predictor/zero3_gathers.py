@@ -17,7 +17,7 @@ from typing import Any
 
 from study.config.errors import UserError
 from study.predictor import live
-from study.predictor.families import Tree
+from study.predictor.families import READS_INPUT, Tree
 from study.predictor.request import Request
 from study.predictor.shape import BEFORE, INFIX, ModelShape, Parameter
 from study.predictor.state import persistent_params, unshards
@@ -31,13 +31,6 @@ class Call:
     params: tuple[Parameter, ...]
     # Released after the call, regardless of the next use.
     releases: tuple[Parameter, ...] = ()
-
-
-# Modules that read a layer's input, directly or after a norm.
-_READS_INPUT = (
-    "query", "key", "value", "c_attn", "q_proj", "k_proj", "v_proj", "query_key_value", "Wqkv", "fc_in",
-    "post_attention_layernorm", "dense_h_to_4h",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +165,7 @@ def _without_gradient(forward: Sequence[Call]) -> set[int]:
         is_trained = is_trained or any(param.trained for param in call.params)
         if call.params and not call.params[0].trained:
             module = call.params[0].name.rpartition(".")[0]
-            if not is_trained or (call.place == 0 and module in _READS_INPUT):
+            if not is_trained or (call.place == 0 and module in READS_INPUT):
                 call_ids.add(id(call))
     return call_ids
 

@@ -17,7 +17,7 @@ from study.host.memory import GIB
 from study.predictor.hardware import ANY_DEVICE, Hardware
 from study.predictor.memory import predict_memory
 from study.predictor.request import MemoryUse, Request, request_for, unsupported_reason
-from study.predictor.time import device_bytes, predict_time
+from study.predictor.time import predict_time
 from study.records.directory import read_json
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
@@ -166,10 +166,7 @@ class Forecast:
         device, on_host = self._device_gib(cell), memory.host_peak.value
         if device is None:
             on_host += cell.world_size / self._nodes(cell) * memory.peak_reserved.value
-        # A cap limits the allocator, but not the CUDA context.
-        is_cap = cell.config.device_memory_cap_gib is not None
-        on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
-        if device is not None and on_device > device * GIB:
+        if device is not None and memory.peak_reserved.value + self._context(cell, memory) > device * GIB:
             return "memory of a GPU"
         return "" if on_host <= self._host_gib * GIB else f"{self._host_gib:.0f} GiB of host memory"
 
@@ -179,11 +176,16 @@ class Forecast:
         if request is None:
             return None
         memory = predict_memory(request)
-        lower_bound, on_host = memory.peak_reserved.low or memory.peak_allocated.value, memory.host_parts["load"]
+        lower_bound = (memory.peak_reserved.low or memory.peak_allocated.value) + self._context(cell, memory)
+        on_host = memory.host_parts["load"]
         if device is None:
             on_host = max(on_host, request.box.gpus_per_node * memory.peak_allocated.value)
         exceeds = on_host > self._host_gib * GIB or (device is not None and lower_bound > device * GIB)
         return memory if exceeds else None
+
+    def _context(self, cell: Cell, memory: MemoryUse) -> float:
+        """Return the bytes of the CUDA context, which a cap does not limit: it is one of the allocator."""
+        return 0.0 if cell.config.device_memory_cap_gib is not None else memory.device_parts["context"]
 
     def request(self, cell: Cell) -> Request | None:
         if unsupported_reason(cell.strategy, cell.config):

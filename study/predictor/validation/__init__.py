@@ -2,7 +2,7 @@
 
 Keys of published.yaml: a group has `common` keys that each of its rows inherits. model, box, strategy, precision,
 attention, sequence, micro_batch, accumulation and checkpointing make the request; `override` holds DeepSpeed's settings
-as --engine_override takes them; dropout, compiled, fused_loss, chunked_loss, optimizer, step_copies, pure,
+as --engine_override takes them; dropout, compiled, torch_gate, fused_loss, chunked_loss, optimizer, step_copies, pure,
 expandable_segments, checkpoint_every and autocast (false where FSDP alone computes in 16 bits) describe the page's
 trainer, as in Request. `device` replaces figures of the box's device, network_gb_per_s its network. One of
 tokens_per_s_per_gpu, samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib, memory_mib or memory_bytes is
