@@ -17,6 +17,7 @@ from runs import FLAGS, RunFactory, trained
 from study.config.errors import Unsupported
 from study.config.strategies import read_strategy
 from study.engine.audit import audit
+from study.predictor.shape import model_shape
 
 GPT = ("--task", "gpt-wikitext")
 
@@ -33,10 +34,8 @@ def test_fsdp2_that_keeps_gathered_weights_has_another_record_than_the_shipped_o
     get_run: RunFactory, tmp_path: Path
 ) -> None:
     strategy = write_fsdp2(tmp_path, fsdp_reshard_after_forward=False, fsdp_activation_checkpointing=True)
-    live = [
-        {key: value for key, value in run.engine.items() if key.startswith("fsdp_")}
-        for run in (get_run("fsdp2", *GPT), trained(strategy, tmp_path / "run", *GPT))
-    ]
+    runs = get_run("fsdp2", *GPT), trained(strategy, tmp_path / "run", *GPT)
+    live = [{key: value for key, value in run.engine.items() if key.startswith("fsdp_")} for run in runs]
     as_shipped = {
         "fsdp_groups": 4, "fsdp_resharded_groups": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
         "fsdp_activation_checkpointing": False,
@@ -45,6 +44,11 @@ def test_fsdp2_that_keeps_gathered_weights_has_another_record_than_the_shipped_o
         "fsdp_resharded_groups": 0, "fsdp_reshard_after_forward": False, "fsdp_activation_checkpointing": True,
     }  # fmt: skip
     assert live == [as_shipped, as_shipped | changed]
+    # Layers are gathered once and not twice.
+    shape = model_shape("gpt-tiny")
+    sent = [run.traffic["collectives"]["all_gather"]["payload_bytes"] for run in runs]
+    layers = sum(param.elements for param in shape.params if param.regathered)
+    assert sent == [4 * (shape.parameters + layers), 4 * shape.parameters]
 
 
 def test_fsdp2_offload_without_a_gpu_is_refused_and_not_a_traceback(tmp_path: Path) -> None:

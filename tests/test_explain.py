@@ -26,6 +26,7 @@ from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings
 from study.cli import main
 from study.config.errors import UserError
 from study.config.strategies import read_strategy
+from study.predictor.communication import predict_payload
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.memory import predict_memory
 from study.predictor.request import Request
@@ -336,27 +337,60 @@ def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> N
     assert memories[1].host_peak.value > memories[0].host_parts["train"] + state
 
 
-def test_the_bytes_of_fsdp1_are_those_of_a_virtual_rank() -> None:
-    """Its root keeps the embedding, the last norm and the head gathered, and their gradients until the end."""
-    # Logits, layers, recomputed layers, and the root decide the peak.
-    cases = [(2000, 64, False, 1, False), (200, 64, False, 2, True), (200, 64, True, 1, True), (4000, 4, True, 1, True),
-             (200, 8, True, 2, False)]  # fmt: skip
-    probe = [ROOT / "tests/probes/fsdp1_rank.py", json.dumps(cases)]
+def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
+    """Version 1's root keeps the embedding, the last norm and the head gathered, and their gradients until the end; of
+    version 2's groups, as Accelerate makes them, an untied head is reduced first."""
+    cases = [  # version, vocabulary, tokens, checkpoints, micro-batches, bf16, keeps weights gathered, tied
+        # Logits, layers, recomputed layers, and the root decide the peak.
+        (1, 2000, 64, False, 1, False, False, True), (1, 200, 64, False, 2, True, False, True),
+        (1, 200, 64, True, 1, True, False, True), (1, 4000, 4, True, 1, True, False, True),
+        (1, 200, 8, True, 2, False, False, True), (1, 200, 64, False, 2, True, True, True),
+        (2, 2000, 64, False, 1, False, True, False), (2, 200, 64, False, 2, True, False, True),
+        (2, 4000, 4, True, 1, True, False, False), (2, 200, 4, False, 1, False, True, True),
+        (2, 200, 8, True, 2, False, True, True),
+    ]  # fmt: skip
+    probe = [ROOT / "tests/probes/fsdp_rank.py", json.dumps(cases)]
     done = fork_script(*probe, folder=ROOT, environment=os.environ, read_at_import={})  # type: ignore[arg-type]
     measured = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS")]
     assert len(measured) == len(cases), done.stderr[-2000:]
-    for (vocabulary, tokens, checkpoints, micro_batches, is_bf16), rank in zip(cases, measured, strict=True):
+    for case, rank in zip(cases, measured, strict=True):
+        version, vocabulary, tokens, checkpoints, micro_batches, is_bf16, keeps, tied = case
         sizes = {"vocab_size": vocabulary, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
         request = Request(
-            shape_of_architecture("gpt2", "gpt2", sizes), read_strategy("fsdp2"), box_of_ranks("4", ANY_DEVICE, 4),
-            tokens, 2, micro_batches, "bf16" if is_bf16 else "fp32", checkpoints, "sdpa", autocast=False,
-            fsdp_version=1,
+            shape_of_architecture("gpt2", "gpt2", sizes | {"tie_word_embeddings": tied}), read_strategy("fsdp2"),
+            box_of_ranks("4", ANY_DEVICE, 4), tokens, 2, micro_batches, "bf16" if is_bf16 else "fp32", checkpoints,
+            "sdpa", autocast=False, fsdp_version=version, fsdp_keeps_gathered=keeps,
         )  # fmt: skip
         state = predict_state(request, unreduced=False)
         assert (state.params_device, state.optimizer_device) == (rank["params"], rank["optimizer"])
-        # The table of families has 4 % more for a recomputed layer; version 2's peaks are up to 21 % off.
-        within = 0.05 if checkpoints and tokens == 64 else 0.015
-        assert predict_memory(request).peak_allocated.value == pytest.approx(rank["peak"], rel=within)
+        # The table of families has 4 % more for a recomputed layer. Version 2's rules are up to 21 % off for version 1,
+        # 38 % if the head waited for the embedding, and 7 % without the buffers of the forward pass.
+        within = 0.05 if checkpoints and tokens < 65 else 0.015
+        assert predict_memory(request).peak_allocated.value == pytest.approx(rank["peak"], rel=within), case
+
+
+def test_a_file_of_fsdp_keeps_weights_gathered_and_shards_over_a_machine(tmp_path: Path) -> None:
+    names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    full, kept, hybrid, kept_hybrid = (
+        make_case(tmp_path, fsdp(fsdp_sharding_strategy=name), LLAMA_8B, 16).request for name in names
+    )
+    freed, resharded = (
+        make_case(tmp_path, fsdp(fsdp_version=2, fsdp_reshard_after_forward=value), LLAMA_8B, 16).request
+        for value in (False, True)
+    )
+    assert kept == dataclasses.replace(full, fsdp_keeps_gathered=True)
+    assert freed == dataclasses.replace(resharded, fsdp_keeps_gathered=True)
+    assert kept_hybrid == dataclasses.replace(hybrid, fsdp_keeps_gathered=True)
+    assert predict_state(hybrid).device == pytest.approx(2 * predict_state(full).device, rel=1e-4)
+    # Its second machine adds an all-reduce of shards.
+    assert predict_payload(hybrid)["all_reduce"] == pytest.approx(2 * full.shape.parameters / 8, rel=1e-3)
+    more = predict_memory(kept).peak_allocated.value - predict_memory(full).peak_allocated.value
+    assert 0.5 * 2 * full.shape.parameters < more < 2 * full.shape.parameters
+    # Version 1 gathers kept weights once per step, version 2 in each micro-batch.
+    for request, times in ((kept, 1), (freed, 4)):
+        accumulating = dataclasses.replace(request, accumulation=4)
+        gathered = predict_payload(accumulating)["all_gather"]
+        assert gathered == pytest.approx(2 * times * request.shape.parameters, rel=1e-3)
 
 
 def test_fsdp_recomputes_activations_and_shards_by_version_as_its_file_says(tmp_path: Path) -> None:

@@ -236,7 +236,9 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
 
 def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware | None) -> Iterator[str | TextTable]:
     request = case.request
-    engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else request.strategy.name
+    engine = f"FSDP{1 if case.file.sharding else 2}" if request.strategy.is_fsdp else request.strategy.name
+    if case.file.deepspeed is not None:
+        engine = f"DeepSpeed, stage {case.stage}"
     verdict, refused = _verdict(case, memory, hardware), [item for item in case.findings if item.kind == "refused"]
     if refused:
         keys = ", ".join(dict.fromkeys(item.key for item in refused))

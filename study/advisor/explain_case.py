@@ -131,7 +131,9 @@ def resolve(
         findings.append(Finding("noted", "num_processes", message))
     if ranks > MAX_JOB_GPUS:
         raise UserError(f"{ranks:,} ranks", f"give at most {MAX_JOB_GPUS:,}")
-    mesh = file.mesh if file.mesh_ranks in (1, ranks) else None
+    box, mesh = _box(file, ranks, hardware), file.mesh if file.mesh_ranks in (1, ranks) else None
+    if file.sharding in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        mesh = (box.nodes, box.gpus_per_node)
     zero: dict[str, Any] = {}
     precision: Precision
     if file.deepspeed is None:
@@ -151,11 +153,12 @@ def resolve(
                               ("fsdp_cpu_ram_efficient_loading", True))
     )  # fmt: skip
     request = Request(
-        shape=shape, strategy=strategy, box=_box(file, ranks, hardware), sequence_length=work.sequence_length,
+        shape=shape, strategy=strategy, box=box, sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing or checkpoints, attention="sdpa",
         autocast=not strategy.is_fsdp,
         optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
+        fsdp_keeps_gathered=file.keeps_gathered,
         # Adapters and frozen weights are wrapped apart, as version 2 shards them.
         fsdp_version=1 if file.sharding and not shape.lora_rank else 2,
         reference_model=work.reference_model, quantized=work.quantized,

@@ -113,6 +113,13 @@ class UserFile:
         name = str(self.fsdp.get("fsdp_sharding_strategy", _SHARDINGS[0])).upper()
         return _SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether FSDP frees gathered weights only after the backward pass."""
+        if self.sharding is not None:
+            return self.sharding in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+        return self.fsdp is not None and self.fsdp.get("fsdp_reshard_after_forward") is False
+
 
 @functools.cache
 def known_settings() -> dict[str, Any]:

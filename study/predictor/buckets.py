@@ -6,8 +6,9 @@ full bucket is reduced and freed.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
@@ -78,9 +79,9 @@ def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:
 
 def _waiting(shape: ModelShape) -> dict[int, list[tuple[Parameter, int]]]:
     """Return by place the parameters in the order of their gradients, each with the elements that have arrived."""
-    places: dict[int, list[tuple[Parameter, int]]] = {place: [] for place in range(shape.layers)}
+    places: dict[int, list[tuple[Parameter, int]]] = {place: [] for place in range(BEFORE, shape.layers + 1)}
     for param in reversed(shape.trained_params):
-        arrived = places.setdefault(param.place, [])
+        arrived = places[param.place]
         arrived.append((param, param.elements + (arrived[-1][1] if arrived else 0)))
     return places
 
@@ -89,64 +90,83 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     """Snapshots of FSDP2 in torch's order (_fsdp_param_group.py of torch 2.13): each layer is a group that is gathered
     while the next group is prefetched; its gradients stay unpartitioned until they are reduce-scattered.
 
-    With accumulation only the last micro-batch reduces: by then all layers have unpartitioned gradients.
+    Accelerate makes a group of the norm and the head, with a tied embedding (fsdp2_prepare_model); an untied embedding
+    is a group. With accumulation only the last micro-batch reduces: by then all layers have unpartitioned gradients.
     """
-    sizes: dict[int, int] = {}
+    shape, top = request.shape, request.shape.layers
+    sizes = dict.fromkeys(range(BEFORE, top + 1), 0)
     # Frozen weights have no gradients.
-    trained: dict[int, int] = {}
-    for param in request.shape.params:
-        sizes[param.place] = sizes.get(param.place, 0) + param.elements
-        trained[param.place] = trained.get(param.place, 0) + param.elements * param.trained
+    trained = dict(sizes)
+    for param in shape.params:
+        sizes[param.place] += param.elements
+        trained[param.place] += param.elements * param.trained
     ranks = request.ranks_per_replica or request.box.ranks
     # If FSDP itself computes in 16 bits, it gathers 16 bits; it reduces in the type of its shards.
     shard_width = request.weight_bytes
     weight = 2 if request.fsdp_gathers_16_bits else shard_width
-    # An untied embedding is a separate group.
-    embedding = sizes.get(BEFORE, 0)
-    root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
     # With an offload, reduced gradients move to the host for the optimizer's step.
-    shard = 0.0 if request.fsdp_offloads else request.shape.trained_parameters / ranks
+    on_device = 0 if request.fsdp_offloads else shard_width
     accumulated = accumulated_bytes(request)
     grads = accumulated
     copies = 1 if request.box.gloo_copies_gathers else 0
-    tied_head = request.shape.embedding.elements if has_tied_gradients(request.shape) else 0
-    layers = _waiting(request.shape)
-    # Reduce-scatter input of the previous layer, freed after this layer's reduction.
-    reducing, last_layer = 0.0, sizes[request.shape.layers - 1]
-    # The last layer is gathered while the root's backward pass begins: after the loss's gradient, since Accelerate
-    # makes a group of a causal language model's norm and head (fsdp2_prepare_model).
-    yield Snapshot(request.shape.layers, grads, float(weight * root))
-    yield Snapshot(request.shape.layers, grads, float(weight * (root + (1 + copies) * last_layer)))
-    yield Snapshot(request.shape.layers, grads, float(weight * (root + last_layer + tied_head)))
-    for place in reversed(range(request.shape.layers)):
-        size, new_elements, following = sizes[place], trained[place], sizes[place - 1] if place else 0
-        # The root group is not resharded, and the gradient of a tied head stays allocated.
-        root_bytes = float(weight * (root + tied_head))
+    waiting_params = _waiting(shape)
+    # A group of the embedding and the head is gathered from its first use to its last gradient. Until then the
+    # gradient of the head waits, and then those of the embedding arrive: if it is tied, with their sum.
+    groups, root, head, at_end = range(BEFORE, top + 1), 0, 0, 0
+    if shape.tied or request.fsdp_whole_root:
+        groups, root = range(top), sizes[top] + sizes[BEFORE]
+        head = shape.embedding.elements * has_tied_gradients(shape) if shape.tied else trained[top]
+        at_end = trained[BEFORE] + (2 if shape.tied else 1) * head
+    kept, following = _gathered_below(request, sizes, groups)
+    # Reduce-scatter input of the previous group, freed after this group's reduction.
+    reducing, tail = 0.0, 0 if root else sizes[top]
+    # The last layer is gathered after the loss's gradient.
+    yield Snapshot(top, grads, float(weight * (root + kept[top] + tail)))
+    yield Snapshot(top, grads, float(weight * (root + kept[top] + tail + (1 + copies) * following[top])))
+    yield Snapshot(top, grads, float(weight * (root + kept[top] + tail + following[top] + head)))
+    for place in reversed(groups):
+        size, new_elements, after = sizes[place], trained[place], max(place - 1, BEFORE)
+        root_bytes = float(weight * (root + kept[place] + head))
         # New gradients are added to those of earlier micro-batches one by one.
         new = 0.0 if accumulated else float(weight * new_elements)
-        # The gathered buffer is copied into the weights; then the next layer arrives, and then the gradients.
-        yield Snapshot(place, grads, root_bytes + reducing + weight * (size + max(size, (1 + copies) * following)))
-        for param, waiting in layers[place]:
-            arrived = weight * (size + following + (param.elements if accumulated else waiting))
+        if place < top and not request.fsdp_keeps_gathered:
+            # The gathered buffer is copied into the weights; then the next group arrives, and then the gradients.
+            arrived = weight * (size + max(size, (1 + copies) * following[place]))
+            yield Snapshot(place, grads, root_bytes + reducing + arrived)
+        for param, waiting in waiting_params[place]:
+            arrived = weight * (size + following[place] + (param.elements if accumulated else waiting))
             yield Snapshot(place, grads, root_bytes + reducing + arrived, param=param)
         # The weights and the previous reduction's input are freed before the gradients are copied.
         reducing = float(shard_width * new_elements)
         copied = max(weight, copies * shard_width) * new_elements - (weight * new_elements - new)
-        yield Snapshot(place - 1, grads, root_bytes + reducing + weight * following + copied, between=True)
-        on_device = 0 if request.fsdp_offloads else shard_width
+        yield Snapshot(after, grads, root_bytes + reducing + weight * following[place] + copied, between=True)
         grads += new_elements / ranks * on_device - (weight * new_elements - new)
-    last = root + (0 if request.shape.tied else embedding)
-    new_elements = last if request.shape.embedding.trained else trained[request.shape.layers]
-    # Both gradients of a tied embedding and their sum.
-    yield Snapshot(BEFORE, grads, reducing + weight * (last + 3 * tied_head))
-    copied = max(weight, copies * shard_width) - (weight if accumulated else 0)
-    yield Snapshot(BEFORE, grads, float(shard_width + copied) * new_elements)
-    if request.shape.lora_rank:
+    if root:
+        new_elements = trained[top] + trained[BEFORE]
+        yield Snapshot(BEFORE, grads, reducing + weight * (root + at_end))
+        copied = max(weight, copies * shard_width) - (weight if accumulated else 0)
+        yield Snapshot(BEFORE, grads, float(shard_width + copied) * new_elements)
+    # The forward pass keeps the buffer of a gather, which it copies into the weights, until the next group's copies are
+    # made (FSDPCommContext.all_gather_state). Most is gathered when the last group is.
+    last = groups[-1]
+    gathered = root + kept[last] + (2 + copies) * sizes[last] + sizes.get(last - 1, 0) * (last > groups.start)
+    yield Snapshot(last - 1, accumulated, float(weight * gathered), between=True)
+    if shape.lora_rank:
         # With frozen weights the peak can be at the beginning of the forward pass: the gathered buffer is kept with its
         # copy until the first layer is gathered as well (FSDPCommContext.all_gather_state).
-        gathered = 2 * root if request.shape.tied else root + 2 * embedding
+        gathered = 2 * (root or sizes[BEFORE])
         yield Snapshot(BEFORE, accumulated, float(weight * (gathered + (1 + copies) * sizes[0])))
-    yield _torch_step(request, shard, 0.0)
+    yield _torch_step(request, 0.0 if request.fsdp_offloads else shape.trained_parameters / ranks, 0.0)
+
+
+def _gathered_below(request: Request, sizes: Mapping[int, int], groups: range) -> tuple[dict[int, int], dict[int, int]]:
+    """Return by group, and for the place after the last, the elements below it that stay gathered from the forward
+    pass, and those of the next group, which is gathered again: one of both is 0."""
+    below = list(itertools.accumulate((sizes[place] for place in groups), initial=0))
+    places, none = range(groups.start, groups.stop + 1), [0] * len(below)
+    following = [0, *(sizes[place] for place in groups)]
+    kept, following = (below, none) if request.fsdp_keeps_gathered else (none, following)
+    return dict(zip(places, kept, strict=True)), dict(zip(places, following, strict=True))
 
 
 def _fsdp1(request: Request) -> Iterator[Snapshot]:
@@ -162,14 +182,15 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     pending = sum(param.elements for param in shape.trained_params if param.place == shape.layers)
     pending += shape.embedding.elements if has_tied_gradients(shape) else 0
     grads, waiting = accumulated, float(weight * pending)
+    kept, following = _gathered_below(request, {place: unit.size for place, unit in units.items()}, range(shape.layers))
     # The backward pass begins with a gather of the last layer, before the loss's gradient.
-    last = units[shape.layers - 1].size
-    yield Snapshot(shape.layers, grads, float(weight * (root.size + last)))
-    yield Snapshot(shape.layers, grads + waiting, float(weight * (root.size + (1 + copies) * last)))
+    begun = root.size + kept[shape.layers] + following[shape.layers]
+    yield Snapshot(shape.layers, grads, float(weight * begun))
+    yield Snapshot(shape.layers, grads + waiting, float(weight * (begun + copies * following[shape.layers])))
     for place in reversed(range(shape.layers)):
-        unit, following = units[place], units[place - 1].size if place else 0
-        gathered = weight * float(root.size + unit.size + following)
-        yield Snapshot(place, grads + waiting, gathered + weight * copies * following)
+        unit = units[place]
+        gathered = weight * float(root.size + kept[place] + unit.size + following[place])
+        yield Snapshot(place, grads + waiting, gathered + weight * copies * following[place])
         for param, arrived in layers[place]:
             yield Snapshot(place, grads + waiting, gathered + weight * arrived, param=param)
         yield Snapshot(place - 1, grads + waiting, gathered + 2 * weight * unit.trained, between=True)

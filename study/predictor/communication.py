@@ -130,6 +130,8 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
     outer = inner if strategy.is_fsdp else request.box
     settings = None if strategy.is_fsdp else request.settings
     second_bytes = max(0.0, simulate_gathers(request).elements * width - total) if settings else total
+    if request.fsdp_keeps_gathered:
+        second_bytes = 0.0
     first, second = calls_s(outer, "all_gather", total, chunk), calls_s(inner, "all_gather", second_bytes, chunk)
     scattered = calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
     groups = request.box.ranks // outer.ranks
@@ -139,10 +141,16 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
         )
     can_hide = settings is None or settings.overlap_comm
     one_call = calls_s(outer, "all_gather", chunk, chunk)
-    ahead = _overlap(times * first, times * forward * can_hide, one_call)
+    ahead = _overlap(gather_passes(request) * first, times * forward * can_hide, one_call)
     # FSDP2 reduces only in the last micro-batch.
     reduced = scattered if strategy.is_fsdp else times * scattered
     return ahead + _overlap(times * second + reduced, times * backward * can_hide, one_call)
+
+
+def gather_passes(request: Request) -> int:
+    """Return how often a step gathers for the forward pass: FSDP1 frees kept weights when it reduces their gradients
+    (_should_free_in_backward in torch's _runtime_utils.py), in the last micro-batch."""
+    return 1 if request.fsdp_keeps_gathered and request.fsdp_version == 1 else request.accumulation
 
 
 def _within(box: Hardware, ranks: int | None) -> Hardware:
@@ -205,18 +213,21 @@ def predict_payload(request: Request) -> dict[str, float]:
 
 
 def _fsdp(request: Request) -> dict[str, float]:
-    """Payload bytes of FSDP2: each layer, and an untied embedding as its group, is gathered twice per micro-batch."""
+    """Payload bytes of FSDP: each layer, and an untied embedding as its group, is gathered twice per micro-batch, or
+    once if FSDP keeps it for the backward pass."""
     ranks = request.ranks_per_replica or request.box.ranks
     padded = [(param, param.shard_by_rows(ranks) * ranks) for param in request.shape.params]
     reduced = sum(size for param, size in padded if param.trained)
-    gathered = sum(size * (2 if param.regathered else 1) for param, size in padded)
+    total, regathered = sum(size for _, size in padded), sum(size for param, size in padded if param.regathered)
     if request.fsdp_version == 1:
         sizes = {place: unit.size for place, unit in flat_units(request).items()}
-        reduced, gathered = sum(sizes.values()), 2 * sum(sizes.values()) - sizes[BEFORE]
-    times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
+        reduced = total = sum(sizes.values())
+        regathered = total - sizes[BEFORE]
+    gathered = total + (0 if request.fsdp_keeps_gathered else regathered)
+    width = 2 if request.fsdp_gathers_16_bits else FP32_BYTES
     # Gradients are reduced only in the last micro-batch.
     payload = {
-        "all_gather": float(gathered * width * times),
+        "all_gather": float(gathered * width * gather_passes(request)),
         "reduce_scatter": float(reduced * width),
     }
     if ranks < request.box.ranks:

@@ -164,6 +164,10 @@ class Request:
     pure: bool = False
     # Version of FSDP: 1 has a flat parameter per layer, and one of all other parameters, which stays gathered.
     fsdp_version: int = 2
+    # FSDP2's embedding and head are one group, as if the program shards its layers and the model alone.
+    fsdp_whole_root: bool = False
+    # FSDP frees gathered weights only after the backward pass (fsdp_reshard_after_forward: false, SHARD_GRAD_OP).
+    fsdp_keeps_gathered: bool = False
     # FSDP keeps weights, gradients and optimizer in host memory (fsdp_offload_params).
     fsdp_offloads: bool = False
     # The first rank of a machine alone loads the weights (fsdp_cpu_ram_efficient_loading).
