@@ -194,7 +194,7 @@ def test_numbers_at_the_ends_of_bars_are_the_lengths_of_the_bars():
 
 def test_figures_judge_as_answers_do_and_batch_2_is_before_batch_16():
     drawings = laptops("runtime")
-    (fastest,) = answers(changed())[ADVICE].table["Fastest, or not significantly slower"]
+    (fastest,) = answers(changed())[ADVICE].table["Fastest, or not shown to be slower"]
     assert f"{fastest} is the fastest of those with three seeds" in drawings["step_time"].alt
     looks = {line.get_color(): line.get_markerfacecolor() for line in drawings["frontier"].figure.axes[0].lines[1:]}
     assert (list(looks.values()).count("white"), looks[STRATEGIES[fastest].colour]) == (9, STRATEGIES[fastest].colour)

@@ -195,16 +195,22 @@ def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
 
 def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
     """Return the residual SD of a workload's runs and the least significant difference, as a sentence."""
-    floor, seeds = estimate_noise(strategies[0].workload_runs, figure), strategies[0].logs(figure).count()
+    floor, (smallest, seeds) = estimate_noise(strategies[0].workload_runs, figure), least_difference(strategies, figure)
     if floor is None:
         return "One run of each strategy: the noise is not known, so no difference in time is significant."
     words = f"Residual SD of like runs: {percent(floor.log_sd)} ({floor.df} degrees of freedom)."
-    tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= MIN_SAMPLE for arm in strategies)
-    smallest = floor.least_significant_difference(int(seeds.max()), tested - 1)
     if smallest is None:
         return f"{words} Fewer than three seeds: no test."
     least = f"the least significant difference is {percent(smallest)}, which is found half of the time"
-    return f"{words} With {int(seeds.max())} seeds, {least}."
+    return f"{words} With {seeds} seeds, {least}."
+
+
+def least_difference(strategies: Sequence[StrategyRuns], figure: str) -> tuple[float | None, int]:
+    """Return a workload's least significant difference, None without a test, and the number of seeds."""
+    floor, seeds = estimate_noise(strategies[0].workload_runs, figure), strategies[0].logs(figure).count()
+    tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= MIN_SAMPLE for arm in strategies)
+    count = int(seeds.max())
+    return None if floor is None else floor.least_significant_difference(count, tested - 1), count
 
 
 def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:

@@ -272,7 +272,8 @@ def _neighbours_answer(records: Records) -> Answer | None:
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     for workload in by_arms(chosen):
         arms = [arm for arm in chosen[workload] if arm.ranks > 1]
-        least, stage = _leanest(arms, {*_NEIGHBOURS, "fsdp2"}), _leanest(arms, STAGES)
+        least = _leanest(arms, {*_NEIGHBOURS, "fsdp2"})
+        stage = _leanest([arm for arm in arms if arm.name in STAGES], STAGES) or _leanest(arms, STAGES)
         if least and stage:
             break
     else:

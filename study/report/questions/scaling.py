@@ -122,7 +122,8 @@ def _nodes_answer(records: Records) -> Answer | None:
         (line, (state, sent)), *others = ends.items()
         sentence = (
             f"With {with_settings(line)} one of {largest['world_size'].max()} ranks on {rows['machines'].max()}"
-            f" machines has {state} of model state, and sends {sent} of ring bytes (NCCL) per step across machines"
+            f" machines keeps {state} of model state, without gathered weights, and sends {sent} of ring bytes (NCCL)"
+            f" per step across machines"
             f"{''.join(f'; with {with_settings(name)} ' + ' and '.join(figures) for name, figures in others)}"
             f" ({', '.join(largest['model'].unique())})."
         )

@@ -24,6 +24,7 @@ from study.report.questions.comparison import (
     arm_notes,
     arm_table,
     compare_with_reference,
+    least_difference,
     noise_notes,
     real_arms,
     side_by_side,
@@ -43,9 +44,11 @@ def _time_answer(records: Records) -> Answer | None:
         number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
     if comparison.sharding:
         base = f"{comparison.names}{format_scope(comparison.main)}"
+        smallest = [size for arms in comparison.main.values() if (size := least_difference(arms, STEP)[0]) is not None]
+        unseen = f": less than {span_text(smallest, percent)} is not seen" if smallest else ""
         sentence = times.sentence(
             comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
-            f"No sharding strategy's step time differs significantly from that of {base}.",
+            f"No sharding strategy's step time differs significantly from that of {base}{unseen}.",
         )  # fmt: skip
     columns: Columns = {
         "Step, ms": lambda arm: 1e3 * step_s(arm),
@@ -195,16 +198,17 @@ def _advice_answer(records: Records) -> Answer | None:
             best.append(fastest)
             unjudged += list(few)
         places = scarce_memory(timed[0].workload_runs)
-        states = [(size, arm.name) for arm in timed if not math.isnan(size := arm.state_mib(places))]
+        states = [(size, arm.name) for arm in without_offload({workload: timed})[workload]
+                  if not math.isnan(size := arm.state_mib(places))]  # fmt: skip
         least = min(states, default=(0.0, ""))[0]
         # State is counted on tensors, not sampled: one run is enough.
         smallest = f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
         rows.append({
             "Workload": workload,
-            "Fastest, or not significantly slower": ", ".join(fastest) or "not judged",
+            "Fastest, or not shown to be slower": ", ".join(fastest) or "not judged",
             "Step, ms": ", ".join(f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest) or NOT_MEASURED,
             "Seeds to find a 5 % difference of two": _seeds(timed[0].workload_runs),
-            "Least model state": smallest if states else NOT_MEASURED,
+            "Least model state, no offload": smallest if states else NOT_MEASURED,
         })  # fmt: skip
     if not rows:
         return None

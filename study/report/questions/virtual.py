@@ -238,10 +238,13 @@ def _lora_answer(records: Records) -> Answer | None:
         return None
     whole, divided = pairs[-1][0], pairs[-1][-1]
     sizes = [f"{format_number(rank_state_bytes(row) / MIB)} MiB" for row in (whole, divided)]
+    sent = relative_ring_bytes(divided) / relative_ring_bytes(whole)
+    sends = "" if math.isnan(sent) else f", which sends {format_number(sent)} times as much"
     sentence = (
         f"Mostly frozen parameters, which only `{STAGES[-1]}` divides: one of {whole['world_size']} ranks of"
-        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, {sizes[1]} with `{STAGES[-1]}`;"
-        f" of the first, {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} are parameters."
+        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, of which"
+        f" {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} are parameters, and {sizes[1]} with"
+        f" `{STAGES[-1]}`{sends}."
     )
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
