@@ -371,23 +371,23 @@ def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
 
 def test_a_file_of_fsdp_keeps_weights_gathered_and_shards_over_a_machine(tmp_path: Path) -> None:
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    full, kept, hybrid, kept_hybrid = (
+    full, grad_op, hybrid, hybrid_grad_op = (
         make_case(tmp_path, fsdp(fsdp_sharding_strategy=name), LLAMA_8B, 16).request for name in names
     )
     freed, resharded = (
         make_case(tmp_path, fsdp(fsdp_version=2, fsdp_reshard_after_forward=value), LLAMA_8B, 16).request
         for value in (False, True)
     )
-    assert kept == dataclasses.replace(full, fsdp_keeps_gathered=True)
+    assert grad_op == dataclasses.replace(full, fsdp_keeps_gathered=True)
     assert freed == dataclasses.replace(resharded, fsdp_keeps_gathered=True)
-    assert kept_hybrid == dataclasses.replace(hybrid, fsdp_keeps_gathered=True)
+    assert hybrid_grad_op == dataclasses.replace(hybrid, fsdp_keeps_gathered=True)
     assert predict_state(hybrid).device == pytest.approx(2 * predict_state(full).device, rel=1e-4)
     # Its second machine adds an all-reduce of shards.
     assert predict_payload(hybrid)["all_reduce"] == pytest.approx(2 * full.shape.parameters / 8, rel=1e-3)
-    more = predict_memory(kept).peak_allocated.value - predict_memory(full).peak_allocated.value
+    more = predict_memory(grad_op).peak_allocated.value - predict_memory(full).peak_allocated.value
     assert 0.5 * 2 * full.shape.parameters < more < 2 * full.shape.parameters
-    # Version 1 gathers kept weights once per step, version 2 in each micro-batch.
-    for request, times in ((kept, 1), (freed, 4)):
+    # Version 1 gathers the weights that it keeps once per step, version 2 in each micro-batch.
+    for request, times in ((grad_op, 1), (freed, 4)):
         accumulating = dataclasses.replace(request, accumulation=4)
         gathered = predict_payload(accumulating)["all_gather"]
         assert gathered == pytest.approx(2 * times * request.shape.parameters, rel=1e-3)

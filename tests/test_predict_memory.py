@@ -100,7 +100,7 @@ def test_the_formula_of_activations_matches_the_traced_code(model_type):
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt")])
 def test_a_recomputed_layer_frees_its_activations_as_its_gradients_arrive(model_type):
-    """Wide layers, few tokens: all gradients of a layer beside all that it recomputed would be 10 to 18 % too much."""
+    """Wide layers, few tokens: all gradients of a layer and all that it recomputed would be 10 to 18 % too much."""
     wide = {
         "hidden_size": 512, "n_embd": 512, "intermediate_size": 2048, "n_inner": 2048, "head_dim": 64, "rotary_dim": 32
     }  # fmt: skip

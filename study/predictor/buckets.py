@@ -117,16 +117,16 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
         groups, root = range(top), sizes[top] + sizes[BEFORE]
         head = shape.embedding.elements * has_tied_gradients(shape) if shape.tied else trained[top]
         at_end = trained[BEFORE] + (2 if shape.tied else 1) * head
-    kept, following = _gathered_below(request, sizes, groups)
+    below, following = _gathered_below(request, sizes, groups)
     # Reduce-scatter input of the previous group, freed after this group's reduction.
     reducing, tail = 0.0, 0 if root else sizes[top]
     # The last layer is gathered after the loss's gradient.
-    yield Snapshot(top, grads, float(weight * (root + kept[top] + tail)))
-    yield Snapshot(top, grads, float(weight * (root + kept[top] + tail + (1 + copies) * following[top])))
-    yield Snapshot(top, grads, float(weight * (root + kept[top] + tail + following[top] + head)))
+    yield Snapshot(top, grads, float(weight * (root + below[top] + tail)))
+    yield Snapshot(top, grads, float(weight * (root + below[top] + tail + (1 + copies) * following[top])))
+    yield Snapshot(top, grads, float(weight * (root + below[top] + tail + following[top] + head)))
     for place in reversed(groups):
         size, new_elements, after = sizes[place], trained[place], max(place - 1, BEFORE)
-        root_bytes = float(weight * (root + kept[place] + head))
+        root_bytes = float(weight * (root + below[place] + head))
         # New gradients are added to those of earlier micro-batches one by one.
         new = 0.0 if accumulated else float(weight * new_elements)
         if place < top and not request.fsdp_keeps_gathered:
@@ -149,7 +149,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     # The forward pass keeps the buffer of a gather, which it copies into the weights, until the next group's copies are
     # made (FSDPCommContext.all_gather_state). Most is gathered when the last group is.
     last = groups[-1]
-    gathered = root + kept[last] + (2 + copies) * sizes[last] + sizes.get(last - 1, 0) * (last > groups.start)
+    gathered = root + below[last] + (2 + copies) * sizes[last] + sizes.get(last - 1, 0) * (last > groups.start)
     yield Snapshot(last - 1, accumulated, float(weight * gathered), between=True)
     if shape.lora_rank:
         # With frozen weights the peak can be at the beginning of the forward pass: the gathered buffer is kept with its
@@ -165,8 +165,8 @@ def _gathered_below(request: Request, sizes: Mapping[int, int], groups: range) -
     below = list(itertools.accumulate((sizes[place] for place in groups), initial=0))
     places, none = range(groups.start, groups.stop + 1), [0] * len(below)
     following = [0, *(sizes[place] for place in groups)]
-    kept, following = (below, none) if request.fsdp_keeps_gathered else (none, following)
-    return dict(zip(places, kept, strict=True)), dict(zip(places, following, strict=True))
+    below, following = (below, none) if request.fsdp_keeps_gathered else (none, following)
+    return dict(zip(places, below, strict=True)), dict(zip(places, following, strict=True))
 
 
 def _fsdp1(request: Request) -> Iterator[Snapshot]:
@@ -182,14 +182,16 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     pending = sum(param.elements for param in shape.trained_params if param.place == shape.layers)
     pending += shape.embedding.elements if has_tied_gradients(shape) else 0
     grads, waiting = accumulated, float(weight * pending)
-    kept, following = _gathered_below(request, {place: unit.size for place, unit in units.items()}, range(shape.layers))
+    below, following = _gathered_below(
+        request, {place: unit.size for place, unit in units.items()}, range(shape.layers)
+    )
     # The backward pass begins with a gather of the last layer, before the loss's gradient.
-    begun = root.size + kept[shape.layers] + following[shape.layers]
+    begun = root.size + below[shape.layers] + following[shape.layers]
     yield Snapshot(shape.layers, grads, float(weight * begun))
     yield Snapshot(shape.layers, grads + waiting, float(weight * (begun + copies * following[shape.layers])))
     for place in reversed(range(shape.layers)):
         unit = units[place]
-        gathered = weight * float(root.size + kept[place] + unit.size + following[place])
+        gathered = weight * float(root.size + below[place] + unit.size + following[place])
         yield Snapshot(place, grads + waiting, gathered + weight * copies * following[place])
         for param, arrived in layers[place]:
             yield Snapshot(place, grads + waiting, gathered + weight * arrived, param=param)
