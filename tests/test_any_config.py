@@ -224,9 +224,16 @@ def test_what_cannot_be_traced_gets_no_verdict_and_is_named(folder, capsys, tmp_
     assert capsys.readouterr().out.startswith("No verdict: ")
 
 
-def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(folder, capsys) -> None:
+def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(folder, capsys, tmp_path) -> None:
     assert main(["predict", "--model_name_or_path", folder("t5"), "--hardware", "8xH100", "--strategy", "fsdp2"]) == 2
-    assert "torch refuses shared.weight, which modules of two FSDP2 groups share" in capsys.readouterr().err
+    refusal = "torch refuses shared.weight, which modules of two FSDP2 groups share"
+    assert refusal in capsys.readouterr().err
+    # Version 1 has one group of all that is outside the layers.
+    for version, status in ((1, 0), (2, 1)):
+        file = tmp_path / f"fsdp{version}.yaml"
+        file.write_text(f"distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {{fsdp_version: {version}}}\n")
+        assert main(["explain", str(file), folder("t5")]) == status
+        assert (refusal in capsys.readouterr().out) == (version == 2)
     assert main(["advise", "--model_name_or_path", folder("mixtral"), "--hardware", "8xH100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recommended"]
     experts = 4 * (2 * 128 * 64 + 64 * 128) + 4 * 64

@@ -122,7 +122,8 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         return facts | {
             **settings, "set": set(settings), "version": str(settings.get("fsdp_version", 1))[:60],
             "sharding": file.sharding and file.sharding[:60],
-            "refusal": shape.fsdp_refusal, "gathered": f"{format_number(size / GIB)} GiB",
+            "refusal": shape.fsdp_refusal if case.request.fsdp_version == 2 else shape.fsdp1_refusal,
+            "gathered": f"{format_number(size / GIB)} GiB",
             "machine_ranks": case.request.box.gpus_per_node,
         }  # fmt: skip
     defaults = {key: entry["default"] for key, entry in section_entries("top").items() if "default" in entry}

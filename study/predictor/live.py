@@ -58,7 +58,11 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
     survey = answer("survey", text, rank)
-    regathered, shares = set(survey["regathered"]), survey["fsdp_shares"]
+    regathered = set(survey["regathered"])
+    refusal, fsdp1_refusal = (
+        f"torch refuses {shares[0]}, which modules of two FSDP{version} groups share" if shares else None
+        for version, shares in ((2, survey["fsdp_shares"]), (1, survey["fsdp1_shares"]))
+    )
     rows = zip(survey["parameters"], survey["places"], strict=True)
     return LiveShape(
         name=name, model_type=str(document["model_type"]), layers=len(survey["units"]),
@@ -68,7 +72,7 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
                      for index, ((name, elements, first, trained), place) in enumerate(rows)),
         lora_rank=rank, document=text, survey=survey, buffer_bytes=survey["buffer_bytes"],
         embedding_index=survey["tied"] or 0,
-        fsdp_refusal=f"torch refuses {shares[0]}, which modules of two FSDP2 groups share" if shares else None,
+        fsdp_refusal=refusal, fsdp1_refusal=fsdp1_refusal,
         **{key: survey[key] for key in ("hidden", "heads", "key_value_heads", "head_dim", "vocabulary", "positions")},
     )  # fmt: skip
 

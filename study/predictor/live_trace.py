@@ -86,11 +86,18 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     weight = getattr(embedding, "weight", None)
     is_tied = weight is not None and weight is getattr(head, "weight", None)
     groups = _fsdp_groups(model, embedding, head, is_tied)
+    # By parameter, its groups under FSDP2, and under FSDP1, which has one for each layer and one for the rest.
     members: dict[int, set[str]] = {}
+    flat_members: dict[int, set[str]] = {}
     for name, numbers in owners.items():
         for number in numbers:
             members.setdefault(number, set()).add(groups[name])
-    shared = [name for number, (name, _) in enumerate(model.named_parameters()) if len(members[number]) > 1]
+            flat = next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), "")
+            flat_members.setdefault(number, set()).add(flat)
+    shared, flat_shared = (
+        [name for number, (name, _) in enumerate(model.named_parameters()) if len(of_parameter[number]) > 1]
+        for of_parameter in (members, flat_members)
+    )
     positions = getattr(text, "max_target_positions", getattr(text, "max_position_embeddings", None))
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         # RoBERTa's positions begin after the index of its padding.
@@ -103,7 +110,7 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         "parameters": [[name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, parameter.requires_grad]
                        for name, parameter in model.named_parameters()],
         "regathered": sorted(number for number, names in members.items() if not names & {"", "tail"}),
-        "fsdp_shares": shared, "tied": index[id(weight)] if is_tied else None,
+        "fsdp_shares": shared, "fsdp1_shares": flat_shared, "tied": index[id(weight)] if is_tied else None,
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()), "is_language_model": _head(document)[1],
         "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
         "key_value_heads": getattr(text, "num_key_value_heads", None) or sizes["heads"], **sizes,

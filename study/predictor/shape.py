@@ -78,8 +78,9 @@ class ModelShape:
     buffer_bytes: int = 0
     # Index of the embedding, whose weight a tied output layer shares.
     embedding_index: int = 0
-    # Reason that FSDP2 does not train it.
+    # Reason that FSDP2 does not train it, and FSDP1.
     fsdp_refusal: str | None = None
+    fsdp1_refusal: str | None = None
     # Method of config.json's quantization_config; figures are those of the weights that it stands for.
     quantized_by: str = ""
 
