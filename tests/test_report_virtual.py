@@ -82,7 +82,7 @@ def test_the_answers_count_the_cases_that_their_tables_have() -> None:
     # Gradients larger than their bucket leave the device after the backward pass.
     memory = answered(TABLE1.answer(records))
     assert "is within 1 % of the paper's formula for 2 of 6 cases" in memory.sentence
-    assert memory.sentence.endswith("Before the step the other 4 are within 1 %, too.")
+    assert memory.sentence.endswith("without the last bucket's gradients, the other 4 are within 1 %, too.")
     assert (memory.number or ("", ""))[1].endswith("at its peak")
 
 

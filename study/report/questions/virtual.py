@@ -70,7 +70,7 @@ def _table1_answer(records: Records) -> Answer | None:
     others = [abs(_difference(row, before_step=True)) <= _NEAR for row in rows if abs(_difference(row)) > _NEAR]
     if any(others):
         which = f"the other {len(others)}" if all(others) else f"{sum(others)} of the other {len(others)}"
-        sentence += f". Before the step {which} are within 1 %, too"
+        sentence += f". Before the step, without the last bucket's gradients, {which} are within 1 %, too"
     number = (near, "cases within 1 % of the ZeRO paper's formula for model state, at its peak")
     note = "GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation over layers."
     return Answer(f"{sentence}.", state_by_stage(rows), (note,), number if len(rows) > 1 else None)
@@ -171,7 +171,9 @@ def _settings_answer(records: Records) -> Answer | None:
         sentence += f" With `{setting}` it is {', '.join(figures)}."
     notes = ("Effects of settings above 1 % are shown, as shipped → changed.",) if changed else ()
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
-    return Answer(sentence, pd.DataFrame(rows).fillna(""), notes, title=title)
+    known = [ratio for ratios in shipped.values() for ratio in ratios if not math.isnan(ratio)]
+    number = (f"{span_text(known, _THREE_DIGITS)} x", "the ring bytes (NCCL) of the paper's formula, as shipped")
+    return Answer(sentence, pd.DataFrame(rows).fillna(""), notes, number, title=title)
 
 
 def _of_known(ratios: Sequence[float], *words: str) -> str:
