@@ -95,8 +95,8 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
             flat = next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), "")
             flat_members.setdefault(number, set()).add(flat)
     shared, flat_shared = (
-        [name for number, (name, _) in enumerate(model.named_parameters()) if len(of_parameter[number]) > 1]
-        for of_parameter in (members, flat_members)
+        [name for number, (name, _) in enumerate(model.named_parameters()) if len(parameter_groups[number]) > 1]
+        for parameter_groups in (members, flat_members)
     )
     positions = getattr(text, "max_target_positions", getattr(text, "max_position_embeddings", None))
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):

@@ -171,8 +171,8 @@ def _settings_answer(records: Records) -> Answer | None:
         sentence += f" With `{setting}` it is {', '.join(figures)}."
     notes = ("Effects of settings above 1 % are shown, as shipped → changed.",) if changed else ()
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
-    known = [ratio for ratios in shipped.values() for ratio in ratios if not math.isnan(ratio)]
-    number = (f"{span_text(known, _THREE_DIGITS)} x", "the ring bytes (NCCL) of the paper's formula, as shipped")
+    multiples = [ratio for ratios in shipped.values() for ratio in ratios if not math.isnan(ratio)]
+    number = (f"{span_text(multiples, _THREE_DIGITS)} x", "the ring bytes (NCCL) of the paper's formula, as shipped")
     return Answer(sentence, pd.DataFrame(rows).fillna(""), notes, number, title=title)
 
 
