@@ -387,6 +387,15 @@ def test_a_finding_follows_the_runs(full_board: Scoreboard, change: Change, labe
     assert {claim: finding.parts[0].proxy for claim, finding in findings.items()} == labels
 
 
+def test_fewer_pairs_than_the_ledger_asks_for_decide_nothing(full_board: Scoreboard) -> None:
+    (check,) = [
+        check for check in find_claim(full_board, "S1-19").claim.checks if check.numbers.get("least_pairs") == 10
+    ]
+    nine = changed("claims", lambda runs: runs[runs["seed"] < 51])
+    assert check.find(nine).sentence.endswith("are needed, and claims has 9")
+    assert check.find(Evidence(REPORTS)).answer == "fails"
+
+
 def wobble(run: pd.Series) -> float:
     return 1 + 0.001 * int(np.random.default_rng(zlib.crc32(run["run"].encode())).integers(-5, 6))
 
