@@ -35,15 +35,13 @@ from study.report.questions.comparison import (
     without_offload,
     workloads,
 )
-from study.report.questions.memory import format_scope, sent_mib, step_s, with_settings
+from study.report.questions.memory import STEP, format_scope, sent_mib, step_s, with_settings
 from study.virtual.summaries import STAGES, STRONG, WEAK, over_nodes
-
-SPEED = "tokens_per_s"
 
 
 def _ranks_answer(records: Records) -> Answer | None:
     by_workload = {workload: arms for workload, arms in workloads(records).items() if _has_several(arms[0])}
-    speeds = Comparison(by_workload, SPEED, _one_device)
+    speeds = Comparison(by_workload, STEP, _one_device, is_inverse=True)
     several = [arm for arms in by_workload.values() for arm in arms if arm.is_fair() and arm.ranks > 1]
     several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
     if not several:
@@ -53,8 +51,8 @@ def _ranks_answer(records: Records) -> Answer | None:
     ratios = speeds.significant(several) or [NAN]
     verdict = "No: several" if max(ratios) < 1 else "Yes: several" if min(ratios) > 1 else "In part: several"
     sentence = speeds.sentence(
-        several, times_text, f"{verdict} ranks have", f" times the throughput of {one}",
-        f"Not shown: the throughput of several ranks does not differ significantly from that of {one}.",
+        several, times_text, f"{verdict} ranks are", f" times as fast as {one}",
+        f"Not shown: the speed of several ranks does not differ significantly from that of {one}.",
     )  # fmt: skip
     columns: Columns = {
         "x one device": speeds.cell(times_text),
@@ -79,14 +77,14 @@ def _speedup(arm: StrategyRuns, speeds: Comparison) -> Interval:
 
 
 def single_vs_multi_table(records: Records) -> pd.DataFrame:
-    """Return throughput, efficiency and memory by number of ranks."""
-    speeds = Comparison(workloads(records), SPEED, _one_device)
+    """Return speed, efficiency and memory by number of ranks."""
+    speeds = Comparison(workloads(records), STEP, _one_device, is_inverse=True)
 
     def figures(arm: StrategyRuns) -> Row:
         speedup, count, base = _speedup(arm, speeds), arm.ranks or None, _one_device(arm)
         return {
             "Ranks": count,
-            "Tokens/s": arm.geometric_mean(SPEED).center,
+            "Tokens/s": arm.geometric_mean("tokens_per_s").center,
             "x one device": "1 (one device)" if arm.name == base else ratio_text(None if base is None else speedup),
             "Efficiency": speedup.center / count if count else NAN,
             "State per rank, MiB": arm.state_mib(),

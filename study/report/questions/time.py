@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from study.config.text import NOT_MEASURED, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, differences, estimate_noise, seeds_needed
+from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, estimate_noise, seeds_needed
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
 from study.report.document import Answer, Question, format_names, span_text, times_text
 from study.report.questions.comparison import (
@@ -24,7 +23,7 @@ from study.report.questions.comparison import (
     arm_notes,
     arm_table,
     compare_with_reference,
-    least_difference,
+    estimate_least_difference,
     noise_notes,
     real_arms,
     side_by_side,
@@ -44,7 +43,8 @@ def _time_answer(records: Records) -> Answer | None:
         number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
     if comparison.sharding:
         base = f"{comparison.names}{format_scope(comparison.main)}"
-        smallest = [size for arms in comparison.main.values() if (size := least_difference(arms, STEP)[0]) is not None]
+        least = (estimate_least_difference(arms, STEP)[1] for arms in comparison.main.values())
+        smallest = [size for size in least if size is not None]
         unseen = f": less than {span_text(smallest, percent)} is not seen" if smallest else ""
         sentence = times.sentence(
             comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
@@ -239,7 +239,7 @@ def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_un
 def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str, str]]:
     """Return the fastest strategy with all that are not significantly slower, and the seeds of those that have too few.
 
-    Any strategy may be the fastest, so all pairs are one family of tests. Without two that have three seeds, none is.
+    Without two that have three seeds, none is.
     """
     fair = [arm for arm in strategies if arm.is_fair()]
     seeds = {arm.name: arm.geometric_mean(STEP).n for arm in fair}
@@ -248,7 +248,7 @@ def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str
     if len(judged) < 2:
         return [], few
     ranked = [arm.name for arm in sorted(judged, key=step_s)]
-    tests = differences(judged[0].workload_runs, STEP, itertools.combinations(ranked, 2))
+    tests = judged[0].differences(STEP)
     slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
     return [arm.name for arm in judged if arm.name not in slower], few
 
