@@ -45,12 +45,6 @@ class Interval:
     def n(self) -> int:
         return len(self.points)
 
-    @property
-    def inverse(self) -> Interval:
-        """Return the interval of the reciprocal."""
-        low, high = (None if bound is None else 1 / bound for bound in (self.high, self.low))
-        return Interval(1 / self.center, low, high, tuple(1 / point for point in self.points))
-
     def brief(self, form: Callable[[float], str]) -> str:
         middle = form(self.center)
         return middle if self.low is None or self.high is None else f"{middle} [{form(self.low)}, {form(self.high)}]"
@@ -121,18 +115,6 @@ def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = 
     return values.groupby([rows.rename("sample"), valid["arm"]]).mean().unstack("arm").sort_index()
 
 
-def geometric_mean_interval(logs: pd.DataFrame, arm: str) -> Interval:
-    """Return the geometric mean of a strategy's figure over seeds, with its interval, from its logs by seed."""
-    return interval(np.exp(logs.get(arm, [])))
-
-
-def ratio_interval(logs: pd.DataFrame, arm: str, baseline: str) -> Interval:
-    """Return the ratio of a strategy's figure to the baseline's, paired by seed, from their logs by seed."""
-    if not {arm, baseline} <= set(logs):
-        return interval([])
-    return interval(np.exp(logs[arm] - logs[baseline]))
-
-
 def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any = np.log) -> pd.DataFrame:
     """Return one row per common seed of two strategies, with columns `value` and `baseline`."""
     table = pivot_by_seed(runs, figure, form)
@@ -141,9 +123,9 @@ def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any =
     return pd.DataFrame({"value": table[arm], "baseline": table[baseline]}).dropna()
 
 
-def paired_ratio(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> Interval:
-    """Return the ratio of a strategy's figure to the baseline's, paired by seed."""
-    return ratio_interval(pivot_by_seed(runs, figure), arm, baseline)
+def paired_ratio(logs: pd.DataFrame, arm: str, baseline: str) -> Interval:
+    """Return the ratio of a strategy's figure to the baseline's, paired by seed, from their logs by seed."""
+    return interval(np.exp(logs[arm] - logs[baseline]) if {arm, baseline} <= set(logs) else ())
 
 
 def paired_runs(runs: pd.DataFrame, arm: str, baseline: str) -> list[Pair]:
@@ -261,21 +243,22 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
     pairs = list(dict.fromkeys(pairs))
     logs = pivot_by_seed(runs, figure)
     tests = corrected_tests(pivot_by_seed(runs[runs["confounded"] == ""], figure), pairs)
-    ratios = {pair: ratio_interval(logs, *pair) for pair in pairs}
+    ratios = {pair: paired_ratio(logs, *pair) for pair in pairs}
     for pair, (_, low, high) in tests.items():
         ratios[pair] = dataclasses.replace(ratios[pair], low=float(np.exp(low)), high=float(np.exp(high)))
     return {pair: Difference(ratio, tests[pair][0] if pair in tests else None) for pair, ratio in ratios.items()}
 
 
 def all_differences(runs: pd.DataFrame, figure: str) -> dict[Pair, Difference]:
-    """Test all pairs of a workload's strategies as one family, and return each pair in both orders.
-
-    All questions about a figure use this family: with families of their own, two could disagree about one pair.
-    """
+    """Test all pairs of a workload's strategies as one family, so that no two questions disagree about a pair."""
     tested = differences(runs, figure, itertools.combinations(runs["arm"].unique(), 2))
-    inverse = {(base, arm): dataclasses.replace(found, ratio=found.ratio.inverse)
-               for (arm, base), found in tested.items()}  # fmt: skip
-    return tested | inverse
+    for (arm, base), difference in list(tested.items()):
+        low, high = (None if end is None else 1 / end for end in (difference.ratio.high, difference.ratio.low))
+        inverse = Interval(
+            1 / difference.ratio.center, low, high, tuple(1 / point for point in difference.ratio.points)
+        )
+        tested[base, arm] = dataclasses.replace(difference, ratio=inverse)
+    return tested
 
 
 def corrected_tests(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, tuple[float, float, float]]:

@@ -9,19 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from study.records.fairness import baseline_arm
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import (
-    Difference,
-    Interval,
-    Pair,
-    all_differences,
-    geometric_mean_interval,
-    interval,
-    pivot_by_seed,
-)
+from study.records.statistics import Difference, Interval, Pair, all_differences, interval, pivot_by_seed
 from study.records.workloads import BASELINES, workload_names
 
 NAN = float("nan")
@@ -67,7 +60,7 @@ class StrategyRuns:
 
     def geometric_mean(self, figure: str) -> Interval:
         """Return the geometric mean of a time or rate over seeds, with its interval."""
-        return geometric_mean_interval(self.logs(figure), self.name)
+        return interval(np.exp(self.logs(figure).get(self.name, [])))
 
     def value(self, column: str) -> Any:
         """Return the value of a column that all runs share; None if no run has recorded it."""

@@ -14,13 +14,14 @@ from study.records.frames import Records, real_runs
 from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, Noise, estimate_noise
 from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
 from study.records.workloads import BASELINES, strategy_order
-from study.report.document import Answer, cell_text, format_names, format_or_dash, span_text
+from study.report.document import Answer, cell_text, format_names, format_or_dash, paragraphs, span_text
 
 # Workloads side by side on the first screen, and notes below them.
 _MAX_WORKLOADS, _MAX_NOTES = 2, 6
 _CONFOUNDED = " †"
 NOT_TESTED = f"Speeds are not compared: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
-UNSURE = "~ "
+# Behind a ratio that is not significant.
+UNSURE = " n.s."
 Workloads = Mapping[str, Sequence[StrategyRuns]]
 # The function that computes a column's cells, by the column's heading.
 Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
@@ -167,15 +168,15 @@ class Comparison:
                 return form(1.0) if arm.name == self.find_base(arm) else NOT_MEASURED
             if not difference.ratio.n:
                 return NOT_MEASURED
-            return (UNSURE if difference.is_inconclusive else "") + difference.ratio.brief(form)
+            return difference.ratio.brief(form) + UNSURE * difference.is_inconclusive
 
         return text
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the note that explains `~`, if any ratio has it."""
-        found = (self.of(arm) for arms in self.by_workload.values() for arm in arms)
-        unsure = [difference for difference in found if difference is not None and difference.is_inconclusive]
+        """Return the note that explains the sign, if any ratio has it."""
+        differences = (self.of(arm) for arms in self.by_workload.values() for arm in arms)
+        unsure = [difference for difference in differences if difference is not None and difference.is_inconclusive]
         tested = any(difference.p is not None for difference in unsure)
         why = "; the interval, corrected for the number of comparisons, includes 1" * tested
         return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}{why}.",) if unsure else ()
@@ -191,30 +192,19 @@ def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
     """Return the noise note of each workload; a single one if all are equal."""
     notes: dict[str, list[str]] = {}
     for workload, strategies in by_workload.items():
-        notes.setdefault(noise_note(strategies, figure), []).append(workload)
+        floor, smallest, seeds = least_difference(strategies, figure)
+        (note,) = paragraphs("noise_note.j2", floor=floor, smallest=smallest, seeds=seeds, percent=percent)
+        notes.setdefault(note, []).append(workload)
     return tuple(note if len(notes) == 1 else f"{'; '.join(group)}: {note}" for note, group in notes.items())
 
 
-def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
-    """Return the residual SD of a workload's runs and the least significant difference, as a sentence."""
-    floor, smallest, seeds = estimate_least_difference(strategies, figure)
-    if floor is None:
-        return "One run of each strategy: the noise is not known, so no difference in time is significant."
-    words = f"Residual SD of like runs: {percent(floor.log_sd)} ({floor.df} degrees of freedom)."
-    if smallest is None:
-        return f"{words} Fewer than three seeds: no test."
-    least = f"the least significant difference is {percent(smallest)}, which is found half of the time"
-    return f"{words} With {seeds} seeds, {least}."
-
-
-def estimate_least_difference(
-    strategies: Sequence[StrategyRuns], figure: str
-) -> tuple[Noise | None, float | None, int]:
+def least_difference(strategies: Sequence[StrategyRuns], figure: str) -> tuple[Noise | None, float | None, int]:
     """Return a workload's noise, its least significant difference, None without a test, and the number of seeds."""
     floor, seeds = estimate_noise(strategies[0].workload_runs, figure), strategies[0].logs(figure).count()
     tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= MIN_SAMPLE for arm in strategies)
     count = int(seeds.max())
-    return floor, floor and floor.least_significant_difference(count, math.comb(tested, 2)), count
+    smallest = None if floor is None else floor.least_significant_difference(count, math.comb(tested, 2))
+    return floor, smallest, count
 
 
 def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:

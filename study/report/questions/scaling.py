@@ -173,7 +173,7 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     subject = speed["subject"].iloc[0]
     chosen = speed[speed["subject"] == subject].sort_values("place", kind="stable")
     sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
-    cells = sign + chosen["percent"].map("{:.0f} %".format) + chosen["note"].map(lambda note: " †" if note else "")
+    cells = chosen["percent"].map("{:.0f} %".format) + sign + chosen["note"].map(lambda note: " †" if note else "")
     table = chosen.assign(cell=cells).pivot_table(
         index="arm", columns="place", values="cell", aggfunc="first", sort=False
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
@@ -14,16 +14,16 @@ from study.config.text import NOT_MEASURED, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, estimate_noise, seeds_needed
+from study.records.statistics import MIN_SAMPLE, estimate_noise, seeds_needed
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
-from study.report.document import Answer, Question, format_names, span_text, times_text
+from study.report.document import Answer, Question, format_names, paragraphs, span_text, times_text
 from study.report.questions.comparison import (
     Columns,
     Comparison,
     arm_notes,
     arm_table,
     compare_with_reference,
-    estimate_least_difference,
+    least_difference,
     noise_notes,
     real_arms,
     side_by_side,
@@ -43,7 +43,7 @@ def _time_answer(records: Records) -> Answer | None:
         number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
     if comparison.sharding:
         base = f"{comparison.names}{format_scope(comparison.main)}"
-        least = (estimate_least_difference(arms, STEP)[1] for arms in comparison.main.values())
+        least = (least_difference(arms, STEP)[1] for arms in comparison.main.values())
         smallest = [size for size in least if size is not None]
         unseen = f": less than {span_text(smallest, percent)} is not seen" if smallest else ""
         sentence = times.sentence(
@@ -218,22 +218,13 @@ def _advice_answer(records: Records) -> Answer | None:
         notes.append(f"Fewer than three seeds, so not judged: {format_names(unjudged)}.")
     if any(has_no_gpu(arm.workload_runs) for arm in arms):
         notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
-    table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged), format_scope(by_workload))
+    everywhere = [name for name in best[0] if all(name in fastest for fastest in best)] if best else []
+    sentence, *_ = paragraphs(
+        "advice_answer.j2", best=best, everywhere=everywhere, format_names=format_names, timed=len(rows),
+        unjudged=unjudged, scope=format_scope(by_workload),
+    )  # fmt: skip
+    table = pd.DataFrame(rows)
     return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *arm_notes(arms)))
-
-
-def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool, scope: str) -> str:
-    if not best:
-        return f"No advice on time: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
-    everywhere = [name for name in best[0] if all(name in fastest for fastest in best)]
-    where = f"every workload {'here' if len(best) == workloads_timed else 'with three seeds'}"
-    extent = (f" in {where}" if workloads_timed > 1 else "") + scope
-    if not everywhere:
-        return f"No strategy is among the fastest in {where}: the table has those of each."
-    judged = " of the strategies with three seeds" if has_unjudged else ""
-    if all(list(fastest) == everywhere[:1] for fastest in best):
-        return f"`{everywhere[0]}` is the fastest{judged}{extent}."
-    return f"{format_names(everywhere)}: none{judged} is significantly faster{extent}."
 
 
 def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str, str]]:
