@@ -300,7 +300,10 @@ def _neighbours_answer(records: Records) -> Answer | None:
         "All strategies of a workload use the same samples in each step.",
         *([f"In the details: one of {', '.join(map(str, fewer_ranks))} ranks."] if fewer_ranks else ()),
     )  # fmt: skip
-    return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes), subject=workload)
+    words = f"model state of one of {most[workload]} ranks with {with_settings(least.name)}"
+    words += f", {format_number(stage.state_mib())} MiB with {with_settings(stage.name)}"
+    number = None if least.value("virtual") else (f"{format_number(least.state_mib())} MiB", words)
+    return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes, number=number), subject=workload)
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:

@@ -32,10 +32,9 @@ def answer(records: Records) -> Answer | None:
     sentence, *notes = paragraphs(
         "releases_answer.j2", cells=cells, ran=ran, rounding=ROUNDING,
         no_gpu=(records.runs["devices"].dropna() == "[]").all(),
-        percent=percent, good=sorted(ran - wrong, key=release_key),
-        on_a_gpu=on_a_gpu,
+        percent=percent, good=sorted(ran - wrong, key=release_key), on_a_gpu=on_a_gpu,
     )  # fmt: skip
-    words = "releases compute the gradients of one process on a GPU, by the source of the faults"
+    words = "releases compute the gradients of one process on a GPU, judged from the source of the faults"
     return Answer(sentence, fault_table(cells), tuple(notes), (f"{len(on_a_gpu)} of {len(ran)}", words))
 
 

@@ -67,20 +67,23 @@ REMAINING = Question(
 )  # fmt: skip
 
 
-def claims_answer(rows: Sequence[Row]) -> Answer | None:
+def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     """Return the rows of the claims that depend on these records; None without claims."""
     if not rows:
         return None
     claims = [(str(row["Finding"]).partition(" (")[0], row) for row in rows]
     claims.sort(key=lambda item: _FINDINGS.index(item[0]))
-    counts = ", ".join(f"{finding} {count}" for finding, count in Counter(finding for finding, _ in claims).items())
+    counts = Counter(finding for finding, _ in claims)
+    # The page folds a table of more than 12 rows.
     notes = [
         f"{finding.capitalize()}: {row['Claim']}, {textwrap.shorten(row['It says'], 80, placeholder=' …')}"
-        for finding, row in claims
-    ]
-    sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {counts}."
-    note = "A small-scale proxy alone decides no claim. Some rest on other records too."
-    return Answer(sentence, pd.DataFrame(rows).astype(object), (*notes, note))
+        for finding, row in claims if len(rows) > 12
+    ]  # fmt: skip
+    listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
+    sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {listed}."
+    notes.append("A small-scale proxy alone decides no claim. Some rest on other records too.")
+    number = (f"{counts['holds']} of {len(rows)}", f"published claims hold, {counts['undecided']} are undecided")
+    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), number if "claims" in suite else None)
 
 
 _FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")

@@ -99,13 +99,6 @@ RANKS = Question(
     tables={"single_vs_multi": single_vs_multi_table}, figures=("scaling",), notebook="single_vs_multi",
 )  # fmt: skip
 
-_ACROSS = "Across machines: ring bytes in groups with ranks on several machines, whichever link carries them."
-_PLANNED = (
-    f"The predicted speed is that of {PLANNED_DEVICE}s in the same job, each with {PLANNED_MICRO_BATCH} samples of"
-    f" {PLANNED_LENGTH} tokens a step; its efficiency is relative to the fewest machines. Published bandwidths end at"
-    " 64 machines, and are assumed constant above."
-)
-
 
 def _nodes_answer(records: Records) -> Answer | None:
     rows, table = over_nodes(records), nodes_table(records)
@@ -115,31 +108,19 @@ def _nodes_answer(records: Records) -> Answer | None:
     if timed.empty:
         largest = rows[rows["machines"] == rows["machines"].max()]
         stages = largest[largest["line"].isin(STAGES)]
-        ends = {row["line"]: [f"{format_number(row[figure] / MIB)} MiB" for figure in ("state", "across")]
-                for row in ((stages if len(stages) else largest).iloc[-1], largest.iloc[0])}  # fmt: skip
-        (line, (state, sent)), *others = ends.items()
-        sentence = (
-            f"With {with_settings(line)} one of {largest['world_size'].max()} ranks on {rows['machines'].max()}"
-            f" machines keeps {state} of model state, without gathered weights, and sends {sent} of ring bytes (NCCL)"
-            f" per step across machines"
-            f"{''.join(f'; with {with_settings(name)} ' + ' and '.join(figures) for name, figures in others)}"
-            f" ({', '.join(largest['model'].unique())})."
-        )
-        notes = ("A virtual job has machines of eight ranks. It is not timed.", _ACROSS, _PLANNED)
-        return Answer(sentence, table, notes, title="What does a rank hold and send on more machines?")
-    efficiencies = [
-        f"{span_text(group['efficiency'], percent)} of the ideal with {format_names(sorted(group['line'].unique()))}"
-        f" ({kind})"
-        for kind in (STRONG, WEAK)
-        if len(group := timed[timed["scaling"] == kind])
-    ]
-    notes = (
-        "Strong: the global batch stays the same. Weak: each rank's share of it does.",
-        "The ideal is the speed per rank on the fewest machines.",
-        _ACROSS,
-    )
-    most = f"{timed['machines'].max():.0f} machines"
-    return Answer(f"On up to {most} the speed per rank is {'; '.join(efficiencies)}.", table, notes)
+        chosen = {row["line"]: row for row in ((stages if len(stages) else largest).iloc[-1], largest.iloc[0])}
+        state, words, sentence, *notes = paragraphs(
+            "nodes_virtual_answer.j2", chosen=chosen, ranks=largest["world_size"].max(), with_settings=with_settings,
+            mib=lambda size: f"{format_number(size / MIB)} MiB", models=largest["model"].unique(),
+            planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),
+        )  # fmt: skip
+        title = "What does a rank hold and send on more machines?"
+        return Answer(sentence, table, tuple(notes), (state, words), title=title)
+    sentence, *notes = paragraphs(
+        "nodes_answer.j2", machines=timed["machines"].max(), percent=percent, span_text=span_text,
+        groups=[(kind, timed[timed["scaling"] == kind]) for kind in (STRONG, WEAK)], format_names=format_names,
+    )  # fmt: skip
+    return Answer(sentence, table, tuple(notes))
 
 
 def nodes_table(records: Records) -> pd.DataFrame:

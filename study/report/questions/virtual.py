@@ -258,7 +258,9 @@ def _lora_answer(records: Records) -> Answer | None:
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
     # An option that changes none of these bytes gives no further row.
     table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
-    return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")])
+    words = f"model state of one of {whole['world_size']} ranks of `{whole['model']}` with LoRA and `{STAGES[-1]}`"
+    number = (sizes[1], f"{words}, {sizes[0]} with `{whole['strategy']}`")
+    return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")], number=number)
 
 
 LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
