@@ -245,3 +245,14 @@ def test_seeds_needed_have_bounds() -> None:
 def test_the_smaller_a_share_the_more_decimals_it_has() -> None:
     texts = [percent(fraction, signed=True) for fraction in (0.5, 0.025, -0.001, 1e-8, -1e-8, 0)]
     assert texts == ["+50 %", "+2.5 %", "-0.10 %", "+0.000001 %", "-0.000001 %", "+0.00 %"]
+
+
+def test_all_pairs_of_a_workload_are_one_family_in_both_orders() -> None:
+    runs = as_runs(drawn(np.random.default_rng(3), 4, effect=np.array([0, 0.3, 0, 0]), arms=4))
+    found, names = statistics.all_differences(runs, TIME), ARMS[:4]
+    assert set(found) == set(itertools.permutations(names, 2))
+    for pair, tested in statistics.differences(runs, TIME, itertools.combinations(names, 2)).items():
+        there, back = found[pair], found[pair[1], pair[0]]
+        assert (there, back.p) == (tested, tested.p)
+        assert back.ratio.center * there.ratio.center == pytest.approx(1)
+        assert (back.ratio.low or 0) * (there.ratio.high or 0) == pytest.approx(1)
