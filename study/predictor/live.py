@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from study.config.errors import require_extra
 from study.host.folders import cache_directory
-from study.predictor.shape import ModelShape, Parameter
+from study.predictor.shape import BEFORE, ModelShape, Parameter
 from study.records.directory import write_json
 from study.workloads.presets import check_depth
 
@@ -36,6 +36,11 @@ class LiveShape(ModelShape):
     """Shape of a live model."""
 
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
+
+    def layer_of(self, param: Parameter) -> int:
+        # The place of a parameter between two layers is the first of them.
+        layer = super().layer_of(param)
+        return layer if layer != BEFORE and param.name.startswith(f"{self.survey['units'][layer]}.") else BEFORE
 
 
 def live_notes(shape: ModelShape) -> Iterator[str]:

@@ -27,7 +27,7 @@ from study.predictor.state import (
     unswapped_kind,
 )
 from study.predictor.time import estimate
-from study.predictor.zero3_gathers import GatherTrace, module_call_order, simulate_gathers
+from study.predictor.zero3_gathers import GatherTrace, module_call_order, reference_gathers, simulate_gathers
 
 # LIBRARIES_BYTES of a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1,
 # measured with torch 2.13, transformers 5.17 and deepspeed 0.19.8; and the addition of DeepSpeed.
@@ -60,7 +60,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
         optimizer, parameters = settings.optimizer, settings.parameters
         if stage == 3 and settings.stage3_gather_16bit_weights_on_model_save:
             # Without this setting Accelerate raises, and the engine saves shards, as this study's checkpoints do.
-            saved = weight * float(shape.parameters)
+            saved = weight * float(request.stored.parameters)
         part = shard_elements(request, shape.trained_params)
         if stage < 3:
             part = -(-shape.trained_parameters // request.box.ranks)
@@ -168,6 +168,7 @@ def predict_memory(request: Request) -> MemoryUse:
     """Predict the memory of one GPU, its node's host, and NVMe."""
     state = predict_state(request)
     frozen, frozen_on_host = frozen_bytes(request)
+    frozen += reference_gathers(request).live_at_end * request.gathered_bytes
     constant = {"parameters": state.params_device + frozen, "optimizer": state.optimizer_device}
     if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
         # If `ratio` leaves sub-groups on the device, their fp32 gradients are allocated at the start and persist
@@ -256,8 +257,10 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     shape, logits = request.shape, peak.parts.get("logits", 0.0)
     yield from live_notes(shape)
     if request.reference_model:
+        live = reference_gathers(request).max_live_elements * request.gathered_bytes / GIB
+        unsharded = f", and {format_number(live)} unsharded in its forward pass, before the loss" * (live > 0)
         size = format_number(sum(frozen_bytes(request)) / GIB)
-        yield f"the reference model's weights need {size} GiB a rank; its gathers and its logits are not counted"
+        yield f"the reference model's weights need {size} GiB a rank{unsharded}"
     if logits > 0.2 * peak.total:
         tokens = request.micro_batch * request.sequence_length
         yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, three times in fp32"
@@ -276,7 +279,7 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     if settings.stage == 3:
         persistent = sum(param.elements for param in persistent_params(request))
         most = simulate_gathers(request).gathered_at_once + persistent
-        yield f"at most {most:,} of {shape.parameters:,} parameters are unsharded at once"
+        yield f"at most {most:,} of {request.stored.parameters:,} parameters are unsharded at once"
 
 
 def _static_buffer_bytes(request: Request) -> float:
@@ -315,6 +318,12 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     # The end of the forward pass, when the loss is computed from the logits.
     activations, logits = stored["activations"] + cached * layers, saved.logits + saved.logits_forward
     points = [point(gathers.live_at_end, buffers=begun, activations=activations, logits=logits)]
+    if request.reference_model:
+        # TRL runs it before the loss, and frees its logits before the backward pass.
+        reference = reference_gathers(request)
+        unsharded = (reference.max_live_elements - reference.live_at_end) * request.gathered_bytes
+        logits = saved.logits + max(saved.logits_forward, saved.layer_forward)
+        points.append(point(gathers.live_at_end, buffers=begun + unsharded, logits=logits))
     # During the forward pass, with the temporaries of a layer whose tensors are not saved.
     for place, live in (gathers.live_forward or {layers - 1: 0}).items():
         so_far = min(layers, place + 1)
