@@ -53,10 +53,10 @@ def live_notes(shape: ModelShape) -> Iterator[str]:
 
 def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) -> LiveShape:
     """Return the shape of the model that a config.json describes; UserError if transformers does not build it."""
-    # Names and places of files do not change the architecture.
-    architecture = {
-        key: value for key, value in document.items() if key not in ("_name_or_path", "transformers_version")
-    }
+    # Of Qwen's Omni models the thinker is trained, not what speaks. Names and places of files change nothing.
+    document = document.get("thinker_config", document)
+    unused = ("_name_or_path", "transformers_version")
+    architecture = {key: value for key, value in document.items() if key not in unused}
     text = json.dumps(architecture, sort_keys=True)
     for part in (architecture, *(value for value in architecture.values() if isinstance(value, dict))):
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):

@@ -367,7 +367,9 @@ def reference_gathers(request: Request) -> GatherTrace:
         return GatherTrace()
     if not request.strategy.is_fsdp:
         is_stage3 = request.strategy.zero_stage == 3
-        return dataclasses.replace(simulate_gathers(request, trains=False), live_at_end=0) if is_stage3 else GatherTrace()
+        return (
+            dataclasses.replace(simulate_gathers(request, trains=False), live_at_end=0) if is_stage3 else GatherTrace()
+        )
     if request.fsdp_version == 1:
         root, *units = (flat_units(request)[place].size for place in range(BEFORE, request.shape.layers))
         live = root + (2 + request.box.gloo_copies_gathers) * max(units)
