@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -166,7 +165,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "ranks": request.box.ranks, "precision": request.precision, "stage": strategy.zero_stage or 0,
         "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
         "model": shape.model_type, "experts": survey.get("active") or 0,
-        "towers": re.search('"(vision|audio)_config"', shape.document) is not None,
+        "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
         "weights": shape.quantized_by or "none",
         "peft": "lora" if shape.lora_rank else "none", "quantized": request.quantized,
         "reference_model": request.reference_model, "optimizer_name": request.optimizer,

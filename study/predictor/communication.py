@@ -141,9 +141,9 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
         )
     can_hide = settings is None or settings.overlap_comm
     one_call = calls_s(outer, "all_gather", chunk, chunk)
-    reference = calls_s(inner, "all_gather", reference_gathers(request).elements * width, chunk)
-    gathered = gather_passes(request) * first + times * reference
-    ahead = _overlap(gathered, times * forward * can_hide, one_call)
+    first *= gather_passes(request)
+    first += times * calls_s(inner, "all_gather", reference_gathers(request).elements * width, chunk)
+    ahead = _overlap(first, times * forward * can_hide, one_call)
     # FSDP2 reduces only in the last micro-batch.
     reduced = scattered if strategy.is_fsdp else times * scattered
     return ahead + _overlap(times * second + reduced, times * backward * can_hide, one_call)
@@ -209,8 +209,7 @@ def predict_payload(request: Request) -> dict[str, float]:
     persistent = shard_elements(request, persistent_params(request)) * ranks
     # Persistent parameters are gathered once per step, after the optimizer's update: frozen ones as well, since a step
     # begins by freeing all of them (stage3.py, _partition_all_parameters).
-    gathered = simulate_gathers(request).elements + reference_gathers(request).elements
-    gathered = gathered * request.accumulation + persistent
+    gathered = persistent + times * (simulate_gathers(request).elements + reference_gathers(request).elements)
     scattered = shard_elements(request, request.shape.trained_params) * ranks * request.accumulation
     return {"all_gather": float(gathered * weight), settings.gradients_by: float(scattered * weight)}
 
@@ -245,8 +244,7 @@ def sent_bytes(request: Request) -> float:
     ranks, replica, payload = request.box.ranks, request.ranks_per_replica, predict_payload(request)
     if ranks == 1:
         return 0.0
-    gathering = summing = ranks
-    intra_node_bytes = 0.0
+    gathering, summing, intra_node_bytes = ranks, ranks, 0.0
     if replica is not None and request.strategy.is_fsdp:
         gathering, summing = replica, ranks // replica
     elif replica is not None:

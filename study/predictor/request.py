@@ -262,8 +262,8 @@ class Request:
         (_recomputing_frozen in zero3_gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
-        layers = (param for param in self.stored.params if 0 <= param.place < self.shape.layers)
-        return sum(param.elements for param in layers if not param.trained) / self.checkpoint_every
+        frozen = (item.elements for item in self.stored.params if self.shape.layer_of(item) >= 0 and not item.trained)
+        return sum(frozen) / self.checkpoint_every
 
     @property
     def ranks_per_replica(self) -> int | None:
@@ -356,12 +356,9 @@ def unsupported_reason(strategy: str, config: RunConfig) -> str | None:
     if config.optimizer != "adamw":
         return config.optimizer
     try:
-        shape = model_shape(config.model_name_or_path)
+        return "quantized weights" if model_shape(config.model_name_or_path).quantized_by else None
     except UserError:
         return f"{config.model_name_or_path}, since its architecture is not known"
-    if shape.quantized_by:
-        return "quantized weights"
-    return None
 
 
 def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: int, accumulation: int) -> Request:

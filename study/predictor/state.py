@@ -244,13 +244,12 @@ def frozen_bytes(request: Request) -> tuple[float, float]:
     """Return the bytes on the device and in host memory of what the engine does not have: 4 bits' fp32 scales of 64
     weights each, whole on each rank (Linear4bit.quant_state), and a reference model, which TRL shards at stage 3 and
     under FSDP, with offloads."""
-    shape, packed, ranks = request.shape, request.stored, 1
-    pairs = zip(shape.params, packed.params, strict=True)
+    shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
+    pairs = zip(shape.params, request.stored.params, strict=True)
     scales = 4 / 64 * sum(param.elements for param, stored in pairs if param is not stored)
-    if request.strategy.zero_stage == 3 or request.strategy.is_fsdp:
-        ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks
+    ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks if is_stage3 else 1
     size = float(request.weight_bytes * shape.parameters * request.reference_model) / ranks
-    offloads = request.fsdp_offloads or (request.strategy.zero_stage == 3 and request.settings.parameters is not None)
+    offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
     return (scales, size) if offloads else (scales + size, 0.0)
 
 

@@ -197,13 +197,12 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
     is_known = not (strategy.offloads or shape.lora_rank or box.uses_pcie_links or isinstance(shape, live.LiveShape))
     tokens_per_s = request.micro_batch * request.sequence_length * times / total
     return StepTime(
-        parts=parts,
-        step_s=estimate("step_s", total) if is_known else Estimate(total),
+        parts=parts, step_s=estimate("step_s", total) if is_known else Estimate(total),
         tokens_per_s_per_gpu=estimate("tokens", tokens_per_s) if is_known else Estimate(tokens_per_s),
         mfu=None if peak is None else activations.model_flops(request) / (total * peak * 1e12),
         hfu=None if peak is None else activations.hardware_flops(request) / (total * peak * 1e12),
         notes=_notes(request, memory, total),
-    )
+    )  # fmt: skip
 
 
 def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:

@@ -209,12 +209,7 @@ class _Coordinator:
     """DeepSpeed's parameter coordinator: simulates gathers and releases of parameter indices over module calls."""
 
     def __init__(
-        self,
-        trace: Sequence[Call],
-        persistent: frozenset[int],
-        limits: tuple[int, int, int],
-        ranks: int,
-        gloo: bool,
+        self, trace: Sequence[Call], persistent: frozenset[int], limits: tuple[int, int, int], ranks: int, gloo: bool
     ) -> None:
         self.prefetch_bucket, self.max_live, self.max_reuse_distance = limits
         self.ranks, self.gloo = ranks, gloo
@@ -305,10 +300,8 @@ def simulate_gathers(request: Request, trains: bool = True) -> GatherTrace:
         return GatherTrace()
     settings, box = request.settings, request.box
     limits = (
-        settings.stage3_prefetch_bucket_size,
-        settings.stage3_max_live_parameters,
-        settings.stage3_max_reuse_distance,
-    )
+        settings.stage3_prefetch_bucket_size, settings.stage3_max_live_parameters, settings.stage3_max_reuse_distance,
+    )  # fmt: skip
     return _gathers(
         request.stored, trains, request.gradient_checkpointing, box.ranks, box.gloo_copies_gathers, limits,
         frozenset(param.index for param in persistent_params(request)),
@@ -352,9 +345,8 @@ def _gathers(
     for place in sorted(live_forward, reverse=True):
         if live_forward[place] > most:
             decisive[place] = most = live_forward[place]
-    return GatherTrace(
-        coordinator.gathered, decisive, live_backward, at_end, live_before, live_at, coordinator.gathered_at_once
-    )
+    at_once = coordinator.gathered_at_once
+    return GatherTrace(coordinator.gathered, decisive, live_backward, at_end, live_before, live_at, at_once)
 
 
 def reference_gathers(request: Request) -> GatherTrace:
@@ -363,13 +355,11 @@ def reference_gathers(request: Request) -> GatherTrace:
     Stage 3 shards it as the trained model (prepare_deepspeed). Under FSDP2 it is one group, gathered into a buffer and
     copied (prepare_fsdp); version 1 keeps the unit of all outside the layers.
     """
-    if not request.reference_model or request.box.ranks == 1:
+    is_sharded = request.strategy.is_fsdp or request.strategy.zero_stage == 3
+    if not (request.reference_model and is_sharded) or request.box.ranks == 1:
         return GatherTrace()
-    if not request.strategy.is_fsdp:
-        is_stage3 = request.strategy.zero_stage == 3
-        return (
-            dataclasses.replace(simulate_gathers(request, trains=False), live_at_end=0) if is_stage3 else GatherTrace()
-        )
+    if request.strategy.zero_stage == 3:
+        return dataclasses.replace(simulate_gathers(request, trains=False), live_at_end=0)
     if request.fsdp_version == 1:
         root, *units = (flat_units(request)[place].size for place in range(BEFORE, request.shape.layers))
         live = root + (2 + request.box.gloo_copies_gathers) * max(units)
