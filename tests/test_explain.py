@@ -322,27 +322,23 @@ def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
 
 
 def test_a_file_of_fsdp_keeps_weights_gathered_and_shards_over_a_machine(tmp_path: Path) -> None:
+    def request(**settings: Any) -> Request:
+        return make_case(tmp_path, fsdp(**settings), LLAMA_8B, 16).request
+
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    full, grad_op, hybrid, hybrid_grad_op = (
-        make_case(tmp_path, fsdp(fsdp_sharding_strategy=name), LLAMA_8B, 16).request for name in names
-    )
-    freed, resharded = (
-        make_case(tmp_path, fsdp(fsdp_version=2, fsdp_reshard_after_forward=value), LLAMA_8B, 16).request
-        for value in (False, True)
-    )
-    assert grad_op == dataclasses.replace(full, fsdp_keeps_gathered=True)
-    assert freed == dataclasses.replace(resharded, fsdp_keeps_gathered=True)
-    assert hybrid_grad_op == dataclasses.replace(hybrid, fsdp_keeps_gathered=True)
+    full, grad_op, hybrid, hybrid_grad_op = (request(fsdp_sharding_strategy=name) for name in names)
+    kept, resharded = (request(fsdp_version=2, fsdp_reshard_after_forward=value) for value in (False, True))
+    for gathered, freed in ((grad_op, full), (kept, resharded), (hybrid_grad_op, hybrid)):
+        assert gathered == dataclasses.replace(freed, fsdp_keeps_gathered=True)
     assert predict_state(hybrid).device == pytest.approx(2 * predict_state(full).device, rel=1e-4)
     # Its second machine adds an all-reduce of shards.
     assert predict_payload(hybrid)["all_reduce"] == pytest.approx(2 * full.shape.parameters / 8, rel=1e-3)
     more = predict_memory(grad_op).peak_allocated.value - predict_memory(full).peak_allocated.value
     assert 0.5 * 2 * full.shape.parameters < more < 2 * full.shape.parameters
     # Version 1 gathers the weights that it keeps once per step, version 2 in each micro-batch.
-    for request, times in ((grad_op, 1), (freed, 4)):
-        accumulating = dataclasses.replace(request, accumulation=4)
-        gathered = predict_payload(accumulating)["all_gather"]
-        assert gathered == pytest.approx(2 * times * request.shape.parameters, rel=1e-3)
+    for gathered, times in ((grad_op, 1), (kept, 4)):
+        sent = predict_payload(dataclasses.replace(gathered, accumulation=4))["all_gather"]
+        assert sent == pytest.approx(2 * times * full.shape.parameters, rel=1e-3)
 
 
 def test_fsdp_recomputes_activations_and_shards_by_version_as_its_file_says(tmp_path: Path) -> None:
@@ -398,15 +394,14 @@ def test_an_optimizer_with_an_offload_is_refused_by_the_engine_and_replaced_by_a
 
 def test_explain_counts_adapters_and_says_that_an_offload_is_not_needed(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["explain", str(ROOT / "accelerate_configs/zero3_cpu.yaml"), LLAMA_8B, "--hardware", "8xH100", "--json"]
-    command += ["--world_size", "8", "--precision", "bf16"]
     documents = []
     for flags in ((), ("--peft", "lora")):
-        main([*command, *flags])
+        main([*command, "--world_size", "8", "--precision", "bf16", *flags])
         documents.append(json.loads(capsys.readouterr().out))
+        assert any("not-needed" in finding["id"] for finding in documents[-1]["findings"])
     full, lora = documents
     assert lora["trained_parameters"] < full["trained_parameters"] / 100
     assert lora["memory"]["host_parts"]["state"] < full["memory"]["host_parts"]["state"] / 3
-    assert all(any("not-needed" in finding["id"] for finding in document["findings"]) for document in documents)
 
 
 def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:
@@ -605,7 +600,6 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
 
 
 def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.config import DeepSpeedConfig
 
     file, outer = tmp_path / "ds.json", tmp_path / "outer.yaml"
@@ -614,27 +608,23 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: 
     user_file = read_user_file(str(file))
     assert user_file.deepspeed == {"train_batch_size": 8, ZERO: {"stage": 2}}
     assert [(finding.kind, "is Hjson" in finding.says) for finding in user_file.findings] == [("conflict", True)]
-    with pytest.raises(json.JSONDecodeError):
-        HfDeepSpeedConfig(str(file))
+    # Accelerate reads JSON alone.
     section = {"deepspeed_config_file": str(file)}
     outer.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
     assert [finding.kind for finding in read_user_file(str(outer)).findings] == ["refused"]
     # The base installation does not include hjson.
     monkeypatch.setitem(sys.modules, "hjson", None)
-    with pytest.raises(UserError, match="not readable as JSON") as refusal:
+    with pytest.raises(UserError, match=r"not readable as JSON.*pip install hjson"):
         read_user_file(str(file))
-    assert "pip install hjson" in refusal.value.fix
 
 
 def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
     """A bare `no` is false, which is no precision, and an explicit key overrides a merged one."""
     file = tmp_path / "a.yaml"
-    file.write_text("distributed_type: no\nmixed_precision: no\n")
-    read = read_user_file(str(file))
-    assert (read.distributed_type, [finding.key for finding in read.findings]) == ("NO", ["mixed_precision"])
-    file.write_text("distributed_type: no\nnum_proceses: 2\n")
-    user_file = read_user_file(str(file))
-    assert (user_file.distributed_type, [finding.key for finding in user_file.findings]) == ("NO", ["num_proceses"])
+    for line, key in (("mixed_precision: no", "mixed_precision"), ("num_proceses: 2", "num_proceses")):
+        file.write_text(f"distributed_type: no\n{line}\n")
+        read = read_user_file(str(file))
+        assert (read.distributed_type, [finding.key for finding in read.findings]) == ("NO", [key])
     file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  <<: {zero_stage: 2}\n  zero_stage: 3\n")
     assert resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings()).stage == 3
 
@@ -751,14 +741,14 @@ def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(document, st
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3_cpu", "zero3_nvme", "fsdp2"])
 def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(strategy, capsys):
-    command = ["explain", str(ROOT / "accelerate_configs" / f"{strategy}.yaml"), "gpt2", "--world_size", "2"]
-    assert main(command) == 0
-    page = capsys.readouterr().out
-    assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
-    assert main([*command, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    verdict, *_ = page.splitlines()
-    counted = next(line for line in page.splitlines() if re.match(r"\d+ settings? |every setting", line))
+    def page(*flags: str) -> str:
+        file = str(ROOT / "accelerate_configs" / f"{strategy}.yaml")
+        assert main(["explain", file, "gpt2", "--world_size", "2", *flags]) == 0
+        return str(capsys.readouterr().out)
+
+    short, detailed, document = page(), page("--details"), json.loads(page("--json"))
+    assert len([part for line in short.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
+    counted = next(line for line in short.splitlines() if re.match(r"\d+ settings? |every setting", line))
     schema = ("id", "severity", "file", "line", "key", "message", "fix")
     assert all(tuple(finding) == schema for finding in document["findings"])
     ids = [finding["id"].split("/") for finding in document["findings"]]
@@ -766,12 +756,11 @@ def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(strategy, caps
     counts = [int(count) for count in re.findall(r"\d+(?= settings?)", counted)]
     assert sorted(counts) == sorted(kinds.count(kind) for kind in set(kinds))
     peak = document["memory"]["peak_reserved"]["value"] + document["memory"]["device_parts"]["context"]
-    assert re.match(r"Peak ([\d.]+) GiB a GPU in fp32 \(in bf16 [\d.]+ GiB\); host", verdict)
-    assert float(verdict.split()[1]) == pytest.approx(peak / 2**30, rel=0.05)
-    assert main([*command, "--details"]) == 0
-    detailed = capsys.readouterr().out
-    assert all(line in detailed for answer in document["answers"] for line in answer["because"])
-    assert not any(line in page for answer in document["answers"] for line in answer["because"])
+    assert re.match(r"Peak ([\d.]+) GiB a GPU in fp32 \(in bf16 [\d.]+ GiB\); host", short)
+    assert float(short.split()[1]) == pytest.approx(peak / 2**30, rel=0.05)
+    reasons = [line for answer in document["answers"] for line in answer["because"]]
+    assert [[line in text for line in reasons] for text in (short, detailed)] == [[False] * len(reasons),
+                                                                                 [True] * len(reasons)]  # fmt: skip
 
 
 BF16 = ("--precision", "bf16")
