@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +16,6 @@ from study.config.errors import UserError
 from study.host.folders import cache_directory
 from study.host.memory import GIB, can_lock
 from study.host.operators import configure_build_environment
-from study.releases.causes import read_causes
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -58,20 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Next to other tests two threads compete for one core, and training in this process takes minutes.
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def write_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Replace the causes of wrong releases with others."""
-
-    def write(text: str) -> None:
-        file = tmp_path / "causes.yaml"
-        file.write_text(text)
-        monkeypatch.setattr("study.releases.causes.FILE", file)
-        read_causes.cache_clear()
-
-    yield write
-    read_causes.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,6 @@ from study.advisor.advise import (
     advise,
     candidates,
     explain_best,
-    explain_slowdown,
     faster_riskier_option,
     rank_options,
     sensitivity_lines,
@@ -129,27 +128,19 @@ def test_an_offload_has_a_range_of_speeds_and_the_release_that_its_accumulation_
     document, page = read_json("advise", "qwen2.5-7b", "2xA100-40"), print_page("qwen2.5-7b", "2xA100-40")
     best = document["strategies"][0]
     assert (best["strategy"], best["accumulation"] > 1) == ("zero2_cpu", True)
-    fastest = rounded(best["tokens_per_s"])
     slowest = rounded(best["tokens_per_s"] / max_offload_slowdown())
-    assert f"{slowest} to {fastest} tokens/s, predicted" in page
+    assert f"{slowest} to {rounded(best['tokens_per_s'])} tokens/s, predicted" in page
     # causes.yaml: the gradient is divided twice up to 0.19.5, and micro-batches are dropped up to 0.18.9.
-    assert best["least_deepspeed_release"] == "0.19.6"
+    releases = {row["strategy"]: row["least_deepspeed_release"] for row in document["strategies"]}
+    assert (releases["zero2_cpu"], releases["zero3_cpu"]) == ("0.19.6", None)
     assert "needs DeepSpeed 0.19.6 or later" in page
-    assert [row["least_deepspeed_release"] for row in document["strategies"] if row["strategy"] == "zero3_cpu"] == [
-        None
-    ]
 
 
 def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
-    row = {
-        row["strategy"]: row
-        for row in read_json("advise", "Qwen/Qwen2.5-7B-Instruct", "4090", "--peft", "lora")["strategies"]
-    }
-    assert (row["single"]["loads_in_16_bits"], row["single"]["precision"]) == (True, "bf16")
     advice = ask("Qwen/Qwen2.5-7B-Instruct", "4090", "--peft", "lora")
     shape, best = advice.question.shape, advice.best
     assert best is not None
-    assert (best.name, best.request.pure) == ("single", True)
+    assert (best.name, best.request.pure, best.request.precision) == ("single", True, "bf16-engine")
     # Frozen weights of 2 bytes; adapters, their gradients and moments of 4, 4 and 8.
     weights = 2 * (shape.parameters - shape.trained_parameters) + 4 * shape.trained_parameters
     assert best.memory.device_parts["parameters"] == pytest.approx(weights, rel=1e-6)
@@ -158,12 +149,8 @@ def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
 def test_advice_for_lora_is_compared_with_lora_alone() -> None:
     full, lora = (read_json("advise", LLAMA_8B, "2x4090", "--peft", peft) for peft in ("none", "lora"))
     assert lora["trained_parameters"] < lora["parameters"] / 100
-    assert {row["strategy"] for row in lora["strategies"]} == {row["strategy"] for row in full["strategies"]}
     assert sum(row["fits"] for row in lora["strategies"]) > sum(row["fits"] for row in full["strategies"])
-    assert all("LoRA" in line for line in lora["nearest"])
-    assert not any("LoRA" in line for line in full["nearest"])
-    best = next(row for row in lora["strategies"] if row["strategy"] == lora["recommended"])
-    assert (best["step_s"]["low"], best["fits"]) == (None, True)
+    assert [all("LoRA" in line for line in document["nearest"]) for document in (full, lora)] == [False, True]
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("gpt2-xl", "A100-40"), ("gpt2", "L4"), ("bert-large-uncased", "T4")])
@@ -226,9 +213,7 @@ def test_the_command_for_this_study_trains_the_advised_option(tmp_path: Path) ->
     [("gpt2", "4xA100", "bf16", None), ("gpt2-xl", "2xL4", "fp32", None), ("gpt2-large", "RTX4090", "bf16", None),
      ("bert-large-uncased", "4xV100", "fp16", None), ("gpt2-xl", "2x8xA100-40", "bf16", 16)],
 )  # fmt: skip
-def test_a_printed_command_needs_the_memory_that_was_advised(
-    model: str, box: str, precision: str, rank: int | None, tmp_path: Path
-) -> None:
+def test_a_printed_command_needs_the_memory_that_was_advised(model, box, precision, rank, tmp_path):
     shape = model_shape(model) if rank is None else with_adapters(model_shape(model), rank)
     question = AdviceRequest(shape, to_box(box), 512, precision, attention="eager", global_batch=64)
     advised = [option for option in advise(question).options if option.fits]
@@ -263,9 +248,7 @@ def _at_speed(option: Option, tokens_per_s: float, error: float | None) -> Optio
 
 
 @pytest.mark.parametrize(("times", "first"), [(0.9, "zero2_cpu"), (1.1, "zero2")])
-def test_an_offload_is_advised_if_it_is_ahead_by_more_than_the_error_of_such_predictions(
-    times: float, first: str
-) -> None:
+def test_an_offload_is_advised_if_it_is_ahead_by_more_than_the_error_of_such_predictions(times, first):
     options = {option.name: option for option in advise(TINY, ["zero1", "zero2", "zero2_cpu"]).options}
     # Slower than its like by more than the two predictions may differ.
     plain = times * 100 / max_offload_slowdown()
@@ -285,14 +268,10 @@ def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> Non
     assert lines["single"] == ""
     assert needed in lines["zero2_cpu"]
     assert "read 3.5 and write 5 GB/s (--nvme_gb_per_s)" in lines["zero3_nvme"]
-    assert needed in explain_best(Advice(advice.question, (offload,)))
     # The fastest option that needs less host memory.
     lighter = "with less host memory: zero3_nvme_optimizer (micro-batch 2 x accumulation 8, gradient checkpointing)"
     assert lighter in print_page("qwen2.5-7b", "4x4090")
     assert "with less host memory" not in print_page("qwen2.5-7b", "4x4090", "--host_memory", "512")
-    with_memory = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
-    for option in advise(with_memory, ["zero2_cpu", "zero3_nvme"]).options:
-        assert not any("--host_memory" in line for line in unchecked_needs(option))
 
 
 def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,11 +310,6 @@ def test_one_machine_is_named_if_the_network_makes_two_slower() -> None:
     assert alone is not None
     assert float(alone[1]) > 5
     assert "one of these machines" not in print_page("llama-3.1-8b", "2x8xH100")
-
-
-def test_the_network_can_be_given_and_a_slow_one_changes_the_advice() -> None:
-    answers = [ask(LLAMA_8B, "2x8xH100", *flags).best for flags in ((), ("--network_gb_per_s", "1.56"))]
-    assert [option and option.name for option in answers] == ["zero1", "hsdp"]
 
 
 def test_the_default_global_batch_divides_into_micro_batches() -> None:
@@ -383,31 +357,16 @@ def test_predict_asks_for_the_precision_that_advice_picks(hardware: str, strateg
     assert {option.request.precision for option in options if option.name == strategy} <= {precision}
 
 
-def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_micro_batch() -> None:
-    # On a slow network stage 2 reduces in every micro-batch; on one device an offload waits for no other rank.
-    slow = dataclasses.replace(to_box("2x8xA100"), network_gb_per_s=2.0)
-    shared = advise(AdviceRequest(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
-    zero1, zero2 = shared.options
-    assert "with the settings of zero1, exposed communication takes" in explain_slowdown(zero2, zero1)
-    large = AdviceRequest(model_shape("gpt-13b"), to_box("8xH100"), 2048, "bf16", global_batch=8)
-    zero3, offloaded = advise(large, ["zero3", "zero3_cpu"]).options
-    assert "with the settings of zero3, the optimizer on the CPU takes" in explain_slowdown(offloaded, zero3)
-
-
 @pytest.mark.parametrize(("model", "hardware"), [("llama-3.1-8b", "4xA100"), ("gpt2-xl", "RTX4090")])
 def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, hardware: str) -> None:
-    page = print_page(model, hardware)
-    lines = [part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]
-    assert len(lines) <= 25
+    page, document = print_page(model, hardware), read_json("advise", model, hardware)
+    assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
     verdict = page.partition("\n\n")[0]
-    assert verdict.startswith("Use ")
-    assert all(len(line) <= 120 for line in verdict.splitlines())
-    document = read_json("advise", model, hardware)
-    best = document["strategies"][0]
     assert verdict.startswith(f"Use {document['recommended']}, ")
-    assert next(line for line in page.splitlines() if line.startswith(f"{best['strategy']} ")).endswith("recommended")
-    assert "reports/" not in page
-    assert "reports/" in print_page(model, hardware, "--details")
+    assert all(len(line) <= 120 for line in verdict.splitlines())
+    best = document["strategies"][0]["strategy"]
+    assert next(line for line in page.splitlines() if line.startswith(f"{best} ")).endswith("recommended")
+    assert ("reports/" in page, "reports/" in print_page(model, hardware, "--details")) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -417,15 +376,12 @@ def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, har
 )  # fmt: skip
 def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str, precision: str) -> None:
     words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
-    _, page = run_command(*words)
-    document = read_json(*words)
+    page, document = run_command(*words)[1], read_json(*words)
     assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
     verdict = page.splitlines()[0]
-    assert len(verdict) <= 120
     assert verdict.startswith("Does not fit: " if not document["fits"] else ("Fits: ", "May not fit: "))
-    step = document["time"]["step_s"]["value"] * 1000
     assert f" {rounded(document['device_bytes'] / 2**30)} of " in verdict
-    assert f"; about {rounded(step)} ms a step" in verdict
+    assert f"; about {rounded(document['time']['step_s']['value'] * 1000)} ms a step" in verdict
     # The longest bar belongs to the largest part.
     bars = {line.split()[0]: line.count("█") for line in page.splitlines() if "█" in line}
     parts = document["memory"]["device_parts"]
@@ -433,8 +389,7 @@ def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: 
     assert inside == pytest.approx(document["memory"]["peak_allocated"]["value"])
     assert max(bars, key=bars.__getitem__) == max(parts, key=parts.__getitem__)
     assert f"), {precision},\n" in page
-    assert "peak reserved" not in page
-    assert "peak reserved" in run_command(*words, "--details")[1]
+    assert ["peak reserved" in text for text in (page, run_command(*words, "--details")[1])] == [False, True]
 
 
 def test_a_strategy_that_fits_with_checkpointing_alone_says_so() -> None:
@@ -445,21 +400,18 @@ def test_a_strategy_that_fits_with_checkpointing_alone_says_so() -> None:
     assert f"; with --gradient_checkpointing {rounded(recomputed)} GiB; predicted" in verdict
 
 
-def test_a_micro_batch_of_dpo_is_given_in_pairs_below_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_micro_batch_of_dpo_is_given_in_pairs_below_the_first_line() -> None:
     """A sequence is a sample of the model: two of them have twice the activations."""
-    words, activations = ("llama-3.1-8b", "8xH100", "--with_reference"), []
+    words, activations = ("predict", "llama-3.1-8b", "8xH100", "--strategy", "fsdp2"), []
     for size, text in (("1", "half a pair"), ("2", "1 pair"), ("3", "1.5 pairs")):
-        flags = ("--strategy", "fsdp2", "--micro_batch", size)
-        assert f"DPO: micro-batch {size} is {text}: " in run_command("predict", *words, *flags)[1].splitlines()[1]
-        activations.append(read_json("predict", *words, *flags)["memory"]["device_parts"]["activations"])
+        flags = ("--with_reference", "--micro_batch", size)
+        assert f"DPO: micro-batch {size} is {text}: " in run_command(*words, *flags)[1].splitlines()[1]
+        activations.append(read_json(*words, *flags)["memory"]["device_parts"]["activations"])
     assert activations[1] == pytest.approx(2 * activations[0], rel=0.01)
-    advised = print_page(*words).splitlines()
+    assert "DPO" not in run_command(*words)[1]
     # The verdict has two lines here.
+    advised = print_page("llama-3.1-8b", "8xH100", "--with_reference").splitlines()
     assert advised[2].startswith(f"DPO: micro-batch {re.findall(r'micro-batch ([0-9]+),', advised[0])[0]} is ")
-    explained = ["explain", str(ROOT / "accelerate_configs/zero3.yaml"), "llama-3.1-8b", "--with_reference"]
-    assert main(explained) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("DPO: micro-batch 1 is half a pair: ")
-    assert "DPO" not in run_command("predict", "llama-3.1-8b", "8xH100", "--strategy", "fsdp2")[1]
 
 
 def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:

@@ -20,10 +20,9 @@ import torch
 from scipy import stats
 
 from study.autopsy.contrasts import FILE, Autopsy, read_sessions, sign_flip_p
-from study.autopsy.design import AA, CORRECTED, FACTORIAL, LETTERS, PRINTED, RESPONSES, SCALES, SEEDS, SWITCHES, plan
+from study.autopsy.design import AA, CORRECTED, FACTORIAL, LETTERS, PRINTED, RESPONSES, SCALES, SEEDS, plan
 from study.autopsy.page import build
 from study.autopsy.run import MARK, SESSIONS, missing, open_folder, run_sessions
-from study.claims.ledger import read_ledger
 from study.cli import main
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
@@ -56,11 +55,6 @@ def test_every_seed_has_every_cell_once_and_in_a_different_order() -> None:
     assert len({tuple(block) for block in blocks}) == len(SEEDS)
     kinds = [session.kind for session in sessions if session.seed == SEEDS[0]]
     assert [kinds.count(kind) for kind in ("factorial", "corrected", "aa")] == [16, 1, 1]
-
-
-def test_the_switches_feed_claims_that_the_ledger_has() -> None:
-    claims = {claim.id for claim in read_ledger().claims}
-    assert {claim for switch in SWITCHES for claim in switch.claims} <= claims
 
 
 # Evaluation.

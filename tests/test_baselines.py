@@ -88,11 +88,9 @@ def test_an_unsupported_request_is_refused_in_one_line(
 
 def make_repeats(study: float, hf_trainer: float, bare_loop: float) -> list[list[dict[str, float]]]:
     """Return seconds per turn on a machine that slows down by turn and by repeat, equally for all three."""
+    seconds = {"study": study, "hf_trainer": hf_trainer, "bare_loop": bare_loop}
     return [
-        [
-            {"study": study * slow, "hf_trainer": hf_trainer * slow, "bare_loop": bare_loop * slow}
-            for slow in (repeat, repeat + 1, repeat + 2)
-        ]
+        [{name: each * slow for name, each in seconds.items()} for slow in range(repeat, repeat + 3)]
         for repeat in (1, 2, 3, 4, 5)
     ]
 
@@ -136,16 +134,6 @@ def test_loops_with_different_losses_are_not_compared(get_run: RunFactory) -> No
     bench.check_same_losses(bench.CASES[0], {"study": same, "bare_loop": same})
     with pytest.raises(RunFailed, match="bare_loop on bert-imdb diverges from the study"):
         bench.check_same_losses(bench.CASES[0], {"study": same, "bare_loop": different})
-
-
-def test_the_bench_times_the_start_up_of_commands_that_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "COMMANDS", (("--version",), ("advise", "--help")))
-    timed = bench.measure_start_up(1)
-    (version,), (advise_help,) = timed["study --version"], timed["study advise --help"]
-    assert 0.01 < version < advise_help
-    monkeypatch.setattr(bench, "COMMANDS", (("advise", "no-such-model"),))
-    with pytest.raises(RunFailed, match="study advise no-such-model failed with exit status 2"):
-        bench.measure_start_up(1)
 
 
 @pytest.mark.long

@@ -67,14 +67,6 @@ def test_a_release_that_differs_in_one_of_two_runs_is_bad(tmp_path, capsys):
     assert "first bad: 0.18.4; 0.18.3 is good" in capsys.readouterr().out
 
 
-def test_one_equal_run_does_not_make_a_release_with_a_known_race_good(tmp_path, capsys):
-    write_records(tmp_path, bad=set(), strategy="zero3")
-    assert bisected(tmp_path, "zero3", "0.18.3", "0.18.6") == 1
-    printed = capsys.readouterr().out
-    assert printed.count("which proves nothing: the release has a known race condition") == 4
-    assert "no release of 0.18.3 to 0.18.6 is bad; 0 were judged, 4 could not be" in printed
-
-
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
     [

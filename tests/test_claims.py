@@ -20,7 +20,6 @@ import pandas as pd
 import pytest
 import yaml
 
-from study.claims.command import dependent_claims
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
@@ -120,8 +119,6 @@ def test_timed_and_trained_checks_are_corrected_as_one_family(full_board: Scoreb
                 assert (result.answer == "inside noise") == (result.p > 0.05), check.shows
                 answers.add((judged.claim.id, alone.answer, result.answer))
     assert {("S3-04", "fails", "inside noise"), ("S2-01", "fails", "fails")} <= answers
-    about = page(full_board).partition("faster on CPU ranks\u201d: ")[2]
-    assert re.match(r".*Least significant difference: 1\d %; minimum detectable effect: 2\d %; p after", about)
 
 
 def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
@@ -222,13 +219,10 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
         " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys(); sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    document = json.loads(done.stdout)
-    claims = len(read_ledger().claims)
+    document, claims = json.loads(done.stdout), len(read_ledger().claims)
     assert (len(document["claims"]), sum(document["counts"]["all"].values())) == (claims, claims)
-    assert len(document["corrections"]) == len(read_ledger().corrections) > 0
-    first = document["claims"][0]
     assert {"id", "place", "quote", "says", "finding", "evidence", "parts", "verdict", "sentence", "figure", "interval",
-            "n", "records", "checks", "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
+            "n", "records", "checks", "contradicts", "settle", "rests_on"} <= document["claims"][0].keys()  # fmt: skip
 
 
 def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) -> None:
@@ -238,35 +232,29 @@ def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Scoreboard) 
 def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_board, monkeypatch, capsys):
     # `--json` above judges; these only print.
     monkeypatch.setattr("study.claims.scoreboard.build_scoreboard", lambda: full_board)
-    every = [row.claim.id for row in full_board.judged]
-    assert main(["claims", "--details"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == len(every)
-    assert [line.split()[0] for line in lines[9:16]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
-    assert max(map(len, lines)) <= 120
-    assert [line[:5] for line in lines if re.match(r"[SZ]\d-\d\d", line)] == every
-    for names, ids in (
-        (["s3"], ["S3: 1", "", *(f"S3-{number:02}" for number in range(1, 13))]),
-        (["S0-06", "Z0-01"], ["S0-06", "Z0-01"]),
-    ):
-        assert main(["claims", *names]) == 0
-        assert [line[:5] for line in capsys.readouterr().out.splitlines() if line[:1] != " "] == ids
-    assert main(["claims", "S1-04"]) == 0
-    printed = re.sub(r"\n {3,}", " ", capsys.readouterr().out)
+
+    def lines(*words: str) -> list[str]:
+        assert main(["claims", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    every, details = [row.claim.id for row in full_board.judged], lines("--details")
+    assert sum(int(count) for count in re.findall(r"\d+", details[0])[1:]) == len(every)
+    assert max(map(len, details)) <= 120
+    assert [line[:5] for line in details if re.match(r"[SZ]\d-\d\d", line)] == every
+    assert [line[:5] for line in lines("s3") if line[:1] != " "][2:] == [f"S3-{number:02}" for number in range(1, 13)]
+    printed = re.sub(r"\n {3,}", " ", "\n".join(lines("S1-04")))
     assert re.fullmatch(
         r"S1-04  DeepSpeed ZeRO-3 Architecture\n  Claim:    At 20 B parameters stage 3 is 40 % faster than stage 2\.\n"
         r"  Finding:  undecided: .*\(derived, small-scale proxy\)\n  Figure:   Time of a .* needs at most 0\.714\.\n"
-        r"  Evidence: reports/laptop \(6 records\); every check: docs/claims\.md#s1-04\n", printed,
+        r"  Evidence: reports/laptop \(6 records\); every check: docs/claims\.md#s1-04", printed,
     )  # fmt: skip
-    assert main(["claims", "S0-06", "--json"]) == 0
-    assert [claim["id"] for claim in json.loads(capsys.readouterr().out)["claims"]] == ["S0-06"]
+    assert [claim["id"] for claim in json.loads("".join(lines("S0-06", "--json")))["claims"]] == ["S0-06"]
     # A wrong name is refused without pandas too, and before the notice that records are not read.
     monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)
     for name, nearest in (("S5", "S3"), ("check-tabel", "check-table")):
         assert main(["claims", name]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"error: '{name}' is neither a document nor a claim" in line
-        assert nearest in line.partition("did you mean ")[2].partition("?")[0]
+        assert re.match(f"error: '{name}' is neither a document nor a claim.*did you mean .*{nearest}.*?", line)
 
 
 # Changed ledgers
@@ -276,10 +264,8 @@ def minimal(contradictions: str = "[]", **changes: str) -> str:
     claim = {"id": "S0-01", "place": "there", "says": "so", "holds_if": "so", "falls_if": "not so",
              "checks": "[{form: ratio, shows: it, of: 1, to: 2, at_most: 1}]",
              "settle": "{command: study doctor, minutes: 1, box: any}"} | changes  # fmt: skip
-    lines = "\n".join(f"    {key}: {value}" for key, value in claim.items() if value)
-    return (
-        f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}\ncontradictions: {contradictions}\n"
-    )
+    lines = "".join(f"    {key}: {value}\n" for key, value in claim.items() if value)
+    return f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}contradictions: {contradictions}\n"
 
 
 def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
@@ -288,15 +274,6 @@ def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
     (only,) = build_scoreboard(ledger=read_ledger(file)).judged
     assert (only.finding.kind, only.sentence) == ("holds", "It: 0.5; the claim needs at most 1.")
     assert only.document()["verdict"] == "supported"
-
-
-def test_an_undecided_claim_shows_a_check_that_leaves_it_so(full_board: Scoreboard) -> None:
-    for judged in full_board.judged:
-        if judged.finding.kind == "undecided" and judged.leading and judged.leading.answer == "holds":
-            assert {result.answer for result in judged.results} == {"holds"}, judged.claim.id
-    folder = REPOSITORY / "reports" / "virtual_claims"
-    (row,) = dependent_claims(read_parquet(folder), "virtual_claims", folder)
-    assert "Another check decides: Peak on a GPU" in row["These records"]
 
 
 # The ledger is this project's own file: one wrong key or value of each kind.
@@ -388,9 +365,8 @@ def test_a_finding_follows_the_runs(full_board: Scoreboard, change: Change, labe
 
 
 def test_fewer_pairs_than_the_ledger_asks_for_decide_nothing(full_board: Scoreboard) -> None:
-    (check,) = [
-        check for check in find_claim(full_board, "S1-19").claim.checks if check.numbers.get("least_pairs") == 10
-    ]
+    checks = find_claim(full_board, "S1-19").claim.checks
+    (check,) = [check for check in checks if check.numbers.get("least_pairs") == 10]
     nine = changed("claims", lambda runs: runs[runs["seed"] < 51])
     assert check.find(nine).sentence.endswith("are needed, and claims has 9")
     assert check.find(Evidence(REPORTS)).answer == "fails"
@@ -430,15 +406,11 @@ def without_one_size(runs: pd.DataFrame) -> pd.DataFrame:
         ("S2-02", "ratio_slope", without_one_size, "not judged"),
     ],
 )  # fmt: skip
-def test_an_answer_follows_the_runs(full_board: Scoreboard, claim: str, form: str, change: Change, answer: str) -> None:
+def test_an_answer_follows_the_runs(full_board, claim, form, change, answer):
     judged = judge(find_claim(full_board, claim).claim, changed("claims", change))
-    matches = [
-        finding for check, finding in zip(judged.claim.checks, judged.results, strict=True) if check.form == form
-    ]
-    matches = matches[-1:] if claim == "S3-05" else matches
-    assert {finding.answer for finding in matches} == {answer}
-    if form == "paired" and answer == "not judged":
-        assert "no fair pair" in matches[0].sentence
+    pairs = zip(judged.claim.checks, judged.results, strict=True)
+    matches = [finding for check, finding in pairs if check.form == form]
+    assert {finding.answer for finding in (matches[-1:] if claim == "S3-05" else matches)} == {answer}
 
 
 def test_the_slope_of_a_ratio_over_sizes_is_recovered(full_board: Scoreboard) -> None:
@@ -454,16 +426,6 @@ def test_the_slope_of_a_ratio_over_sizes_is_recovered(full_board: Scoreboard) ->
         # Two speeds with 0.5 % noise at each end of sizes that differ by a factor of five.
         assert finding.figure.value == pytest.approx(slope, abs=4 * 0.005 / np.log(5))
         assert (finding.figure.n, finding.answer) == (3, answer)
-
-
-def test_an_unfair_partner_removes_no_other_pair_of_its_seed(full_board: Scoreboard) -> None:
-    def more(runs: pd.DataFrame) -> pd.DataFrame:
-        size_8 = runs[runs["micro_batch_size"] == 8]
-        return pd.concat([runs, size_8.assign(run=size_8["run"] + "-other", learning_rate=0.5)])
-
-    before = find_claim(full_board, "S3-07").results[0].figure
-    assert before is not None
-    assert find_claim(full_board, "S3-07").claim.checks[0].find(changed("claims", more)).figure == before
 
 
 def test_gradients_that_differ_at_one_step_are_seen(full_board: Scoreboard) -> None:

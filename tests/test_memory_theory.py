@@ -39,30 +39,24 @@ def test_parameters_are_counted_as_the_model_has_them(name):
 
 @pytest.mark.parametrize("name", gpu_suites_with_cells())
 def test_a_cell_with_nvme_offload_ends_within_its_time_limit(name):
+    rates = {"nvme_read_gb_per_s": DRIVE_GB_PER_S, "nvme_write_gb_per_s": DRIVE_GB_PER_S}
     for cell in planned_cells(name):
         steps = cell.total_steps or cell.config.total_steps(800)
-        box = replace(
-            to_box(f"{cell.ranks // cell.world_size}x{cell.world_size}xA100"), nvme_read_gb_per_s=DRIVE_GB_PER_S,
-            nvme_write_gb_per_s=DRIVE_GB_PER_S,
-        )  # fmt: skip
+        box = replace(to_box(f"{cell.ranks // cell.world_size}x{cell.world_size}xA100"), **rates)
         batch = cell.plan.per_device_train_batch_size, cell.plan.gradient_accumulation_steps
         seconds = steps * predict_time(request_for(cell.strategy, cell.config, box, *batch)).parts["nvme"]
         assert seconds <= (seconds if cell.expected_s is None else cell.expected_s) <= 0.8 * cell.time_limit_s, cell.id
 
 
-def test_a_suite_for_gpus_states_the_memory_that_it_needs():
-    for name in gpu_suites():
-        requirements = shipped()[name].requires
-        assert requirements.gpu_memory_gib, name
-        assert requirements.host_memory_gib or all(cell.expect for cell in planned_cells(name)), name
-
-
 @pytest.mark.parametrize("name", gpu_suites())
-def test_a_smaller_cap_requires_no_larger_gpu_than_needed(name):
+def test_a_suite_requires_the_memory_that_it_needs_and_no_larger_gpu_for_its_caps(name):
     """An 80 GiB cap among those of 16 and 40 once ruled out cards of 80 GB for all of them."""
+    requires = shipped()[name].requires
+    assert requires.gpu_memory_gib
+    assert requires.host_memory_gib or all(cell.expect for cell in planned_cells(name))
     all_caps = {representative_cell(cell).config.device_memory_cap_gib for cell in planned(name)}
     if caps := {cap for cap in all_caps if cap is not None}:
-        assert max(caps) < shipped()[name].requires.gpu_memory_gib <= max(caps) + 1
+        assert max(caps) < requires.gpu_memory_gib <= max(caps) + 1
         assert len({cap < CARD_OF_80_GB_GIB for cap in caps}) == 1
 
 

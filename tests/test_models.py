@@ -6,12 +6,9 @@ import http.server
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +52,12 @@ def count_parameters(model: str, task: Task | None = None) -> int:
     return model_size(run_config(model, task)).parameters
 
 
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_published_number_of_parameters_and_can_be_built_at_another_depth(name: str) -> None:
     published = count_parameters(name)
@@ -62,10 +65,6 @@ def test_a_preset_has_the_published_number_of_parameters_and_can_be_built_at_ano
     two, three, four = (count_parameters(f"{name}-{depth}layers", select_task(name)) for depth in (2, 3, 4))
     assert four - three == three - two > 0
     assert two + (model_config(run_config(name)).num_hidden_layers - 2) * (three - two) == published
-
-
-def test_a_hub_id_with_a_preset_needs_no_network() -> None:
-    assert model_config(run_config("google/gemma-2-9b")).hidden_size == 3584
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -156,27 +155,24 @@ def test_a_wrong_model_is_refused_with_its_fix(flags: dict[str, Any], words: lis
 
 
 @pytest.mark.parametrize(("attention", "is_masked"), [("sdpa", True), ("sdpa_causal", False)])
-def test_torch_compile_costs_sdpa_its_causal_kernels_unless_no_mask_is_ever_built(
-    attention: str, is_masked: bool
-) -> None:
-    torch._dynamo.reset()
-    kernel_calls: list[tuple[bool, bool]] = []
+def test_torch_compile_costs_sdpa_its_causal_kernels_unless_no_mask_is_ever_built(attention, is_masked):
+    kernel_calls: set[tuple[bool, bool]] = set()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         for node in graph.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
-                kernel_calls.append((node.kwargs["attn_mask"] is not None, node.kwargs["is_causal"]))
+                kernel_calls.add((node.kwargs["attn_mask"] is not None, node.kwargs["is_causal"]))
         return graph.forward
 
-    tokens = torch.arange(64).reshape(2, 32)
-    torch.manual_seed(0)
-    model = build_model(run_config("gpt-tiny", dropout=0.0, attn_implementation=attention))
-    torch.manual_seed(0)
-    usual = build_model(run_config("gpt-tiny", dropout=0.0))
-    loss = torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens).loss
+    tokens, models = torch.arange(64).reshape(2, 32), []
+    for kernel in (attention, "sdpa"):
+        torch.manual_seed(0)
+        models.append(build_model(run_config("gpt-tiny", dropout=0.0, attn_implementation=kernel)))
     torch._dynamo.reset()
-    assert set(kernel_calls) == {(is_masked, not is_masked)}
-    torch.testing.assert_close(loss, usual(input_ids=tokens, labels=tokens).loss)
+    loss = torch.compile(models[0], backend=backend)(input_ids=tokens, labels=tokens).loss
+    torch._dynamo.reset()
+    assert kernel_calls == {(is_masked, not is_masked)}
+    torch.testing.assert_close(loss, models[1](input_ids=tokens, labels=tokens).loss)
 
 
 def hash_weights(weights: InitialWeights) -> str:
@@ -241,27 +237,12 @@ def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_pat
         (RECORD_NAME, lambda file: file.write_text(file.read_text().replace("0", "1", 1)), "was changed"),
     ],
 )
-def test_damaged_weights_are_refused_by_name(
-    name: str, damage: Callable[[Path], object], words: str, tmp_path: Path
-) -> None:
+def test_damaged_weights_are_refused_by_name(name, damage, words, tmp_path):
     config = run_config("bert-tiny")
     initial = materialize_initial_weights(config, tmp_path)
     damage(initial.path / name)
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError, match=f"weights in {initial.path} are damaged.*{words}.*delete the folder"):
         materialize_initial_weights(config, tmp_path)
-    assert f"the initial weights in {initial.path} are damaged" in refusal.value.problem
-    assert words in refusal.value.problem
-    assert refusal.value.fix == "delete the folder, and run again"
-
-
-def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) -> None:
-    config = run_config("bert-tiny")
-    initial = materialize_initial_weights(config, tmp_path)
-    tensors = load_file(initial.path / "model.safetensors")
-    tensors["classifier.extra"] = tensors.pop("classifier.bias")
-    save_file(tensors, initial.path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"classifier\.bias"):
-        load_initial_model(config, initial)
 
 
 def local_bert(folder: Path) -> Path:
@@ -274,26 +255,20 @@ def test_pretrained_weights_come_from_a_folder_and_the_head_from_the_seed(tmp_pa
     source = local_bert(tmp_path / "source")
     config = run_config(str(source), "bert-imdb", weights="pretrained")
     body = load_file(source / "model.safetensors")
-    sets = {
-        seed: load_file(
-            materialize_initial_weights(dataclasses.replace(config, seed=seed), tmp_path / f"cache{turn}").path
-            / "model.safetensors"
-        )
-        for turn, seed in enumerate((42, 43))
-    }
-    for weights in sets.values():
+    sets = []
+    for turn, seed in enumerate((42, 43, 42)):
+        drawn = materialize_initial_weights(dataclasses.replace(config, seed=seed), tmp_path / f"cache{turn}")
+        sets.append(load_file(drawn.path / "model.safetensors"))
+    for weights in sets:
         assert all(torch.equal(weights[f"bert.{name}"], tensor) for name, tensor in body.items())
-    assert not torch.equal(sets[42]["classifier.weight"], sets[43]["classifier.weight"])
-    redrawn = materialize_initial_weights(config, tmp_path / "cache2")
-    assert torch.equal(
-        load_file(redrawn.path / "model.safetensors")["classifier.weight"], sets[42]["classifier.weight"]
-    )
-
+    heads = [weights["classifier.weight"] for weights in sets]
+    assert (torch.equal(heads[0], heads[1]), torch.equal(heads[0], heads[2])) == (False, True)
+    # A changed file of the same size and time is another model.
     file = source / "model.safetensors"
     before = file.stat()
     flip_a_bit(file)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert materialize_initial_weights(config, tmp_path / "cache2").path != redrawn.path
+    assert materialize_initial_weights(config, tmp_path / "cache2").path != drawn.path
 
 
 def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None:
@@ -335,9 +310,7 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
         ("num_hidden_layers", -1, "-1 layers"),
     ],
 )
-def test_a_configuration_that_nothing_can_be_trained_from_is_refused(
-    key: str, value: Any, words: str, tmp_path: Path
-) -> None:
+def test_a_configuration_that_nothing_can_be_trained_from_is_refused(key, value, words, tmp_path):
     source = local_bert(tmp_path / "source")
     described = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(described | {key: value}))
@@ -377,16 +350,14 @@ class SmallHub(http.server.BaseHTTPRequestHandler):
     """Hub server with three answers: a missing model, a gated one, and one with pickle files only."""
 
     def do_GET(self) -> None:
-        files = json.dumps(
-            {"id": "o/m", "siblings": [{"rfilename": "config.json"}, {"rfilename": "pytorch_model.bin"}]}
-        )
+        files = {"id": "o/m", "siblings": [{"rfilename": "config.json"}, {"rfilename": "pytorch_model.bin"}]}
         status, code, body = 404, "EntryNotFound", ""
         if "/missing" in self.path:
             code = "RepoNotFound"
         elif "/gated" in self.path:
             status, code = 403, "GatedRepo"
         elif self.path.startswith("/api/models/") and "/tree/" not in self.path:
-            status, code, body = 200, "", files
+            status, code, body = 200, "", json.dumps(files)
         self.send_response(status)
         self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", str(len(body)))
@@ -408,49 +379,32 @@ def small_hub() -> Iterator[http.server.ThreadingHTTPServer]:
         server.shutdown()
 
 
-def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_seconds(
-    small_hub: http.server.ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_of_the_hub_are_reported_and_so_is_an_unreachable_one_within_seconds(small_hub, tmp_path, monkeypatch):
     address = f"http://127.0.0.1:{small_hub.server_port}"
     # huggingface_hub reads them from the environment at its import.
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
-    for name, value in (
-        ("ENDPOINT", address),
-        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
-        ("HF_HUB_CACHE", str(tmp_path)),
-    ):
+    values = {"ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(tmp_path)}
+    for name, value in values.items():
         monkeypatch.setattr(constants, name, value)
-
-    def refused(load: Callable[[RunConfig], object], model: str, task: Task, weights: str = "random") -> str:
-        with pytest.raises(UserError) as refusal:
-            load(run_config(model, task, weights=weights))
-        return str(refusal.value)
 
     def draw(config: RunConfig) -> InitialWeights:
         return materialize_initial_weights(config, tmp_path)
 
-    assert "the hub has no model owner/missing" in refused(model_config, "owner/missing", "gpt-wikitext")
-    assert "hf auth login" in refused(model_config, "owner/gated", "gpt-wikitext")
-    assert "publishes no safetensors" in refused(draw, "gpt-j-6b", "gpt-wikitext", "pretrained")
+    def refuses(says: str, load: Any, model: str, task: Task = "gpt-wikitext", weights: str = "random") -> None:
+        started = time.monotonic()
+        with pytest.raises(UserError, match=says):
+            load(run_config(model, task, weights=weights))
+        assert time.monotonic() - started < 15
+
+    refuses("the hub has no model owner/missing", model_config, "owner/missing")
+    refuses("hf auth login", model_config, "owner/gated")
+    refuses("publishes no safetensors", draw, "gpt-j-6b", weights="pretrained")
     small_hub.shutdown()
     small_hub.server_close()
-    for question, fix in (
-        ((model_config, "owner/name", "gpt-wikitext"), "--weights random"),
-        ((load_tokenizer, "bert-base-uncased", "bert-imdb"), "--tokenizer_name"),
-        ((draw, "gpt2", "gpt-wikitext", "pretrained"), "--weights random"),
-    ):
-        started = time.monotonic()
-        answer = refused(*question)
-        assert time.monotonic() - started < 15, answer
-        assert "the hub cannot be reached" in answer
-        assert fix in answer
+    refuses("the hub cannot be reached.*--weights random", model_config, "owner/name")
+    refuses("the hub cannot be reached.*--tokenizer_name", load_tokenizer, "bert-base-uncased", "bert-imdb")
+    refuses("the hub cannot be reached.*--weights random", draw, "gpt2", weights="pretrained")
     assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("task", TINY)
@@ -500,17 +454,3 @@ def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
 def test_weights_that_the_disk_cannot_hold_are_refused_before_they_are_drawn(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gpt-1t needs 4234 GB, and .* free"):
         materialize_initial_weights(run_config("gpt-1t"), tmp_path)
-
-
-DRAW = [sys.executable, "-m", "study.workloads.initial", "--task", "gpt-wikitext", "--scale", "laptop",
-        "--weights", "random", "--model_name_or_path"]  # fmt: skip
-
-
-def test_an_interrupted_draw_leaves_no_half_written_model(tmp_path: Path) -> None:
-    """Interrupted as by `timeout`; the model is large enough that the draw still runs."""
-    with subprocess.Popen([*DRAW, "gpt2-medium"], env={**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}) as drawing:
-        while drawing.poll() is None and not list(tmp_path.glob("initial_weights/*.partial")):
-            time.sleep(0.02)
-        drawing.terminate()
-        assert drawing.wait(60) == 128 + signal.SIGTERM
-    assert [path.suffix for path in (tmp_path / "initial_weights").iterdir()] == [".lock"]

@@ -19,7 +19,7 @@ from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolve_config
 from study.host.machine import Machine
 from study.host.memory import OomCounts
-from study.host.slurm import Job, current_job, networks
+from study.host.slurm import Job, current_job
 from study.records.directory import read_run
 from study.records.lock import LockHeldError
 from study.sweep.cell import srun_command
@@ -28,7 +28,7 @@ from study.sweep.launch import lock_sweep_directory, with_supervisor
 from study.sweep.plan import missing_requirement, plan_cells, plan_suite
 from study.sweep.search import representative_cell
 from study.sweep.suite_file import Requirements, Suite, read_suite
-from sweeps import write_files, write_suite
+from sweeps import write_suite
 
 TWO_OF_EIGHT = Machine((80.0,) * 16, 1024.0, nodes=2)
 JOB = Job("42", ("gpu-1", "gpu-2"), 96)
@@ -63,13 +63,11 @@ def test_one_step_starts_a_supervised_launcher_on_each_node(monkeypatch) -> None
     assert srun[:4] == ["srun", "--nodelist=gpu-1,gpu-2", "--nodes=2", "--ntasks=2"]
     assert "--cpus-per-task=96" in srun
     place = r"--num_machines 2 --main_process_ip gpu-1\.example --main_process_port (\d+)"
-    match = re.fullmatch(
-        rf"exec accelerate launch {place} --machine_rank \"\$SLURM_NODEID\" study/train.py --data 'my file'", line
-    )
+    start = rf"exec accelerate launch {place} --machine_rank \"\$SLURM_NODEID\" study/train.py --data 'my file'"
+    match = re.fullmatch(start, line)
     assert match, line
     started = with_supervisor(command)
-    assert started[: len(srun)] == srun
-    assert started[len(srun) + 3 :] == ["--on-a-node", shell, "-c", line]
+    assert (started[: len(srun)], started[len(srun) + 3 :]) == (srun, ["--on-a-node", shell, "-c", line])
     with socket.create_server(("", int(match[1]))):
         # A port that is in use is not chosen.
         assert f"--main_process_port {match[1]} " not in srun_command(JOB, 2, ["accelerate", "launch"], [])[-1]
@@ -103,15 +101,6 @@ def test_only_tasks_of_one_array_share_a_folder_of_records(tmp_path: Path, monke
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
         with pytest.raises(LockHeldError):
             lock_sweep_directory(tmp_path)
-
-
-def test_the_fast_network_is_listed_and_without_one_ethernet(tmp_path: Path) -> None:
-    write_files(tmp_path, {"net/eth0/speed": "100000", "net/eth0/operstate": "up", "net/lo/operstate": "unknown",
-                           "net/eth1/speed": "1000", "net/eth1/operstate": "down"})  # fmt: skip
-    assert networks(tmp_path) == ["eth0 100 Gb/s"]
-    port = "infiniband/mlx5_0/ports/1"
-    write_files(tmp_path, {f"{port}/rate": "400 Gb/sec (4X NDR)\n", f"{port}/state": "4: ACTIVE\n"})
-    assert networks(tmp_path) == ["mlx5_0 400 Gb/sec (4X NDR)"]
 
 
 SKY = ROOT / "cluster" / "study.sky.yaml"

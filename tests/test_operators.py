@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import pytest
 
 from engines import FAKE_GPU, ROOT
@@ -120,25 +119,6 @@ def test_compiling_another_operator_leaves_the_first_up_to_date(operator, monkey
     assert "no work to do" in subprocess.run(ninja, capture_output=True, text=True, check=True).stdout
 
 
-def test_every_operator_of_this_installation_is_compiled_without_the_front_end_of_torch():
-    """The second try, with all headers of torch, doubles the time of an installation without a message."""
-    builds = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    if not (builds / "headers").is_dir():
-        pytest.skip("an earlier version has compiled them")
-    without_tensors = {"page_alloc", "deepspeed_aio_common", "deepspeed_aio_types", "deepspeed_aio_utils"}
-    for folder in (file.parent for file in builds.glob("*/.ninja_deps")):
-        deps = subprocess.check_output(["ninja", "-C", folder, "-t", "deps"], text=True).strip().split("\n\n")
-        without_header = {part.partition(".o:")[0] for part in deps if "headers/torch/extension.h" not in part}
-        assert without_header <= without_tensors, folder.name
-
-
-@pytest.mark.long
-def test_an_operator_that_needs_the_front_end_of_torch_is_compiled_with_it(operator):
-    built = operator("""#include <torch/extension.h>
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", [] { return torch::nn::Linear(2, 3)->weight.size(0); }); }""")
-    assert operators.load_operator(built).rows() == 3
-
-
 @pytest.mark.parametrize(
     ("text", "says", "fix"),
     [
@@ -193,23 +173,3 @@ def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):
     # The compiler is a zombie until `wait`, and no longer works then.
     assert compiler.wait() == 0
     assert not (tmp_path / "lock").exists()
-
-
-def test_the_cpu_is_queried_once_and_again_if_the_cached_answer_is_damaged(tmp_path, monkeypatch):
-    queries, info = [], {"arch": "X86_64", "flags": ["avx"]}
-
-    def query():
-        queries.append(1)
-        return info
-
-    def answer() -> dict:
-        """Return the answer of a new process."""
-        monkeypatch.setattr(cpuinfo, "get_cpu_info", query)
-        operators._cache_cpu_info(tmp_path)
-        return cpuinfo.get_cpu_info()
-
-    assert [answer(), answer()] == [info, info]
-    assert len(queries) == 1
-    (file,) = (tmp_path / "operators").glob("cpu-*.json")
-    file.write_text("{")
-    assert (answer(), len(queries)) == (info, 2)

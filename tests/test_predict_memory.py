@@ -33,7 +33,6 @@ from study.predictor.memory import device_snapshots, pinned_bytes, predict_memor
 from study.predictor.request import Request
 from study.predictor.run_predictions import predict_run
 from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
-from study.predictor.time import excess_bytes, why
 from study.predictor.validation import score
 from study.predictor.zero3_gathers import simulate_gathers
 from study.records.frames import read_parquet, write_parquet
@@ -172,25 +171,22 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     (tmp_path / own.GPU).mkdir()
     steps = laptop.steps[laptop.steps["run"].isin(runs["run"])]
     write_parquet(dataclasses.replace(laptop, runs=runs, steps=steps), tmp_path / own.GPU)
-    monkeypatch.setattr(own, "REPORTS", tmp_path)
-    monkeypatch.setattr(own, "SUITES", ())
-    monkeypatch.setattr(own, "_records", own._records.__wrapped__)
+    for name, value in {"REPORTS": tmp_path, "SUITES": (), "_records": own._records.__wrapped__}.items():
+        monkeypatch.setattr(own, name, value)
     uncapped, capped, nvme, ran_out = own.study_rows()
     assert [row.peak_bytes for row in (uncapped, capped, ran_out)] == [3 * GIB, 4 * GIB, None]
     assert [row.fits for row in (uncapped, capped, ran_out)] == [True, True, False]
-    assert uncapped.step_s == runs["step_time_s_median"].iloc[0]
-    assert (capped.step_s, nvme.step_s, ran_out.step_s) == (None, None, None)
+    times = [row.step_s for row in (uncapped, capped, nvme, ran_out)]
+    assert times == [runs["step_time_s_median"].iloc[0], None, None, None]
     assert {row.peak_kind for row in (uncapped, capped, ran_out)} == {"allocated"}
-    assert uncapped.request.box.device.visible_gib > 70
-    assert 16 < capped.request.box.device.visible_gib == ran_out.request.box.device.visible_gib < 18
+    visible = [row.request.box.device.visible_gib for row in (uncapped, capped, ran_out)]
+    assert visible[0] > 70
+    assert 16 < visible[1] == visible[2] < 18
     scored = score(uncapped)
     assert scored["predicted_fits"] is True
     assert None not in (scored["predicted_peak_gib"], scored["predicted_step_s"])
-    assert len(own.table()) > 3
     headline = tables.headline(scores_frame(own.study_rows())).set_index("figure")
     assert headline.index.tolist() == ["peak memory, own GPU runs", "step time, own GPU runs"]
-    # The pooled error is next to the error of the worst strategy.
-    assert headline["worst strategy, median error"].str.contains(r"^zero[23]_?\w*: [\d.]+% of \d$").all()
 
 
 def test_loading_takes_the_predicted_host_memory():
@@ -237,43 +233,18 @@ def test_a_process_has_libraries_and_freed_blocks_besides_its_tensors():
     assert predict_memory(dataclasses.replace(request, box=to_box("2xH100"))).process_peak is None
 
 
-def test_a_host_that_is_too_small_is_refused_with_the_memory_of_all_ranks():
-    base = next(row.request for row in own.study_rows() if row.peak_kind == "resident")
-    request = dataclasses.replace(
-        base, shape=model_shape("gpt2"), strategy=read_strategy("zero2_cpu"), precision="bf16-engine"
-    )
-    memory = predict_memory(request)
-    for gib in (2.0, 4.0):
-        box = dataclasses.replace(request.box, host_gib_per_node=gib)
-        missing = excess_bytes(memory, box) / GIB
-        assert missing > 0
-        assert why(memory, box) == f"needs {gib + missing:.1f} GiB of host memory for all ranks, of {gib}"
-
-
-def test_dropout_keeps_masks_and_scores_a_second_time():
-    dropped, plain = (
-        predict_activations(make_request("bert", "fp32", attention="eager", dropout=on)) for on in (True, False)
-    )
-    pairs = 4 * 8 * 512 * 512
-    assert dropped.layer - plain.layer == 2 * 4 * 512 * 256 + pairs * (4 + 1)
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
+def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(tmp_path):
+    names = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    config = {"model_type": "llama"} | {name: SIZES[name] for name in names}
+    for changed, says in (
         ({"head_dim": 0}, "head_dim is 0"),
         ({"tie_word_embeddings": "no"}, "embeddings is 'no'"),
-        ({"num_hidden_layers": None}, "num_hidden_layers"), ({"intermediate_size": None}, "intermediate_size"),
-    ],
-)  # fmt: skip
-def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(tmp_path, changed, says):
-    config = {
-        "model_type": "llama", "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "intermediate_size": 128, **changed,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=says):
-        model_shape(str(tmp_path))
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"intermediate_size": None}, "intermediate_size"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(UserError, match=says):
+            model_shape(str(tmp_path))
 
 
 def test_the_families_that_are_not_modelled_are_those_of_transformers():
@@ -285,16 +256,17 @@ def test_the_families_that_are_not_modelled_are_those_of_transformers():
 
 
 def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsys):
-    arguments = ["predict", "--model_name_or_path", "gpt-7.5b", "--hardware", "8xH100", "--strategy", "fsdp2", "--json"]
+    command = "predict --model_name_or_path gpt-7.5b --hardware 8xH100 --strategy fsdp2 --json"
     documents = []
-    for flags in ([], ["--autocast"]):
-        assert main([*arguments, *flags]) == 0
+    for flags in ("", " --autocast"):
+        assert main((command + flags).split()) == 0
         documents.append(json.loads(capsys.readouterr().out))
-    usual, autocast = documents
-    sent = [document["sent_bytes_per_step"]["value"] for document in (autocast, usual)]
-    assert sent[0] / sent[1] == pytest.approx(2, rel=0.001)
-    activations = [document["memory"]["device_parts"]["activations"] for document in (autocast, usual)]
-    assert activations[0] - activations[1] > 0.9 * 2 * usual["parameters"]
+    sent, activations = (
+        [document["sent_bytes_per_step"]["value"] for document in documents],
+        [document["memory"]["device_parts"]["activations"] for document in documents],
+    )
+    assert sent[1] / sent[0] == pytest.approx(2, rel=0.001)
+    assert activations[1] - activations[0] > 0.9 * 2 * documents[0]["parameters"]
 
 
 def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp_path: Path) -> None:
@@ -321,11 +293,7 @@ def test_published_weights_of_fewer_bits_are_those_of_their_training(tmp_path: P
         "predict",
         "--model_name_or_path",
         str(tmp_path),
-        "--hardware",
-        "8xH100",
-        "--strategy",
-        "fsdp2",
-        "--json",
+        *["--hardware", "8xH100", "--strategy", "fsdp2", "--json"],
     ]
 
     def predicted(*flags: str, **quantization: object) -> dict[str, Any]:
@@ -341,33 +309,34 @@ def test_published_weights_of_fewer_bits_are_those_of_their_training(tmp_path: P
         assert main(predict[:-1]) == 0
         assert f"the published weights are {method}" in " ".join(capsys.readouterr().out.split())
     qlora = ("--peft", "lora", "--quantization", "4bit")
-    plain = predicted(*qlora)
-    assert predicted(*qlora, quant_method="bitsandbytes", load_in_4bit=True) == plain
+    assert predicted(*qlora) == predicted(*qlora, quant_method="bitsandbytes", load_in_4bit=True)
     assert main(predict) == 2
     assert "add --peft lora --quantization 4bit" in capsys.readouterr().err
 
 
+def offloaded() -> Request:
+    shape, box = model_shape("gpt2-xl"), to_box("H100")
+    return Request(shape, read_strategy("zero3_cpu"), box, 1024, 1, 1, "bf16-engine", False, "sdpa")
+
+
 def test_one_gpu_copies_offloaded_parameters_to_itself() -> None:
     """NoGatherHandle calls `.to(device)` on each partition: on a CPU the same tensor, on a GPU a copy."""
-    shape = model_shape("gpt2-xl")
-    base = Request(shape, read_strategy("zero3_cpu"), to_box("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
+    base = offloaded()
     in_memory = dataclasses.replace(base.box, device=dataclasses.replace(base.box.device, memory_gib=0.0))
     # Parameters that are used again within the reuse distance stay gathered for the backward pass.
-    assert simulate_gathers(base).max_live_elements > 0.6 * shape.parameters
-    assert simulate_gathers(dataclasses.replace(base, box=in_memory)).max_live_elements == 0
+    assert simulate_gathers(base).max_live_elements > 0.6 * base.shape.parameters
     on_device = dataclasses.replace(base, strategy=read_strategy("zero3_cpu_optimizer"))
-    assert simulate_gathers(on_device).max_live_elements == 0
+    for request in (dataclasses.replace(base, box=in_memory), on_device):
+        assert simulate_gathers(request).max_live_elements == 0
     assert "all_gather" not in predict_payload(base)
 
 
 def test_pinned_parts_that_a_flat_buffer_took_over_stay_in_the_pool() -> None:
-    shape = model_shape("gpt2-xl")
-    base = Request(shape, read_strategy("zero3_cpu"), to_box("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
-    pinned_parts = predict_memory(base).host_parts
-    pinned = sum(pinned_bytes(param.elements * 2) for param in shape.params)
-    assert pinned > 2 * shape.parameters
-    strategy = read_strategy("zero3_cpu")
-    settings = copy.deepcopy(dict(strategy.deepspeed or {}))
+    base = offloaded()
+    pinned = sum(pinned_bytes(param.elements * 2) for param in base.shape.params)
+    assert pinned > 2 * base.shape.parameters
+    settings = copy.deepcopy(dict(base.strategy.deepspeed or {}))
     settings["zero_optimization"]["offload_param"]["pin_memory"] = False
-    plain = predict_memory(dataclasses.replace(base, strategy=dataclasses.replace(strategy, deepspeed=settings)))
-    assert pinned_parts["pinned"] - plain.host_parts["pinned"] >= pinned
+    plain = dataclasses.replace(base, strategy=dataclasses.replace(base.strategy, deepspeed=settings))
+    parts = [predict_memory(request).host_parts["pinned"] for request in (base, plain)]
+    assert parts[0] - parts[1] >= pinned

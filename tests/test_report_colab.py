@@ -31,6 +31,10 @@ SUITE = {
 }  # fmt: skip
 
 
+# The interpreter of this environment's own environment.
+BASE = sys._base_executable  # type: ignore[attr-defined]
+
+
 def call(*command: str | Path, **run: object) -> None:
     result = subprocess.run([str(part) for part in command], text=True, capture_output=True, check=False, **run)  # type: ignore[call-overload]
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
@@ -107,34 +111,15 @@ def test_each_source_is_the_project_that_is_installed(tmp_path: Path) -> None:
     assert projects[1] == projects[2] != projects[0]
     # A folder is used in place.
     assert find_project(projects[0], work).stdout.endswith(f"the project is {projects[0]}\n")
-    with subprocess.Popen(
-        [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "0"], cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as server:  # fmt: skip
-        try:
-            port = server.stdout.readline().split("port ")[1].split()[0]  # type: ignore[union-attr]
-            near = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-            fetched, missing = (
-                find_project(f"http://127.0.0.1:{port}/{name}", work, env=near) for name in ("zero-study.zip", "no.whl")
-            )
-        finally:
-            server.terminate()
-    # An address is that of the archive that it has today.
-    assert f"the project is {projects[2]}\n" in fetched.stdout, fetched.stderr
-    (line,) = missing.stderr.splitlines()
-    assert line.endswith("/no.whl cannot be downloaded: HTTP Error 404: File not found")
+    missing = find_project("http://127.0.0.1:9/no.whl", work)
+    assert "/no.whl cannot be downloaded: " in missing.stderr.splitlines()[-1]
 
 
 def test_without_a_source_it_uses_the_newest_archive_next_to_it_without_a_prompt(tmp_path: Path) -> None:
-    # The base interpreter, in which the project is not installed.
-    base = sys._base_executable  # type: ignore[attr-defined]
-    # The packages of an environment are no checkout.
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "train.py").touch()
-    nothing = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL, python=base)
+    # The project is not installed for this interpreter.
+    nothing = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL, python=BASE)
     assert nothing.returncode == 1
-    (line,) = nothing.stderr.splitlines()
-    assert "set source to a git URL, or upload an archive there" in line
+    assert "set source to a git URL, or upload an archive there" in nothing.stderr
     for age, name in enumerate(("zero_study-0.1.0.zip", "zero-study (1).zip")):
         write_archive(tmp_path / name, **{"zero-study__study__train.py": name})
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
@@ -155,47 +140,32 @@ def test_packages_of_the_runtime_stay_and_a_new_enough_torch_is_reused(torch, dr
     shell = tmp_path / "nvidia-smi"
     shell.write_text(f"#!/bin/sh\necho 'CUDA Version: {driver}'\n")
     shell.chmod(0o755 if driver else 0o644)
-    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    # Nothing is installed: the install commands are printed.
+    # Nothing is installed: the install commands are printed. The base interpreter, since a virtual environment has
+    # nothing to lend.
     recorder = "import json\ndef call(*command):\n    print('ASKED', json.dumps(command))\n    return 0"
-    # The base interpreter, since a virtual environment has nothing to lend.
-    result = find_project(
-        REPOSITORY, work, recorder, "install", python=sys._base_executable,  # type: ignore[attr-defined]
-        env=os.environ | {"PYTHONPATH": str(packages), "PATH": path},
-    )  # fmt: skip
+    path = {"PYTHONPATH": str(packages), "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
+    result = find_project(REPOSITORY, work, recorder, "install", python=BASE, env=os.environ | path)
     assert result.returncode == 0, result.stderr
-    venv_command, *installs, built = (
-        json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("ASKED")
-    )
-    venv_python = str(work / "venv" / "bin" / "python")
-    is_lent = torch == "2.12.1"
-    assert ("--system-site-packages" in venv_command) is is_lent
-    assert all(command[1:5] == ["-m", "pip", "--python", venv_python] for command in installs)
-    assert built == [venv_python, "-m", "study.host.operators"]
+    lines = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("ASKED")]
+    venv_command, *installs, built = lines
+    assert ("--system-site-packages" in venv_command) is (torch == "2.12.1")
+    assert built == [str(work / "venv" / "bin" / "python"), "-m", "study.host.operators"]
     cuda_12 = int((torch, driver) == ("2.10.0", "12.4"))
     assert [" ".join(command).count("whl/cu129") for command in installs] == [0, cuda_12, 0]
-    pins = (REPOSITORY / "constraints.txt").read_text().splitlines()
-    assert [pin for pin in pins if pin not in (work / "constraints.txt").read_text().splitlines()] == [
-        pin for pin in pins if pin.startswith("torch==") and is_lent
-    ]
+    pins, used = ((folder / "constraints.txt").read_text().splitlines() for folder in (REPOSITORY, work))
+    assert {pin.partition("==")[0] for pin in pins if pin not in used} == ({"torch"} if torch == "2.12.1" else set())
 
 
-@pytest.mark.parametrize("damage", ["other", "torn", "text", "folder", "empty"])
+@pytest.mark.parametrize("damage", ["other", "torn", "text"])
 def test_a_source_without_the_project_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
     source, work = tmp_path / "zero-study.zip", tmp_path / "work"
-    write_archive(source, **{"zero-study__study__train.py": "x" * 1000})
-    if damage == "other":
-        write_archive(source, thesis__chapter="years of work")
-    elif damage == "folder":
-        source.unlink()
-        source.mkdir()
-    else:
-        content = source.read_bytes()
-        source.write_bytes({"torn": content[: len(content) // 2], "text": b"not an archive", "empty": b""}[damage])
+    write_archive(source, **{"thesis" if damage == "other" else "zero-study__study__train.py": "x" * 1000})
+    content = source.read_bytes()
+    source.write_bytes({"torn": content[: len(content) // 2], "text": b"not an archive"}.get(damage, content))
     result = find_project(source, work)
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert str(source) in line
-    assert ("no whole .zip" if damage in ("torn", "text", "empty") else "holds no study/train.py") in line
+    assert ("holds no study/train.py" if damage == "other" else "no whole .zip") in line
     # A rejected source is no project on the next call.
     assert list(work.iterdir()) == []

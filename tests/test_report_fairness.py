@@ -72,18 +72,12 @@ OTHER_CODE = yaml.safe_load((REPOSITORY / "tests" / "data" / "other_code.yaml").
 
 
 def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(environment, "IMPORT_ROOT", tmp_path)
-    monkeypatch.setattr(environment, "PACKAGE", tmp_path / "study")
-    monkeypatch.setattr(environment, "STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
-    places = (
-        "study/train.py",
-        "study/engine/setup.py",
-        "accelerate_configs/deepspeed/zero3.json",
-        "study/advisor/explain.py",
-    )
+    folders = {"PACKAGE": "study", "STRATEGY_DIRECTORY": "accelerate_configs", "REPOSITORY": "", "IMPORT_ROOT": ""}
+    for name, folder in folders.items():
+        monkeypatch.setattr(environment, name, tmp_path / folder)
     digests = []
-    for place in ("nothing", *places):
+    for place in ("nothing", "study/train.py", "study/engine/setup.py", "accelerate_configs/deepspeed/zero3.json",
+                  "study/advisor/explain.py"):  # fmt: skip
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text("a change")
         digests.append(environment.code_sha256())
@@ -110,30 +104,12 @@ def test_times_of_other_code_are_confounded_and_losses_are_not(case: str, tmp_pa
     assert TABLES["runtime"](read_records(tmp_path))["Comparable"].tolist() == ["yes", label or "yes"]
 
 
-def test_another_network_and_another_rhythm_of_logs_and_checkpoints_confound_times(tmp_path: Path) -> None:
-    machine = {"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}]}
-    write(tmp_path, "ddp")
-    write(tmp_path, "zero2", environment={"other_machines": [machine]})
-    write(tmp_path, "zero3", config={"logging_steps": 1, "checkpointing_steps": 5})
-    assert labels(tmp_path) == {
-        "ddp": "", "zero2": "machines: 2, baseline 1",
-        "zero3": "logging: every 1 steps, baseline 10; checkpoints: every 5 steps, baseline 0",
-    }  # fmt: skip
-    assert labels(tmp_path, "confounded_loss")["zero3"] == ""
-
-
 def test_without_plain_training_the_first_strategy_is_the_baseline(tmp_path: Path) -> None:
     strategies = ("zero3", "zero3_cpu", "zero3_nvme")
     write(tmp_path, *strategies)
     assert labels(tmp_path, "baseline") == dict.fromkeys(strategies, "zero3")
-    records = read_records(tmp_path)
-    assert baseline_arm(records.runs) == "zero3"
     # Only plain training is called the baseline.
-    assert TABLES["runtime"](records)[["Time, x baseline", "In words"]].iloc[0].tolist() == [
-        "1 (reference)",
-        "reference",
-    ]
-    assert TABLES["loss"](records)["Equivalent"].iloc[0] == "reference"
+    assert TABLES["runtime"](read_records(tmp_path))["In words"].iloc[0] == "reference"
     write(tmp_path, "ddp")
     assert TABLES["runtime"](read_records(tmp_path))["In words"].iloc[0] == "baseline"
 
@@ -157,7 +133,5 @@ def test_an_older_fp16_is_another_precision(tmp_path: Path) -> None:
         write_run(tmp_path, name, name=name, engine=engine, config={"precision": "fp16"})
     by_strategy = labels(tmp_path)
     assert by_strategy["single"] == by_strategy["ddp"] == ""
-    assert by_strategy["zero3"].startswith(
-        "precision: ran in fp16, DeepSpeed, with a loss scale of its own, fp16 asked"
-    )
+    assert by_strategy["zero3"].startswith("precision: ran in fp16, DeepSpeed, with a loss scale of its own")
     assert by_strategy["fsdp2"].startswith("precision: ran in fp16, weights in fp16")

@@ -195,12 +195,6 @@ def test_records_from_before_a_flag_existed_are_read_without_it(runs: Path, tmp_
     assert reread[["torch_compile", "tokenizer_name"]].isna().all(axis=None)
 
 
-def test_text_columns_are_text_for_any_record(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", "ddp", state="failed", reason="half a pair \ud83d, a bell \x07, <i>")
-    write_parquet(read_records(tmp_path / "runs"), tmp_path)
-    assert read_parquet(tmp_path).runs["status_reason"].tolist() == ["half a pair \ufffd, a bell \ufffd, <i>"]
-
-
 def test_an_unreadable_earlier_report_does_not_stop_a_new_one(runs: Path, tmp_path: Path) -> None:
     (tmp_path / frames.RUNS_FILE).write_bytes(b"PAR1")
     assert frames.runs_only_in(tmp_path, read_records(runs)) == []

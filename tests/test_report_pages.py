@@ -105,13 +105,11 @@ def test_a_report_rebuilds_from_parquet_without_torch(report):
     names = {file.name for file in report.folder.iterdir()}
     pages = {f"{name}.{kind}" for name in NAMES for kind in ("html", "ipynb")}
     assert names == {"files.json", "index.html", "summary.md", "runs.parquet", "steps.parquet", "figures", *pages}
-    stems = {kind: {file.stem for file in report.folder.glob(f"figures/*.{kind}")} for kind in ("png", "svg")}
-    assert stems["png"] == stems["svg"]
     # Every kind of figure in the full report.
-    assert stems["png"] == {file.stem for file in (REPOSITORY / "reports/laptop/figures").glob("*_1.png")}
-
-
-def test_nothing_in_a_report_names_a_place_of_this_machine(report):
+    expected = {file.stem for file in (REPOSITORY / "reports/laptop/figures").glob("*_1.png")}
+    for kind in ("png", "svg"):
+        assert {file.stem for file in report.folder.glob(f"figures/*.{kind}")} == expected
+    # Nothing names a place of this machine.
     places = [str(REPOSITORY), str(report.folder.parents[1]), sys.prefix, str(Path.home()) + "/"]
     for file in (file for file in report.folder.rglob("*") if file.suffix in {".html", ".ipynb", ".md", ".svg"}):
         text = file.read_text(encoding="utf-8")
@@ -170,15 +168,10 @@ def test_text_of_a_record_is_shown_and_not_executed(visits, name):
 
 
 def test_the_index_begins_with_the_answers_and_shows_failures(visits):
-    page = visits["index"].page
-    records = harmful(laptop())
-    by_question = answers(records)
-    titles = [question.title for question in by_question]
-    assert page.eval_on_selector_all(".card h2", "all => all.map(one => one.textContent)") == titles
-    assert len(titles) == 8
-    assert all(
-        answer.strip() for answer in page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText)")
-    )
+    page, by_question = visits["index"].page, answers(harmful(laptop()))
+    titles = page.eval_on_selector_all(".card h2", "all => all.map(one => one.textContent)")
+    assert titles == [question.title for question in by_question]
+    assert all(page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText.trim())"))
     numbers = [answer.number[0] for answer in by_question.values() if answer.number]
     assert page.eval_on_selector_all(".numbers dd", "all => all.map(one => one.innerText)") == numbers != []
     # A figure for each question with a page; tables are folded, and the versions are at the foot.
@@ -187,11 +180,10 @@ def test_the_index_begins_with_the_answers_and_shows_failures(visits):
     assert page.locator("h2").last.inner_text() == "Versions and environment"
     page.evaluate(OPEN)
     rows = page.eval_on_selector_all("tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent.trim()))")
-    # Memory, time, traffic and ranks show it as a row without figures; the outcomes count it.
+    # Memory, time, traffic and ranks show it as a row without figures.
     assert [row[:3] for row in rows if row[1:2] == ["oom"]] == [["zero3", "oom", "-"]] * 4
-    assert ["oom", str((records.runs["status_state"] == "oom").sum())] in [row[:2] for row in rows]
-    assert "run-0/summary.json: <script>" in page.inner_text("body")
-    assert "and 10 more" in page.inner_text("body")
+    body = page.inner_text("body")
+    assert ("run-0/summary.json: <script>" in body, "and 10 more" in body) == (True, True)
 
 
 LIGHTNESS = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"

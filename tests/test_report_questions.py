@@ -15,14 +15,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from report_folders import few, figures
+from report_folders import figures
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.frames import Records, read_parquet, read_records
 from study.records.statistics import differences, estimate_noise
-from study.report.document import Answer, cell_text
+from study.report.document import Answer
 from study.report.questions import QUESTIONS, TABLES, answers
-from study.report.questions.loss import largest_step_difference
 from study.report.questions.runs import claims_answer
 from synthetic_records import answered, with_steps, write_run
 
@@ -57,23 +56,22 @@ def notes(answer: Answer) -> str:
 
 # The loss ends at 1.7 + 4 exp(-8/12) plus a little noise: a shift of 0.1 is largest relative to the smallest loss.
 @pytest.mark.parametrize(
-    ("shift", "config", "sentence", "same"),
+    ("shift", "precision", "sentence", "same"),
     [
-        (0.1, {}, "Yes, in 1 of 6 comparisons: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
-        (0.001 * 3.75, {}, "No: in all 6", "6 of 6"),
-        (0.003 * 3.75, {}, "Yes, in 1 of 6", "5 of 6"),
+        (0.1, "fp32", "Yes, in 1 of 6 comparisons: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
+        (0.001 * 3.75, "fp32", "No: in all 6", "6 of 6"),
+        (0.003 * 3.75, "fp32", "Yes, in 1 of 6", "5 of 6"),
         # A difference below the spacing of bf16 numbers is none in bf16.
-        (0.003 * 3.75, {"precision": "bf16"}, "No: in all 6", "6 of 6"),
-        (0.006 * 3.75, {"precision": "bf16"}, "Yes, in 1 of 6", "5 of 6"),
+        (0.003 * 3.75, "bf16", "No: in all 6", "6 of 6"),
+        (0.006 * 3.75, "bf16", "Yes, in 1 of 6", "5 of 6"),
     ],
 )
-def test_a_loss_is_the_same_within_the_margin_of_its_precision(tmp_path, shift, config, sentence, same):
+def test_a_loss_is_the_same_within_the_margin_of_its_precision(tmp_path, shift, precision, sentence, same):
     for strategy in STAGES:
-        write_run(tmp_path, strategy, loss_shift=shift if strategy == "zero2" else 0.0, config=config)
+        write_run(tmp_path, strategy, loss_shift=shift * (strategy == "zero2"), config={"precision": precision})
     loss = Answers(tmp_path)["loss"]
     assert loss.sentence.startswith(sentence)
     assert (loss.table["Same loss"].item(), loss.table["Worst strategy"].item()) == (same, "zero2")
-    assert ("was widened after that" in notes(loss)) is bool(config)
 
 
 def test_a_step_is_compared_with_the_loss_of_that_step(tmp_path: Path) -> None:
@@ -106,27 +104,14 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     assert figures("loss_curves", records)["loss_difference"].alt.partition(". ")[0].endswith("zero2 0.100")
 
 
-def test_strategies_without_a_common_seed_are_named(tmp_path: Path) -> None:
-    for strategy, seed in (("ddp", 1), ("ddp", 2), ("zero2", 1), ("zero3", 3)):
-        write_run(tmp_path, strategy, seed=seed)
-    loss = Answers(tmp_path)["loss"]
-    assert loss.table["Same loss"].tolist() == ["1 of 1"]
-    assert "Not compared, because the baseline has no run with any of their seeds: `zero3`." in notes(loss)
-
-
-@pytest.mark.parametrize(
-    "reason", ["the loss is NaN at step 3", "the evaluation loss is not a number: the step", "lost"]
-)
+@pytest.mark.parametrize("reason", ["the loss is NaN at step 3", "the evaluation loss is not a number: the step"])
 def test_a_seed_that_diverges_under_one_strategy_only_is_another_loss(reason: str, tmp_path: Path) -> None:
     for strategy, seed in itertools.product(("ddp", "zero2", "zero3"), (1, 2)):
         has_failed = (strategy, seed) == ("zero3", 2)
         write_run(tmp_path, strategy, seed=seed, state="failed" if has_failed else "ok", reason=has_failed * reason)
     loss = Answers(tmp_path)["loss"]
-    (line,) = loss.table.to_dict("records")
-    if reason == "lost":
-        assert line["Same loss"] == "2 of 2"
-        return
     assert "`zero3` diverged to NaN, but its baseline did not (seed 2)." in loss.sentence
+    (line,) = loss.table.to_dict("records")
     assert (line["Same loss"], line["Worst strategy"], line["Max difference"]) == ("1 of 2", "zero3", "NaN")
 
 
@@ -148,13 +133,6 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
     once = Answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
     assert once.sentence.startswith("Yes, in 2 of 2 comparisons")
     assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
-
-
-def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
-    steps = {"mine": pd.DataFrame({"loss": [1.0, math.nan, math.nan]}), "its": pd.DataFrame({"loss": [1.0, 1.0, 1.0]})}
-    assert math.isnan(largest_step_difference([("mine", "its")], steps).ratio)
-    steps["mine"]["loss"] = [1.0, 1.5, 1.0]
-    assert largest_step_difference([("mine", "its")], steps).ratio == 0.5
 
 
 def test_nothing_is_compared_with_a_ddp_that_breaks_an_invariant(tmp_path: Path) -> None:
@@ -180,10 +158,6 @@ def test_confounded_and_failed_strategies_are_named_and_in_no_answer(tmp_path: P
         assert "`zero3`: not a fair comparison †, threads per rank: 8, baseline 1." in notes(answer)
         assert "`zero3_cpu`: ended oom, CUDA out of memory." in notes(answer)
     assert "zero3" not in by_name["advice"].sentence
-    assert "`zero3_cpu`: ended oom" in notes(by_name["advice"])
-    failed = row(TABLES["summary"](read_records(tmp_path)), "zero3_cpu")
-    assert failed["Outcome"] == "oom: CUDA out of memory"
-    assert cell_text(failed["Comparable"]) == "-"
 
 
 def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test_s_power(tmp_path: Path) -> None:
@@ -207,23 +181,6 @@ def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test
     assert f"{least} %" == percent(math.expm1(beyond * spread.log_sd * math.sqrt(2 / 4)))
 
 
-def test_a_sentence_has_one_kind_of_reference_and_no_ratio_without_a_test(tmp_path: Path) -> None:
-    """A ratio to `zero2` is in no range of ratios to plain training; one seed does not show equal speed."""
-    write(tmp_path, {"ddp": 1.0, "zero2": 1.0, "zero3": 1.0})
-    write(tmp_path, {"zero2": 1.0, "zero3": 1.0}, config={"seq_length": 32})
-    by_name = Answers(tmp_path)
-    assert "times the ring bytes (NCCL) of `ddp` per step" in by_name["traffic"].sentence
-    assert by_name["time"].sentence.startswith("Speeds are not compared: with fewer than three seeds")
-    write(tmp_path, {"zero0": 1.0}, config={"seq_length": 32})
-    assert re.search("of its workload's `(ddp|zero0)` or `(ddp|zero0)` per step", Answers(tmp_path)["traffic"].sentence)
-
-
-def test_a_report_begins_with_the_question_that_its_suite_is_named_after() -> None:
-    usual, offload = list(answers(few())), list(answers(few(), suite="my_offload"))
-    assert usual[0].name == "loss"
-    assert offload == sorted(usual, key=lambda question: question.name != "offload")
-
-
 def test_advice_names_a_significantly_faster_strategy_and_counts_no_profiled_run(tmp_path: Path) -> None:
     # Reports in git have the other sentences: nothing is faster, `ddp` is among those with three seeds, one run each.
     write(tmp_path, {"ddp": 1.0, "zero2": 0.4, "zero3": 1.0}, (1, 2, 3))
@@ -233,13 +190,6 @@ def test_advice_names_a_significantly_faster_strategy_and_counts_no_profiled_run
     assert advice.sentence == "`zero2` is the fastest (gpt-tiny, built-in text, 2.50 M parameters)."
     assert line["Fastest, or not shown to be slower"] == "zero2"
     assert line["Least model state, no offload"].startswith("zero3, ")
-
-
-def test_advice_is_given_where_some_workloads_have_three_seeds(tmp_path: Path) -> None:
-    write(tmp_path, {"ddp": 1.0, "zero2": 0.4}, (1, 2, 3))
-    write(tmp_path, {"ddp": 1.0, "zero2": 9.0}, config={"seq_length": 32})
-    sentence = Answers(tmp_path)["advice"].sentence
-    assert sentence.startswith("`zero2` is the fastest in every workload with three seeds")
 
 
 def test_a_headline_is_of_the_main_workload_and_of_zero(tmp_path: Path) -> None:
@@ -262,17 +212,13 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     assert answers(read_records(tmp_path)) == {}
     write_run(tmp_path, "zero3", state="failed", reason="x")
     assert [question.name for question in answers(read_records(tmp_path))] == ["runs"]
-    virtual: dict[str, Any] = {
-        "virtual": True, "ranks": 64, "config": {"global_batch_size": 64}, "environment": {"cpu": "Another"},
-    }  # fmt: skip
-    write_run(tmp_path / "v", "zero3", **virtual)
+    virtual: dict[str, Any] = {"ranks": 64, "config": {"global_batch_size": 64}, "environment": {"cpu": "Another"}}
+    write_run(tmp_path / "v", "zero3", virtual=True, **virtual)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "status.json").write_text("{")
     by_name = {question.name: answer for question, answer in answers(read_records(tmp_path)).items()}
     assert list(by_name) == ["layers", "runs"]
     assert by_name["runs"].sentence == "1 of 2 runs succeeded; excluded records: 1."
-    outcomes = by_name["runs"].table
-    assert dict(zip(outcomes["Outcome"], outcomes["Runs"], strict=True)) == {"failed": 1, "ok": 1}
     assert "2 different machines" in notes(by_name["runs"])
     assert "there is no loss, no accuracy and no throughput" in by_name["layers"].sentence
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -102,25 +101,13 @@ def test_noise_is_that_of_one_run_and_more_data_makes_it_more_certain_and_not_la
 
 def test_noise_needs_something_that_ran_again() -> None:
     one_each = frame([("ddp", 1, 1, 1.0), ("zero3", 1, 1, 2.0)])
-    assert statistics.estimate_noise(one_each, TIME) is None
-    assert statistics.repeat_noise(one_each, TIME) is None
+    assert statistics.estimate_noise(one_each, TIME) is statistics.repeat_noise(one_each, TIME) is None
     with_repeat = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, math.e), ("zero3", 1, 1, 2.0)])
     for spread in (statistics.estimate_noise(with_repeat, TIME), statistics.repeat_noise(with_repeat, TIME)):
         assert spread is not None
         assert (spread.log_sd, spread.df) == (pytest.approx(math.sqrt(0.5)), 1)
-        assert spread.least_significant_difference(2) is None
     confounded = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, 5.0)], confounded=["", "threads per rank: 2, baseline 1"])
     assert statistics.estimate_noise(confounded, TIME) is None
-
-
-def test_noise_is_found_where_seeds_are_missing() -> None:
-    """Effects are fitted if seeds are missing, because cells cannot be averaged."""
-    logs = drawn(np.random.default_rng(2), 200, arms=5)
-    logs = logs.mask(np.random.default_rng(3).random(logs.shape) < 0.3).dropna(how="all")
-    spread = statistics.estimate_noise(as_runs(logs).dropna(subset=[TIME]), TIME)
-    assert spread is not None
-    assert spread.df == int(logs.count().sum()) - len(logs) - 4
-    assert spread.log_sd == pytest.approx(0.02, rel=0.1)
 
 
 def test_holm_multiplies_the_smallest_by_all_and_keeps_the_order() -> None:
@@ -146,15 +133,6 @@ def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(seeds: 
     assert MAX_FALSE < 0.085 * FAMILIES
 
 
-def test_no_arm_is_called_slower_than_the_best_by_chance() -> None:
-    """The best of thirteen equal strategies looks fast, so all pairs form one family."""
-    rng = np.random.default_rng(1)
-    families = (drawn(rng, 3) for _ in range(150))
-    pairs = list(itertools.combinations(ARMS, 2))
-    false = sum(min(statistics.corrected_tests(logs, pairs).values())[0] < 0.05 for logs in families)
-    assert false <= stats.binom.ppf(1 - 1e-4, 150, 0.05)
-
-
 def test_differences_that_are_there_are_seen() -> None:
     """10 % with 2 % noise: detected in 70 % of strategies with three seeds; 16 % by Holm over pairwise tests."""
     effect = np.array([0.0] * 7 + [0.1] * 6)
@@ -168,28 +146,16 @@ def test_differences_that_are_there_are_seen() -> None:
         assert np.mean(detected) > least
 
 
-def test_two_arms_alone_are_tested_by_their_own_pairs() -> None:
-    logs = drawn(np.random.default_rng(4), 5, arms=2)
-    reference = stats.ttest_1samp(logs[ARMS[1]] - logs[ARMS[0]], 0)
-    ((p, *bounds),) = statistics.corrected_tests(logs, [(ARMS[1], ARMS[0])]).values()
-    assert [p, *bounds] == pytest.approx([reference.pvalue, *reference.confidence_interval(0.95)])
-
-
 def test_an_interval_excludes_no_difference_exactly_where_the_corrected_test_does() -> None:
-    """The interval of each pair's own t test excludes it more often."""
-    rng, verdicts, plain = np.random.default_rng(7), [], []
+    rng, verdicts = np.random.default_rng(7), []
     for _ in range(40):
         runs = as_runs(drawn(rng, 5, effect=rng.normal(0, 0.03, 13)))
         for difference in statistics.differences(runs, TIME, AGAINST_THE_FIRST).values():
-            low, high = difference.ratio.low, difference.ratio.high
-            assert low is not None
-            assert high is not None
+            low, high = difference.ratio.low or math.nan, difference.ratio.high or math.nan
             assert difference.is_significant == (low > 1 or high < 1)
             assert low < difference.ratio.center < high
-            uncorrected = statistics.interval(difference.ratio.points)
             verdicts.append(difference.is_significant)
-            plain.append(uncorrected.low > 1 or uncorrected.high < 1)  # type: ignore[operator]
-    assert 0.1 < np.mean(verdicts) < np.mean(plain)
+    assert 0.1 < np.mean(verdicts) < 0.9
 
 
 def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confounded() -> None:
@@ -197,10 +163,9 @@ def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confo
     runs["confounded"] = np.where(runs["arm"] == ARMS[3], "clipping", "")
     comparisons = statistics.differences(runs, TIME, AGAINST_THE_FIRST)
     large, small, confounded = (comparisons[ARMS[place], ARMS[0]] for place in (12, 5, 3))
-    assert large.is_significant
+    assert (large.is_significant, small.words) == (True, "not significant (n = 5)")
     assert large.words.startswith(("+4", "+5"))
     assert large.words.endswith(f"(n = 5, p = {large.p:.2g})")
-    assert small.words == "not significant (n = 5)"
     assert (confounded.p, confounded.ratio.n, confounded.words) == (None, 5, "not judged")
     for seeds, words in ((2, "n = 2"), (1, "one run each")):
         few = statistics.differences(runs[runs["seed"] < seeds], TIME, AGAINST_THE_FIRST)[ARMS[12], ARMS[0]]
@@ -211,13 +176,10 @@ def test_equivalence_is_shown_inside_the_margin_only() -> None:
     rng = np.random.default_rng(5)
     baselines: Any = rng.normal(2.0, 0.1, size=8)
     margin = statistics.LOSS_MARGIN * baselines.mean()
-    equivalent = statistics.equivalence_test(baselines + rng.normal(0, margin / 20, size=8), baselines)
-    assert equivalent.verdict == "equivalent"
-    assert (equivalent.p or 1) < 0.05
-    assert f"n = 8, p = {equivalent.p:.2g}" in equivalent.text()
-    for shift, scatter in ((3 * margin, margin / 20), (0, 20 * margin)):
+    cases = ((0, margin / 20, "equivalent"), (3 * margin, margin / 20, "not shown"), (0, 20 * margin, "not shown"))
+    for shift, scatter, verdict in cases:
         values = baselines + shift + rng.normal(0, scatter, size=8)
-        assert statistics.equivalence_test(values, baselines).verdict == "not shown"
+        assert statistics.equivalence_test(values, baselines).verdict == verdict
     # p is that of the larger of two one-sided t tests.
     differences = np.array([0, 0.002, 0.001, 0.0005])
     t = (differences.mean() - 0.005) / (differences.std(ddof=1) / 2)
@@ -228,18 +190,9 @@ def test_equivalence_is_shown_inside_the_margin_only() -> None:
 def test_one_run_each_is_no_test() -> None:
     untested = statistics.equivalence_test([1.0], [1.0])
     assert (untested.verdict, untested.p, untested.n) == ("no test", None, 1)
-    assert untested.text().startswith("one seed: no test")
     assert statistics.equivalence_test([], []).text() == "no run to pair with"
     same = statistics.equivalence_test([1.0, 2.0], [1.0, 2.0])
     assert (same.verdict, same.p) == ("equivalent", None)
-
-
-def test_seeds_needed_have_bounds() -> None:
-    # The power of the number between them: test_report_questions.py.
-    assert statistics.seeds_needed(0.5, 0) == statistics.seeds_needed(0.5, 1e-9) == 2
-    assert statistics.seeds_needed(1e-6, 1.0) is None
-    with pytest.raises(ValueError, match="is out of range"):
-        statistics.seeds_needed(0, 0.1)
 
 
 def test_the_smaller_a_share_the_more_decimals_it_has() -> None:

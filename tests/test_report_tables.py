@@ -38,19 +38,19 @@ def row(table: pd.DataFrame, arm: str) -> pd.Series:
     return match
 
 
-@pytest.mark.parametrize("name", ["summary", "loss", "memory", "runtime", "single_vs_multi"])
-def test_failed_runs_are_rows_with_their_reasons(name: str, records: Records) -> None:
-    table = TABLES[name](records)
+def test_failed_runs_are_rows_with_their_reasons(records: Records) -> None:
     outcomes = {
         "zero3": "ok",
         "zero3_nvme": "unsupported: libaio is missing",
         "zero3_nvme_optimizer": "timeout: ended after its 900 s",
         "fsdp2": "1 oom, 1 failed: CUDA out of memory (1); <script>alert(1)</script>",
     }
-    assert {arm: row(table, arm)["Outcome"] for arm in outcomes} == outcomes
-    assert (table["Runs"].sum(), len(table)) == (len(records.runs), 11)
-    lost = TABLES[name](Records(records.runs[records.runs["status_state"] == "oom"], records.steps.iloc[:0]))
-    assert lost.empty or lost["Outcome"].tolist() == ["oom: CUDA out of memory (1)"]
+    for name in ("summary", "loss", "memory", "runtime", "single_vs_multi"):
+        table = TABLES[name](records)
+        assert {arm: row(table, arm)["Outcome"] for arm in outcomes} == outcomes, name
+        assert (table["Runs"].sum(), len(table)) == (len(records.runs), 11)
+        lost = TABLES[name](Records(records.runs[records.runs["status_state"] == "oom"], records.steps.iloc[:0]))
+        assert lost.empty or lost["Outcome"].tolist() == ["oom: CUDA out of memory (1)"]
 
 
 def test_speed_is_a_fraction_of_the_measured_matmul_rate(tmp_path: Path) -> None:
@@ -60,14 +60,12 @@ def test_speed_is_a_fraction_of_the_measured_matmul_rate(tmp_path: Path) -> None
         attempts = [{"matmul_rates": {"tflops": {"bf16": 9.0}}}, {"matmul_rates": noted}]
         (run / "sweep.json").write_text(json.dumps({"attempts": attempts}))
     records = read_records(tmp_path)
-    table = TABLES["runtime"](records)
+    table = TABLES["runtime"](records).set_index("Strategy")["Of the measured matmul rate"]
     ddp = records.runs[records.runs["strategy"] == "ddp"].iloc[0]
     steps_per_s = ddp["tokens_per_s"] / (ddp["global_batch_size"] * ddp["seq_length"])
-    assert row(table, "ddp")["Samples/s"] == pytest.approx(steps_per_s * ddp["global_batch_size"])
     # The run has two devices.
-    fraction = ddp["model_flops_per_step"] * steps_per_s / 2 / 0.5e12
-    assert row(table, "ddp")["Of the measured matmul rate"] == pytest.approx(fraction)
-    assert all(pd.isna(row(table, arm)["Of the measured matmul rate"]) for arm in ("zero2", "zero3"))
+    assert table["ddp"] == pytest.approx(ddp["model_flops_per_step"] * steps_per_s / 2 / 0.5e12)
+    assert table[["zero2", "zero3"]].isna().all()
 
 
 def test_a_run_on_gpus_has_a_predicted_speed_and_peak(tmp_path: Path) -> None:

@@ -77,9 +77,3 @@ def test_a_file_that_does_not_import_is_red_with_its_reason(tmp_path: Path) -> N
     status, lines = run_tests(tmp_path, "--retry", broken="import nothing_of_that_name\n", passing=PASSING)
     assert status != 0
     assert "No module named 'nothing_of_that_name'" in lines[-1]
-
-
-def test_a_pass_that_dies_with_1_before_it_names_a_failure_is_red(tmp_path: Path) -> None:
-    dies = "import os\ndef pytest_unconfigure(): os._exit(1)\ndef pytest_sessionfinish(): os._exit(1)\n"
-    (tmp_path / "conftest.py").write_text(dies)
-    assert run_tests(tmp_path, "--retry", passing=PASSING)[0] == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import shlex
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,16 +95,6 @@ def test_on_a_gpu_a_search_begins_at_the_predicted_size(tmp_path):
     assert from_zero.what_fits(tmp_path).answer == "none, 1 is too large"
 
 
-def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tmp_path):
-    file = write_suite(tmp_path, {"strategy": "single"}, {**UNSIZED, "world_size": 1}, search=LADDER["search"])
-    search = dataclasses.replace(plan_search(file), guess=lambda: 5)
-    write_probe(search, tmp_path / "runs", 5, state="failed", reason="no luck")
-    note_searches([search], tmp_path / "runs")
-    (fit,) = fits(read_runs(tmp_path / "runs"))
-    assert fit.what_fits.limiting_reason == search.what_fits(tmp_path / "runs").limiting_reason
-    assert fit.what_fits.limiting_reason == "stopped at 6: failed, no luck"
-
-
 @pytest.mark.parametrize("state", ["failed", "timeout", "unsupported"])
 def test_a_probe_that_neither_fits_nor_runs_out_of_memory_ends_the_search(state):
     bracket = next_bracket({0: "ok", 1: "ok", 3: state}, 511)
@@ -143,24 +133,19 @@ def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp
 def test_the_dry_run_and_the_status_show_the_next_probe_the_answer_and_why_it_is_not_more(tmp_path, capsys):
     file = write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)
     search, root = plan_search(file), tmp_path / "runs" / "tiny"
-    where = [str(file), "--runs_dir", str(tmp_path / "runs")]
 
-    def lines(*arguments: str) -> list[str]:
-        assert cli.main([arguments[0], *where, *arguments[1:]]) == 0
+    def lines(command: str, *flags: str) -> list[str]:
+        assert cli.main([command, str(file), "--runs_dir", str(tmp_path / "runs"), *flags]) == 0
         return capsys.readouterr().out.splitlines()
 
     note, command = lines("run", "--dry_run")
     assert note == f"# {search.id} searches 1 to 512: its next probe, which decides those after it"
-    words = shlex.split(command)
-    assert words[words.index("--per_device_train_batch_size") + 1] == "1"
+    assert "--per_device_train_batch_size 1 " in command
     assert lines("status")[-1].split()[6:8] == ["to", "do"]
     end_probe(search, root, 1, "timeout", "ended after its 5 s")
     assert "stopped at 1: timeout, ended after its 5 s" in " ".join(lines("status")[-1].split())
     end_probe(search, root, 1, "oom", "the cgroup's memory limit was reached")
-    status_line = lines("status")[-1]
-    assert all(
-        words in status_line for words in ("found", "none, 1 is too large", "1: the cgroup's memory limit was reached")
-    )
+    assert re.search("found .*none, 1 is too large .*1: the cgroup's memory limit was reached", lines("status")[-1])
     assert lines("run", "--dry_run") == [f"# {search.id} is answered: none, 1 is too large"]
 
 
@@ -185,15 +170,14 @@ def test_a_probe_that_another_grid_names_too_is_run_once_and_ends_its_search_if_
 ):
     same = {"per_device_train_batch_size": 1, "global_batch_size": 2, "train_samples": 2, "max_steps": 3}
     grids = [{"axes": {"strategy": "zero2"}, **LADDER}, {"axes": {"strategy": "zero2"}, "fixed": same}]
+    file, box, runs = tmp_path / "tiny.yaml", Machine((80.0,), 64.0), tmp_path / "runs"
     document = {"name": "tiny", "description": "a test's", "order_seed": order_seed, "grids": grids}
-    file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump({**document, "fixed": {**UNSIZED, "world_size": 2}}))
-    box = Machine((80.0,), 64.0)
     cells = plan_cells(read_suite(file), box)
-    assert run_cells(cells, tmp_path / "runs", box).pending == 0
+    assert run_cells(cells, runs, box).pending == 0
     (search,) = (cell for cell in cells if isinstance(cell, Search))
-    assert search.what_fits(tmp_path / "runs").state == "stopped"
-    (directory,) = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    assert search.what_fits(runs).state == "stopped"
+    (directory,) = [path for path in runs.iterdir() if path.is_dir()]
     assert read_status(directory)["attempt"] == 1
 
 
@@ -204,27 +188,27 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
         {"fixed": {"model_name_or_path": "gpt-tiny-1layers"}, "search": {"largest_micro_batch": [1, 2]}},
         {"fixed": {"per_device_train_batch_size": 1}, "search": {"largest_model": ["gpt-tiny-1layers", "gpt-tiny"]}},
     ]
-    file = tmp_path / "tiny.yaml"
+    file, root = tmp_path / "tiny.yaml", tmp_path / "runs"
     file.write_text(yaml.safe_dump({"name": "tiny", "description": "a test's", "fixed": tiny, "grids": grids}))
-    root = tmp_path / "runs"
     cells: list[Any] = plan_cells(read_suite(file), CPU_BOX)
-    probes = {search.probe_at(place).id for search in cells for place in (0, 1)}
-    assert len(probes) == 3, "the smallest is shared"
+    assert len({search.probe_at(place).id for search in cells for place in (0, 1)}) == 3, "the smallest is shared"
     for search in cells:
         for place, state in ((0, "ok"), (1, "oom")):
             if not (root / search.probe_at(place).id).exists():
                 write_probe(search, root, place, steps=3, state=state, reason="full")
-    note_searches(cells, root)
-    answers = {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}
-    assert answers == {search.axis: search.what_fits(root).answer for search in cells}
+
+    def answers() -> dict[str, str]:
+        return {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}
+
+    expected = {search.axis: search.what_fits(root).answer for search in cells}
     # The notes of all searches stay when only some are examined again.
-    note_searches(cells[:1], root)
-    assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == answers
+    for noted in (cells, cells[:1]):
+        note_searches(noted, root)
+        assert answers() == expected
     # A probe that is also a cell of the suite counts as a run.
     assert real_runs(read_runs(root)).runs.empty
     note_searches([*cells, cells[0].probe_at(0)], root)
     assert real_runs(read_runs(root)).runs["run"].tolist() == [cells[0].probe_at(0).id]
-    assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == answers
 
 
 @pytest.mark.long
@@ -232,16 +216,12 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
 @pytest.mark.parametrize("name", sorted({part.suite for part in shipped()["one_gpu"].slices}))
 def test_a_rented_suite_runs_from_end_to_end_with_tiny_models(tmp_path, name):
     """Suites for machines that are rented by the minute, with the commands that run there."""
-    arguments = ["run", name, "--runs_dir", str(tmp_path), "--rehearse"]
-    result = subprocess.run(
-        [sys.executable, "-m", "study.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=3000
-    )
+    command = [sys.executable, "-m", "study.cli", "run", name, "--runs_dir", str(tmp_path), "--rehearse"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr
-    root = tmp_path / f"{name}-rehearsal"
-    cells = plan_cells(shrink_suite(shipped()[name]), detect_machine())
+    root, cells = tmp_path / f"{name}-rehearsal", plan_cells(shrink_suite(shipped()[name]), detect_machine())
     for cell, record in cell_states(cells, root):
         assert record.state == "ok", f"{cell.id}: {record}"
         assert read_run(root / cell.id).engine["trainer"] == cell.trainer
     for search in (planned for planned in cells if isinstance(planned, Search)):
         assert search.what_fits(root).bracket.fits == search.last
-    assert all((root / planned.id).is_dir() for planned in cells if not isinstance(planned, Search))
