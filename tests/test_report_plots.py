@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 
 from report_folders import drawn, figures, laptop
 from study.config.places import REPOSITORY

@@ -301,7 +301,7 @@ def _strategy_noise(logs: np.ndarray, place: int) -> _StrategyNoise:
     residuals = logs[:, place] - seeds
     valid = ~np.isnan(residuals)
     strategy_variance = float(residuals[valid].var(ddof=1)) if valid.sum() > 1 else math.nan
-    if df:
+    if df and valid.any():
         # Subtract the uncertainty of the seed effects, which come from the other strategies.
         strategy_variance -= variance * float((1 / (~np.isnan(rest[valid])).sum(axis=1)).mean())
     return _StrategyNoise(max(strategy_variance, 0.0), int(valid.sum()) - 1, variance, df)
