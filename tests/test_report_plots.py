@@ -152,7 +152,7 @@ def test_every_axis_has_its_unit_and_every_figure_its_words(notebook):
 
 
 def test_numbers_at_the_ends_of_bars_are_the_lengths_of_the_bars():
-    """Those of model state are the whole state, and those of sent bytes are beside their own bars."""
+    """Those of model state are the whole state, and those of sent bytes are next to their own bars."""
     for notebook, name in (("neighbours", "neighbours"), ("peak_memory", "model_state"), ("runtime", "traffic")):
         for axes in laptops(notebook)[name].figure.axes:
             ends = np.zeros(len(axes.texts))

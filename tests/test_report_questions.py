@@ -19,10 +19,9 @@ from report_folders import figures
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.frames import Records, read_parquet, read_records
-from study.records.statistics import differences, estimate_noise
+from study.records.statistics import estimate_noise
 from study.report.document import Answer
 from study.report.questions import QUESTIONS, TABLES, answers
-from study.report.questions.runs import claims_answer
 from synthetic_records import answered, with_steps, write_run
 
 STAGES = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu")
@@ -230,10 +229,7 @@ def test_speeds_at_several_batches_have_one_baseline(tmp_path: Path) -> None:
         write(tmp_path, factors, (1, 2, 3), config={"global_batch_size": batch, "per_device_train_batch_size": 4})
     answer = Answers(tmp_path)["batch_size"]
     assert [*answer.table] == ["Strategy", "batch 8", "batch 32"]
-    assert (
-        answer.sentence
-        == "`zero3` has 33 % of the speed of `ddp` at batch 8 and 66 % of the speed of `ddp` at batch 32."
-    )
+    assert answer.sentence == "`zero3` has 33 % of the speed of `ddp` at batch 8 and 66 % at batch 32."
     finding = figures("batch_size", read_records(tmp_path))["batch_size"].alt
     assert "zero3 changes most, from 33 to 66 %. Speed in percent of ddp at the same place" in finding
 
@@ -249,31 +245,8 @@ def test_with_a_gpu_offload_frees_its_memory(tmp_path: Path) -> None:
 
 
 def test_all_questions_on_time_agree_about_a_pair() -> None:
-    """By throughput and in a family of its own with `single`, zero1 was significantly faster than it."""
+    """Throughputs tested with three other strategies alone made zero1 significantly faster than `single`."""
     by_name, workload = Answers(read_parquet(REPOSITORY / "reports" / "reviews")), "gpt-4k, film reviews"
-    runs = by_name.records.runs[by_name.records.runs["workload"] == workload]
-    pairs = [("single", arm) for arm in ("ddp", "zero1", "zero2", "zero3")]
-    assert differences(runs, "tokens_per_s", pairs)["single", "zero1"].is_significant
-    speeds = by_name["ranks"].table.set_index(("", "Strategy"))
-    assert speeds.loc["zero1", (workload, "x one device")].endswith(" n.s.")
-    (fastest,) = by_name["advice"].table.set_index("Workload").loc[[workload], "Fastest, or not shown to be slower"]
-    assert {"single", "zero1"} <= set(fastest.split(", "))
-
-
-def test_a_headline_names_the_model_without_a_run() -> None:
-    records = read_parquet(REPOSITORY / "reports" / "paper_table1")
-    answer = Answers(records)["table1"]
-    lost = records.runs[records.runs["status_state"] != "ok"]
-    assert set(lost["model_name_or_path"]) == {f"gpt-1t-{layers}layers" for layers in (1, 2, 3)}
-    assert answer.sentence.endswith(f"`gpt-1t` is not among them: its {len(lost)} runs did not succeed.")
-    assert answer.number is not None
-    assert answer.number[1].endswith("; no run of `gpt-1t`")
-
-
-def test_claims_of_a_folded_table_are_listed_in_words() -> None:
-    claims = [{"Claim": f"S0-{place:02}", "Finding": "holds (derived)", "It says": "Stage 3 " * 20}
-              for place in range(13)]  # fmt: skip
-    folded, open_table = (answered(claims_answer(rows, "claims")) for rows in (claims, claims[:12]))
-    assert folded.number == ("13 of 13", "published claims hold, 0 are undecided")
-    assert re.fullmatch("Holds: S0-00, Stage 3 .* …", folded.notes[0])
-    assert (len(folded.notes), len(open_table.notes)) == (14, 1)
+    speeds = by_name["ranks"].table.set_index(("", "Strategy"))[workload, "x one device"]
+    assert speeds["zero1"] == "1.36 [0.95, 1.94] n.s."
+    assert {*by_name["advice"].table.iloc[1, 1].split(", ")} == {"single", "ddp", "zero1", "zero2"}
