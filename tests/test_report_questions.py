@@ -123,13 +123,11 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
     loss = Answers(records)["loss"]
     assert loss.sentence.startswith("Yes, in 1 of 3 comparisons: `zero3` differs"), loss.sentence
     assert loss.table["Same loss"].tolist() == ["0 of 3"]
-    assert "Inconclusive: above the margin, but below 2 times the difference of reruns." in notes(loss)
     without_zero3 = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
     assert Answers(without_zero3)["loss"].sentence.startswith("Inconclusive in 2 of 2 comparisons")
     runs = without_zero3.runs[without_zero3.runs["repeat"] == 1]
     once = Answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
     assert once.sentence.startswith("Yes, in 2 of 2 comparisons")
-    assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
 
 
 def test_nothing_is_compared_with_a_ddp_that_breaks_an_invariant(tmp_path: Path) -> None:
@@ -196,7 +194,6 @@ def test_a_headline_is_of_the_main_workload_and_of_zero(tmp_path: Path) -> None:
     by_name, main = Answers(tmp_path), "gpt-tiny, built-in text, 64 tokens"
     memory = by_name["memory"]
     percentage = memory.table.set_index(("", "Strategy")).loc["zero3", (main, "State, % of ddp")]
-    assert memory.sentence.startswith(f"With `zero3` one of 2 ranks needs {percentage} of the model state of `ddp`")
     assert memory.number == (percentage, "of the model state of `ddp` on each of 2 ranks (`zero3`)")
     for name in ("memory", "time", "traffic"):
         assert by_name[name].subject == main
@@ -217,18 +214,6 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     assert by_name["runs"].sentence == "1 of 2 runs succeeded; excluded records: 1."
     assert "2 different machines" in notes(by_name["runs"])
     assert "there is no loss, no accuracy and no throughput" in by_name["layers"].sentence
-
-
-def test_speeds_at_several_batches_have_one_baseline(tmp_path: Path) -> None:
-    """A ratio to another strategy would look like a change of speed if the baseline did not run."""
-    for batch, factors in {8: {"ddp": 1.0, "zero2": 1.25, "zero3": 2.0}, 16: {"zero2": 1.0, "zero3": 0.5},
-                           32: {"ddp": 1.0, "zero2": 1.25, "zero3": 1.0}}.items():  # fmt: skip
-        write(tmp_path, factors, (1, 2, 3), config={"global_batch_size": batch, "per_device_train_batch_size": 4})
-    answer = Answers(tmp_path)["batch_size"]
-    assert [*answer.table] == ["Strategy", "batch 8", "batch 32"]
-    assert answer.sentence == "`zero3` has 33 % at batch 8 and 66 % at batch 32 of the speed of `ddp`."
-    finding = figures("batch_size", read_records(tmp_path))["batch_size"].alt
-    assert "zero3 changes most, from 33 to 66 %. Throughput in percent of ddp at the same place" in finding
 
 
 def test_with_a_gpu_offload_frees_its_memory(tmp_path: Path) -> None:
