@@ -38,11 +38,12 @@ lock: install
 	sed -i -E "/^(nvidia-(cu|nc|nv[a-z])|cuda-|triton==)/d; s/ (;|and) python_full_version < '3.14' and sys_platform == 'linux'$$//; \
 	  s/ and sys_platform == 'linux'$$//; 1i # The exact versions this was tested with: make lock" constraints.txt
 
-# The first page comes when every strategy has run once on both tasks, then one after each further seed, and one of what
-# there is after Ctrl-C. A run that failed is a row of the report; the exit status is that of the runs. It goes beside the
-# runs: reports/ holds what is in git.
+# The first page comes when every strategy has trained the GPT once, then one after both tasks and each further seed, and
+# one of what there is after Ctrl-C. A run that failed is a row of the report; the exit status is that of the runs. The
+# report goes beside the runs: reports/ holds what is in git.
 study: install
-	@set -f; trap stopped=130 INT; for only in "--only seed=42 --only *-r1" "--only seed=43" ""; do \
+	@set -f; trap stopped=130 INT; for only in "--only task=gpt-wikitext --only seed=42 --only *-r1" \
+	  "--only seed=42 --only *-r1" "--only seed=43" ""; do \
 	  $(BIN)/study run laptop $$only; status=$$?; [ $$status -lt 2 ] || exit $$status; \
 	  $(BIN)/study report laptop --output runs/laptop/report || exit $$?; [ -z "$$stopped" ] || exit $$stopped; done; exit $$status
 

@@ -129,8 +129,8 @@ def test_a_report_in_git_is_rebuilt_from_its_records(name: str, tmp_path: Path, 
     monkeypatch.setattr("study.report.site.build.run_notebooks", copy_notebooks)
     monkeypatch.setattr("study.claims.ledger.read_ledger", read_ledger_once)
     claims = dependent_claims(records, name, source)
-    build(records, name, tmp_path / "report", claims=claims, title=command.title_of(name))
-    before, after = contents(source), contents(tmp_path / "report")
+    build(records, name, tmp_path / "reports" / name, claims=claims, title=command.title_of(name))
+    before, after = contents(source), contents(tmp_path / "reports" / name)
     listed = json.loads(before["files.json"])["files"]
     assert listed == {file: sha256(before[file]).hexdigest() for file in after if file != "files.json"}
     changed = [file for file in listed if file.endswith((".html", ".md")) and before[file] != after[file]]

@@ -137,7 +137,7 @@ def test_a_page_loads_whole_fits_the_screen_and_links_to_what_there_is(visits, r
     for link in links:
         parts = urlsplit(link)
         assert not parts.scheme
-        assert (report.folder / unquote(parts.path or f"{name}.html")).is_file(), link
+        assert (report.folder / unquote(parts.path or f"{name}.html")).exists(), link
         if parts.fragment:
             assert page.evaluate("id => document.getElementById(id) !== null", unquote(parts.fragment)), link
     page.evaluate(OPEN)

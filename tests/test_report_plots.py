@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 
 from report_folders import drawn, figures, laptop
 from study.config.places import REPOSITORY
@@ -94,8 +94,8 @@ def test_no_two_styles_look_alike(sight, styles):
         assert is_other or distance > 0.08, f"{first_name} and {second_name}: {distance:.3f}"
 
 
-@pytest.mark.parametrize(("report", "labels"), [("laptop", 13), ("neighbours", 27)])
-def test_every_point_has_a_label_and_none_overlaps_another_or_many_points(report, labels):
+@pytest.mark.parametrize(("report", "labels"), [("laptop", 13), ("neighbours", 4)])
+def test_labels_of_points_do_not_overlap_and_of_many_points_only_the_best_have_one(report, labels):
     drawings = drawn("runtime", read_parquet(REPOSITORY / "reports" / report))
     counts = []
     for figure in (drawing.figure for drawing in drawings if drawing.name == "frontier"):
@@ -103,14 +103,8 @@ def test_every_point_has_a_label_and_none_overlaps_another_or_many_points(report
         texts = [text for text in figure.axes[0].texts if text.get_text()]
         boxes = [Text.get_window_extent(text) for text in texts]  # without the line to its point
         assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].shrunk(0.9, 0.8).overlaps(pair[1])]
-        if len(texts) > 14:
-            assert min(box.x0 for box in boxes) > figure.axes[0].bbox.x1
-            starts = figure.axes[0].transData.transform([text.xy for text in texts if isinstance(text, Annotation)])
-            lengths = np.linalg.norm(starts[:, None] - [(box.x0, (box.y0 + box.y1) / 2) for box in boxes], axis=2)
-            # Two lines that cross are longer than with their ends exchanged.
-            assert (lengths + lengths.T > np.add.outer(lengths.diagonal(), lengths.diagonal()) - 1e-6).all()
         counts.append(len(texts))
-    assert max(counts) == labels
+    assert counts[0] == labels
 
 
 def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,12 +52,12 @@ def test_ratios_are_paired_by_seed() -> None:
         ("ddp", 1, 1, 1.0), ("ddp", 2, 1, 2.0), ("ddp", 3, 1, 4.0), ("ddp", 4, 1, 9.0),
         ("zero3", 3, 1, 8.0), ("zero3", 1, 1, 2.0), ("zero3", 2, 1, 4.0), ("zero3", 9, 1, 99.0),
     ])  # fmt: skip
-    ratio = statistics.paired_ratio(runs, TIME, "zero3", "ddp")
+    ratio = statistics.paired_ratio(statistics.pivot_by_seed(runs, TIME), "zero3", "ddp")
     assert (ratio.center, ratio.low, ratio.high, ratio.n) == pytest.approx((2.0, 2.0, 2.0, 3))
-    assert statistics.paired_ratio(runs, TIME, "zero2", "ddp").n == 0
+    assert statistics.paired_ratio(statistics.pivot_by_seed(runs, TIME), "zero2", "ddp").n == 0
     # A failed run is in no pair.
     runs.loc[runs["arm"] == "ddp", "status_state"] = "failed"
-    assert statistics.paired_ratio(runs, TIME, "zero3", "ddp").n == 0
+    assert statistics.paired_ratio(statistics.pivot_by_seed(runs, TIME), "zero3", "ddp").n == 0
 
 
 def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
@@ -72,7 +73,7 @@ def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
     assert (averaged.n, by_run.n) == (2, 4)
     assert by_run.verdict == "equivalent"
     assert averaged.verdict == "not shown"
-    assert statistics.paired_ratio(runs, TIME, "zero3", "ddp").n == 2
+    assert statistics.paired_ratio(statistics.pivot_by_seed(runs, TIME), "zero3", "ddp").n == 2
 
 
 def test_repeats_of_the_only_seed_are_samples_of_a_time_and_not_of_a_loss() -> None:
@@ -198,3 +199,14 @@ def test_one_run_each_is_no_test() -> None:
 def test_the_smaller_a_share_the_more_decimals_it_has() -> None:
     texts = [percent(fraction, signed=True) for fraction in (0.5, 0.025, -0.001, 1e-8, -1e-8, 0)]
     assert texts == ["+50 %", "+2.5 %", "-0.10 %", "+0.000001 %", "-0.000001 %", "+0.00 %"]
+
+
+def test_all_pairs_of_a_workload_are_one_family_in_both_orders() -> None:
+    runs = as_runs(drawn(np.random.default_rng(3), 4, effect=np.array([0, 0.3, 0, 0]), arms=4))
+    found, names = statistics.all_differences(runs, TIME), ARMS[:4]
+    assert set(found) == set(itertools.permutations(names, 2))
+    for pair, tested in statistics.differences(runs, TIME, itertools.combinations(names, 2)).items():
+        there, back = found[pair], found[pair[1], pair[0]]
+        assert (there, back.p) == (tested, tested.p)
+        assert back.ratio.center * there.ratio.center == pytest.approx(1)
+        assert (back.ratio.low or 0) * (there.ratio.high or 0) == pytest.approx(1)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from forked import fork_script
 from study.config.places import REPOSITORY
@@ -27,6 +28,8 @@ def test_the_table_has_every_script() -> None:
 
 @pytest.mark.parametrize(("name", "status"), ROWS)
 def test_a_fault_of_another_library_is_there_or_not_as_the_table_says(name: str, status: str) -> None:
+    if name == "deepspeed_init_dtype.py" and torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        status = "0"
     environment = {
         **os.environ, "TORCH_EXTENSIONS_DIR": str(operator_build_folder(cache_directory())),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),

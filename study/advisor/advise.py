@@ -12,21 +12,12 @@ from study.advisor.predict_command import precision_under, workload_text
 from study.config.registry import REGISTRY
 from study.config.strategies import WITH_REPLICAS, Strategy, read_strategy
 from study.host.memory import GIB
+from study.predictor import time as timing
 from study.predictor.hardware import Hardware
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, Attention, MemoryUse, Request, StepTime
 from study.predictor.shape import ModelShape
 from study.predictor.state import MIN_SWAPPED_BYTES, unswapped_kind
-from study.predictor.time import (
-    device_bytes,
-    excess_bytes,
-    fits,
-    free_fraction,
-    max_offload_slowdown,
-    predict_time,
-    usable_bytes,
-    why,
-)
 
 # In elements; 16-bit buckets of 100 MB saturate a network.
 _SMALL_BUCKET = 50_000_000
@@ -100,7 +91,7 @@ class Option:
     @property
     def is_safe(self) -> bool:
         """Whether the upper bound (90 %) of the predicted peak fits, too."""
-        return fits(self.memory, self.request.box, at_upper=True)
+        return timing.fits(self.memory, self.request.box, at_upper=True)
 
     @property
     def tokens_per_s(self) -> float:
@@ -158,7 +149,7 @@ def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tupl
     plain = next(
         (candidate for candidate in comparable if candidate.fits and not candidate.request.strategy.offloads), fastest
     )
-    first = fastest if fastest.tokens_per_s > max_offload_slowdown() * plain.tokens_per_s else plain
+    first = fastest if fastest.tokens_per_s > timing.max_offload_slowdown() * plain.tokens_per_s else plain
     slowest = (1 - SPEED_TOLERANCE) * first.tokens_per_s
     equal = [candidate for candidate in comparable if candidate.tokens_per_s >= slowest
              and candidate.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
@@ -254,18 +245,19 @@ def _largest_option(
     for at_upper_end in (True, False) if at_upper_bound else (False,):
         # A single micro-batch accumulates no gradients, so the largest size may fit even if smaller ones do not.
         # Among the others memory never falls with the size.
-        if not count and fits(predicted(sizes[-1])[1], box, at_upper_end):
+        if not count and timing.fits(predicted(sizes[-1])[1], box, at_upper_end):
             count = len(sizes)
         count = count or bisect.bisect_left(
-            sizes[:-1], True, key=lambda size: not fits(predicted(size)[1], box, at_upper_end)
+            sizes[:-1], True, key=lambda size: not timing.fits(predicted(size)[1], box, at_upper_end)
         )
     request, memory = predicted(sizes[max(count - 1, 0)])
     unused_nvme = unswapped_kind(request)
-    time = predict_time(request) if fits(memory, box) and unused_nvme is None else None
+    time = timing.predict_time(request) if timing.fits(memory, box) and unused_nvme is None else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
-    reason = why(memory, box) if unused_nvme is None else f"no part of the {unused_nvme} has the 1 MiB that is swapped"
+    swapped = f"no part of the {unused_nvme} has the 1 MiB that is swapped"
+    reason = timing.why(memory, box) if unused_nvme is None else swapped
     return Option(name, request, memory, time, reason, cost)
 
 
@@ -329,7 +321,7 @@ def explain_best(advice: Advice) -> str:
         return f"it is the only strategy whose 90 % bound fits; {memory}"
     gap = best.tokens_per_s / runner_up.tokens_per_s - 1
     if runner_up.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
-        ahead, slowest = runner_up.tokens_per_s / best.tokens_per_s - 1, max_offload_slowdown()
+        ahead, slowest = runner_up.tokens_per_s / best.tokens_per_s - 1, timing.max_offload_slowdown()
         return (
             f"no offload: one is predicted {ahead:.0%} faster, but measured offload steps took up to {slowest:.1f}"
             f" times their prediction; {memory}"
@@ -364,13 +356,13 @@ def error_of_time(option: Option) -> float | None:
 
 
 def _why_nothing_fits(advice: Advice) -> str:
-    least = min(advice.options, key=lambda option: device_bytes(option.memory))
+    least = min(advice.options, key=lambda option: timing.device_bytes(option.memory))
     if least.memory.missing:
         return f"under {least.name}, which needs least: {least.why}"
     request, parts, box = least.request, least.memory.device_parts, least.request.box
     if box.host_gib_per_node is not None and not box.is_cpu_only:
         any_host = dataclasses.replace(box, host_gib_per_node=None)
-        short = [option for option in advice.options if excess_bytes(option.memory, any_host) <= 0]
+        short = [option for option in advice.options if timing.excess_bytes(option.memory, any_host) <= 0]
         if short:
             nearest = min(short, key=lambda option: option.memory.host_peak.value)
             needed = nearest.memory.host_peak.value / GIB
@@ -379,7 +371,7 @@ def _why_nothing_fits(advice: Advice) -> str:
             )
     # Data parallelism shards model state, but not the activations of one sample.
     undivided = {name: parts[name] for name in _PARTS_OF_A_SAMPLE if parts[name]}
-    if sum(undivided.values()) <= (usable := usable_bytes(box)):
+    if sum(undivided.values()) <= (usable := timing.usable_bytes(box)):
         return "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
     breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in undivided.items())
     helps = ["fewer tokens per sample"]
@@ -397,10 +389,10 @@ def _why_nothing_fits(advice: Advice) -> str:
 def _memory_text(best: Option) -> str:
     memory, box = best.memory, best.request.box
     if (memory.process_peak or memory.peak_reserved).high is None:
-        return f"{free_fraction(memory, box):.0%} of the memory is left, but peaks are not validated here"
+        return f"{timing.free_fraction(memory, box):.0%} of the memory is left, but peaks are not validated here"
     if not best.is_safe:
         return "it may not fit: its 90 % bound does not"
-    return f"its 90 % bound leaves {free_fraction(memory, box, True):.0%} of the memory"
+    return f"its 90 % bound leaves {timing.free_fraction(memory, box, True):.0%} of the memory"
 
 
 def unchecked_needs(option: Option) -> Iterator[str]:
@@ -421,10 +413,10 @@ def explain_slowdown(option: Option, best: Option) -> str:
         option.request, micro_batch=ours.micro_batch, accumulation=ours.accumulation,
         gradient_checkpointing=ours.gradient_checkpointing,
     )  # fmt: skip
-    if not fits(predict_memory(same), box, at_upper=best.is_safe):
+    if not timing.fits(predict_memory(same), box, at_upper=best.is_safe):
         return f": with {workload_text(ours)}, the settings of {best.name}, it does not fit"
     assert best.time is not None
-    time, best_time = predict_time(same), best.time
+    time, best_time = timing.predict_time(same), best.time
     part = max(_PARTS_OF_A_STEP, key=lambda name: time.parts[name] - best_time.parts[name])
     fraction, best_fraction = (
         f"{prediction.parts[part] / prediction.step_s.value:.0%}" for prediction in (time, best_time)
@@ -492,5 +484,5 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
 def _is_as_good(alone: Option, best: Option) -> bool:
     """Whether fewer machines are as fast; as in `ranked`, an offload must be far ahead."""
     is_offload = alone.request.strategy.offloads and not best.request.strategy.offloads
-    least = max_offload_slowdown() if is_offload else 1 - SPEED_TOLERANCE
+    least = timing.max_offload_slowdown() if is_offload else 1 - SPEED_TOLERANCE
     return (alone.is_safe or not best.is_safe) and alone.tokens_per_s >= least * best.tokens_per_s

@@ -166,7 +166,8 @@ def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) ->
         "trained_parameters": case.shape.trained_parameters, "world_size": case.ranks,
         "hardware": hardware and hardware.name,
         "fits": fits(memory, case.request.box) if hardware and not memory.missing else None,
-        "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
+        "precision": predict_command.precision_name(case.request),
+        "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
         "accumulation": case.request.accumulation, "gradient_checkpointing": case.request.gradient_checkpointing,
         "settings": [dataclasses.asdict(cost) for cost in costs(case)],
@@ -250,7 +251,7 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
     yield from predict_command.pair_notes(request)
     unset = " by default" if request.precision == "fp32" else ""
     ranks = f"one of {case.ranks} ranks" if case.ranks > 1 else "1 rank"
-    yield f"{case.file.name}: {engine}, {request.precision}{unset}, {ranks}"
+    yield f"{case.file.name}: {engine}, {predict_command.precision_name(request)}{unset}, {ranks}"
     yield (
         f"{case.shape.name}: {case.shape.parameters:,} parameters{adapters.lora_text(case.shape)}, micro-batch"
         f" {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per sample"
@@ -377,7 +378,7 @@ def gathered_elements(case: ConfigCase) -> int:
 def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
     if case.stage != 3:
         return
-    elements, weight = case.shape.parameters, case.weight
+    elements, weight = case.request.stored.parameters, case.weight
     persistent = sum(param.elements for param in persistent_params(case.request))
     threshold = case.zero["stage3_param_persistence_threshold"]
     reason = f"tensors of up to {threshold:,.0f} elements stay unpartitioned, {persistent:,} elements of this model"
@@ -508,7 +509,7 @@ def _explain_loading(case: ConfigCase) -> Iterator[Explanation]:
 def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
     """Compare gathering the weights for each token and once."""
     shape, box, batch = case.shape, case.request.box, case.request.micro_batch
-    weights = float(shape.parameters * case.weight)
+    weights = float(case.request.stored.parameters * case.weight)
     cache = 2.0 * 2 * shape.layers * shape.key_value_heads * shape.head_dim * batch * tokens
     short = f"a KV cache of {gib(cache)} for {batch} x {tokens:,} tokens in 16 bits"
     figures = {"weights": weights, "cache": cache}

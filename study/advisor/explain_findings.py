@@ -118,12 +118,11 @@ def _facts(case: ConfigCase) -> dict[str, Any]:
         "num_processes": file.num_processes, "mesh_ranks": file.mesh_ranks, **request_facts(case.request),
     }  # fmt: skip
     if file.deepspeed is None:
-        settings, size = file.fsdp or {}, shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
+        settings = file.fsdp or {}
         return facts | {
             **settings, "set": set(settings), "version": str(settings.get("fsdp_version", 1))[:60],
             "sharding": file.sharding and file.sharding[:60],
             "refusal": shape.fsdp_refusal if case.request.fsdp_version == 2 else shape.fsdp1_refusal,
-            "gathered": f"{format_number(size / GIB)} GiB",
             "machine_ranks": case.request.box.gpus_per_node,
         }  # fmt: skip
     defaults = {key: entry["default"] for key, entry in section_entries("top").items() if "default" in entry}
@@ -162,9 +161,11 @@ def request_facts(request: Request) -> dict[str, Any]:
     shape, strategy = request.shape, request.strategy
     survey = shape.survey if isinstance(shape, LiveShape) else {}
     return {
+        "gathered": f"{format_number(request.stored.parameters * request.gathered_bytes / GIB)} GiB",
         "ranks": request.box.ranks, "precision": request.precision, "stage": strategy.zero_stage or 0,
         "engine": "fsdp" if strategy.is_fsdp else "none" if strategy.deepspeed is None else "deepspeed",
-        "model": shape.model_type, "experts": survey.get("active") or 0, "images": '"vision_config"' in shape.document,
+        "model": shape.model_type, "experts": survey.get("active") or 0,
+        "towers": any(f'"{kind}_config"' in shape.document for kind in ("vision", "audio")),
         "weights": shape.quantized_by or "none",
         "peft": "lora" if shape.lora_rank else "none", "quantized": request.quantized,
         "reference_model": request.reference_model, "optimizer_name": request.optimizer,

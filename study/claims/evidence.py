@@ -177,7 +177,7 @@ class Pair:
 
     def ratio(self, figure: str) -> Interval:
         """Return the ratio of a figure, paired by seed."""
-        return paired_ratio(self._both, figure, "mine", "its")
+        return paired_ratio(pivot_by_seed(self._both, figure), "mine", "its")
 
     def by_seed(self, figure: str) -> pd.DataFrame:
         """Return a figure in columns `mine` and `its`, for the seeds that both have."""

@@ -39,11 +39,9 @@ def matmuls(shape: ModelShape) -> tuple[MatMul, ...]:
     ups = 2 if shape.gated else 1
     # Queries, keys and values count as one product, as in GPT-2; the FLOPs are the same.
     matmuls = [
-        MatMul(shape.hidden, query + 2 * key_value, shape.layers),
-        MatMul(query, shape.hidden, shape.layers),
-        MatMul(shape.hidden, shape.inner, ups * shape.layers),
-        MatMul(shape.inner, shape.hidden, shape.layers),
-    ]
+        MatMul(shape.hidden, query + 2 * key_value, shape.layers), MatMul(query, shape.hidden, shape.layers),
+        MatMul(shape.hidden, shape.inner, ups * shape.layers), MatMul(shape.inner, shape.hidden, shape.layers),
+    ]  # fmt: skip
     if shape.family == "causal-lm":
         matmuls.append(MatMul(shape.hidden, shape.vocabulary, 1, in_layer=False))
     return tuple(matmuls)
@@ -243,23 +241,17 @@ def predict_activations(request: Request) -> Activations:
     in_block_casts = casts * sum(matrix.elements for matrix in matrices if matrix.name.startswith(block))
     after |= {name: after[name] - in_block_casts for name in (block[0], "")}
     return Activations(
-        layer=layer,
-        scores=scores,
-        checkpoint=tokens * shape.hidden * stream + products,
+        layer=layer, scores=scores, checkpoint=tokens * shape.hidden * stream + products,
         outside=tokens * (shape.hidden * outside + adapted_tail + adapted_first) + masks,
         tail=tokens * (shape.hidden * tail + adapted_tail),
-        layer_forward=max(
-            tokens * (width * (2 * shape.inner + shape.hidden) + widened), family.scores_forward * largest_scores
-        ),
-        layer_working=working,
-        logits=logits,
-        logits_forward=logits_forward,
-        logits_backward=logits_backward,
+        layer_forward=max(tokens * (width * (2 * shape.inner + shape.hidden) + widened),
+                          family.scores_forward * largest_scores),
+        layer_working=working, logits=logits, logits_forward=logits_forward, logits_backward=logits_backward,
         cast_layer=casts * sum(matrix.elements for matrix in matrices),
         cast_head=casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
         cast_cached=casts * sum(matrix.elements for matrix in matrices if matrix.trained),
         freed={name: working - size for name, size in after.items()},
-    )
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

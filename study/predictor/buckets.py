@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
@@ -77,13 +77,26 @@ def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:
     return Snapshot(BEFORE, float(grads), buffers + temporaries, step=True)
 
 
-def _waiting(shape: ModelShape) -> dict[int, list[tuple[Parameter, int]]]:
+def _arrivals(shape: ModelShape, place_of: Callable[[Parameter], int]) -> dict[int, list[tuple[Parameter, int]]]:
     """Return by place the parameters in the order of their gradients, each with the elements that have arrived."""
     places: dict[int, list[tuple[Parameter, int]]] = {place: [] for place in range(BEFORE, shape.layers + 1)}
     for param in reversed(shape.trained_params):
-        arrived = places[param.place]
+        arrived = places[place_of(param)]
         arrived.append((param, param.elements + (arrived[-1][1] if arrived else 0)))
     return places
+
+
+def _gathered(
+    request: Request, sizes: Mapping[int, int], groups: range, root: int
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return by group, and for the place after the last, the elements that stay gathered, root and groups below, and
+    those of the next group, which is gathered again."""
+    following = [0, *(sizes[place] for place in groups)]
+    kept = [root] * len(following)
+    if request.fsdp_keeps_gathered:
+        kept, following = list(itertools.accumulate(following[1:], initial=root)), [0] * len(following)
+    places = range(groups.start, groups.stop + 1)
+    return dict(zip(places, kept, strict=True)), dict(zip(places, following, strict=True))
 
 
 def _fsdp(request: Request) -> Iterator[Snapshot]:
@@ -93,114 +106,94 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     Accelerate makes a group of the norm and the head, with a tied embedding (fsdp2_prepare_model); an untied embedding
     is a group. With accumulation only the last micro-batch reduces: by then all layers have unpartitioned gradients.
     """
-    shape, top = request.shape, request.shape.layers
-    sizes = dict.fromkeys(range(BEFORE, top + 1), 0)
-    # Frozen weights have no gradients.
-    trained = dict(sizes)
-    for param in shape.params:
+    shape, top, arrivals = request.shape, request.shape.layers, _arrivals(request.shape, lambda param: param.place)
+    sizes = dict.fromkeys(arrivals, 0)
+    for param in request.stored.params:
         sizes[param.place] += param.elements
-        trained[param.place] += param.elements * param.trained
-    ranks = request.ranks_per_replica or request.box.ranks
+    trained = {place: arrived[-1][1] if arrived else 0 for place, arrived in arrivals.items()}
     # If FSDP itself computes in 16 bits, it gathers 16 bits; it reduces in the type of its shards.
-    shard_width = request.weight_bytes
-    weight = 2 if request.fsdp_gathers_16_bits else shard_width
-    # With an offload, reduced gradients move to the host for the optimizer's step.
-    on_device = 0 if request.fsdp_offloads else shard_width
-    accumulated = accumulated_bytes(request)
-    grads = accumulated
-    copies = 1 if request.box.gloo_copies_gathers else 0
-    waiting_params = _waiting(shape)
+    weight, shard_width, ranks = request.gathered_bytes, request.weight_bytes, request.fsdp_ranks
+    copies = int(request.box.gloo_copies_gathers)
     # A group of the embedding and the head is gathered from its first use to its last gradient. Until then the
     # gradient of the head waits, and then those of the embedding arrive: if it is tied, with their sum.
-    groups, root, head, at_end = range(BEFORE, top + 1), 0, 0, 0
+    groups, root, tail, head, at_end = range(BEFORE, top + 1), 0, sizes[top], 0, 0
     if shape.tied or request.fsdp_whole_root:
-        groups, root = range(top), sizes[top] + sizes[BEFORE]
+        groups, root, tail = range(top), sizes[top] + sizes[BEFORE], 0
         head = shape.embedding.elements * has_tied_gradients(shape) if shape.tied else trained[top]
         at_end = trained[BEFORE] + (2 if shape.tied else 1) * head
-    below, following = _gathered_below(request, sizes, groups)
-    # Reduce-scatter input of the previous group, freed after this group's reduction.
-    reducing, tail = 0.0, 0 if root else sizes[top]
+    kept, following = _gathered(request, sizes, groups, root)
+    grads = accumulated = accumulated_bytes(request)
     # The last layer is gathered after the loss's gradient.
-    yield Snapshot(top, grads, float(weight * (root + below[top] + tail)))
-    yield Snapshot(top, grads, float(weight * (root + below[top] + tail + (1 + copies) * following[top])))
-    yield Snapshot(top, grads, float(weight * (root + below[top] + tail + following[top] + head)))
+    begun = float(weight * (kept[top] + tail))
+    yield Snapshot(top, grads, begun)
+    yield Snapshot(top, grads, begun + weight * (1 + copies) * following[top])
+    yield Snapshot(top, grads, begun + weight * (following[top] + head))
+    # Reduce-scatter input of the previous group, freed after this group's reduction.
+    reducing = 0.0
     for place in reversed(groups):
-        size, new_elements, after = sizes[place], trained[place], max(place - 1, BEFORE)
-        root_bytes = float(weight * (root + below[place] + head))
-        # New gradients are added to those of earlier micro-batches one by one.
-        new = 0.0 if accumulated else float(weight * new_elements)
+        size, new, after = sizes[place], trained[place], max(place - 1, BEFORE)
+        held = float(weight * (kept[place] + head))
         if place < top and not request.fsdp_keeps_gathered:
             # The gathered buffer is copied into the weights; then the next group arrives, and then the gradients.
-            arrived = weight * (size + max(size, (1 + copies) * following[place]))
-            yield Snapshot(place, grads, root_bytes + reducing + arrived)
-        for param, waiting in waiting_params[place]:
-            arrived = weight * (size + following[place] + (param.elements if accumulated else waiting))
-            yield Snapshot(place, grads, root_bytes + reducing + arrived, param=param)
+            yield Snapshot(place, grads, held + reducing + weight * (size + max(size, (1 + copies) * following[place])))
+        for param, arrived in arrivals[place]:
+            # New gradients are added to those of earlier micro-batches one by one.
+            waiting = param.elements if accumulated else arrived
+            yield Snapshot(place, grads, held + reducing + weight * (size + following[place] + waiting), param=param)
         # The weights and the previous reduction's input are freed before the gradients are copied.
-        reducing = float(shard_width * new_elements)
-        copied = max(weight, copies * shard_width) * new_elements - (weight * new_elements - new)
-        yield Snapshot(after, grads, root_bytes + reducing + weight * following[place] + copied, between=True)
-        grads += new_elements / ranks * on_device - (weight * new_elements - new)
+        reducing, freed = float(shard_width * new), weight * new if accumulated else 0.0
+        copied = max(weight, copies * shard_width) * new - freed
+        yield Snapshot(after, grads, held + reducing + weight * following[place] + copied, between=True)
+        # With an offload, reduced gradients move to the host for the optimizer's step.
+        grads += (0 if request.fsdp_offloads else shard_width * new / ranks) - freed
     if root:
-        new_elements = trained[top] + trained[BEFORE]
+        new = trained[top] + trained[BEFORE]
         yield Snapshot(BEFORE, grads, reducing + weight * (root + at_end))
         copied = max(weight, copies * shard_width) - (weight if accumulated else 0)
-        yield Snapshot(BEFORE, grads, float(shard_width + copied) * new_elements)
+        yield Snapshot(BEFORE, grads, float(shard_width + copied) * new)
     # The forward pass keeps the buffer of a gather, which it copies into the weights, until the next group's copies are
-    # made (FSDPCommContext.all_gather_state). Most is gathered when the last group is.
+    # made (FSDPCommContext.all_gather_state). Most is gathered when the last group is, or with frozen weights the first
+    # layer, after the embedding.
     last = groups[-1]
-    gathered = root + below[last] + (2 + copies) * sizes[last] + sizes.get(last - 1, 0) * (last > groups.start)
-    yield Snapshot(last - 1, accumulated, float(weight * gathered), between=True)
+    most = kept[last] + (2 + copies) * sizes[last] + sizes.get(last - 1, 0) * (last > groups.start)
+    yield Snapshot(last - 1, accumulated, float(weight * most), between=True)
     if shape.lora_rank:
-        # With frozen weights the peak can be at the beginning of the forward pass: the gathered buffer is kept with its
-        # copy until the first layer is gathered as well (FSDPCommContext.all_gather_state).
-        gathered = 2 * (root or sizes[BEFORE])
-        yield Snapshot(BEFORE, accumulated, float(weight * (gathered + (1 + copies) * sizes[0])))
+        yield Snapshot(BEFORE, accumulated, float(weight * (2 * (root or sizes[BEFORE]) + (1 + copies) * sizes[0])))
     yield _torch_step(request, 0.0 if request.fsdp_offloads else shape.trained_parameters / ranks, 0.0)
-
-
-def _gathered_below(request: Request, sizes: Mapping[int, int], groups: range) -> tuple[dict[int, int], dict[int, int]]:
-    """Return by group, and for the place after the last, the elements below it that stay gathered from the forward
-    pass, and those of the next group, which is gathered again: one of both is 0."""
-    below = list(itertools.accumulate((sizes[place] for place in groups), initial=0))
-    places, none = range(groups.start, groups.stop + 1), [0] * len(below)
-    following = [0, *(sizes[place] for place in groups)]
-    below, following = (below, none) if request.fsdp_keeps_gathered else (none, following)
-    return dict(zip(places, below, strict=True)), dict(zip(places, following, strict=True))
 
 
 def _fsdp1(request: Request) -> Iterator[Snapshot]:
     """Snapshots of FSDP1 in torch's order (_runtime_utils.py of torch 2.13): a layer is gathered while the gradients of
     the one above it arrive. The gradients of a flat parameter wait for the last of them, are concatenated, and
     reduce-scattered. The root's tensors wait for the embedding's gradient."""
-    shape, units, accumulated = request.shape, flat_units(request), accumulated_bytes(request)
-    shard_width, ranks = request.weight_bytes, request.ranks_per_replica or request.box.ranks
-    weight = 2 if request.fsdp_gathers_16_bits else shard_width
-    on_device = 0 if request.fsdp_offloads else shard_width
-    root, copies = units[BEFORE], 1 if request.box.gloo_copies_gathers else 0
-    layers = _waiting(shape)
-    pending = sum(param.elements for param in shape.trained_params if param.place == shape.layers)
-    pending += shape.embedding.elements if has_tied_gradients(shape) else 0
-    grads, waiting = accumulated, float(weight * pending)
-    below, following = _gathered_below(
-        request, {place: unit.size for place, unit in units.items()}, range(shape.layers)
-    )
+    shape, units, grads = request.shape, flat_units(request), accumulated_bytes(request)
+    weight, shard_width, ranks = request.gathered_bytes, request.weight_bytes, request.fsdp_ranks
+    root, top, copies = units[BEFORE], shape.layers, int(request.box.gloo_copies_gathers)
+    arrivals, accumulated = _arrivals(shape, shape.layer_of), grads
+    # Elements of the root's gradients, by the place at which they arrive.
+    pending = dict.fromkeys(range(BEFORE, top + 1), 0)
+    for param, _ in arrivals[BEFORE]:
+        pending[param.place] += param.elements
+    pending[top] += shape.embedding.elements if has_tied_gradients(shape) else 0
+    waiting = float(weight * pending[top])
+    kept, following = _gathered(request, {place: unit.size for place, unit in units.items()}, range(top), root.size)
     # The backward pass begins with a gather of the last layer, before the loss's gradient.
-    begun = root.size + below[shape.layers] + following[shape.layers]
-    yield Snapshot(shape.layers, grads, float(weight * begun))
-    yield Snapshot(shape.layers, grads + waiting, float(weight * (begun + copies * following[shape.layers])))
-    for place in reversed(range(shape.layers)):
-        unit = units[place]
-        gathered = weight * float(root.size + below[place] + unit.size + following[place])
+    begun = float(weight * (kept[top] + following[top]))
+    yield Snapshot(top, grads, begun)
+    yield Snapshot(top, grads + waiting, begun + weight * copies * following[top])
+    for place in reversed(range(top)):
+        unit, waiting = units[place], waiting + weight * pending[place]
+        gathered = weight * float(kept[place] + unit.size + following[place])
         yield Snapshot(place, grads + waiting, gathered + weight * copies * following[place])
-        for param, arrived in layers[place]:
+        for param, arrived in arrivals[place]:
             yield Snapshot(place, grads + waiting, gathered + weight * arrived, param=param)
         yield Snapshot(place - 1, grads + waiting, gathered + 2 * weight * unit.trained, between=True)
-        reduced = weight * unit.size * (1 + copies + 1 / ranks)
-        yield Snapshot(place - 1, grads + waiting, gathered - weight * unit.size + reduced, between=True)
+        reduced = weight * unit.size * (copies + 1 / ranks)
+        yield Snapshot(place - 1, grads + waiting, gathered + reduced, between=True)
+        on_device = 0 if request.fsdp_offloads else shard_width
         grads += unit.trained / ranks * on_device - (weight * unit.trained if accumulated else 0.0)
     # All gradients of the root, both of a tied embedding, and their concatenation.
-    grads_of_root = weight * float(2 * root.trained + pending * shape.tied)
+    grads_of_root = weight * float(2 * root.trained + pending[top] * shape.tied)
     yield Snapshot(BEFORE, grads, weight * root.size + grads_of_root)
     yield Snapshot(BEFORE, grads, weight * (root.size + (1 + copies + 1 / ranks) * root.size))
     yield _torch_step(request, 0.0 if request.fsdp_offloads else sum(unit.size for unit in units.values()) / ranks, 0.0)

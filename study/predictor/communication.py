@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from study.config.yaml_sections import load_package_yaml
 from study.predictor.hardware import Hardware
-from study.predictor.request import FP32_BYTES, Request
+from study.predictor.request import Request
 from study.predictor.shape import BEFORE
 from study.predictor.state import flat_elements, flat_units, persistent_params, shard_elements
-from study.predictor.zero3_gathers import simulate_gathers
+from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 
 # Time of a collective, interpolated in measured tables: no single latency and bandwidth fits them.
 
@@ -123,7 +123,7 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
     hsdp gathers within a replica group, hpz after the first gather within its group.
     """
     strategy, times = request.strategy, request.accumulation
-    width, shape = 2.0 if request.fsdp_gathers_16_bits else float(request.weight_bytes), request.shape
+    width, shape = float(request.gathered_bytes), request.stored
     total, grads = shape.parameters * width, shape.trained_parameters * width
     chunk, grads_chunk = (size / (shape.layers + 1) for size in (total, grads))
     inner = _within(request.box, request.ranks_per_replica)
@@ -141,7 +141,9 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
         )
     can_hide = settings is None or settings.overlap_comm
     one_call = calls_s(outer, "all_gather", chunk, chunk)
-    ahead = _overlap(gather_passes(request) * first, times * forward * can_hide, one_call)
+    first *= gather_passes(request)
+    first += times * calls_s(inner, "all_gather", reference_gathers(request).elements * width, chunk)
+    ahead = _overlap(first, times * forward * can_hide, one_call)
     # FSDP2 reduces only in the last micro-batch.
     reduced = scattered if strategy.is_fsdp else times * scattered
     return ahead + _overlap(times * second + reduced, times * backward * can_hide, one_call)
@@ -207,7 +209,7 @@ def predict_payload(request: Request) -> dict[str, float]:
     persistent = shard_elements(request, persistent_params(request)) * ranks
     # Persistent parameters are gathered once per step, after the optimizer's update: frozen ones as well, since a step
     # begins by freeing all of them (stage3.py, _partition_all_parameters).
-    gathered = simulate_gathers(request).elements * request.accumulation + persistent
+    gathered = persistent + times * (simulate_gathers(request).elements + reference_gathers(request).elements)
     scattered = shard_elements(request, request.shape.trained_params) * ranks * request.accumulation
     return {"all_gather": float(gathered * weight), settings.gradients_by: float(scattered * weight)}
 
@@ -215,8 +217,8 @@ def predict_payload(request: Request) -> dict[str, float]:
 def _fsdp(request: Request) -> dict[str, float]:
     """Payload bytes of FSDP: each layer, and an untied embedding as its group, is gathered twice per micro-batch, or
     once if FSDP keeps it for the backward pass."""
-    ranks = request.ranks_per_replica or request.box.ranks
-    padded = [(param, param.shard_by_rows(ranks) * ranks) for param in request.shape.params]
+    ranks = request.fsdp_ranks
+    padded = [(param, param.shard_by_rows(ranks) * ranks) for param in request.stored.params]
     reduced = sum(size for param, size in padded if param.trained)
     total, regathered = sum(size for _, size in padded), sum(size for param, size in padded if param.regathered)
     if request.fsdp_version == 1:
@@ -224,10 +226,11 @@ def _fsdp(request: Request) -> dict[str, float]:
         reduced = total = sum(sizes.values())
         regathered = total - sizes[BEFORE]
     gathered = total + (0 if request.fsdp_keeps_gathered else regathered)
-    width = 2 if request.fsdp_gathers_16_bits else FP32_BYTES
+    width = request.gathered_bytes
     # Gradients are reduced only in the last micro-batch.
+    of_reference = reference_gathers(request).elements * request.accumulation
     payload = {
-        "all_gather": float(gathered * width * gather_passes(request)),
+        "all_gather": float(width * (gathered * gather_passes(request) + of_reference)),
         "reduce_scatter": float(reduced * width),
     }
     if ranks < request.box.ranks:
@@ -241,8 +244,7 @@ def sent_bytes(request: Request) -> float:
     ranks, replica, payload = request.box.ranks, request.ranks_per_replica, predict_payload(request)
     if ranks == 1:
         return 0.0
-    gathering = summing = ranks
-    intra_node_bytes = 0.0
+    gathering, summing, intra_node_bytes = ranks, ranks, 0.0
     if replica is not None and request.strategy.is_fsdp:
         gathering, summing = replica, ranks // replica
     elif replica is not None:

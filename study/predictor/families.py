@@ -144,11 +144,9 @@ FAMILIES = {
         sums_embeddings=True, has_dropout=True,
     ),
     "gpt2": ModelFamily(
-        parameters=(
-            "wte vocabulary h, wpe positions h",
-            "ln_1 h +, c_attn h 3h +, attn.c_proj h h +, ln_2 h +, c_fc h inner +, mlp.c_proj inner h +",
-            "ln_f h +, lm_head vocabulary h",
-        ),
+        parameters=("wte vocabulary h, wpe positions h",
+                    "ln_1 h +, c_attn h 3h +, attn.c_proj h h +, ln_2 h +, c_fc h inner +, mlp.c_proj inner h +",
+                    "ln_f h +, lm_head vocabulary h"),
         calls=(["wte", "wpe", "-"], ["ln_1", ["c_attn", "attn.c_proj", "-"], "ln_2", ["c_fc", "-", "mlp.c_proj", "-"]],
                ["ln_f"]),
         fused=_GPT2, eager=_GPT2, defaults=(("n_positions", 1024),), inner_is_free=True, transposed=True,
@@ -156,11 +154,10 @@ FAMILIES = {
         sums_embeddings=True, has_dropout=True,
     ),
     "gpt_neo": ModelFamily(
-        parameters=(
-            "wte vocabulary h, wpe positions h",
-            "ln_1 h +, k_proj h h, v_proj h h, q_proj h h, out_proj h h +, ln_2 h +, c_fc inner h +, c_proj h inner +",
-            "ln_f h +, lm_head vocabulary h",
-        ),
+        parameters=("wte vocabulary h, wpe positions h",
+                    "ln_1 h +, k_proj h h, v_proj h h, q_proj h h, out_proj h h +, ln_2 h +, c_fc inner h +,"
+                    " c_proj h inner +",
+                    "ln_f h +, lm_head vocabulary h"),
         calls=(["wte", "wpe", "-"],
                ["ln_1", [["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"]], "ln_2", ["c_fc", "-", "c_proj", "-"]],
                ["ln_f"]),
@@ -168,23 +165,19 @@ FAMILIES = {
         inner_is_free=True, scores_forward=3.2, inner_on_cuda=3.0, inner_gradients=1.75, sums_embeddings=True,
     ),
     "gptj": ModelFamily(
-        parameters=(
-            "wte vocabulary h",
-            "ln_1 h +, k_proj h h, v_proj h h, q_proj h h, out_proj h h, fc_in inner h +, fc_out h inner +",
-            "ln_f h +, lm_head vocabulary h +",
-        ),
+        parameters=("wte vocabulary h",
+                    "ln_1 h +, k_proj h h, v_proj h h, q_proj h h, out_proj h h, fc_in inner h +, fc_out h inner +",
+                    "ln_f h +, lm_head vocabulary h +"),
         calls=(["wte", "-"],
                ["ln_1", ["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"], ["fc_in", "-", "fc_out", "-"]], ["ln_f"]),
         fused=None, eager=Kept(6, 5, 0, 0, 1, 8, 2, 4), tied=False, inner_is_free=True, scores_forward=3.2,
         inner_on_cuda=3.0, inner_gradients=1.75,
     ),
     "gpt_neox": ModelFamily(
-        parameters=(
-            "embed_in vocabulary h",
-            "input_layernorm h +, post_attention_layernorm h +, query_key_value 3h h +attention,"
-            " attention.dense h h +attention, dense_h_to_4h inner h +, dense_4h_to_h h inner +",
-            "final_layer_norm h +, lm_head vocabulary h",
-        ),
+        parameters=("embed_in vocabulary h",
+                    "input_layernorm h +, post_attention_layernorm h +, query_key_value 3h h +attention,"
+                    " attention.dense h h +attention, dense_h_to_4h inner h +, dense_4h_to_h h inner +",
+                    "final_layer_norm h +, lm_head vocabulary h"),
         calls=(["embed_in", "-", "-"],
                ["input_layernorm", ["query_key_value", "attention.dense"], "-", "post_attention_layernorm",
                 ["dense_h_to_4h", "-", "dense_4h_to_h"], "-"],
@@ -217,11 +210,9 @@ FAMILIES = {
     ),
     # No biases, and ALiBi for positions. It saves the same tensors as GPT-NeoX, apart from rotary positions.
     "mpt": ModelFamily(
-        parameters=(
-            "wte vocabulary h",
-            "norm_1 h, Wqkv 3h h, out_proj h h, norm_2 h, up_proj inner h, down_proj h inner",
-            "norm_f h, lm_head vocabulary h",
-        ),
+        parameters=("wte vocabulary h",
+                    "norm_1 h, Wqkv 3h h, out_proj h h, norm_2 h, up_proj inner h, down_proj h inner",
+                    "norm_f h, lm_head vocabulary h"),
         calls=(["wte"], ["norm_1", ["Wqkv", "out_proj"], "norm_2", ["up_proj", "-", "down_proj", "-"]], ["norm_f"]),
         fused=_MPT, eager=_MPT, inner_is_free=True, inner_gradients=1.0,
     ),

@@ -75,9 +75,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     fp32 means the CUDA cores: study/engine/setup.py keeps tf32 off.
     """
     device = find_device(device_name)
-    if device is None:
-        return None
-    tflops = device.peak_tflops[precision.removesuffix("-engine")]
+    tflops = device.peak_tflops[precision.removesuffix("-engine")] if device else None
     return None if tflops is None else tflops * 1e12
 
 
@@ -166,9 +164,8 @@ def to_box(name: str) -> Hardware:
     numbers = [int(number) for number in count.groups()[:2] if number is not None]
     nodes, per_node = ([1] * (2 - len(numbers)) + numbers)[-2:]
     if not 0 < nodes * per_node <= MAX_JOB_GPUS:
-        raise UserError(
-            f"{clip(name)} is not valid hardware: a count is out of range", f"use 1 to {MAX_JOB_GPUS:,} GPUs"
-        )
+        problem = f"{clip(name)} is not valid hardware: a count is out of range"
+        raise UserError(problem, f"use 1 to {MAX_JOB_GPUS:,} GPUs")
     if count["device"].lower() == "this":
         if numbers:
             raise UserError(f"{clip(name)} is not valid hardware: `this` is the local machine", "leave the number out")
@@ -188,9 +185,8 @@ def to_box(name: str) -> Hardware:
 def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
     """Return hardware of GPUs by the name that their driver reports."""
     if (device := find_device(device_name)) is None:
-        raise UserError(
-            f"{clip(device_name)} is not in the table of devices", "add it to study/predictor/hardware.yaml"
-        )
+        problem = f"{clip(device_name)} is not in the table of devices"
+        raise UserError(problem, "add it to study/predictor/hardware.yaml")
     return Hardware(device.name, device, ranks // nodes, nodes, network_gb_per_s=device.network_gb_per_s)
 
 
@@ -261,20 +257,16 @@ def _this() -> Hardware:
         if (device := find_device(gpus[0])) is None:
             if "MIG" in gpus[0]:
                 raise _unknown(gpus[0])
-            raise UserError(
-                f"this machine's {gpus[0]} is not in study/predictor/hardware.yaml",
-                "add its data sheet's figures there",
-            )
+            problem = f"this machine's {gpus[0]} is not in study/predictor/hardware.yaml"
+            raise UserError(problem, "add its data sheet's figures there")
         rates = device.matmul_tflops | matmul_rates(detect_machine()).get("tflops", {})
         device = dataclasses.replace(device, memory_gib=detect_machine().gpu_memory_gib[0], matmul_tflops=rates)
         return dataclasses.replace(box, device=device)
     try:
         rates = dict(measured_rates(OMP_NUM_THREADS="1")["tflops"])
     except MEASUREMENT_ERRORS as error:
-        raise UserError(
-            f"this machine's compute rate could not be measured ({type(error).__name__})",
-            "run `study doctor`, or name the hardware",
-        ) from error
+        problem = f"this machine's compute rate could not be measured ({type(error).__name__})"
+        raise UserError(problem, "run `study doctor`, or name the hardware") from error
     cores = available_cores()
     # Ranks communicate through host memory: the sender, the kernel and the receiver each read and write every byte.
     device = dataclasses.replace(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from study.config.errors import require_extra
 from study.host.folders import cache_directory
-from study.predictor.shape import ModelShape, Parameter
+from study.predictor.shape import BEFORE, ModelShape, Parameter
 from study.records.directory import write_json
 from study.workloads.presets import check_depth
 
@@ -37,6 +37,11 @@ class LiveShape(ModelShape):
 
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
 
+    def layer_of(self, param: Parameter) -> int:
+        # The place of a parameter between two layers is the first of them.
+        layer = super().layer_of(param)
+        return layer if layer != BEFORE and param.name.startswith(f"{self.survey['units'][layer]}.") else BEFORE
+
 
 def live_notes(shape: ModelShape) -> Iterator[str]:
     """Yield the assumptions of a class outside the table; none for the families of the table."""
@@ -48,10 +53,10 @@ def live_notes(shape: ModelShape) -> Iterator[str]:
 
 def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) -> LiveShape:
     """Return the shape of the model that a config.json describes; UserError if transformers does not build it."""
-    # Names and places of files do not change the architecture.
-    architecture = {
-        key: value for key, value in document.items() if key not in ("_name_or_path", "transformers_version")
-    }
+    # Of Qwen's Omni models the thinker is trained, not what speaks. Names and places of files change nothing.
+    document = document.get("thinker_config", document)
+    unused = ("_name_or_path", "transformers_version")
+    architecture = {key: value for key, value in document.items() if key not in unused}
     text = json.dumps(architecture, sort_keys=True)
     for part in (architecture, *(value for value in architecture.values() if isinstance(value, dict))):
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):

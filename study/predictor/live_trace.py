@@ -19,6 +19,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +50,9 @@ SAMPLES = 4
 _FUSED = "traced_without_mask"
 # deepspeed/runtime/zero/leaf_module_config.py: modules whose parameters stage 3 gathers together, inner ones included.
 _LEAVES = {"MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"}
-_HEADS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "IMAGE_CLASSIFICATION")
+_HEADS = ("MULTIMODAL_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION")
+# Inputs of a model of text that a tower reads, with the method that calls it.
+_TOWERS = {"pixel_values": ("get_image_features", "images"), "input_features": ("get_audio_features", "sounds")}
 # Names of transformers for a size, the most common one first.
 _SIZES = {
     "hidden": ("hidden_size", "d_model", "n_embd"), "heads": ("num_attention_heads", "num_heads", "n_head"),
@@ -113,8 +116,8 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         "fsdp_shares": shared, "fsdp1_shares": flat_shared, "tied": index[id(weight)] if is_tied else None,
         "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()), "is_language_model": _head(document)[1],
         "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
-        "key_value_heads": getattr(text, "num_key_value_heads", None) or sizes["heads"], **sizes,
-        "head_dim": getattr(text, "head_dim", None) or sizes["hidden"] // sizes["heads"],
+        "key_value_heads": _read_largest(text, "num_key_value_heads") or sizes["heads"], **sizes,
+        "head_dim": _read_largest(text, "head_dim") or sizes["hidden"] // sizes["heads"],
         "active": _read_largest(text, "num_experts_per_tok"),
         "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
     }  # fmt: skip
@@ -176,7 +179,7 @@ def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
         return model_class, str(classes[0]).endswith("ForCausalLM")
     for head in _HEADS:
         if config in (mapping := getattr(transformers, f"MODEL_FOR_{head}_MAPPING")):
-            return mapping[config], head == "CAUSAL_LM"
+            return mapping[config], mapping[config].__name__.endswith("ForCausalLM")
     return transformers.MODEL_MAPPING[config], False
 
 
@@ -204,8 +207,9 @@ def build_model(document: Mapping[str, Any], rank: int | None, attention: str, *
         if attention == _FUSED and not model_class._supports_attention_backend:
             attention = "sdpa"
         config._attn_implementation = attention
-        for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
-            for name, value in vars(part).items() if part is not None and not dropout else ():
+        for part in filter(None, [config, *(getattr(config, name, None) for name in config.sub_configs)]):
+            part.use_cache = False
+            for name, value in vars(part).items() if not dropout else ():
                 if "drop" in name and isinstance(value, float):
                     setattr(part, name, 0.0)
         for name in ("pad_token_id", "decoder_start_token_id") if config.is_encoder_decoder else ():
@@ -216,7 +220,7 @@ def build_model(document: Mapping[str, Any], rank: int | None, attention: str, *
         model.tie_weights()
         head, text = _call(model.get_output_embeddings), config.get_text_config()
         is_tied = document.get("tie_word_embeddings", text is config or getattr(text, "tie_word_embeddings", True))
-        if is_tied is False and config.tie_word_embeddings and head is not None:
+        if is_tied is False and head is not None and head.weight is model.get_input_embeddings().weight:
             # Later T5s, Mistral 3, InternVL: from_pretrained does not tie a head whose weight the checkpoint has.
             head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     except UserError:
@@ -311,7 +315,10 @@ def _call(function: Callable[[], Any]) -> Any:
 
 def _read_largest(config: Any, name: str) -> Any:
     """Return a size; of those that a config lists by layer, the largest."""
-    value = getattr(config, name, None)
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError of heterogeneous configs.
+        value = [getattr(layer, name) for layer in config.per_layer_config]
     return max(value) if isinstance(value, list) and value else value
 
 
@@ -355,7 +362,8 @@ def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]
         for key, value in config.items():
             if isinstance(value, list) and len(value) == len(listed) and key.endswith("types"):
                 config[key] = [value[number] for number in remaining]
-        if config.get("num_hidden_layers") == len(listed):
+        # Gemma 3n and 4 have inputs of all layers in one tensor.
+        if config.get("num_hidden_layers") == len(listed) and not config.get("hidden_size_per_layer_input"):
             config["num_hidden_layers"] = len(remaining)
     return kinds, counts
 
@@ -460,8 +468,8 @@ class _Pass:
         # of its parameters at once.
         self.calls: list[Any] = ["", [], False]
         self.stack = [self.calls]
-        inputs, pixels = make_inputs(model, batch, length)
-        tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
+        inputs, media = make_inputs(model, batch, length)
+        tensors = [value for value in (*inputs.values(), *media.values()) if isinstance(value, torch.Tensor)]
         self.meter = meter = Meter([*model.parameters(), *model.buffers(), *tensors])
         handles = [parameter.register_post_accumulate_grad_hook(functools.partial(self.arrive, name))
                    for name, parameter in model.named_parameters() if parameter.requires_grad]  # fmt: skip
@@ -475,10 +483,11 @@ class _Pass:
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast")
         with OperationLimit(meter), meter, autocast, as_cuda:
             try:
-                features = compute_features(model, pixels)
+                features = compute_features(model, media)
             except Exception as error:
                 features, self.layers = [], {name: {} for name in counts}
-                self.missing = f"activations of its images ({type(error).__name__}: {first_line(error)})"
+                kinds = " and ".join(_TOWERS[name][1] for name in media)
+                self.missing = f"activations of its {kinds} ({type(error).__name__}: {first_line(error)})"
             loss = compute_loss(model, inputs, features)
             del features
         saved, forward_peak, forward = meter.now, meter.peak, meter.flops
@@ -564,10 +573,10 @@ def _largest(parameters: Any) -> int:
     return max((parameter.nbytes for _, parameter in parameters if parameter.requires_grad), default=0)
 
 
-def compute_features(model: Any, pixels: Any) -> list[Any]:
-    """Return the features of the images that are inputs of a model of text."""
-    leaves = [] if pixels is None else tree_leaves(model.get_image_features(pixel_values=pixels))
-    return [leaf for leaf in leaves if leaf is not None and leaf.is_floating_point()]
+def compute_features(model: Any, media: Mapping[str, torch.Tensor]) -> list[Any]:
+    """Return the features of the images and sounds that are inputs of a model of text."""
+    leaves = [tree_leaves(getattr(model, _TOWERS[name][0])(**{name: value})) for name, value in media.items()]
+    return [leaf for leaf in chain(*leaves) if leaf is not None and leaf.is_floating_point()]
 
 
 def compute_loss(model: Any, inputs: Mapping[str, Any], features: list[Any]) -> Any:
@@ -577,20 +586,19 @@ def compute_loss(model: Any, inputs: Mapping[str, Any], features: list[Any]) -> 
     return sum((feature.sum() for feature in features), loss)
 
 
-def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], Any]:
-    """Return the tensors of samples for the model's forward pass, and images for a model of text and images."""
+def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the tensors of samples for the model's forward pass, and an image and a sound of each for its towers."""
     config, accepted = model.config, inspect.signature(model.forward).parameters
-    vision = getattr(config, "vision_config", config)
-    inputs = dict[str, Any]()
-    pixels = None
-    if "input_features" in accepted:
-        inputs["input_features"] = torch.zeros(batch, config.num_mel_bins, 2 * config.max_source_positions)
+    vision, audio = (getattr(config, f"{kind}_config", config) for kind in ("vision", "audio"))
+    inputs, media = dict[str, Any](), dict[str, torch.Tensor]()
+    if "input_features" in accepted and audio is not None:
+        size = getattr(audio, "num_mel_bins", 1), 2 * getattr(audio, "max_source_positions", 1)
+        (inputs if hasattr(config, "num_mel_bins") else media)["input_features"] = torch.zeros(batch, *size)
     if "pixel_values" in accepted:
         size = _pair(getattr(vision, "image_size", 1))
         channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
-        pixels = torch.zeros(batch, channels, *size)
-        if model.main_input_name == "pixel_values" or "return_loss" in accepted:
-            inputs["pixel_values"], pixels = pixels, None
+        is_main = model.main_input_name == "pixel_values" or "return_loss" in accepted
+        (inputs if is_main else media)["pixel_values"] = torch.zeros(batch, channels, *size)
         if hasattr(config, "vision_feature_layer"):
             config.vision_feature_layer = -1
     if "input_ids" in accepted:
@@ -600,9 +608,7 @@ def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], An
     if "labels" in accepted:
         is_classifier = "Classification" in type(model).__name__
         inputs["labels"] = torch.zeros(*((batch,) if is_classifier else (batch, length)), dtype=torch.long)
-    if "use_cache" in accepted:
-        inputs["use_cache"] = False
-    return inputs, pixels
+    return inputs, media
 
 
 @dataclasses.dataclass(frozen=True)
@@ -620,8 +626,8 @@ def trace_activations(request: Request) -> TracedActivations:
     """Trace the activation memory of a request's model, without dropout."""
     with fake_tensors(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32):
         model = build_meta_model(request)
-        inputs, pixels = make_inputs(model, request.micro_batch, request.sequence_length)
-        tensors = [value for value in (*inputs.values(), pixels) if isinstance(value, torch.Tensor)]
+        inputs, media = make_inputs(model, request.micro_batch, request.sequence_length)
+        tensors = [value for value in (*inputs.values(), *media.values()) if isinstance(value, torch.Tensor)]
         live = Meter([*model.parameters(), *model.buffers(), *tensors])
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
@@ -630,7 +636,7 @@ def trace_activations(request: Request) -> TracedActivations:
             checkpointing = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
         with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
-            loss = compute_loss(model, inputs, compute_features(model, pixels))
+            loss = compute_loss(model, inputs, compute_features(model, media))
         saved, forward_peak, live.peak = live.now, live.peak, live.now
         with live:
             loss.backward()

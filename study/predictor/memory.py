@@ -8,26 +8,13 @@ from typing import NamedTuple
 
 from study.config.text import format_number
 from study.host.memory import GIB, LIBRARIES_BYTES, MALLOC_MMAP_THRESHOLD_MAX_BYTES
+from study.predictor import state as model_state
 from study.predictor.activations import Activations, phase, predict_activations, trace
-from study.predictor.buckets import (
-    Snapshot,
-    gradient_snapshots,
-    has_tied_gradients,
-    standing_bucket,
-)
+from study.predictor.buckets import Snapshot, gradient_snapshots, has_tied_gradients, standing_bucket
 from study.predictor.live import LiveShape, live_notes
 from study.predictor.request import FP32_BYTES, Estimate, MemoryUse, Request, cache_by_request
-from study.predictor.state import (
-    accumulated_bytes,
-    frozen_bytes,
-    persistent_params,
-    predict_state,
-    shard_elements,
-    sub_groups,
-    unswapped_kind,
-)
 from study.predictor.time import estimate
-from study.predictor.zero3_gathers import GatherTrace, module_call_order, simulate_gathers
+from study.predictor.zero3_gathers import GatherTrace, module_call_order, reference_gathers, simulate_gathers
 
 # LIBRARIES_BYTES of a CPU build of torch: resident memory after three steps of a model of width 16 and depth 1,
 # measured with torch 2.13, transformers 5.17 and deepspeed 0.19.8; and the addition of DeepSpeed.
@@ -47,7 +34,7 @@ def pinned_bytes(size: float) -> float:
 @cache_by_request
 def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     """Return host bytes per node by part, and NVMe bytes per node."""
-    state, shape, strategy = predict_state(request), request.shape, request.strategy
+    state, shape, strategy = model_state.predict_state(request), request.shape, request.strategy
     ranks, weight, stage = request.box.gpus_per_node, request.weight_bytes, request.strategy.zero_stage
     buffers = pinned = saved = 0.0
     libraries = LIBRARIES_BYTES
@@ -60,8 +47,8 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
         optimizer, parameters = settings.optimizer, settings.parameters
         if stage == 3 and settings.stage3_gather_16bit_weights_on_model_save:
             # Without this setting Accelerate raises, and the engine saves shards, as this study's checkpoints do.
-            saved = weight * float(shape.parameters)
-        part = shard_elements(request, shape.trained_params)
+            saved = weight * float(request.stored.parameters)
+        part = model_state.shard_elements(request, shape.trained_params)
         if stage < 3:
             part = -(-shape.trained_parameters // request.box.ranks)
         locked: list[float] = []
@@ -73,7 +60,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
             buffers += part * weight + staged
         elif optimizer is not None:
             locked.append(part * float(weight))
-            groups = sub_groups(request)
+            groups = model_state.sub_groups(request)
             if optimizer.device == "cpu":
                 locked += [group * 4.0 for group in groups]
             else:
@@ -166,20 +153,23 @@ class DeviceMemory(NamedTuple):
 
 def predict_memory(request: Request) -> MemoryUse:
     """Predict the memory of one GPU, its node's host, and NVMe."""
-    state = predict_state(request)
-    frozen, frozen_on_host = frozen_bytes(request)
+    state = model_state.predict_state(request)
+    frozen, frozen_on_host = model_state.frozen_bytes(request)
+    frozen += reference_gathers(request).live_at_end * request.gathered_bytes
     constant = {"parameters": state.params_device + frozen, "optimizer": state.optimizer_device}
     if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
         # If `ratio` leaves sub-groups on the device, their fp32 gradients are allocated at the start and persist
         # (initialize_optimizer_states).
-        constant["optimizer"] += predict_state(request, unreduced=False).grads_device
+        constant["optimizer"] += model_state.predict_state(request, unreduced=False).grads_device
     points = device_snapshots(request)
     highest = max(points, key=lambda point: point.total)
     peak = DeviceMemory({**constant, **highest.parts}, highest.step)
     # Between two steps: weights, optimizer, and persistent buffers. Stage 3's gradients have a persistent buffer
     # (stage3.py, grad_partitions_flat_buffer).
     steady = state.params_device + frozen + state.optimizer_device
-    steady += predict_state(request, unreduced=False).grads_device if request.strategy.zero_stage == 3 else 0.0
+    steady += (
+        model_state.predict_state(request, unreduced=False).grads_device if request.strategy.zero_stage == 3 else 0.0
+    )
     steady += _static_buffer_bytes(request)
     host_parts, nvme = predict_host_memory(request)
     # Outside stage 3 each process creates both models in host memory.
@@ -200,25 +190,16 @@ def predict_memory(request: Request) -> MemoryUse:
         Estimate(size) if in_host_memory else estimate("above_state", size, exact)
         for size in (peak.total, peak.total + reserved)
     )
-    parts = {
-        **{name: peak.parts.get(name, 0.0) for name in PARTS},
-        "context": 0.0 if in_host_memory else _cuda_context_bytes(request.box.ranks),
-        "fragmentation": reserved,
-    }
+    context = 0.0 if in_host_memory else _cuda_context_bytes(request.box.ranks)
+    parts = {name: peak.parts.get(name, 0.0) for name in PARTS} | {"context": context, "fragmentation": reserved}
     missing = trace(request).missing if isinstance(request.shape, LiveShape) else None
     return MemoryUse(
-        device_parts=parts,
-        missing=missing,
-        steady_allocated=estimate("state", steady),
-        peak_allocated=allocated,
-        peak_reserved=pool,
-        pool_with_room=_pool_with_room(request, points, exact, peak.total + reserved),
-        process_peak=process,
-        host_parts=host_parts,
-        host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
-        nvme=nvme,
+        device_parts=parts, missing=missing, steady_allocated=estimate("state", steady), peak_allocated=allocated,
+        peak_reserved=pool, pool_with_room=_pool_with_room(request, points, exact, peak.total + reserved),
+        process_peak=process, host_parts=host_parts,
+        host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])), nvme=nvme,
         notes=tuple(_notes(request, peak)),
-    )
+    )  # fmt: skip
 
 
 def _pool_with_room(request: Request, points: Sequence[DeviceMemory], constant: float, needed: float) -> float:
@@ -256,8 +237,10 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
     shape, logits = request.shape, peak.parts.get("logits", 0.0)
     yield from live_notes(shape)
     if request.reference_model:
-        size = format_number(sum(frozen_bytes(request)) / GIB)
-        yield f"the reference model's weights need {size} GiB a rank; its gathers and its logits are not counted"
+        live = reference_gathers(request).max_live_elements * request.gathered_bytes / GIB
+        unsharded = f", and {format_number(live)} unsharded in its forward pass, before the loss" * (live > 0)
+        size = format_number(sum(model_state.frozen_bytes(request)) / GIB)
+        yield f"the reference model's weights need {size} GiB a rank{unsharded}"
     if logits > 0.2 * peak.total:
         tokens = request.micro_batch * request.sequence_length
         yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, three times in fp32"
@@ -269,14 +252,14 @@ def _notes(request: Request, peak: DeviceMemory) -> Iterator[str]:
         yield f"gradient of {largest.name} ({largest.elements:,} elements) exceeds the bucket and stays unpartitioned"
     if has_tied_gradients(shape):
         yield f"{shape.embedding.name} is tied: the gradients of both uses and their sum are allocated at once"
-    if (what := unswapped_kind(request)) is not None:
+    if (what := model_state.unswapped_kind(request)) is not None:
         is_small = what == "optimizer" or settings.max_in_cpu < shape.trained_parameters / request.box.ranks
         reason = "no shard has the 1 MiB that DeepSpeed swaps" if is_small else f"max_in_cpu is {settings.max_in_cpu:,}"
         yield f"the {what} is not on NVMe but in host memory: {reason}"
     if settings.stage == 3:
-        persistent = sum(param.elements for param in persistent_params(request))
+        persistent = sum(param.elements for param in model_state.persistent_params(request))
         most = simulate_gathers(request).gathered_at_once + persistent
-        yield f"at most {most:,} of {shape.parameters:,} parameters are unsharded at once"
+        yield f"at most {most:,} of {request.stored.parameters:,} parameters are unsharded at once"
 
 
 def _static_buffer_bytes(request: Request) -> float:
@@ -299,9 +282,9 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     # Stage 3 allocates its gradient buffer at the start, unless the optimizer is offloaded.
     has_accumulated = not strategy.offload_device("optimizer") if strategy.zero_stage == 3 else request.accumulation > 1
     if strategy.is_fsdp:
-        accumulated = accumulated_bytes(request)
+        accumulated = model_state.accumulated_bytes(request)
     else:
-        accumulated = predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
+        accumulated = model_state.predict_state(request, unreduced=False).grads_device if has_accumulated else 0.0
     stored = _stored(request, saved, layers)
     # FSDP2's root stays gathered until its backward pass; stages 1 and 2 allocate their bucket at the first gradient.
     begun, recomputed = snapshots[0].buffers if strategy.is_fsdp else standing, request.gradient_checkpointing
@@ -315,6 +298,12 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     # The end of the forward pass, when the loss is computed from the logits.
     activations, logits = stored["activations"] + cached * layers, saved.logits + saved.logits_forward
     points = [point(gathers.live_at_end, buffers=begun, activations=activations, logits=logits)]
+    if request.reference_model:
+        # TRL runs it before the loss, and frees its logits before the backward pass.
+        reference = reference_gathers(request)
+        unsharded = (reference.max_live_elements - reference.live_at_end) * request.gathered_bytes
+        logits = saved.logits + max(saved.logits_forward, saved.layer_forward)
+        points.append(point(gathers.live_at_end, buffers=begun + unsharded, logits=logits))
     # During the forward pass, with the temporaries of a layer whose tensors are not saved.
     for place, live in (gathers.live_forward or {layers - 1: 0}).items():
         so_far = min(layers, place + 1)
@@ -326,12 +315,8 @@ def device_snapshots(request: Request) -> list[DeviceMemory]:
     for snapshot in _decisive_snapshots(request, recomputes=strategy.zero_stage == 3 and recomputed):
         parts = {"gradients": snapshot.grads, "buffers": snapshot.buffers}
         if not snapshot.step:
-            stored = _stored(
-                request,
-                saved,
-                min(layers, snapshot.place + 1),
-                working=0 <= snapshot.place < layers and not snapshot.between,
-            )
+            is_working = 0 <= snapshot.place < layers and not snapshot.between
+            stored = _stored(request, saved, min(layers, snapshot.place + 1), is_working)
             if snapshot.param is not None and 0 <= snapshot.place < layers:
                 stored["activations"] -= saved.freed.get(phase(request.shape, snapshot.param), 0.0)
             if snapshot.place < layers:
@@ -359,9 +344,8 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
             # A tied embedding has both gradients and their sum; before that, only the head's.
             count = 2 if param.index == request.shape.embedding.index and has_tied_gradients(request.shape) else 1
             grads = snapshot.grads - float(count * param.elements * weight)
-            snapshots.append(
-                snapshot._replace(grads=grads, buffers=buffers + gathers.live_before[param.index] * weight)
-            )
+            buffers += gathers.live_before[param.index] * weight
+            snapshots.append(snapshot._replace(grads=grads, buffers=buffers))
     decisive = set[int]()
     for sizes in zip(*((at.grads + at.buffers, at.grads, at.buffers) for at in snapshots), strict=True):
         # By layer, and None for the optimizer step: the first snapshot with the most.

@@ -15,7 +15,7 @@ from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
 from study.config.strategies import DEFAULT_RANKS_PER_NODE, WITH_GROUPS, Strategy, read_strategy
 from study.predictor.hardware import Hardware
-from study.predictor.shape import ModelShape, model_shape, with_adapters
+from study.predictor.shape import ModelShape, in_4_bits, model_shape, with_adapters
 
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "lion", "adafactor"]
@@ -178,10 +178,21 @@ class Request:
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
 
+    def __post_init__(self) -> None:
+        """Under FSDP in 16 bits a model with 4-bit weights trains as it is loaded: Accelerate casts none of it."""
+        if self.quantized and self.strategy.is_fsdp and self.precision in ("bf16", "fp16"):
+            object.__setattr__(self, "precision", f"{self.precision}-engine")
+            object.__setattr__(self, "pure", True)
+
     @functools.cached_property
     def settings(self) -> EngineSettings:
         """DeepSpeed's settings; only for strategies that use DeepSpeed."""
         return engine_settings(self.strategy, self.shape.hidden)
+
+    @functools.cached_property
+    def stored(self) -> ModelShape:
+        """The shape whose parameters are those that are stored, sharded and gathered."""
+        return in_4_bits(self.shape, self.weight_bytes) if self.quantized else self.shape
 
     @functools.cached_property
     def weight_bytes(self) -> int:
@@ -228,6 +239,11 @@ class Request:
         return self.strategy.is_fsdp and self.precision != "fp32" and not self.autocast
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes per element that FSDP or stage 3 gathers."""
+        return 2 if self.fsdp_gathers_16_bits else self.weight_bytes
+
+    @property
     def swapped(self) -> list[str]:
         """State that DeepSpeed swaps to NVMe: only stage 3 does, other stages keep it in host memory (engine.py,
         zero_use_cpu_optimizer)."""
@@ -246,14 +262,19 @@ class Request:
         (_recomputing_frozen in zero3_gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
-        layers = (param for param in self.shape.params if 0 <= param.place < self.shape.layers)
-        return sum(param.elements for param in layers if not param.trained) / self.checkpoint_every
+        frozen = (item.elements for item in self.stored.params if self.shape.layer_of(item) >= 0 and not item.trained)
+        return sum(frozen) / self.checkpoint_every
 
     @property
     def ranks_per_replica(self) -> int | None:
         """Ranks of a replica group. A virtual rank runs alone, as a rank of machines with eight."""
         per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else DEFAULT_RANKS_PER_NODE
         return self.strategy.ranks_per_replica(self.box.ranks, per_machine)
+
+    @property
+    def fsdp_ranks(self) -> int:
+        """Ranks over which FSDP shards: those of one of several replica groups, or all."""
+        return self.ranks_per_replica or self.box.ranks
 
 
 _P = ParamSpec("_P")
@@ -335,12 +356,9 @@ def unsupported_reason(strategy: str, config: RunConfig) -> str | None:
     if config.optimizer != "adamw":
         return config.optimizer
     try:
-        shape = model_shape(config.model_name_or_path)
+        return "quantized weights" if model_shape(config.model_name_or_path).quantized_by else None
     except UserError:
         return f"{config.model_name_or_path}, since its architecture is not known"
-    if shape.quantized_by:
-        return "quantized weights"
-    return None
 
 
 def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: int, accumulation: int) -> Request:

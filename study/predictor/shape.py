@@ -97,6 +97,10 @@ class ModelShape:
             sizes[param.place] += param.elements
         return max(sizes[layer] for layer in range(self.layers))
 
+    def layer_of(self, param: Parameter) -> int:
+        """Return the layer that contains a parameter; BEFORE if none does."""
+        return param.place if 0 <= param.place < self.layers else BEFORE
+
     @property
     def table(self) -> ModelFamily:
         """The family's entry in the table of architectures."""
@@ -169,6 +173,20 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
             name = f"{module}{INFIX}{letter}.weight"
             params.append(Parameter(len(params), name, rows * columns, rows, place, regathered=matrix.regathered))
     return dataclasses.replace(shape, params=tuple(params), lora_rank=rank)
+
+
+@functools.lru_cache(maxsize=64)
+def in_4_bits(shape: ModelShape, width: int) -> ModelShape:
+    """Return the shape with the layers' frozen matrices as bitsandbytes stores them: two weights to a byte, in elements
+    of the other weights' width (bnb_4bit_quant_storage). Experts in one tensor are no Linear, and are not packed."""
+
+    def packed(param: Parameter) -> Parameter:
+        is_matrix = 0 <= param.place < shape.layers and param.name.endswith(".weight") and param.rows < param.elements
+        size = math.ceil(param.elements / (2 * width))
+        is_packed = is_matrix and not param.trained
+        return dataclasses.replace(param, elements=size, rows=size) if is_packed else param
+
+    return dataclasses.replace(shape, params=tuple(map(packed, shape.params)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

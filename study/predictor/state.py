@@ -15,7 +15,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
-from study.predictor.shape import BEFORE, ModelShape, Parameter
+from study.predictor.shape import ModelShape, Parameter
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest shard that is swapped, and its alignment.
 MIN_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
@@ -65,8 +65,7 @@ def accumulated_bytes(request: Request) -> float:
     """Bytes of unpartitioned gradients between micro-batches: Accelerate disables FSDP2's reduction until the last."""
     if request.accumulation == 1:
         return 0.0
-    width = 2 if request.fsdp_gathers_16_bits else request.weight_bytes
-    return float(request.shape.trained_parameters * width)
+    return float(request.shape.trained_parameters * request.gathered_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +81,10 @@ class FlatUnit:
 def flat_units(request: Request) -> dict[int, FlatUnit]:
     """Return FSDP1's flat parameters: by layer, and under BEFORE the root's, of all others. Each tensor begins at 16
     bytes, and the ranks divide the whole (_init_flat_param_and_metadata in torch's _flat_param.py)."""
-    ranks, tensors = request.ranks_per_replica or request.box.ranks, dict[int, list[Parameter]]()
-    aligned = 16 // (2 if request.fsdp_gathers_16_bits else request.weight_bytes)
+    ranks, tensors = request.fsdp_ranks, dict[int, list[Parameter]]()
+    aligned = 16 // request.gathered_bytes
     for param in request.shape.params:
-        place = param.place if 0 <= param.place < request.shape.layers else BEFORE
-        tensors.setdefault(place, []).append(param)
+        tensors.setdefault(request.shape.layer_of(param), []).append(param)
     units = dict[int, FlatUnit]()
     for place, params in tensors.items():
         starts, end = list[int](), 0
@@ -103,11 +101,10 @@ def flat_units(request: Request) -> dict[int, FlatUnit]:
 
 def _unsharded(request: Request, waiting: bool) -> State:
     """State of single, DDP, FSDP2 (each tensor sharded by rows) and DeepSpeed's stage 0."""
-    shape, weight, ranks = request.shape, request.weight_bytes, request.box.ranks
+    shape, weight, ranks = request.stored, request.weight_bytes, request.box.ranks
     stored, trained = shape.parameters, shape.trained_parameters
     if request.strategy.is_fsdp:
-        # hsdp shards within each of several replica groups.
-        ranks = request.ranks_per_replica or ranks
+        ranks = request.fsdp_ranks
         stored, trained = (
             sum(param.shard_by_rows(ranks) for param in params) for params in (shape.params, shape.trained_params)
         )
@@ -135,7 +132,7 @@ def _stage12(request: Request, waiting: bool) -> State:
     weight, settings, trained = request.weight_bytes, request.settings, request.shape.trained_parameters
     shard = flat_elements(request) // request.box.ranks
     optimizer_bytes = shard * (settings.master_bytes + request.moments_bytes)
-    params = float((flat_elements(request) + request.shape.frozen_parameters) * weight)
+    params = float((flat_elements(request) + request.stored.frozen_parameters) * weight)
     # After the backward pass this rank has its reduced gradients, unpartitioned, and any that exceed the bucket.
     large, last = last_bucket(request) if waiting else (0, set())
     if settings.optimizer is not None:
@@ -151,7 +148,7 @@ def _stage12(request: Request, waiting: bool) -> State:
 
 def _stage3(request: Request, waiting: bool) -> State:
     """State of stage 3 (stage3.py): shards per parameter, in sub-groups, on the device, the host or NVMe."""
-    weight, settings, ranks, shape = request.weight_bytes, request.settings, request.box.ranks, request.shape
+    weight, settings, ranks, shape = request.weight_bytes, request.settings, request.box.ranks, request.stored
     shard, full_shard = shard_elements(request, shape.trained_params), shard_elements(request, shape.params)
     groups, persistent = sub_groups(request), persistent_params(request)
     unsharded = sum(param.elements for param in persistent) * weight if unshards(request) else 0
@@ -199,7 +196,7 @@ def _swapped_params(request: Request) -> Sequence[Parameter]:
     for group in _sub_group_params(request):
         elements += shard_elements(request, group)
         in_memory |= set(group) if elements <= request.settings.max_in_cpu else set()
-    return [param for param in request.shape.params if param not in in_memory]
+    return [param for param in request.stored.params if param not in in_memory]
 
 
 def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) -> float:
@@ -244,19 +241,16 @@ def forces_cpu_adam(strategy: Strategy) -> bool:
 
 
 def frozen_bytes(request: Request) -> tuple[float, float]:
-    """Return the bytes on the device and in host memory of a reference model, without those that 4 bits save. TRL
-    shards the model at stage 3 and under FSDP, with offloads. bitsandbytes has an fp32 scale per 64 elements."""
-    shape, width, ranks = request.shape, request.weight_bytes, 1
-    if request.strategy.zero_stage == 3 or request.strategy.is_fsdp:
-        ranks = (request.strategy.is_fsdp and request.ranks_per_replica) or request.box.ranks
-    size = float(width * shape.parameters * request.reference_model)
-    if request.quantized:
-        # Tensors of experts are no Linear's weights, and stay as they are.
-        inside = (item for item in shape.params if 0 <= item.place < shape.layers and item.name.endswith(".weight"))
-        elements = sum(item.elements for item in inside if not item.trained and item.rows < item.elements)
-        size -= (width - 0.5 - 4 / 64) * elements
-    offloads = request.fsdp_offloads or (request.strategy.zero_stage == 3 and request.settings.parameters is not None)
-    return (0.0, size / ranks) if offloads else (size / ranks, 0.0)
+    """Return the bytes on the device and in host memory of what the engine does not have: 4 bits' fp32 scales of 64
+    weights each, whole on each rank (Linear4bit.quant_state), and a reference model, which TRL shards at stage 3 and
+    under FSDP, with offloads."""
+    shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
+    pairs = zip(shape.params, request.stored.params, strict=True)
+    scales = 4 / 64 * sum(param.elements for param, stored in pairs if param is not stored)
+    ranks = request.fsdp_ranks if request.strategy.is_fsdp else request.box.ranks if is_stage3 else 1
+    size = float(request.weight_bytes * shape.parameters * request.reference_model) / ranks
+    offloads = request.fsdp_offloads or (is_stage3 and request.settings.parameters is not None)
+    return (scales, size) if offloads else (scales + size, 0.0)
 
 
 def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
@@ -298,7 +292,7 @@ def persistent_params(request: Request) -> list[Parameter]:
     """Return stage 3's persistent parameters: small ones, frozen or not, that stay gathered (parameter_offload.py,
     mark_persistent_parameters)."""
     persistent, total, settings = list[Parameter](), 0, request.settings
-    for param in request.shape.params:
+    for param in request.stored.params:
         fits = param.elements + total <= settings.stage3_model_persistence_threshold
         if fits and param.elements <= settings.stage3_param_persistence_threshold:
             persistent.append(param)

@@ -167,21 +167,21 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
     best = device.matmul_tflops.get(precision) or _MEASURED_OVER_PEAK * (peak or slowest)
     bandwidth = device.memory_bandwidth_gb_per_s * 1e9
     forward, backward = _passes_s(request, constants, constants.sustained * best * 1e12, bandwidth)
+    # TRL's reference model has a forward pass in each micro-batch.
+    forward *= 1 + request.reference_model
     # CPU time to launch a micro-batch's kernels: a backward pass takes as long as two forward passes.
-    passes = 3 + (1 / request.checkpoint_every if request.gradient_checkpointing else 0)
+    passes = 3 + request.reference_model + (1 / request.checkpoint_every if request.gradient_checkpointing else 0)
     launch = (constants.launch_s + (constants.hooks_s if is_stage3 else 0.0)) * shape.layers * passes
     # The optimizer steps on the device, or a fraction of it as DeepSpeed's Adam on the host.
     on_host = request.settings.optimizer.ratio if strategy.deepspeed and request.settings.optimizer else 0.0
-    shards = box.ranks if strategy.is_fsdp or strategy.zero_stage else 1
-    if strategy.is_fsdp:
-        shards = request.ranks_per_replica or shards
+    shards = request.fsdp_ranks if strategy.is_fsdp else box.ranks if strategy.zero_stage else 1
     step = (1 - on_host) * _OPTIMIZER_BYTES * trained / shards / bandwidth
     host_rate = (box.host_memory_gb_per_s or constants.host_gb_per_s) * 1e9
     # Offloads send gradients to the host, updated weights back, and offloaded weights for every pass. Gradients
     # accumulate on the device: later micro-batches copy them back from the host.
     offloaded = on_host * trained * 2
     if strategy.offload_device("param"):
-        offloaded += 2 * shape.parameters + request.regathered_frozen_elements
+        offloaded += 2 * request.stored.parameters + request.regathered_frozen_elements
     link = (device.pcie_gb_per_s or device.memory_bandwidth_gb_per_s) * 1e9
     exchange = communication_time(request, forward, backward)
     parts = {
@@ -197,13 +197,12 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
     is_known = not (strategy.offloads or shape.lora_rank or box.uses_pcie_links or isinstance(shape, live.LiveShape))
     tokens_per_s = request.micro_batch * request.sequence_length * times / total
     return StepTime(
-        parts=parts,
-        step_s=estimate("step_s", total) if is_known else Estimate(total),
+        parts=parts, step_s=estimate("step_s", total) if is_known else Estimate(total),
         tokens_per_s_per_gpu=estimate("tokens", tokens_per_s) if is_known else Estimate(tokens_per_s),
         mfu=None if peak is None else activations.model_flops(request) / (total * peak * 1e12),
         hfu=None if peak is None else activations.hardware_flops(request) / (total * peak * 1e12),
         notes=_notes(request, memory, total),
-    )
+    )  # fmt: skip
 
 
 def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:
@@ -309,7 +308,7 @@ def _nvme_s(request: Request) -> float:
     state = bytes_per_parameter(request.strategy, request.precision, box.ranks)
     if not state.nvme:
         return 0.0
-    gathered = request.accumulation * (2 * shape.parameters + request.regathered_frozen_elements)
+    gathered = request.accumulation * (2 * request.stored.parameters + request.regathered_frozen_elements)
     optimizer = 2 * (state.optimizer_nvme + state.grads_nvme) * shape.trained_parameters
     optimizer_s = optimizer * (0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s)
     passes_s = state.params_nvme * gathered / box.nvme_read_gb_per_s

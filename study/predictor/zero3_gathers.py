@@ -20,7 +20,7 @@ from study.predictor import live
 from study.predictor.families import READS_INPUT, Tree
 from study.predictor.request import Request
 from study.predictor.shape import BEFORE, INFIX, ModelShape, Parameter
-from study.predictor.state import persistent_params, unshards
+from study.predictor.state import flat_units, persistent_params, unshards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,12 +209,7 @@ class _Coordinator:
     """DeepSpeed's parameter coordinator: simulates gathers and releases of parameter indices over module calls."""
 
     def __init__(
-        self,
-        trace: Sequence[Call],
-        persistent: frozenset[int],
-        limits: tuple[int, int, int],
-        ranks: int,
-        gloo: bool,
+        self, trace: Sequence[Call], persistent: frozenset[int], limits: tuple[int, int, int], ranks: int, gloo: bool
     ) -> None:
         self.prefetch_bucket, self.max_live, self.max_reuse_distance = limits
         self.ranks, self.gloo = ranks, gloo
@@ -298,30 +293,29 @@ class _Coordinator:
         self.total -= sum(self.elements[param] for param in freed)
 
 
-def simulate_gathers(request: Request) -> GatherTrace:
-    """Return the all-gathers of one micro-batch; empty if stage 3 does not unshard parameters."""
+def simulate_gathers(request: Request, trains: bool = True) -> GatherTrace:
+    """Return the all-gathers of one micro-batch, without `trains` of a forward pass alone; empty if stage 3 does not
+    unshard parameters."""
     if not unshards(request):
         return GatherTrace()
     settings, box = request.settings, request.box
     limits = (
-        settings.stage3_prefetch_bucket_size,
-        settings.stage3_max_live_parameters,
-        settings.stage3_max_reuse_distance,
-    )
+        settings.stage3_prefetch_bucket_size, settings.stage3_max_live_parameters, settings.stage3_max_reuse_distance,
+    )  # fmt: skip
     return _gathers(
-        request.shape, request.gradient_checkpointing, box.ranks, box.gloo_copies_gathers, limits,
+        request.stored, trains, request.gradient_checkpointing, box.ranks, box.gloo_copies_gathers, limits,
         frozenset(param.index for param in persistent_params(request)),
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=512)
 def _gathers(
-    shape: ModelShape, recomputes: bool, ranks: int, gloo: bool, limits: tuple[int, int, int],
+    shape: ModelShape, trains: bool, recomputes: bool, ranks: int, gloo: bool, limits: tuple[int, int, int],
     persistent: frozenset[int],
 ) -> GatherTrace:  # fmt: skip
     """Simulate the gathers; cached by the inputs that matter, which many strategies share."""
     forward, backward = module_call_order(shape, recomputes)
-    trace = (*forward, *backward)
+    trace = (*forward, *backward) if trains else forward
     coordinator = _Coordinator(trace, persistent, limits, ranks, gloo)
     live_forward, live_backward, live_before, live_at = (dict[int, int]() for _ in range(4))
     place, frozen_peak, at_end = BEFORE, 0, 0
@@ -351,6 +345,28 @@ def _gathers(
     for place in sorted(live_forward, reverse=True):
         if live_forward[place] > most:
             decisive[place] = most = live_forward[place]
-    return GatherTrace(
-        coordinator.gathered, decisive, live_backward, at_end, live_before, live_at, coordinator.gathered_at_once
-    )
+    at_once = coordinator.gathered_at_once
+    return GatherTrace(coordinator.gathered, decisive, live_backward, at_end, live_before, live_at, at_once)
+
+
+def reference_gathers(request: Request) -> GatherTrace:
+    """Return the gathers of a forward pass of TRL's reference model; `live_at_end` stays unsharded for good.
+
+    Stage 3 shards it as the trained model (prepare_deepspeed). Under FSDP2 it is one group, gathered into a buffer and
+    copied (prepare_fsdp); version 1 keeps the unit of all outside the layers.
+    """
+    is_sharded = request.strategy.is_fsdp or request.strategy.zero_stage == 3
+    if not (request.reference_model and is_sharded) or request.box.ranks == 1:
+        return GatherTrace()
+    if request.strategy.zero_stage == 3:
+        return dataclasses.replace(simulate_gathers(request, trains=False), live_at_end=0)
+    if request.fsdp_version == 1:
+        root, *units = (flat_units(request)[place].size for place in range(BEFORE, request.shape.layers))
+        live = root + (2 + request.box.gloo_copies_gathers) * max(units)
+    else:
+        ranks = request.fsdp_ranks
+        root, units = 0, [sum(param.shard_by_rows(ranks) * ranks for param in request.shape.params)]
+        live = 2 * units[0]
+    if request.fsdp_keeps_gathered:
+        return GatherTrace(live_at_end=root + sum(units))
+    return GatherTrace(sum(units), {BEFORE: live}, live_at_end=root)

@@ -115,11 +115,6 @@ def pivot_by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = 
     return values.groupby([rows.rename("sample"), valid["arm"]]).mean().unstack("arm").sort_index()
 
 
-def geometric_mean_interval(runs: pd.DataFrame, figure: str, arm: str) -> Interval:
-    """Return the geometric mean of a strategy's figure over seeds, with its interval."""
-    return interval(np.exp(pivot_by_seed(runs, figure).get(arm, [])))
-
-
 def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any = np.log) -> pd.DataFrame:
     """Return one row per common seed of two strategies, with columns `value` and `baseline`."""
     table = pivot_by_seed(runs, figure, form)
@@ -128,10 +123,9 @@ def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any =
     return pd.DataFrame({"value": table[arm], "baseline": table[baseline]}).dropna()
 
 
-def paired_ratio(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> Interval:
-    """Return the ratio of a strategy's figure to the baseline's, paired by seed."""
-    pairs = paired(runs, figure, arm, baseline)
-    return interval(np.exp(pairs["value"] - pairs["baseline"]))
+def paired_ratio(logs: pd.DataFrame, arm: str, baseline: str) -> Interval:
+    """Return the ratio of a strategy's figure to the baseline's, paired by seed, from their logs by seed."""
+    return interval(np.exp(logs[arm] - logs[baseline]) if {arm, baseline} <= set(logs) else ())
 
 
 def paired_runs(runs: pd.DataFrame, arm: str, baseline: str) -> list[Pair]:
@@ -249,12 +243,22 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
     pairs = list(dict.fromkeys(pairs))
     logs = pivot_by_seed(runs, figure)
     tests = corrected_tests(pivot_by_seed(runs[runs["confounded"] == ""], figure), pairs)
-    nothing = pd.Series(dtype=float)
-    ratios = {pair: interval(np.exp((logs.get(pair[0], nothing) - logs.get(pair[1], nothing)).dropna()))
-              for pair in pairs}  # fmt: skip
+    ratios = {pair: paired_ratio(logs, *pair) for pair in pairs}
     for pair, (_, low, high) in tests.items():
         ratios[pair] = dataclasses.replace(ratios[pair], low=float(np.exp(low)), high=float(np.exp(high)))
     return {pair: Difference(ratio, tests[pair][0] if pair in tests else None) for pair, ratio in ratios.items()}
+
+
+def all_differences(runs: pd.DataFrame, figure: str) -> dict[Pair, Difference]:
+    """Test all pairs of a workload's strategies as one family, so that no two questions disagree about a pair."""
+    tested = differences(runs, figure, itertools.combinations(runs["arm"].unique(), 2))
+    for (arm, base), difference in list(tested.items()):
+        low, high = (None if end is None else 1 / end for end in (difference.ratio.high, difference.ratio.low))
+        inverse = Interval(
+            1 / difference.ratio.center, low, high, tuple(1 / point for point in difference.ratio.points)
+        )
+        tested[base, arm] = dataclasses.replace(difference, ratio=inverse)
+    return tested
 
 
 def corrected_tests(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, tuple[float, float, float]]:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from study.records.fairness import baseline_arm
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import Difference, Interval, Pair, differences, interval, pivot_by_seed
+from study.records.statistics import Difference, Interval, Pair, all_differences, interval, pivot_by_seed
 from study.records.workloads import BASELINES, workload_names
 
 NAN = float("nan")
@@ -30,7 +30,7 @@ class StrategyRuns:
     runs: pd.DataFrame
     ok_runs: pd.DataFrame
     # All runs of the workload, the name of its baseline strategy, the logs of a figure by seed and strategy, and the
-    # difference of each strategy from the baseline.
+    # difference of each two strategies.
     workload_runs: pd.DataFrame
     baseline: str | None
     logs: Callable[[str], pd.DataFrame]
@@ -106,10 +106,8 @@ class StrategyRuns:
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        baseline, names = baseline_arm(workload_runs), workload_runs["arm"].unique()
-        pairs = [(name, baseline) for name in names if baseline not in (None, name)]
-        shared = (workload_runs, baseline, cache(partial(pivot_by_seed, workload_runs)),
-                  cache(partial(differences, workload_runs, pairs=pairs)))  # fmt: skip
+        shared = (workload_runs, baseline_arm(workload_runs), cache(partial(pivot_by_seed, workload_runs)),
+                  cache(partial(all_differences, workload_runs)))  # fmt: skip
         for name, group in workload_runs.groupby("arm", sort=False):
             yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], *shared)
 
@@ -185,8 +183,8 @@ def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Return each strategy's throughput by batch size or millions of parameters, in percent of one baseline."""
-    rows, judged = [], {}
+    """Return each strategy's speed by batch size or millions of parameters, in percent of one baseline."""
+    rows = []
     runs = runs_with_several(runs, column)
     # Keys of workloads without the column.
     rests = {key: json.dumps(json.loads(key) | {column: None}) for key in runs["workload_key"].unique()}
@@ -199,12 +197,8 @@ def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
         workload_runs, baseline = arm.workload_runs[arm.workload_runs["world_size"] == ranks], baselines[rest, ranks]
         if baseline not in set(workload_runs["arm"]) or not len(arm.ok_runs) or workload_runs["arm"].nunique() < 2:
             continue
-        family = first["workload_key"], ranks
-        if family not in judged:
-            judged[family] = differences(
-                workload_runs, "tokens_per_s", ((name, baseline) for name in workload_runs["arm"].unique())
-            )
-        difference = judged[family][arm.name, baseline]
+        # The speed is the baseline's step time over a strategy's, as in all questions about time.
+        difference = arm.differences("step_time_s_median").get((baseline, arm.name), Difference(interval([1.0]), None))
         rows.append({
             "subject": f"{words[rest]} on {ranks} rank{'s' if ranks > 1 else ''}",
             "place": parameters(arm.workload_runs) / 1e6 if column == "model_name_or_path" else float(first[column]),

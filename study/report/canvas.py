@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from PIL import Image
-from scipy.optimize import isotonic_regression, linear_sum_assignment
+from scipy.optimize import isotonic_regression
 
 from study.config.errors import UserError
 from study.config.registry import REGISTRY
@@ -109,7 +109,7 @@ SETTINGS: Any = {
 }  # fmt: skip
 _TITLE_IN, _LINE_IN = 0.25, 0.185
 _TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS, _LEGEND_LETTERS, _AXIS_LETTERS = 40, 56, 24, 51, 36
-_DOTS_PER_INCH, _COLOURS, _MAX_POINTS, _MAX_LINES = 200, 128, 14, 3
+_DOTS_PER_INCH, _COLOURS, MAX_POINTS, _MAX_LINES = 200, 128, 14, 3
 _END, _HALO = "end of a line", [withStroke(linewidth=2, foreground="white")]
 
 
@@ -338,12 +338,12 @@ class EndLabel(NamedTuple):
     colour: str
 
 
-def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9, *, in_column: bool = False) -> None:
-    """Write each text to the right of its point, or of the axes; `finish` moves those that overlap."""
+def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
+    """Write each text to the right of its point; `finish` moves those that overlap."""
     for label in labels:
         axes.annotate(
-            label.text, (label.x, label.y), xytext=(1.05 if in_column else 12, 0), label=_END, va="center", size=size,
-            textcoords=("axes fraction" if in_column else "offset points", "offset points"), color=label.colour,
+            label.text, (label.x, label.y), xytext=(12, 0), textcoords="offset points", va="center", size=size,
+            color=label.colour, label=_END,
             arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3,
                         "relpos": (0, 0.5)},
             path_effects=_HALO,
@@ -360,17 +360,10 @@ def _spread_labels(figure: Figure, axes: Axes) -> None:
         figure.draw_without_rendering()
         points = axes.transData.transform([note.xy for note in notes]) * 72 / figure.dpi
         places = _stack(points[:, 1], np.argsort(points[:, 1], kind="stable"), spaces)
-        left, _ = notes[0].get_position()
-        if left < 2:
-            # Lines to a column do not cross if their total length is the least.
-            column = (axes.bbox.x0 + left * axes.bbox.width) * 72 / figure.dpi
-            ends = np.column_stack([np.full(len(notes), column), np.sort(places)])
-            _, ranks = linear_sum_assignment(np.linalg.norm(points[:, None] - ends, axis=2))
-            places = _stack(points[:, 1], np.argsort(ranks), spaces)
         for note, size, (_, height), place in zip(notes, sizes, points, places, strict=True):
-            note.set_position((left, place - height))
+            note.set_position((note.get_position()[0], place - height))
             assert note.arrow_patch is not None
-            note.arrow_patch.set_visible(left < 2 or abs(place - height) > size / 2)
+            note.arrow_patch.set_visible(abs(place - height) > size / 2)
 
 
 def _stack(heights: np.ndarray, order: np.ndarray, spaces: np.ndarray) -> np.ndarray:
@@ -382,24 +375,25 @@ def _stack(heights: np.ndarray, order: np.ndarray, spaces: np.ndarray) -> np.nda
 
 def label_points(
     axes: Axes, points: pd.DataFrame, runs: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str],
-    few: Container[str],
+    few: Container[str], best: Container[str],
 ) -> None:  # fmt: skip
-    """Draw a labeled marker per strategy, hollow if it has few seeds, and its single runs; both have the same columns.
+    """Draw a marker per strategy, hollow if it has few seeds, and its single runs; both have the same columns.
 
-    The axes start at 0, that of x only if points are in its lower half. More than 14 labels are beside the axes.
+    The axes start at 0, that of x only if points are in its lower half. Of more than 14 strategies only the best ones
+    are labeled, and the others are gray.
     """
     ends = []
     for arm, (x, y) in points.iterrows():
-        style, single = find_style(strategies[str(arm)]), runs.loc[[arm]].to_numpy(dtype=float)
+        is_labeled = len(points) <= MAX_POINTS or arm in best
+        style = find_style(strategies[str(arm)]) if is_labeled else UNKNOWN
+        single = runs.loc[[arm]].to_numpy(dtype=float)
         axes.plot(*single.T, ".", color=style.colour, markersize=5, alpha=0.7)
         axes.plot(x, y, markersize=9.5, **(style.hollow if arm in few else style.points))
-        ends.append(EndLabel(x, y, format_label(str(arm), notes), style.colour))
+        ends += [EndLabel(x, y, format_label(str(arm), notes), style.colour)] * is_labeled
     axes.grid()
     axes.margins(x=0.1, y=0.1)
     axes.set(xlim=(0 if axes.dataLim.x0 < axes.dataLim.x1 / 2 else None, None), ylim=(0, None))
-    if is_crowded := len(ends) > _MAX_POINTS:
-        _grow(axes, 0.8 + 0.16 * sum(end.text.count("\n") + 1 for end in ends))
-    label_ends(axes, ends, in_column=is_crowded)
+    label_ends(axes, ends)
 
 
 def _grow(axes: Axes, height_in: float) -> None:

@@ -66,6 +66,15 @@ def format_names(arms: Sequence[str]) -> str:
     return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 
 
+def versus_text(ratios: Iterable[float]) -> tuple[str, str]:
+    """Return the range of changes that ratios are, such as "31 % to 36 %" and "less"."""
+    changes = [ratio - 1 for ratio in ratios if not math.isnan(ratio)]
+    low, high = min(changes), max(changes)
+    if low < 0 < high:
+        return f"{percent(-low)} less to {percent(high)}", "more"
+    return span_text(map(abs, changes), percent), "less" if low < 0 else "more"
+
+
 # A ratio, and a relative change in percent with its sign.
 times_text = "{:.2f}".format
 change_text = functools.partial(percent, signed=True)
@@ -216,10 +225,10 @@ _OUTCOMES = {
 
 
 def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
-    """Return a page as HTML; `pages` has the title of every page by its name, including this one."""
+    """Return a page as HTML; `pages` has every page's title by its name, `in_reports` a link to the folder above."""
     css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
     content |= {"suite": suite, "pages": pages, "current": current, "css": css, "refused_shown": _REFUSED_SHOWN}
-    return _templates().get_template(template).render(content)
+    return _templates().get_template(template).render({"in_reports": False} | content)
 
 
 @functools.cache
@@ -279,7 +288,11 @@ def _class_of_column(texts: pd.Series) -> str:
     """Return the CSS class of a column. Numbers are aligned right, also if some cells are "not measured"."""
     values = [text for text in texts if text not in (NOT_MEASURED, "", *_OUTCOMES)]
     width = texts.str.len().max()
-    if values and width <= _LONG_TEXT / 2 and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d", text) for text in values):
+    if (
+        values
+        and width <= 0.6 * _LONG_TEXT
+        and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d++(?! layer)", text) for text in values)
+    ):
         return "n"
     return "long" if width > _LONG_TEXT else "short"
 

@@ -23,7 +23,7 @@ from study.records.frames import Records, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.strategy_runs import NAN, state_bytes
 from study.records.virtual_summary import RankSummary, ring_bytes
-from study.records.workloads import format_options
+from study.records.workloads import format_options, format_setting
 from study.virtual.extrapolation import extrapolate
 
 GB = 1e9
@@ -47,7 +47,7 @@ def summaries(records: Records) -> list[Summary]:
             results.append(summary)
             continue
         for layers, entry in depths.items():
-            model = f"{entry['model']}-{layers}layers"
+            model = format_setting("model_name_or_path", f"{entry['model']}-{layers}layers")
             results.append(entry | {"model": model, "alike": (model, *entry["alike"][1:])})
     return sorted(
         results,
@@ -190,7 +190,7 @@ def provenance_columns(summary: Summary) -> dict[str, str]:
     }
 
 
-STRONG, WEAK, PLANNED = "strong", "weak", "planned"
+STRONG, WEAK, PLANNED = "strong", "weak", "virtual ranks"
 # Columns that are equal for runs that differ only in the number of machines.
 _ALIKE = ["task", "model_name_or_path", "line", "engine_precision", "seq_length"]
 _COLUMNS = [

@@ -101,9 +101,8 @@ def predicted_peak(row: Measurement, kind: Kind | None = None) -> float:
 
 def _recomputing(row: Measurement) -> Request:
     """Return the row's request, with checkpointing if its recomputation is selective."""
-    if not row.selective:
-        return row.request
-    return dataclasses.replace(row.request, gradient_checkpointing=True, saves_matmul_outputs=True)
+    recomputing = {"gradient_checkpointing": True, "saves_matmul_outputs": True} if row.selective else {}
+    return dataclasses.replace(row.request, **recomputing)
 
 
 def predicted_fit(row: Measurement) -> bool:
@@ -161,9 +160,8 @@ def refused_sources() -> list[dict[str, str]]:
 def published_rows() -> list[Measurement]:
     return [
         _measured(group["id"], {"url": group["url"], **group["common"], **row})
-        for group in _document()["groups"]
-        for row in group["rows"]
-    ]
+        for group in _document()["groups"] for row in group["rows"]
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -228,15 +226,11 @@ def distance(first: Request, second: Request) -> float:
     def offloads(request: Request) -> list[str | None]:
         return [request.strategy.offload_device(what) for what in ("optimizer", "param")]
 
-    return (
-        ratio(first.shape.parameters, second.shape.parameters)
-        + 0.5 * ratio(first.box.ranks, second.box.ranks)
-        + 0.3 * ratio(first.micro_batch * first.sequence_length, second.micro_batch * second.sequence_length)
-        + (stage(first) != stage(second))
-        + (offloads(first) != offloads(second))
-        + (first.box.device.name != second.box.device.name)
-        + 0.3 * (first.gradient_checkpointing != second.gradient_checkpointing)
-    )
+    sizes = ratio(first.shape.parameters, second.shape.parameters) + 0.5 * ratio(first.box.ranks, second.box.ranks)
+    tokens = ratio(first.micro_batch * first.sequence_length, second.micro_batch * second.sequence_length)
+    kinds = (stage(first) != stage(second)) + (offloads(first) != offloads(second))
+    kinds += first.box.device.name != second.box.device.name
+    return sizes + kinds + 0.3 * (tokens + (first.gradient_checkpointing != second.gradient_checkpointing))
 
 
 def nearest(request: Request, rows: Sequence[Measurement], count: int = 3) -> list[Measurement]:
@@ -274,14 +268,10 @@ def describe_nearest(request: Request) -> Iterator[str]:
             ),
             key=lambda pair: distance(request, pair[1]),
         )  # fmt: skip
-        figures = {figure.figure: figure for figure in run_predictions.compare_run_figures(run)}
+        names = {run_predictions.ALL_STATE: "state", run_predictions.SENT: "traffic"}
         errors = [
-            f"{name} of {figure.measured / GIB:.3g} GiB, predicted {figure.predicted / GIB:.3g} ({figure.error:+.1%})"
-            for name, figure in (
-                ("state", figures[run_predictions.ALL_STATE]),
-                ("traffic", figures[run_predictions.SENT]),
-            )
-            if figure.measured > 1000
-        ]
+            f"{names[at.figure]} of {at.measured / GIB:.3g} GiB, predicted {at.predicted / GIB:.3g} ({at.error:+.1%})"
+            for at in run_predictions.compare_run_figures(run) if at.figure in names and at.measured > 1000
+        ]  # fmt: skip
         what = f"{match.shape.name}{lora_text(match.shape)}, {match.strategy.name} on {match.box.ranks} ranks"
         yield f"similar record of this project, {label}: {what}: {'; '.join(errors)} (reports/{run.suite})"

@@ -22,7 +22,7 @@ TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, tabl
 
 def answers(records: Records, claims: Sequence[Row] = (), suite: str = "") -> dict[Question, Answer]:
     """Return the questions that records, or claims on them, answer; first those whose name is in the suite's name."""
-    answered = {runs.CLAIMS: runs.claims_answer(claims)}
+    answered = {runs.CLAIMS: runs.claims_answer(claims, suite)}
     questions = QUESTIONS
     if (about_releases := releases.QUESTION.answer(records)) is not None:
         # Each stack is a separate workload, too many for the other questions.

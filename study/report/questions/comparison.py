@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
 
 from study.config.text import NOT_MEASURED, percent
 from study.records.frames import Records, real_runs
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, differences, estimate_noise
+from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Difference, Noise, estimate_noise
 from study.records.strategy_runs import Row, StrategyRuns, comparability, group_by_strategy, to_table
 from study.records.workloads import BASELINES, strategy_order
-from study.report.document import Answer, cell_text, format_names, format_or_dash, span_text
+from study.report.document import Answer, cell_text, format_names, format_or_dash, paragraphs, span_text
 
 # Workloads side by side on the first screen, and notes below them.
 _MAX_WORKLOADS, _MAX_NOTES = 2, 6
 _CONFOUNDED = " †"
 NOT_TESTED = f"Speeds are not compared: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
-UNSURE = "~ "
+# Behind a ratio that is not significant.
+UNSURE = " n.s."
 Workloads = Mapping[str, Sequence[StrategyRuns]]
 # The function that computes a column's cells, by the column's heading.
 Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
@@ -124,22 +126,22 @@ def compare_with_reference(
     return ReferenceComparison(ordered, references, figure, main, by_arms(grouped)[0] in references)
 
 
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """A figure of each strategy over another strategy's, seed by seed, and its significance within a workload."""
 
-    def __init__(self, by_workload: Workloads, figure: str, find_base: Callable[[StrategyRuns], str | None]):
-        self._base_of = find_base
-        self._differences: dict[tuple[str, str], Difference] = {}
-        for workload, arms in by_workload.items():
-            bases = {
-                arm.name: base for arm in arms if len(arm.ok_runs) and (base := find_base(arm)) not in (None, arm.name)
-            }
-            pair_differences = differences(arms[0].workload_runs, figure, bases.items()) if bases else {}
-            self._differences |= {(workload, name): difference for (name, _), difference in pair_differences.items()}
+    by_workload: Workloads
+    figure: str
+    find_base: Callable[[StrategyRuns], str | None]
+    # Whether the ratio is that of the other strategy: its time over a strategy's is that strategy's speed.
+    is_inverse: bool = False
 
     def of(self, arm: StrategyRuns) -> Difference | None:
         """Return the difference of a strategy from its base; None without one."""
-        return self._differences.get((arm.workload, arm.name))
+        base = self.find_base(arm)
+        if base is None or not len(arm.ok_runs):
+            return None
+        return arm.differences(self.figure).get((base, arm.name) if self.is_inverse else (arm.name, base))
 
     def significant(self, arms: Iterable[StrategyRuns]) -> list[float]:
         """Return the ratios that differ significantly from 1."""
@@ -163,17 +165,18 @@ class Comparison:
         def text(arm: StrategyRuns) -> str:
             difference = self.of(arm)
             if difference is None:
-                return form(1.0) if arm.name == self._base_of(arm) else NOT_MEASURED
+                return form(1.0) if arm.name == self.find_base(arm) else NOT_MEASURED
             if not difference.ratio.n:
                 return NOT_MEASURED
-            return (UNSURE if difference.is_inconclusive else "") + difference.ratio.brief(form)
+            return difference.ratio.brief(form) + UNSURE * difference.is_inconclusive
 
         return text
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the note that explains `~`, if any ratio has it."""
-        unsure = [difference for difference in self._differences.values() if difference.is_inconclusive]
+        """Return the note that explains the sign, if any ratio has it."""
+        differences = (self.of(arm) for arms in self.by_workload.values() for arm in arms)
+        unsure = [difference for difference in differences if difference is not None and difference.is_inconclusive]
         tested = any(difference.p is not None for difference in unsure)
         why = "; the interval, corrected for the number of comparisons, includes 1" * tested
         return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}{why}.",) if unsure else ()
@@ -189,28 +192,19 @@ def noise_notes(by_workload: Workloads, figure: str) -> tuple[str, ...]:
     """Return the noise note of each workload; a single one if all are equal."""
     notes: dict[str, list[str]] = {}
     for workload, strategies in by_workload.items():
-        notes.setdefault(noise_note(strategies, figure), []).append(workload)
+        floor, smallest, seeds = least_difference(strategies, figure)
+        (note,) = paragraphs("noise_note.j2", floor=floor, smallest=smallest, seeds=seeds, percent=percent)
+        notes.setdefault(note, []).append(workload)
     return tuple(note if len(notes) == 1 else f"{'; '.join(group)}: {note}" for note, group in notes.items())
 
 
-def noise_note(strategies: Sequence[StrategyRuns], figure: str) -> str:
-    """Return the residual SD of a workload's runs and the least significant difference, as a sentence."""
-    floor, (smallest, seeds) = estimate_noise(strategies[0].workload_runs, figure), least_difference(strategies, figure)
-    if floor is None:
-        return "One run of each strategy: the noise is not known, so no difference in time is significant."
-    words = f"Residual SD of like runs: {percent(floor.log_sd)} ({floor.df} degrees of freedom)."
-    if smallest is None:
-        return f"{words} Fewer than three seeds: no test."
-    least = f"the least significant difference is {percent(smallest)}, which is found half of the time"
-    return f"{words} With {seeds} seeds, {least}."
-
-
-def least_difference(strategies: Sequence[StrategyRuns], figure: str) -> tuple[float | None, int]:
-    """Return a workload's least significant difference, None without a test, and the number of seeds."""
+def least_difference(strategies: Sequence[StrategyRuns], figure: str) -> tuple[Noise | None, float | None, int]:
+    """Return a workload's noise, its least significant difference, None without a test, and the number of seeds."""
     floor, seeds = estimate_noise(strategies[0].workload_runs, figure), strategies[0].logs(figure).count()
     tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= MIN_SAMPLE for arm in strategies)
     count = int(seeds.max())
-    return None if floor is None else floor.least_significant_difference(count, tested - 1), count
+    smallest = None if floor is None else floor.least_significant_difference(count, math.comb(tested, 2))
+    return floor, smallest, count
 
 
 def without_offload(by_workload: Workloads) -> dict[str, list[StrategyRuns]]:

@@ -25,7 +25,7 @@ from study.records.strategy_runs import (
     scarce_memory,
     state_bytes,
 )
-from study.report.document import Answer, Question, change_text, format_or_dash, span_text, times_text
+from study.report.document import Answer, Question, change_text, format_or_dash, span_text, times_text, versus_text
 from study.report.questions.comparison import (
     Columns,
     Comparison,
@@ -77,15 +77,16 @@ def _memory_answer(records: Records) -> Answer | None:
         stages = [pair for pair in comparison.ratios if pair[1].value("strategy") in STAGES] or comparison.ratios
         leanest = max((arm for _, arm in stages), key=lambda arm: arm.ranks)
         ratios, arms = zip(*(pair for pair in stages if pair[1].name == leanest.name), strict=True)
-        state, of = span_text(ratios, percent), f"of the model state of {comparison.names}"
-        sentence = f"With `{leanest.name}` one of {leanest.ranks} ranks needs {state} {of}"
+        state, more = versus_text(ratios)
+        words = f"{more} model state than {comparison.names}"
+        sentence = f"With `{leanest.name}` one of {leanest.ranks} ranks needs {state} {words}"
         bases = [comparison.references[arm.workload] for arm in arms]
         peaks = [arm.peak_gib[0] / base.peak_gib[0] for arm, base in zip(arms, bases, strict=True)]
         if not pd.isna(peaks).all():
-            sentence += f", and {span_text(peaks, percent)} of its peak memory"
+            sentence += f", and {' '.join(versus_text(peaks))} peak memory"
         sentence += f"{format_scope(comparison.main)}."
         if comparison.has_largest:
-            number = (state, f"{of} on each of {leanest.ranks} ranks (`{leanest.name}`)")
+            number = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`)")
     columns: Columns = {
         f"State, % of {comparison.plain_names}": comparison.cell(percent),
         "Peak, GiB": lambda arm: arm.peak_gib[0],
@@ -288,6 +289,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
         f"Of the alternatives {with_settings(least.name)} has the least model state: on one of {most[workload]} ranks"
         f" {figures(least)}. {with_settings(stage.name)} has {figures(stage)} ({workload})."
     )
+    fewer_ranks = sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]})
     columns: Columns = {
         "State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
         "Calls": lambda arm: arm.median("comm_calls_per_step"),
@@ -296,10 +298,12 @@ def _neighbours_answer(records: Records) -> Answer | None:
         "State: parameters, gradients and optimizer states of the rank with most. Kept for backward: bytes that the"
         " forward pass of one micro-batch leaves allocated, without gathered parameters.",
         "All strategies of a workload use the same samples in each step.",
-        *(f"In the details: one of {ranks} ranks."
-          for ranks in sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]})),
+        *([f"In the details: one of {', '.join(map(str, fewer_ranks))} ranks."] if fewer_ranks else ()),
     )  # fmt: skip
-    return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes), subject=workload)
+    words = f"model state of one of {most[workload]} ranks with {with_settings(least.name)}"
+    words += f", {format_number(stage.state_mib())} MiB with {with_settings(stage.name)}"
+    number = None if least.value("virtual") else (f"{format_number(least.state_mib())} MiB", words)
+    return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes, number=number), subject=workload)
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:

@@ -28,13 +28,14 @@ def answer(records: Records) -> Answer | None:
     ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
     wrong = {cell.release for cell in bad}
     wrong_on_gpu = {cell.release for cell in bad if not cell.hides_on_gpu}
+    on_a_gpu = sorted(ran - wrong_on_gpu, key=release_key)
     sentence, *notes = paragraphs(
         "releases_answer.j2", cells=cells, ran=ran, rounding=ROUNDING,
         no_gpu=(records.runs["devices"].dropna() == "[]").all(),
-        percent=percent, good=sorted(ran - wrong, key=release_key),
-        on_a_gpu=sorted(ran - wrong_on_gpu, key=release_key),
+        percent=percent, good=sorted(ran - wrong, key=release_key), on_a_gpu=on_a_gpu,
     )  # fmt: skip
-    return Answer(sentence, fault_table(cells), tuple(notes))
+    words = "releases compute the gradients of one process on a GPU, judged from the source of the faults"
+    return Answer(sentence, fault_table(cells), tuple(notes), (f"{len(on_a_gpu)} of {len(ran)}", words))
 
 
 def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 import pandas as pd
@@ -65,21 +67,23 @@ REMAINING = Question(
 )  # fmt: skip
 
 
-def claims_answer(rows: Sequence[Row]) -> Answer | None:
+def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     """Return the rows of the claims that depend on these records; None without claims."""
     if not rows:
         return None
-    table = pd.DataFrame(rows).astype(object)
-    by_finding = table["Claim"].map(str).groupby(table["Finding"].map(lambda text: text.partition(" (")[0]))
-    found = sorted(
-        ((str(finding), list(ids)) for finding, ids in by_finding), key=lambda item: _FINDINGS.index(item[0])
-    )
-    counts = ", ".join(f"{finding} {len(ids)}" for finding, ids in found)
-    notes = [f"{finding.capitalize()}: {', '.join(ids)}." for finding, ids in found]
-    sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {counts}."
-    return Answer(
-        sentence, table, (*notes, "A small-scale proxy alone decides no claim. Some rest on other records too.")
-    )
+    claims = [(str(row["Finding"]).partition(" (")[0], row) for row in rows]
+    claims.sort(key=lambda item: _FINDINGS.index(item[0]))
+    counts = Counter(finding for finding, _ in claims)
+    # The page folds a table of more than 12 rows.
+    notes = [
+        f"{finding.capitalize()}: {row['Claim']}, {textwrap.shorten(row['It says'], 80, placeholder=' …')}"
+        for finding, row in claims if len(rows) > 12
+    ]  # fmt: skip
+    listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
+    sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {listed}."
+    notes.append("A small-scale proxy alone decides no claim. Some rest on other records too.")
+    number = (f"{counts['holds']} of {len(rows)}", f"published claims hold, {counts['undecided']} are undecided")
+    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), number if "claims" in suite else None)
 
 
 _FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")

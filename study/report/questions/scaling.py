@@ -35,15 +35,13 @@ from study.report.questions.comparison import (
     without_offload,
     workloads,
 )
-from study.report.questions.memory import format_scope, sent_mib, step_s, with_settings
+from study.report.questions.memory import STEP, format_scope, sent_mib, step_s, with_settings
 from study.virtual.summaries import STAGES, STRONG, WEAK, over_nodes
-
-SPEED = "tokens_per_s"
 
 
 def _ranks_answer(records: Records) -> Answer | None:
     by_workload = {workload: arms for workload, arms in workloads(records).items() if _has_several(arms[0])}
-    speeds = Comparison(by_workload, SPEED, _one_device)
+    speeds = Comparison(by_workload, STEP, _one_device, is_inverse=True)
     several = [arm for arms in by_workload.values() for arm in arms if arm.is_fair() and arm.ranks > 1]
     several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
     if not several:
@@ -53,8 +51,8 @@ def _ranks_answer(records: Records) -> Answer | None:
     ratios = speeds.significant(several) or [NAN]
     verdict = "No: several" if max(ratios) < 1 else "Yes: several" if min(ratios) > 1 else "In part: several"
     sentence = speeds.sentence(
-        several, times_text, f"{verdict} ranks have", f" times the throughput of {one}",
-        f"Not shown: the throughput of several ranks does not differ significantly from that of {one}.",
+        several, times_text, f"{verdict} ranks are", f" times as fast as {one}",
+        f"Not shown: the speed of several ranks does not differ significantly from that of {one}.",
     )  # fmt: skip
     columns: Columns = {
         "x one device": speeds.cell(times_text),
@@ -79,14 +77,14 @@ def _speedup(arm: StrategyRuns, speeds: Comparison) -> Interval:
 
 
 def single_vs_multi_table(records: Records) -> pd.DataFrame:
-    """Return throughput, efficiency and memory by number of ranks."""
-    speeds = Comparison(workloads(records), SPEED, _one_device)
+    """Return speed, efficiency and memory by number of ranks."""
+    speeds = Comparison(workloads(records), STEP, _one_device, is_inverse=True)
 
     def figures(arm: StrategyRuns) -> Row:
         speedup, count, base = _speedup(arm, speeds), arm.ranks or None, _one_device(arm)
         return {
             "Ranks": count,
-            "Tokens/s": arm.geometric_mean(SPEED).center,
+            "Tokens/s": arm.geometric_mean("tokens_per_s").center,
             "x one device": "1 (one device)" if arm.name == base else ratio_text(None if base is None else speedup),
             "Efficiency": speedup.center / count if count else NAN,
             "State per rank, MiB": arm.state_mib(),
@@ -101,13 +99,6 @@ RANKS = Question(
     tables={"single_vs_multi": single_vs_multi_table}, figures=("scaling",), notebook="single_vs_multi",
 )  # fmt: skip
 
-_ACROSS = "Across machines: ring bytes in groups with ranks on several machines, whichever link carries them."
-_PLANNED = (
-    f"The predicted speed is that of {PLANNED_DEVICE}s in the same job, each with {PLANNED_MICRO_BATCH} samples of"
-    f" {PLANNED_LENGTH} tokens a step; its efficiency is relative to the fewest machines. Published bandwidths end at"
-    " 64 machines, and are assumed constant above."
-)
-
 
 def _nodes_answer(records: Records) -> Answer | None:
     rows, table = over_nodes(records), nodes_table(records)
@@ -117,31 +108,19 @@ def _nodes_answer(records: Records) -> Answer | None:
     if timed.empty:
         largest = rows[rows["machines"] == rows["machines"].max()]
         stages = largest[largest["line"].isin(STAGES)]
-        ends = {row["line"]: [f"{format_number(row[figure] / MIB)} MiB" for figure in ("state", "across")]
-                for row in ((stages if len(stages) else largest).iloc[-1], largest.iloc[0])}  # fmt: skip
-        (line, (state, sent)), *others = ends.items()
-        sentence = (
-            f"With {with_settings(line)} one of {largest['world_size'].max()} ranks on {rows['machines'].max()}"
-            f" machines keeps {state} of model state, without gathered weights, and sends {sent} of ring bytes (NCCL)"
-            f" per step across machines"
-            f"{''.join(f'; with {with_settings(name)} ' + ' and '.join(figures) for name, figures in others)}"
-            f" ({', '.join(largest['model'].unique())})."
-        )
-        notes = ("A virtual job has machines of eight ranks. It is not timed.", _ACROSS, _PLANNED)
-        return Answer(sentence, table, notes, title="What does a rank hold and send on more machines?")
-    efficiencies = [
-        f"{span_text(group['efficiency'], percent)} of the ideal with {format_names(sorted(group['line'].unique()))}"
-        f" ({kind})"
-        for kind in (STRONG, WEAK)
-        if len(group := timed[timed["scaling"] == kind])
-    ]
-    notes = (
-        "Strong: the global batch stays the same. Weak: each rank's share of it does.",
-        "The ideal is the speed per rank on the fewest machines.",
-        _ACROSS,
-    )
-    most = f"{timed['machines'].max():.0f} machines"
-    return Answer(f"On up to {most} the speed per rank is {'; '.join(efficiencies)}.", table, notes)
+        chosen = {row["line"]: row for row in ((stages if len(stages) else largest).iloc[-1], largest.iloc[0])}
+        state, words, sentence, *notes = paragraphs(
+            "nodes_virtual_answer.j2", chosen=chosen, ranks=largest["world_size"].max(), with_settings=with_settings,
+            mib=lambda size: f"{format_number(size / MIB)} MiB", models=largest["model"].unique(),
+            planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),
+        )  # fmt: skip
+        title = "What does a rank hold and send on more machines?"
+        return Answer(sentence, table, tuple(notes), (state, words), title=title)
+    sentence, *notes = paragraphs(
+        "nodes_answer.j2", machines=timed["machines"].max(), percent=percent, span_text=span_text,
+        groups=[(kind, timed[timed["scaling"] == kind]) for kind in (STRONG, WEAK)], format_names=format_names,
+    )  # fmt: skip
+    return Answer(sentence, table, tuple(notes))
 
 
 def nodes_table(records: Records) -> pd.DataFrame:
@@ -175,7 +154,7 @@ def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     subject = speed["subject"].iloc[0]
     chosen = speed[speed["subject"] == subject].sort_values("place", kind="stable")
     sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
-    cells = sign + chosen["percent"].map("{:.0f} %".format) + chosen["note"].map(lambda note: " †" if note else "")
+    cells = chosen["percent"].map("{:.0f} %".format) + sign + chosen["note"].map(lambda note: " †" if note else "")
     table = chosen.assign(cell=cells).pivot_table(
         index="arm", columns="place", values="cell", aggfunc="first", sort=False
     )

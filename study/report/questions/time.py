@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
@@ -15,9 +14,9 @@ from study.config.text import NOT_MEASURED, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
-from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, differences, estimate_noise, seeds_needed
+from study.records.statistics import MIN_SAMPLE, estimate_noise, seeds_needed
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
-from study.report.document import Answer, Question, format_names, span_text, times_text
+from study.report.document import Answer, Question, format_names, paragraphs, span_text, times_text
 from study.report.questions.comparison import (
     Columns,
     Comparison,
@@ -44,7 +43,8 @@ def _time_answer(records: Records) -> Answer | None:
         number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
     if comparison.sharding:
         base = f"{comparison.names}{format_scope(comparison.main)}"
-        smallest = [size for arms in comparison.main.values() if (size := least_difference(arms, STEP)[0]) is not None]
+        least = (least_difference(arms, STEP)[1] for arms in comparison.main.values())
+        smallest = [size for size in least if size is not None]
         unseen = f": less than {span_text(smallest, percent)} is not seen" if smallest else ""
         sentence = times.sentence(
             comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
@@ -218,28 +218,19 @@ def _advice_answer(records: Records) -> Answer | None:
         notes.append(f"Fewer than three seeds, so not judged: {format_names(unjudged)}.")
     if any(has_no_gpu(arm.workload_runs) for arm in arms):
         notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
-    table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged), format_scope(by_workload))
+    everywhere = [name for name in best[0] if all(name in fastest for fastest in best)] if best else []
+    sentence, *_ = paragraphs(
+        "advice_answer.j2", best=best, everywhere=everywhere, format_names=format_names, timed=len(rows),
+        unjudged=unjudged, scope=format_scope(by_workload),
+    )  # fmt: skip
+    table = pd.DataFrame(rows)
     return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *arm_notes(arms)))
-
-
-def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool, scope: str) -> str:
-    if not best:
-        return f"No advice on time: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
-    everywhere = [name for name in best[0] if all(name in fastest for fastest in best)]
-    where = f"every workload {'here' if len(best) == workloads_timed else 'with three seeds'}"
-    extent = (f" in {where}" if workloads_timed > 1 else "") + scope
-    if not everywhere:
-        return f"No strategy is among the fastest in {where}: the table has those of each."
-    judged = " of the strategies with three seeds" if has_unjudged else ""
-    if all(list(fastest) == everywhere[:1] for fastest in best):
-        return f"`{everywhere[0]}` is the fastest{judged}{extent}."
-    return f"{format_names(everywhere)}: none{judged} is significantly faster{extent}."
 
 
 def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str, str]]:
     """Return the fastest strategy with all that are not significantly slower, and the seeds of those that have too few.
 
-    Any strategy may be the fastest, so all pairs are one family of tests. Without two that have three seeds, none is.
+    Without two that have three seeds, none is.
     """
     fair = [arm for arm in strategies if arm.is_fair()]
     seeds = {arm.name: arm.geometric_mean(STEP).n for arm in fair}
@@ -248,7 +239,7 @@ def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str
     if len(judged) < 2:
         return [], few
     ranked = [arm.name for arm in sorted(judged, key=step_s)]
-    tests = differences(judged[0].workload_runs, STEP, itertools.combinations(ranked, 2))
+    tests = judged[0].differences(STEP)
     slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
     return [arm.name for arm in judged if arm.name not in slower], few
 

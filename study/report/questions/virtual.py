@@ -71,9 +71,15 @@ def _table1_answer(records: Records) -> Answer | None:
     if any(others):
         which = f"the other {len(others)}" if all(others) else f"{sum(others)} of the other {len(others)}"
         sentence += f". Before the step, without the last bucket's gradients, {which} are within 1 %, too"
-    number = (near, "cases within 1 % of the ZeRO paper's formula for model state, at its peak")
+    lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")["model_name_or_path"]
+    missing = lost.str.replace(r"-\d+layers$", "", regex=True).value_counts()
+    missing = missing.drop([row["model"] for row in rows], errors="ignore")
+    for model, count in missing.items():
+        sentence += f". `{model}` is not among them: its {count} runs did not succeed"
+    words = "cases within 1 % of the ZeRO paper's formula for model state, at its peak"
+    words += "".join(f"; no run of `{model}`" for model in missing.index)
     note = "GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation over layers."
-    return Answer(f"{sentence}.", state_by_stage(rows), (note,), number if len(rows) > 1 else None)
+    return Answer(f"{sentence}.", state_by_stage(rows), (note,), (near, words) if len(rows) > 1 else None)
 
 
 def _difference(row: Summary, before_step: bool = False) -> float:
@@ -252,7 +258,9 @@ def _lora_answer(records: Records) -> Answer | None:
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
     # An option that changes none of these bytes gives no further row.
     table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
-    return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")])
+    words = f"model state of one of {whole['world_size']} ranks of `{whole['model']}` with LoRA and `{STAGES[-1]}`"
+    number = (sizes[1], f"{words}, {sizes[0]} with `{whole['strategy']}`")
+    return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")], number=number)
 
 
 LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)

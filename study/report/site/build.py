@@ -179,7 +179,7 @@ def _write_pages(
     records: Records, suite: str, folder: Path, answered: Mapping[Question, Answer], failures: Mapping[str, str],
     facts: Sequence[str], title: str,
 ) -> None:  # fmt: skip
-    heads: dict[str, list[str]] = {}
+    heads, in_reports = dict[str, list[str]](), folder.resolve().parent.name == "reports"
     figures: dict[str, list[Picture]] = {}
     for name in dict.fromkeys(question.notebook for question in answered if question.notebook):
         # The title and the question of a page are the first cell of its notebook.
@@ -203,7 +203,7 @@ def _write_pages(
         "summary.md": page_markdown(title, [lead, *cards, *lists]),
         "index.html": page_html(
             "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
-            numbers=[answer.number for answer in answered.values() if answer.number],
+            numbers=[answer.number for answer in answered.values() if answer.number], in_reports=in_reports,
             environment=pd.DataFrame(environment.items(), columns=["", " "]),
         ),
     }  # fmt: skip
@@ -211,8 +211,9 @@ def _write_pages(
         chosen = [question for question in answered if question.notebook == name]
         sections = [part for question in chosen for part in _details(question, answered[question], drawn, records)]
         texts[f"{name}.html"] = page_html(
-            "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name)
-        )
+            "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name),
+            in_reports=in_reports,
+        )  # fmt: skip
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     write_figures(itertools.chain(*drawn.values()), folder)
