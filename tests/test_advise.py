@@ -31,7 +31,6 @@ from study.advisor.advise import (
     explain_best,
     faster_riskier_option,
     rank_options,
-    sensitivity_lines,
     unchecked_needs,
 )
 from study.advisor.advise_command import add_arguments, build_advice_request, write_files
@@ -45,7 +44,7 @@ from study.predictor.hardware import to_box
 from study.predictor.memory import predict_memory
 from study.predictor.request import Estimate, request_for
 from study.predictor.shape import model_shape, with_adapters
-from study.predictor.time import device_bytes, fits, max_offload_slowdown, predict_time, usable_bytes
+from study.predictor.time import device_bytes, fits, max_offload_slowdown, usable_bytes
 from study.records.directory import read_run
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
@@ -151,24 +150,6 @@ def test_advice_for_lora_is_compared_with_lora_alone() -> None:
     assert lora["trained_parameters"] < lora["parameters"] / 100
     assert sum(row["fits"] for row in lora["strategies"]) > sum(row["fits"] for row in full["strategies"])
     assert [all("LoRA" in line for line in document["nearest"]) for document in (full, lora)] == [False, True]
-
-
-@pytest.mark.parametrize(("model", "hardware"), [("gpt2-xl", "A100-40"), ("gpt2", "L4"), ("bert-large-uncased", "T4")])
-def test_no_offload_is_ahead_on_one_gpu_if_the_same_fits_without_it(model: str, hardware: str) -> None:
-    shape, box = model_shape(model), to_box(hardware)
-    precision = "fp16" if hardware == "T4" else "bf16"
-    advice = advise(AdviceRequest(shape, box, min(shape.positions or 512, 1024), precision, global_batch=64))
-    best = advice.best
-    assert best is not None
-    assert best.name == "zero1"
-    offloads = [option for option in advice.fitting if option.request.strategy.offloads]
-    assert len(offloads) == 6
-    for option in offloads:
-        assert option.tokens_per_s < best.tokens_per_s, option.name
-        without = read_strategy(option.name.partition("_")[0])
-        assert option.time is not None
-        step = predict_time(dataclasses.replace(option.request, strategy=without)).step_s
-        assert step.value < option.time.step_s.value, option.name
 
 
 def test_candidates_are_the_strategies_that_train_on_the_hardware() -> None:
@@ -320,15 +301,6 @@ def test_the_default_global_batch_divides_into_micro_batches() -> None:
     assert speeds == sorted(set(speeds))
 
 
-def test_of_two_equally_fast_options_the_one_that_a_typical_host_can_load_is_advised() -> None:
-    question = AdviceRequest(with_adapters(model_shape("llama-3.1-70b"), 16), to_box("8xA100-80"), 2048, "bf16")
-    advice = advise(question, ["fsdp2", "zero3"])
-    assert [option.name for option in advice.fitting] == ["zero3", "fsdp2"]
-    assert re.search(r"needs less host memory \(\d\d and not [\d,]+ GiB a node\)", explain_best(advice))
-    large = dataclasses.replace(question, box=dataclasses.replace(question.box, host_gib_per_node=4096.0))
-    assert [option.name for option in advise(large, ["fsdp2", "zero3"]).fitting] == ["fsdp2", "zero3"]
-
-
 def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
     flags = ("--chunked_loss", "--strategy", "zero3", "--seq_length", "8192")
     full, lora = (read_json("predict", LLAMA_8B, "8xH100", *flags, "--peft", peft) for peft in ("none", "lora"))
@@ -337,11 +309,6 @@ def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
     # A frozen matrix has no gradient; the remaining tensors are three times as wide as the hidden states.
     assert full["memory"]["device_parts"]["logits"] - frozen == 2 * 2 * 128256 * 4096
     assert frozen == 3 * 2 * 8192 * 4096
-
-
-def test_a_similar_question_is_named_if_its_answer_differs() -> None:
-    question = AdviceRequest(model_shape("gpt2"), to_box("2xL4"), 512, "fp32", gradient_checkpointing=False)
-    assert "with half the GPUs it would be single" in list(sensitivity_lines(advise(question)))
 
 
 @pytest.mark.parametrize(
@@ -412,17 +379,6 @@ def test_a_micro_batch_of_dpo_is_given_in_pairs_below_the_first_line() -> None:
     # The verdict has two lines here.
     advised = print_page("llama-3.1-8b", "8xH100", "--with_reference").splitlines()
     assert advised[2].startswith(f"DPO: micro-batch {re.findall(r'micro-batch ([0-9]+),', advised[0])[0]} is ")
-
-
-def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
-    """DDP with accumulation keeps gradients in memory together with the activations."""
-    question = AdviceRequest(
-        model_shape("gpt2-xl"), to_box("8xA100-40"), 1024, "bf16", gradient_checkpointing=True, global_batch=64
-    )
-    (option,) = advise(question, ["ddp"]).options
-    smaller = dataclasses.replace(option.request, micro_batch=4, accumulation=2)
-    assert (option.request.micro_batch, option.request.accumulation, option.is_safe) == (8, 1, True)
-    assert not fits(predict_memory(smaller), question.box, at_upper=True)
 
 
 @pytest.mark.engine

@@ -195,9 +195,7 @@ def test_sessions_have_the_engine_the_weights_and_the_losses_of_their_cells(tmp_
 
 
 @pytest.mark.engine
-def test_a_session_past_its_time_limit_is_a_row_and_its_processes_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_past_its_time_limit_is_a_row_and_its_processes_end(tmp_path, monkeypatch):
     def processes() -> Iterator[int]:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

@@ -18,7 +18,7 @@ from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
 from study.claims.page import page, write_page
-from study.claims.provenance import Order, preregistration_orders, provenance
+from study.claims.provenance import Order, preregistration_orders
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
 from study.cli import main
 from study.config.places import REPOSITORY
@@ -187,28 +187,6 @@ def test_git_shows_whether_a_check_was_there_before_its_records(tmp_path):
     # Without git or a commit it is unknown.
     for name, folder in ((commit, tmp_path), *((name, repository) for name in (None, "0" * 40, "HEAD", "--help"))):
         assert set(orders_at(name, folder)) == {"unknown"}, name
-
-
-def test_provenance_has_every_run_start_version_and_minute() -> None:
-    records = read_parquet(REPORTS / "laptop")
-    runs = records.runs.drop_duplicates(["workload_key", "arm", "seed"]).reset_index(drop=True)
-    used = runs[(runs["task"] == "gpt-wikitext") & runs["strategy"].isin(["ddp", "zero2_cpu"])]
-    runs.loc[runs["strategy"] == "zero2", "status_state"] = "oom"
-    runs.loc[used.index, "status_started_at"] = "2026-11-20T10:00:00+00:00"
-    runs.loc[used.index, "status_ended_at"] = "2026-11-20T10:12:00+00:00"
-    lines = provenance(*laptop_claim("S1-28", Records(runs, records.steps, ("a: broken", "b: broken"))))
-    _, ended, starts, made_with, rerun = [text for _, text in lines]
-    states = runs["status_state"].value_counts()
-    assert ended.startswith(
-        f"{len(used)} of {len(runs)}, which ended as: {states['ok']} ok, {states['oom']} oom; 2 unreadable or inconsis"
-    )
-    assert starts == "3 initializations from 3 seeds; repeats of a seed: 0."
-    assert ("DeepSpeed 0.19.8" in made_with, "no GPU" in made_with) == (True, True)
-    assert rerun.startswith(f"`study run laptop`: these runs took {12 * len(used):.1f} minutes, all of laptop ")
-    # A repeat of a seed is not another initialization.
-    twice = pd.concat([runs, runs.assign(run=runs["run"] + "-repeated", repeat=2)], ignore_index=True)
-    lines = provenance(*laptop_claim("S1-28", Records(twice.astype(runs.dtypes), records.steps)))
-    assert lines[2][1] == f"3 initializations from 3 seeds; repeats of a seed: {len(used)}."
 
 
 def test_a_measured_claim_has_other_explanations(full_board: Scoreboard) -> None:

@@ -13,7 +13,6 @@ from study.claims.published import TABLES, check_table, published_tables, read_t
 from study.cli import main
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
-from study.predictor.state import paper_state_bytes
 
 
 def table(tmp_path: Path, *rows: str, header: str = "model,gpus,strategy,gb,device") -> Path:
@@ -35,13 +34,6 @@ def test_every_stored_table_has_its_source_and_is_judged() -> None:
     assert {file.name for file in TABLES.iterdir()} == BY_HAND.keys()
     assert len(tables) == len(BY_HAND) == 16
     assert all(re.search(r"<https://\S+>|Document S\d", table.address) and table.note for table in tables)
-
-
-def test_the_floors_are_the_papers(tmp_path: Path) -> None:
-    for stage in (0, 1, 2, 3):
-        (only,) = check_table(table(tmp_path, f"13B,16,zero{stage},1000,"))
-        assert only.adam_gb == pytest.approx(paper_state_bytes(13, stage, 16))
-        assert only.least_gb == pytest.approx(13 * (2 / (16 if stage == 3 else 1) + 2 / (16 if stage >= 2 else 1)))
 
 
 ROWS = yaml.safe_load((REPOSITORY / "tests" / "data" / "table_rows.yaml").read_text())

@@ -5,13 +5,11 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from transformers import SchedulerType
 
 from study.cli import COMMANDS, main
-from study.config import flags as config_module
 from study.config.errors import UserError
 from study.config.flags import RunConfig, parse_command_line, resolve_config
 from study.config.strategy_names import apply_overrides, parse_overrides
@@ -98,11 +96,6 @@ def test_every_flag_has_the_lower_bound_that_it_states() -> None:
             parse_command_line([f"--{field.name}={least}"])
 
 
-def test_transformers_has_every_schedule_of_the_flag() -> None:
-    schedules = {schedule.value for schedule in SchedulerType}
-    assert set(get_args(config_module.Schedule)) <= schedules
-
-
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
 @pytest.mark.parametrize("scale", ["paper", "laptop"])
 def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None:
@@ -116,6 +109,15 @@ def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None
 
 def test_auto_is_paper_with_an_accelerator_and_laptop_without() -> None:
     assert [resolve_config(RunConfig(), visible).scale for visible in (True, False)] == ["paper", "laptop"]
+
+
+def test_the_paper_scale_has_the_settings_of_the_studied_documents() -> None:
+    bert = resolve_config(RunConfig(scale="paper"), accelerator_visible=False)
+    assert (bert.model_name_or_path, bert.weights, bert.data) == ("bert-large-uncased", "pretrained", "hub")
+    assert (bert.train_samples, bert.eval_samples, bert.seq_length, bert.global_batch_size) == (800, 200, 128, 8)
+    assert (bert.learning_rate, bert.lr_scheduler_type, bert.precision, bert.seed) == (5e-5, "linear", "fp32", 42)
+    gemma = resolve_config(RunConfig(task="gpt-wikitext", scale="paper", model_name_or_path="google/gemma-2-9b"), True)
+    assert (gemma.seq_length, gemma.precision) == (2048, "bf16")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -203,6 +205,12 @@ def test_a_record_or_suite_with_an_unknown_key_or_a_wrong_type_is_refused_by_nam
         RunConfig.from_dict(values, "suite.yaml")
     assert "suite.yaml" in refusal.value.problem
     assert len(refusal.value.problem) < 1000
+
+
+def test_null_and_an_integer_for_a_float_are_accepted() -> None:
+    config = RunConfig.from_dict({"learning_rate": 1, "seq_length": None, "engine_override": ["a=1"]}, "suite.yaml")
+    assert config == RunConfig(learning_rate=1.0, engine_override=("a=1",))
+    assert type(config.learning_rate) is float
 
 
 def test_overrides_are_json_and_whole_floats_become_integers() -> None:

@@ -9,17 +9,15 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 from engines import FAKE_GPU, ROOT
-from study.advisor.doctor import Check, _probe, nvme_path, strategies, verdict
+from study.advisor.doctor import Check, strategies, verdict
 from study.config.strategies import STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS
 from study.host.operators import toolkit_version
 
@@ -146,24 +144,6 @@ def test_each_missing_requirement_is_listed_with_its_fix(poor, name, state, foun
     assert fix in row[2]
 
 
-def test_memory_is_not_measured_as_a_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("no /dev/shm here to stand for a file system in memory")
-    commands: list[list[str]] = []
-
-    def start(command: list[str], **_: Any) -> SimpleNamespace:
-        commands.append(command)
-        return SimpleNamespace(stdout=b"", returncode=0)
-
-    monkeypatch.setattr("study.advisor.doctor.subprocess.run", start)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        path, measured_in = nvme_path(Path(folder) / "new" / "folder")
-        _probe(False, measured_in, True)
-        assert list(Path(folder).iterdir()) == []
-    assert "tmpfs" in path.found
-    assert commands[0][-2:] == ["--not_measured", "not measurable: tmpfs is memory, not a disk"]
-
-
 def test_a_gpu_without_a_toolkit_is_named_with_the_strategies_that_do_not_run(drive: Path, tmp_path: Path) -> None:
     if toolkit_version() is not None:
         pytest.skip("a CUDA toolkit is here")
@@ -179,7 +159,17 @@ def test_a_gpu_without_a_toolkit_is_named_with_the_strategies_that_do_not_run(dr
 
 
 def test_on_a_gpu_only_nvme_strategies_need_the_cuda_toolkit() -> None:
-    names = ("pairing", "packages", "python", "nccl", "operators", "compiler", "ninja", "libaio", "nvme path")
+    names: tuple[str, ...] = (
+        "pairing",
+        "packages",
+        "python",
+        "nccl",
+        "operators",
+        "compiler",
+        "ninja",
+        "libaio",
+        "nvme path",
+    )
     names += ("pinned memory", "shared memory", "gpus")
     checks = [*(Check(name, "ok", "") for name in names), Check("nvcc", "missing", "")]
     on_four, on_two, alone = (strategies(checks, gpus=gpus).found for gpus in (4, 2, 1))

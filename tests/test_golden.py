@@ -52,21 +52,3 @@ def test_each_difference_is_found_and_a_new_name_is_none(rows: object, page: str
     assert summary.startswith(
         f"{len(differences)} differences, {done.stdout.count('(rounding)')} of them rounding, in 2 files"
     )
-
-
-def test_two_outputs_of_the_same_version_are_equal(tmp_path: Path) -> None:
-    explain, predict = "explain golden_files/a.json gpt2", "predict --model_name_or_path gpt2 --hardware 8xA100"
-    requests = {"files": {"a.json": '{"fp16": 1}', "b.json": "{}"}, "refusals": [explain, f"{predict} --nonsense"],
-             "requests": [f"{predict} --strategy {{ddp,zero3}}", "explain golden_files/b*.json gpt2"]}  # fmt: skip
-    (tmp_path / "asked.yaml").write_text(json.dumps(requests))
-    folders = [str(tmp_path / name) for name in ("old", "new")]
-    for folder in folders:
-        done = golden("write", folder, "--only", "requests", "refusals", GOLDEN_REQUESTS=str(tmp_path / "asked.yaml"))
-        assert done.returncode == 0, done.stderr
-    assert golden("compare", *folders).returncode == 0
-    predicted, explained, refused = (
-        json.loads((tmp_path / "new" / f"{name}.json").read_text()) for name in ("predict", "explain", "refusals")
-    )
-    assert [answer["json"]["strategy"] for answer in predicted.values()] == ["ddp", "zero3"]
-    assert list(explained) == ["explain golden_files/b.json gpt2"]
-    assert [tuple(answer.values()) for answer in refused.values()] == [(2, "golden_files/a.json"), (2, "--nonsense")]

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -139,28 +138,6 @@ def program(file: Path, script: str) -> Path:
     file.write_text(f"#!/bin/sh\n{script}\n")
     file.chmod(0o755)
     return file
-
-
-def test_an_environment_without_pip_is_created_again(tmp_path: Path) -> None:
-    """Debian's python3 leaves such an environment if python3-venv is not installed."""
-    for file in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / file, tmp_path)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
-    python = program(tmp_path / "python", '[ "$1" = -c ] || { echo "asked: $@"; exit 1; }')
-    result = subprocess.run(["make", "install", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "asked: -m venv --clear .venv" in result.stdout
-
-
-@pytest.mark.parametrize("broken", ["study.sweep.fork_server", "papermill", "nothing"])
-def test_packages_that_cannot_be_imported_fail_the_installation(broken: str, tmp_path: Path) -> None:
-    for file in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / file, tmp_path)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    program(tmp_path / ".venv" / "bin" / "python", f'case "$*" in *{broken}*) exit 1;; esac')
-    result = subprocess.run(["make", "install"], cwd=tmp_path, capture_output=True, text=True)
-    is_installed = (tmp_path / ".venv" / "installed").exists()
-    assert (result.returncode == 0) is is_installed is (broken == "nothing")
 
 
 @pytest.mark.parametrize(

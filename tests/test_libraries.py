@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT
-from study.host.stacks import without_gc
 
 pytestmark = pytest.mark.engine
 
@@ -29,17 +27,6 @@ def run_python(strategy: str, code: str, *path: Path) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))}
     command = [sys.executable, "-c", IMPORT.format(strategy=strategy) + code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-def test_collection_rests_while_libraries_are_imported_and_only_then() -> None:
-    assert gc.isenabled()
-    with without_gc():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(ImportError), without_gc():
-        raise ImportError
-    assert gc.isenabled()
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(("strategy", "with_deepspeed"), [("ddp", False), ("zero2", True)])

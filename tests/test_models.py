@@ -4,13 +4,11 @@ import dataclasses
 import hashlib
 import http.server
 import json
-import math
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +25,9 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
 from study.config.places import REPOSITORY
 from study.engine import setup as engine
-from study.run.steps import evaluate
 from study.workloads.architecture import build_model, load_tokenizer, model_config, model_size
 from study.workloads.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
 from study.workloads.presets import DROPOUT_FIELDS, PRESETS
-from study.workloads.tasks import load_data
 
 PARAMETERS = yaml.safe_load((REPOSITORY / "tests/data/published_parameters.yaml").read_text())
 TINY = {"bert-imdb": "bert-tiny", "gpt-wikitext": "gpt-tiny"}
@@ -184,7 +180,6 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_around_them(task: str
     config = run_config(TINY[task])
     first = materialize_initial_weights(config, tmp_path / "a")
     assert first.sha256 == hash_weights(first)
-
     threads = torch.get_num_threads()
     torch.manual_seed(123)
     torch.set_num_threads(2 if threads == 1 else 1)
@@ -194,17 +189,17 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_around_them(task: str
             second = materialize_initial_weights(dataclasses.replace(config, dropout=0.3), tmp_path / "b")
     finally:
         torch.set_num_threads(threads)
-    assert second.sha256 == first.sha256
-    assert second.path.name == first.path.name
+    assert (second.sha256, second.path.name) == (first.sha256, first.path.name)
     assert torch.equal(state, torch.get_rng_state())
-
-    other_seed = materialize_initial_weights(dataclasses.replace(config, seed=43), tmp_path / "a")
-    assert other_seed.sha256 != first.sha256
+    assert materialize_initial_weights(dataclasses.replace(config, seed=43), tmp_path / "a").sha256 != first.sha256
     assert materialize_initial_weights(config, tmp_path / "a") == first
 
 
 @pytest.mark.parametrize("task", TINY)
 def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_path: Path) -> None:
+    def dropouts(model: torch.nn.Module) -> set[float]:
+        return {part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)}
+
     config = run_config(TINY[task], dropout=0.0)
     initial = materialize_initial_weights(config, tmp_path)
     saved = load_file(initial.path / "model.safetensors")
@@ -213,14 +208,8 @@ def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_pat
     assert torch.equal(state, torch.get_rng_state())
     assert {name: tensor.dtype for name, tensor in model.named_parameters()} == dict.fromkeys(saved, torch.float32)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.named_parameters())
-    assert not [part for part in model.modules() if isinstance(part, torch.nn.Dropout) and part.p > 0]
-
-    loud = load_initial_model(dataclasses.replace(config, dropout=0.25, attn_implementation="eager"), initial)
-    assert {part.p for part in loud.modules() if isinstance(part, torch.nn.Dropout)} == {0.25}
-    assert loud.config._attn_implementation == "eager"
-    default_dropout = load_initial_model(dataclasses.replace(config, dropout=-1.0), initial)
-    assert {part.p for part in default_dropout.modules() if isinstance(part, torch.nn.Dropout)} == {0.1}
-
+    for dropout, expected in ((0.0, {0.0}), (0.25, {0.25}), (-1.0, {0.1})):
+        assert dropouts(load_initial_model(dataclasses.replace(config, dropout=dropout), initial)) == expected
     # The loaded tensors may be a view of the file, which training must not change.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -243,6 +232,16 @@ def test_damaged_weights_are_refused_by_name(name, damage, words, tmp_path):
     damage(initial.path / name)
     with pytest.raises(UserError, match=f"weights in {initial.path} are damaged.*{words}.*delete the folder"):
         materialize_initial_weights(config, tmp_path)
+
+
+def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) -> None:
+    config = run_config("bert-tiny")
+    initial = materialize_initial_weights(config, tmp_path)
+    tensors = load_file(initial.path / "model.safetensors")
+    tensors["classifier.extra"] = tensors.pop("classifier.bias")
+    save_file(tensors, initial.path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"classifier\.bias"):
+        load_initial_model(config, initial)
 
 
 def local_bert(folder: Path) -> Path:
@@ -278,72 +277,59 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
 
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", r"no config\.json")
-
-    pickled = local_bert(tmp_path / "pickled")
-    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    refused(pickled, "pickle files are not loaded")
-
-    lacking = local_bert(tmp_path / "lacking")
-    tensors = load_file(lacking / "model.safetensors")
+    source = local_bert(tmp_path / "source")
+    weights = source / "model.safetensors"
+    tensors, content = load_file(weights), weights.read_bytes()
     del tensors["encoder.layer.1.output.dense.weight"]
-    save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
-    refused(lacking, r"lacks weights: bert\.encoder\.layer\.1\.output\.dense\.weight")
-
+    save_file(tensors, weights, metadata={"format": "pt"})
+    refused(source, r"lacks weights: bert\.encoder\.layer\.1\.output\.dense\.weight")
+    weights.write_bytes(content[: len(content) // 2])
+    refused(source, "cannot load the weights")
+    weights.rename(source / "pytorch_model.bin")
+    refused(source, "pickle files are not loaded")
     three = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **FAMILIES["bert"]))
     three.save_pretrained(tmp_path / "three")
     refused(tmp_path / "three", "cannot load the weights")
-
-    cut = local_bert(tmp_path / "cut")
-    content = (cut / "model.safetensors").read_bytes()
-    (cut / "model.safetensors").write_bytes(content[: len(content) // 2])
-    refused(cut, "cannot load the weights")
     assert not [path for path in (tmp_path / "cache" / "initial_weights").iterdir() if path.is_dir()]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
+def test_a_configuration_that_nothing_can_be_trained_from_is_refused(tmp_path: Path) -> None:
+    file = local_bert(tmp_path / "source") / "config.json"
+    described = json.loads(file.read_text())
+    for key, value, words in (
         # transformers would load these as if they were not quantized.
         ("quantization_config", {"quant_method": "fp8"}, "quantized weights"),
         ("hidden_act", "nonsense", "cannot be built .*nonsense"),
         ("num_attention_heads", 5, "cannot be built .*attention heads"),
         ("num_hidden_layers", -1, "-1 layers"),
-    ],
-)
-def test_a_configuration_that_nothing_can_be_trained_from_is_refused(key, value, words, tmp_path):
-    source = local_bert(tmp_path / "source")
-    described = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(described | {key: value}))
-    for weights in ("pretrained", "random"):
-        with pytest.raises(UserError, match=words):
-            materialize_initial_weights(run_config(str(source), "bert-imdb", weights=weights), tmp_path / "cache")
+    ):
+        file.write_text(json.dumps(described | {key: value}))
+        for weights in ("pretrained", "random"):
+            config = run_config(str(file.parent), "bert-imdb", weights=weights)
+            with pytest.raises(UserError, match=words):
+                materialize_initial_weights(config, tmp_path / "cache")
 
 
 def test_a_tokenizer_has_a_vocabulary_that_fits_and_a_pad_token(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
+    def load(number: int, end: str | None = "<end>") -> Any:
+        vocabulary = {"<end>": 0} | {f"w{index}": index for index in range(1, number)}
+        folder, tokenizer = tmp_path / f"words{number}", Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
+        return load_tokenizer(run_config("gpt-tiny", tokenizer_name=str(folder)))
+
+    assert (len(load(50)), load(50).pad_token) == (50, "<end>")
+    with pytest.raises(UserError, match="5000 entries"):
+        load(5000)
+    with pytest.raises(UserError, match="neither a pad token"):
+        load(60, end=None)
     with pytest.raises(UserError, match="--tokenizer_name"):
         load_tokenizer(run_config("bert-tiny"))
-
-    (tmp_path / "bare").mkdir()
     AutoConfig.for_model("gpt2").save_pretrained(tmp_path / "bare")
     with pytest.raises(UserError, match="no tokenizer vocabulary"):
         load_tokenizer(run_config("gpt-tiny", tokenizer_name=str(tmp_path / "bare")))
-
-    def words(number: int, end: str | None = "<end>") -> str:
-        vocabulary = {"<end>": 0} | {f"w{index}": index for index in range(1, number)}
-        folder = tmp_path / f"words{number}"
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
-        return str(folder)
-
-    tokenizer = load_tokenizer(run_config("gpt-tiny", tokenizer_name=words(50)))
-    assert (len(tokenizer), tokenizer.pad_token) == (50, "<end>")
-    with pytest.raises(UserError, match="5000 entries"):
-        load_tokenizer(run_config("gpt-tiny", tokenizer_name=words(5000)))
-    with pytest.raises(UserError, match="neither a pad token"):
-        load_tokenizer(run_config("gpt-tiny", tokenizer_name=words(60, end=None)))
 
 
 class SmallHub(http.server.BaseHTTPRequestHandler):
@@ -418,29 +404,6 @@ def test_a_compiled_forward_pass_is_one_graph(task: Task, accelerator: Accelerat
     explained = torch._dynamo.explain(model)(input_ids=tokens, attention_mask=tokens, labels=labels)
     torch._dynamo.reset()
     assert explained.graph_count == 1, explained.break_reasons
-
-
-def test_an_evaluation_is_not_compiled(accelerator: Accelerator, tmp_path: Path) -> None:
-    config = run_config("gpt-tiny", torch_compile=True, global_batch_size=2, seq_length=8, eval_samples=4)
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    data = load_data(config, tmp_path)
-    run: Any = SimpleNamespace(
-        config=config, data=data, plan=config.batch_plan(1, 1), launch=SimpleNamespace(group_index=0)
-    )  # fmt: skip
-    torch._dynamo.reset()
-    model = build_model(config)
-    compiled: Any = torch.compile(model, backend=backend)
-    compiled(**data.eval.__getitems__([0, 1]))
-    in_training = len(graphs)
-    figures = evaluate(run, accelerator, compiled)
-    torch._dynamo.reset()
-    assert len(graphs) == in_training > 0
-    assert figures["eval_loss"] == pytest.approx(math.log(model.config.vocab_size), rel=0.1)
 
 
 def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:

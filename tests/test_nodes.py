@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from engines import ROOT
-from runs import FLAGS, RunFactory
+from runs import FLAGS
 from study.config.errors import UserError
-from study.config.flags import parse_command_line, resolve_config
 from study.host.machine import Machine
 from study.host.memory import OomCounts
 from study.host.slurm import Job, current_job
@@ -110,26 +109,8 @@ def sky_task() -> dict[str, Any]:
     return yaml.safe_load(SKY.read_text())
 
 
-def test_the_file_for_skypilot_has_its_keys_and_a_batch_for_two_machines_and_three() -> None:
-    """https://docs.skypilot.co/en/latest/reference/yaml-spec.html."""
-    task = sky_task()
-    kinds = {"name": str, "num_nodes": int, "workdir": str, "setup": str, "run": str, "envs": dict, "resources": dict}
-    assert {key: type(value) for key, value in task.items()} == {key: kinds[key] for key in task}
-    assert task["resources"].keys() <= {"accelerators", "disk_size", "infra", "use_spot", "network_tier"}
-    # SkyPilot accepts only text: a list of strategies is one text.
-    assert {type(value) for value in task["envs"].values()} == {str}
-    for section in ("setup", "run"):
-        subprocess.run(["bash", "-n", "-c", task[section]], check=True)
-    config = resolve_config(parse_command_line(task["envs"]["FLAGS"].split()), accelerator_visible=True)
-    gpus = int(task["resources"]["accelerators"].partition(":")[2])
-    for machines in (2, 3):
-        assert config.batch_plan(machines * gpus).per_device_train_batch_size
-
-
 @pytest.mark.long
-def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
-    tmp_path: Path, get_run: RunFactory
-) -> None:
+def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(tmp_path, get_run):
     flags = " ".join([*FLAGS, "--task", "gpt-wikitext"])
     settings = {"STRATEGIES": "ddp", "FLAGS": flags, "RUNS": str(tmp_path), "SUITE": "laptop"}
     assert settings.keys() == sky_task()["envs"].keys()

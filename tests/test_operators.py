@@ -100,25 +100,6 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, "own_operator", nullptr, -1,
 PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() { return PyModule_Create(&module); }"""
 
 
-def test_a_compilation_is_announced_once_with_its_duration(operator):
-    built = operator(MODULE)
-    printed: list[str] = []
-    for _ in range(2):
-        assert operators.load_operator(built, printed.append).__name__ == "own_operator"
-    assert printed == [f"{COMPILES} own_operator: once per installation, usually 1 to 2 minutes on two cores"]
-
-
-def test_compiling_another_operator_leaves_the_first_up_to_date(operator, monkeypatch):
-    """A load of an operator compiles it again if one of its headers is newer."""
-    monkeypatch.setitem(operators._SHORT_HEADERS, "torch/extension.h", "#define IS_SHORT\n")
-    built = operator(f"#include <torch/extension.h>\n#ifdef IS_SHORT\n{MODULE}\n#endif\n")
-    operators.load_operator(built)
-    with operators._short_torch_header(operators.build_folder("another_operator")):
-        pass
-    ninja = ["ninja", "-n", "-C", str(operators.build_folder("own_operator"))]
-    assert "no work to do" in subprocess.run(ninja, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.parametrize(
     ("text", "says", "fix"),
     [

@@ -202,35 +202,12 @@ def test_loading_takes_the_predicted_host_memory():
     assert max(map(abs, large)) < 0.02
 
 
-def test_a_loaded_model_and_an_offloaded_optimizer_are_never_on_the_host_together():
-    shape = model_shape("layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8")
-    request = Request(
-        shape, read_strategy("zero2_cpu"), to_box("A100"), 2048, 1, 1, "bf16-engine", True, "sdpa"
-    )  # fmt: skip
-    parts = predict_memory(request).host_parts
-    # Master weights, moments and fp32 gradients exceed the model in fp32.
-    assert parts["load"] == parts["libraries"] + parts["state"]
-    assert (parts["load"] / GIB, parts["train"] / GIB) == pytest.approx((120.86, 142.03), abs=0.01)
-    sharded = predict_memory(dataclasses.replace(request, box=to_box("8xA100"))).host_parts
-    largest = shape.vocabulary * shape.hidden
-    assert sharded["train"] < sharded["load"]
-    assert sharded["load"] == 8 * (4 * shape.parameters + 2 * largest) + sharded["libraries"]
-    divided = dataclasses.replace(request, box=to_box("8xA100"), strategy=read_strategy("zero3_cpu_optimizer"))
-    parts = predict_memory(divided).host_parts
-    assert parts["load"] == parts["libraries"] + parts["state"]
-
-
-def test_a_process_has_libraries_and_freed_blocks_besides_its_tensors():
-    base = next(row.request for row in own.study_rows() if row.peak_kind == "resident")
-    box = base.box
-    request = dataclasses.replace(base, strategy=read_strategy("zero2"), box=dataclasses.replace(box, nodes=2))
-    memory = predict_memory(request)
-    assert sum(memory.device_parts.values()) == pytest.approx(memory.peak_reserved.value)
-    assert memory.process_peak is not None
-    assert memory.process_peak.value == pytest.approx(memory.peak_reserved.value + memory.host_parts["rank"])
-    alone = predict_memory(dataclasses.replace(request, box=dataclasses.replace(box, gpus_per_node=1, nodes=1)))
-    assert alone.device_parts["fragmentation"] < memory.device_parts["fragmentation"]
-    assert predict_memory(dataclasses.replace(request, box=to_box("2xH100"))).process_peak is None
+def test_dropout_keeps_masks_and_scores_a_second_time():
+    dropped, plain = (
+        predict_activations(make_request("bert", "fp32", attention="eager", dropout=on)) for on in (True, False)
+    )
+    pairs = 4 * 8 * 512 * 512
+    assert dropped.layer - plain.layer == 2 * 4 * 512 * 256 + pairs * (4 + 1)
 
 
 def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(tmp_path):

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import yaml
 
-from study.cli import main
 from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
 from study.config.places import REPOSITORY
@@ -58,20 +56,18 @@ def test_an_unknown_box_is_refused_with_names_like_it(text: str, words: str) -> 
     assert len(str(refusal.value)) < 500
 
 
-def test_every_named_hardware_has_the_rates_that_a_time_needs() -> None:
-    for name in BOX_NAMES:
-        if name != "this":
-            time = predict_time(make_request(box=to_box(f"2x{name}"), precision="fp16"))
-            assert time.step_s.value > 0
-            assert time.mfu is not None
-            assert 0 < time.mfu < 1
-
-
-def test_measured_rates_are_below_the_peak_and_visible_memory_below_the_data_sheet() -> None:
+def test_every_device_has_rates_below_the_peak_and_memory_below_the_data_sheet() -> None:
     for device in known_devices():
-        for precision, rate in device.matmul_tflops.items():
-            assert rate < (device.peak_tflops[precision] or 0)
+        assert all(rate < (device.peak_tflops[precision] or 0) for precision, rate in device.matmul_tflops.items())
         assert 0.9 * device.memory_gib < device.visible_gib < device.memory_gib
+    for name in {*BOX_NAMES} - {"this"}:
+        time = predict_time(make_request(box=to_box(f"2x{name}"), precision="fp16"))
+        assert time.step_s.value > 0
+        assert 0 < (time.mfu or 0) < 1
+    # A V100 has no units for bf16, which is as slow as fp32.
+    bf16, fp16 = (predict_time(make_request(box=to_box("V100"), precision=precision)) for precision in ("bf16", "fp16"))
+    assert (bf16.step_s.value > 2 * fp16.step_s.value, bf16.mfu) == (True, None)
+    assert any("no units for bf16" in note for note in bf16.notes)
 
 
 @pytest.mark.parametrize(("task", "name"), [("gpt-wikitext", "gpt-tiny"), ("bert-imdb", "bert-tiny")])
@@ -148,15 +144,8 @@ def test_replica_groups_keep_gathers_off_the_network_and_divide_the_optimizer() 
     slow = dataclasses.replace(to_box("8x8xA100"), network_gb_per_s=3.0)
     for grouped, plain in (("hsdp", "fsdp2"), ("zero3_hpz", "zero3")):
         assert parts(grouped, slow)["communication_exposed"] < parts(plain, slow)["communication_exposed"]
-    of_two, of_one = parts("hsdp", to_box("2x8xH100")), parts("fsdp2", to_box("8xH100"))
-    assert of_two["compute"] == pytest.approx(of_one["compute"])
-
-
-def test_a_precision_without_units_is_as_slow_as_fp32_and_has_a_note() -> None:
-    bf16, fp16 = (predict_time(make_request(box=to_box("V100"), precision=precision)) for precision in ("bf16", "fp16"))
-    assert bf16.step_s.value > 2 * fp16.step_s.value
-    assert bf16.mfu is None
-    assert any("no units for bf16" in note for note in bf16.notes)
+    two_boxes, single_box = parts("hsdp", to_box("2x8xH100")), parts("fsdp2", to_box("8xH100"))
+    assert two_boxes["compute"] == pytest.approx(single_box["compute"])
 
 
 def _with(name: str, *asked_for: str) -> Strategy:
@@ -167,38 +156,34 @@ def _with(name: str, *asked_for: str) -> Strategy:
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(
-    "setting", ["reduce_scatter=true", "reduce_scatter=false", "use_multi_rank_bucket_allreduce=false"]
-)
-def test_the_time_counts_the_calls_of_the_traffic(name: str, setting: str) -> None:
+    ("setting", "by"),
+    [("reduce_scatter=true", "all_reduce"), ("reduce_scatter=false", "all_reduce"),
+     ("use_multi_rank_bucket_allreduce=false", "reduce")],
+)  # fmt: skip
+def test_the_time_counts_the_calls_of_the_traffic(name: str, setting: str, by: str) -> None:
     """One bucket without overlap: the calls that traffic counts run one after the other."""
-    strategy = _with(
-        name, f"zero_optimization.{setting}", "zero_optimization.overlap_comm=false",
-        "zero_optimization.reduce_bucket_size=1000000000000",
-    )  # fmt: skip
+    settings = (setting, "overlap_comm=false", "reduce_bucket_size=1000000000000")
+    strategy = _with(name, *(f"zero_optimization.{key}" for key in settings))
     request = make_request(strategy=strategy, precision="bf16-engine", accumulation=3)
-    collective = request.settings.gradients_by
-    expected = {"reduce_scatter=true": {"zero3": "reduce_scatter"}.get(name, "all_reduce"),
-                "reduce_scatter=false": "all_reduce",
-                "use_multi_rank_bucket_allreduce=false": {"zero3": "reduce_scatter"}.get(name, "reduce")}  # fmt: skip
-    assert collective == expected[setting]
-    assert set(predict_payload(request)) == {collective, "all_gather"}
+    by = "reduce_scatter" if name == "zero3" and setting != "reduce_scatter=false" else by
+    assert request.settings.gradients_by == by
+    assert set(predict_payload(request)) == {by, "all_gather"}
     exposed, total = communication_time(request, 0.0, 0.0).exposed, request.shape.parameters * 2
     if name == "zero3":
         scattering = communication_time(dataclasses.replace(request, strategy=_with(name)), 0.0, 0.0).exposed
-        assert (exposed > scattering) == (collective == "all_reduce")
+        assert (exposed > scattering) == (by == "all_reduce")
     else:
-        reduced = {"zero1": 1, "zero2": 3}[name] * collective_s(request.box, collective, total)
+        reduced = {"zero1": 1, "zero2": 3}[name] * collective_s(request.box, by, total)
         assert exposed == pytest.approx(reduced + collective_s(request.box, "all_gather", total))
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("box", ["4x4090", "8xT4", "2xA100-PCIE-80", "4xH100"])
-def test_nothing_leaves_a_rank_faster_than_its_link(name: str, box: str) -> None:
-    request = make_request(strategy=read_strategy(name), box=to_box(box), accumulation=16, precision="fp32")
-    exchange = communication_time(request, 1.0, 2.0)
-    device = request.box.device
-    link = (device.nvlink_gb_per_s or device.pcie_gb_per_s or 0.0) * 1e9
-    assert sent_bytes(request) <= link * (exchange.overlapped + exchange.exposed)
+def test_nothing_leaves_a_rank_faster_than_its_link(box: str) -> None:
+    for name in ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"):
+        request = make_request(strategy=read_strategy(name), box=to_box(box), accumulation=16, precision="fp32")
+        exchange, device = communication_time(request, 1.0, 2.0), request.box.device
+        link = (device.nvlink_gb_per_s or device.pcie_gb_per_s or 0.0) * 1e9
+        assert sent_bytes(request) <= link * (exchange.overlapped + exchange.exposed), name
 
 
 def test_adapters_of_16_bit_weights_have_fp32_gradients_in_ddp_s_buckets_and_all_reduce() -> None:
@@ -219,18 +204,6 @@ def test_a_time_of_gpus_that_meet_over_pcie_has_no_interval(box: str, is_known: 
     assert (time.step_s.low is not None) == (time.tokens_per_s_per_gpu.high is not None) == is_known
 
 
-@pytest.mark.parametrize(("model", "is_by_hand"), [("gemma-2-9b", True), ("gpt-neo-2.7b", True), ("gpt2-xl", False)])
-def test_a_model_without_fused_attention_takes_the_time_of_attention_by_hand(model: str, is_by_hand: bool) -> None:
-    for checkpoints in (False, True):
-        fused, by_hand = (
-            predict_time(
-                make_request(shape=model_shape(model), attention=kernel, gradient_checkpointing=checkpoints)
-            ).step_s
-            for kernel in ("sdpa", "eager")
-        )
-        assert (fused == by_hand) == is_by_hand
-
-
 def test_gradients_of_later_micro_batches_come_back_to_the_device() -> None:
     """Gradients go to the host in each micro-batch and back in all but the first; then the weights return."""
     offload = read_strategy("zero2_cpu")
@@ -240,40 +213,6 @@ def test_gradients_of_later_micro_batches_come_back_to_the_device() -> None:
     overlapping = _with("zero2", "zero_optimization.overlap_comm=true")
     requests = [make_request(strategy=overlapping, precision="bf16-engine", accumulation=many) for many in (1, 4)]
     assert [communication_time(request, 0.0, 0.01).overlapped for request in requests] == pytest.approx([0.01, 0.04])
-
-
-def test_the_rate_of_the_host_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["predict", "--model_name_or_path", "gpt2-xl", "--strategy", "zero2_cpu", "--hardware", "8xH100"]
-    seconds = []
-    for rate in ("10", "20"):
-        assert main([*arguments, "--host_gb_per_s", rate, "--json"]) == 0
-        predicted = json.loads(capsys.readouterr().out)["time"]
-        seconds.append(predicted["parts"]["cpu_adam"])
-        assert any(f"{rate} GB/s" in note and "given" in note for note in predicted["notes"])
-    assert seconds[0] == pytest.approx(2 * seconds[1])
-
-
-@pytest.mark.parametrize("box", ["8xH100", "2x8xA100"])
-def test_gathers_of_lora_s_recomputation_are_in_the_time_and_the_traffic(box: str) -> None:
-    """DeepSpeed frees a recomputed layer's frozen weights before its backward pass has ended."""
-    fields = {
-        "shape": with_adapters(model_shape(LLAMA), 8), "strategy": read_strategy("zero3"), "box": to_box(box),
-        "precision": "bf16-engine", "accumulation": 2,
-    }  # fmt: skip
-    plain, recomputed = (make_request(**fields, gradient_checkpointing=recomputes) for recomputes in (False, True))
-    layer_bytes = 2 * sum(param.elements for param in plain.shape.params if param.place == 0 and not param.trained)
-    calls = plain.accumulation * plain.shape.layers
-    gathered = [predict_payload(request)["all_gather"] for request in (plain, recomputed)]
-    # Plus the embedding and its consumer, which have no backward pass unless layers are recomputed.
-    assert gathered[1] - gathered[0] == pytest.approx(calls * layer_bytes, rel=0.04)
-    # Without computation to overlap, all of it is exposed.
-    exposed = [communication_time(request, 0, 0).exposed for request in (plain, recomputed)]
-    each_s = collective_s(plain.box, "all_gather", layer_bytes)
-    assert exposed[1] - exposed[0] == pytest.approx((gathered[1] - gathered[0]) / layer_bytes * each_s, rel=0.03)
-    cpu = read_strategy("zero3_cpu")
-    requests = [dataclasses.replace(request, strategy=cpu) for request in (plain, recomputed)]
-    moved = [predict_time(request).parts["offload"] for request in requests]
-    assert moved[1] / moved[0] == pytest.approx(1.5, rel=0.05)
 
 
 # Llama-2-7B's parameters, as published.

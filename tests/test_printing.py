@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 
 import pytest
@@ -47,11 +46,6 @@ def test_on_a_terminal_only_words_wrap(columns: str, widest: int, monkeypatch: p
     lines = printed(Terminal())
     assert widest - 10 < max(map(len, lines)) <= widest
     assert [line.split()[:2] for line in lines if "12.5" in line] == [["a\N{REPLACEMENT CHARACTER}[31m", "12.5"]]
-
-
-def test_rich_is_imported_where_a_table_is_printed_and_not_before() -> None:
-    code = "import sys, study.config.printing as p; p.print_page(['x']); print('rich' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "x\nFalse\n"
 
 
 @pytest.mark.parametrize(

@@ -137,14 +137,14 @@ def test_the_grid_of_releases_has_the_faults_of_a_gpu(release_report: ReleaseRep
 def test_the_finding_on_releases_matches_the_records(release_report: ReleaseReport) -> None:
     cells = [cell for cell in clipped(release_report.cells)
              if not cell.is_contemporary and cell.verdict.kind in ("equal", "different")]  # fmt: skip
-    ran = {cell.release for cell in cells}
     struck = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
     releases = sorted({cell.release for cell in struck}, key=release_key)
-    range_of_them = f"{releases[0]} to {releases[-1]}"
-    sentence = f"Of {len(ran)} DeepSpeed releases that run here, {len(releases)} ({range_of_them}) compute wrong"
+    ran, hidden = {cell.release for cell in cells}, {cell.release for cell in cells if cell.verdict.kind == "different"}
+    text = f"{len(releases)} ({releases[0]} to {releases[-1]})"
+    sentence = f"Of {len(ran)} DeepSpeed releases that run here, {text} compute wrong"
     assert sentence in unwrapped("README.md")
-    hidden = {cell.release for cell in cells if cell.verdict.kind == "different"} - set(releases)
-    assert (len(hidden), "Four more have faults that only CPUs show." in unwrapped("README.md")) == (4, True)
+    assert len(hidden - {*releases}) == 4
+    assert "Four more have faults that only CPUs show." in unwrapped("README.md")
     assert {cell.micro_steps for cell in struck} == {4}, "with accumulation only"
     assert {cell.strategy for cell in struck} == {"zero0", "zero1", "zero2", "zero2_cpu"}
 
@@ -243,22 +243,20 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
         elif program == "accelerate":
             place = next(place for place, word in enumerate(words) if word.endswith(".py"))
             assert all((REPOSITORY / word).exists() for word in (words[place], words[3])), words
-            run = parse_command_line(words[place + 1 :])
-            flags = words[:place]
+            run, flags = parse_command_line(words[place + 1 :]), words[:place]
             if "--num_processes" in flags and not run.virtual_world_size:
                 # Commands with more ranks than a laptop has are for machines with GPUs, whose defaults differ.
                 ranks = int(flags[flags.index("--num_processes") + 1])
                 assert resolve_config(run, accelerator_visible=True).batch_plan(ranks), words
         elif program == "bash":
-            script, suite, *_ = arguments
-            assert (REPOSITORY / script).exists(), words
-            if f'"$suite" = {suite} ' not in read(script):
-                find_suite(suite)
+            assert (REPOSITORY / arguments[0]).exists(), words
+            if f'"$suite" = {arguments[1]} ' not in read(arguments[0]):
+                find_suite(arguments[1])
 
 
 def test_files_for_other_programs_are_yaml_and_scripts_of_a_shell() -> None:
-    named = (REPOSITORY / ".pre-commit-config.yaml", REPOSITORY / "CITATION.cff")
-    for file in (*REPOSITORY.glob(".github/**/*.yml"), *named):
+    other_files = (REPOSITORY / ".pre-commit-config.yaml", REPOSITORY / "CITATION.cff")
+    for file in (*REPOSITORY.glob(".github/**/*.yml"), *other_files):
         assert isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), dict), file
     for script in (REPOSITORY / ".ci" / "run", *(REPOSITORY / "tools").glob("*.sh")):
         subprocess.run(["bash", "-n", str(script)], check=True)

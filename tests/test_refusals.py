@@ -51,10 +51,10 @@ def run_train(box: Path, *arguments: str, forked: bool = False, **environment: s
     cwd.mkdir(exist_ok=True)
     launchers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
     starts = ("HF_", "ACCELERATE_", "FSDP_", "TRANSFORMERS_")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(starts) and key not in launchers}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(starts) and key not in launchers}
     folders = {"HF_HOME": "hf", "ZERO_STUDY_CACHE": "cache", "XDG_CACHE_HOME": "xdg"}
-    kept |= {key: str(box / folder) for key, folder in folders.items()}
-    environment = kept | {"HF_ENDPOINT": NO_HUB, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    inherited |= {key: str(box / folder) for key, folder in folders.items()}
+    environment = inherited | {"HF_ENDPOINT": NO_HUB, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     if forked:
         # A library reads these at import, so they are the same for all tests of a session.
         hub = {"HF_HOME": str(box.parent / "hf"), "HF_ENDPOINT": NO_HUB}
@@ -260,18 +260,18 @@ def test_an_empty_home_is_ignored_and_a_user_without_one_must_name_the_cache(tmp
 def test_a_damaged_checkpoint_is_refused_by_its_file_or_key(tmp_path):
     folder = write_checkpoint(tmp_path / "checkpoint", step=3)
     rows, manifest = folder / "steps.jsonl", folder / "checkpoint.json"
-    whole, config = rows.read_text(), dataclasses.replace(LAPTOP, resume_from_checkpoint=str(folder))
+    content, config = rows.read_text(), dataclasses.replace(LAPTOP, resume_from_checkpoint=str(folder))
 
     def refuses(says: str) -> None:
         with pytest.raises(UserError, match=re.escape(says)):
             find_checkpoint(config, make_launch("single", 1), tmp_path)
 
-    for content in ("", '{"step": 1}\n', "torn"):
-        rows.write_text(content)
+    for damaged in ("", '{"step": 1}\n', "torn"):
+        rows.write_text(damaged)
         refuses("steps.jsonl")
     rows.unlink()
     refuses("steps.jsonl")
-    rows.write_text(whole)
+    rows.write_text(content)
     sealed = read_json(manifest)
     write_json(manifest, sealed | {"schedule": {"a": 1}})
     refuses("changed")
@@ -436,9 +436,7 @@ def check_overridden(config: RunConfig, strategy: str) -> None:
     ("setting", "says"),
     [
         ("zero_optimization.nonsense=1", "zero_optimization.nonsense: Extra inputs"),
-        ('zero_optimization.reduce_bucket_size="x"', "zero_optimization.reduce_bucket_size: Input should be a valid"),
         ("zero_optimization.reduce_bucket_size=-5", "greater than 0"),
-        ("zero_optimization.stage=9", "zero_optimization.stage"),
         ('zero_optimization.offload_optimizer="cpu"', "zero_optimization.offload_optimizer"),
         # DeepSpeed ignores it silently, and the record would list it as set.
         ("zero_optimisation.reduce_bucket_size=5e6", "no setting zero_optimisation"),

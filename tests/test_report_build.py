@@ -101,8 +101,8 @@ def find_figures(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]
 @pytest.mark.parametrize(("name", "report"), IN_GIT.items())
 def test_the_figures_of_a_report_in_git_are_drawn_again_with_the_same_words(name: str, report: str) -> None:
     folder = REPOSITORY / "reports" / report
-    shown = find_figures(read(folder / f"{name}.ipynb"))
-    words = [(output.metadata.figure, output.data["text/plain"]) for output in shown]
+    outputs = find_figures(read(folder / f"{name}.ipynb"))
+    words = [(output.metadata.figure, output.data["text/plain"]) for output in outputs]
     assert [(drawing.name, drawing.alt) for drawing in drawn(name, read_parquet(folder))] == words
 
 

@@ -115,18 +115,6 @@ def test_each_source_is_the_project_that_is_installed(tmp_path: Path) -> None:
     assert "/no.whl cannot be downloaded: " in missing.stderr.splitlines()[-1]
 
 
-def test_without_a_source_it_uses_the_newest_archive_next_to_it_without_a_prompt(tmp_path: Path) -> None:
-    # The project is not installed for this interpreter.
-    nothing = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL, python=BASE)
-    assert nothing.returncode == 1
-    assert "set source to a git URL, or upload an archive there" in nothing.stderr
-    for age, name in enumerate(("zero_study-0.1.0.zip", "zero-study (1).zip")):
-        write_archive(tmp_path / name, **{"zero-study__study__train.py": name})
-        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
-    project = find_project("", tmp_path / "work", stdin=subprocess.DEVNULL).stdout.split("the project is ")[1].strip()
-    assert Path(project, "study", "train.py").read_text() == "zero_study-0.1.0.zip"
-
-
 @pytest.mark.parametrize(
     ("torch", "driver"), [("2.12.1", "12.4"), ("2.10.0", "12.4"), ("2.10.0", "13.0"), (None, None)]
 )

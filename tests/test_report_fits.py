@@ -83,23 +83,3 @@ def test_every_probe_is_a_row_and_not_a_workload_of_trained_models(records):
     # Probes do not make the names of other workloads longer.
     assert real_runs(records).runs["workload"].unique().tolist() == ["gpt-tiny, built-in text"]
     assert "fits" in {question.name for question in answers(records)}
-
-
-@pytest.mark.parametrize("place", ["1", -1])
-def test_a_search_that_no_sweep_could_have_noted_is_refused(tmp_path, place):
-    note_search(write_run(tmp_path, "single", name="probe"), "x", place)
-    records = read_runs(tmp_path)
-    assert records.runs.empty
-    assert records.refused[0].startswith("probe/sweep.json: searches.0.place is")
-
-
-def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):
-    for checkpointing in (False, True):
-        name = f"single-{checkpointing}"
-        ends = {8: "ok", 32: "oom", 16: "oom"} if not checkpointing else {8: "ok", 32: "ok", 128: "oom", 64: "oom"}
-        write_search(tmp_path, "single", ends, name=name, gradient_checkpointing=checkpointing)
-    table = fits_table(read_runs(tmp_path)).set_index("Workload")
-    settings = [f"gpt-tiny, built-in text: largest micro-batch, checkpointing {it}" for it in ("off", "on")]
-    assert sorted(table.index) == settings
-    assert table["x plain"].tolist() == [1, 1]
-    assert len(drawn("what_fits", read_runs(tmp_path))) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -14,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from report_folders import committed, contents, laptop
+from report_folders import committed, contents
 from study import cli
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
-from study.records.frames import read_parquet, write_parquet
+from study.records.frames import read_parquet
 from study.report.site import publishing
 from synthetic_records import write_run
 
 
-def rendered(folder: Path, *names: str) -> Path:
+def rendered(folder: Path, *names: str, text: str = "new") -> Path:
     """Write a new report that is not in its place yet, with a first page and these files."""
     for name in ("index.html", *names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("new")
+        (folder / name).write_text(text)
     return folder
 
 
@@ -83,21 +82,22 @@ def test_a_report_with_the_only_records_of_runs_is_replaced_only_on_request(tmp_
     # This test does not draw figures.
     monkeypatch.setattr("study.report.site.build.run_notebooks", lambda *_: {})
     monkeypatch.setattr("study.report.site.build._write_pages", lambda *_: None)
+    folder = tmp_path / "reports" / "mine"
     first, second = (write_run(tmp_path / "runs" / "mine", "ddp", seed=seed) for seed in (1, 2))
     assert cli.main(["report", "mine"]) == 0
     shutil.rmtree(first)
-    before = contents(tmp_path / "reports" / "mine")
+    before = contents(folder)
     assert cli.main(["report", "mine"]) == 2
     assert "1 runs of the report in reports/mine are not below runs" in capsys.readouterr().err
-    assert contents(tmp_path / "reports" / "mine") == before
+    assert contents(folder) == before
     third = write_run(tmp_path / "runs" / "mine", "ddp", seed=3)
     assert cli.main(["report", "mine", "--keep_missing"]) == 0
-    merged = read_parquet(tmp_path / "reports" / "mine")
+    merged = read_parquet(folder)
     assert list(merged.runs["run"]) == [first.name, second.name, third.name]
     assert set(merged.steps["run"]) == set(merged.runs["run"])
     shutil.rmtree(third)
     assert cli.main(["report", "mine", "--drop_missing"]) == 0
-    assert list(read_parquet(tmp_path / "reports" / "mine").runs["run"]) == [second.name]
+    assert list(read_parquet(folder).runs["run"]) == [second.name]
 
 
 def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
@@ -115,19 +115,6 @@ def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
     publish(tmp_path, output)
     assert (victim.read_text(), contents(tmp_path / "figures")) == ("mine", figures)
     assert sorted(file.name for file in output.iterdir()) == ["figures", "files.json", "index.html", "link.html"]
-
-
-def test_tables_without_a_list_are_replaced(tmp_path):
-    """They are in a report, or in a folder without other files."""
-    output = committed(tmp_path)
-    write_parquet(dataclasses.replace(laptop(), refused=("another",)), output)
-    publishing.check_place(output, ["runs.parquet", "steps.parquet"])
-    (output / "runs.parquet").write_text("no table")
-    with pytest.raises(UserError, match=r"has runs\.parquet, which is not as a report wrote it"):
-        publishing.check_place(output, ["runs.parquet", "steps.parquet"])
-    write_parquet(laptop(), tmp_path / "tables")
-    publish(tmp_path, tmp_path / "tables")
-    assert set(contents(tmp_path / "tables")) == {"index.html", "files.json"}
 
 
 def killed_before_change(number: int, new: Path, output: Path) -> bool:
@@ -154,8 +141,7 @@ def killed_before_change(number: int, new: Path, output: Path) -> bool:
 
 def old_report(output: Path) -> Path:
     """Write a report with files that the next one replaces, removes or does not touch."""
-    new = rendered(output.with_name("old"), "figures/loss_1.png", "figures/gone.png")
-    (new / "index.html").write_text("old")
+    new = rendered(output.with_name("old"), "figures/loss_1.png", "figures/gone.png", text="old")
     publishing.publish_report(new, output)
     for name in ("notes.txt", "figures/mine.png"):
         (output / name).write_text("mine")

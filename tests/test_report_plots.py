@@ -107,17 +107,6 @@ def test_labels_of_points_do_not_overlap_and_of_many_points_only_the_best_have_o
     assert counts[0] == labels
 
 
-def test_a_long_name_breaks_between_its_words_and_rows_do_not_overlap():
-    name = "zero3, zero_optimization.stage3_max_live_parameters=0, zero_optimization.stage3_prefetch_bucket_size=0"
-    lines = canvas.format_label(name, {}).split("\n")
-    assert lines == ["zero3, stage3_max_live_", "parameters=0, stage3_", "prefetch_bucket_size=0"]
-    figure, (axes,) = canvas.sheet_of_rows(2)
-    canvas.rows_of_arms(axes, [name, f"{name}, peft=lora"], {})
-    figure.draw_without_rendering()
-    first, second = (label.get_window_extent() for label in axes.get_yticklabels())
-    assert not first.overlaps(second)
-
-
 def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own():
     assert set(STRATEGIES) == set(STRATEGY_NAMES)
     assert len({style.marker for style in STRATEGIES.values()}) == len(STRATEGIES)

@@ -125,13 +125,11 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
     loss = Answers(records)["loss"]
     assert loss.sentence.startswith("Yes, in 1 of 3 comparisons: `zero3` differs"), loss.sentence
     assert loss.table["Same loss"].tolist() == ["0 of 3"]
-    assert "Inconclusive: above the margin, but below 2 times the difference of reruns." in notes(loss)
     without_zero3 = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
     assert Answers(without_zero3)["loss"].sentence.startswith("Inconclusive in 2 of 2 comparisons")
     runs = without_zero3.runs[without_zero3.runs["repeat"] == 1]
     once = Answers(dataclasses.replace(without_zero3, runs=runs))["loss"]
     assert once.sentence.startswith("Yes, in 2 of 2 comparisons")
-    assert "There are no reruns, so the run-to-run variation of the loss is unknown." in notes(once)
 
 
 def test_nothing_is_compared_with_a_ddp_that_breaks_an_invariant(tmp_path: Path) -> None:
@@ -199,7 +197,6 @@ def test_a_headline_is_of_the_main_workload_and_of_zero(tmp_path: Path) -> None:
     memory = by_name["memory"]
     percentage = memory.table.set_index(("", "Strategy")).loc["zero3", (main, "State, % of ddp")]
     saved = f"{100 - int(percentage.removesuffix(' %'))} %"
-    assert memory.sentence.startswith(f"With `zero3` one of 2 ranks needs {saved} less model state than `ddp`")
     assert memory.number == (saved, "less model state than `ddp` on each of 2 ranks (`zero3`)")
     for name in ("memory", "time", "traffic"):
         assert by_name[name].subject == main

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from report_folders import drawn
-from study.predictor.run_predictions import predict_run
 from study.records.frames import Records, read_records
 from study.report.questions import TABLES
 from study.report.questions.scaling import NODES
@@ -66,17 +64,6 @@ def test_speed_is_a_fraction_of_the_measured_matmul_rate(tmp_path: Path) -> None
     # The run has two devices.
     assert table["ddp"] == pytest.approx(ddp["model_flops_per_step"] * steps_per_s / 2 / 0.5e12)
     assert table[["zero2", "zero3"]].isna().all()
-
-
-def test_a_run_on_gpus_has_a_predicted_speed_and_peak(tmp_path: Path) -> None:
-    write_run(tmp_path, "zero3", ranks=16, machines=2, config={"model_name_or_path": "gpt2"})
-    run = read_records(tmp_path).runs.iloc[0]
-    gpu = predict_run(run.replace({run["devices"]: '["NVIDIA H100 80GB HBM3"]'}))
-    assert gpu.tokens_per_s > 0
-    assert gpu.peak_bytes > gpu.state_bytes
-    cpu = predict_run(run.replace({run["devices"]: "[]"}))
-    assert (cpu.state_bytes, math.isnan(cpu.tokens_per_s)) == (gpu.state_bytes, True)
-    assert math.isnan(predict_run(run.replace({run["model_name_or_path"]: "somebody/else"})).state_bytes)
 
 
 def test_more_machines_are_relative_to_the_ideal_with_their_traffic(tmp_path: Path) -> None:

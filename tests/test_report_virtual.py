@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from study.config.places import REPOSITORY
 from study.predictor.state import paper_traffic
 from study.records.frames import Records, read_parquet, read_records
 from study.report.questions import TABLES
-from study.report.questions.memory import NEIGHBOURS
-from study.report.questions.virtual import LAYERS, LORA
+from study.report.questions.virtual import LAYERS
 from study.virtual.summaries import summaries
 from synthetic_records import answered, as_never_started, write_run
 
@@ -70,29 +68,3 @@ def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Pa
     (line,) = TABLES["virtual_runs"](read_records(tmp_path)).to_dict("records")
     assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")
     assert line["Outcome"] == "unsupported: takes about 55 GiB"
-
-
-def test_the_sentence_on_alternatives_has_the_figures_of_one_strategy() -> None:
-    for report, model in (("virtual_neighbours", "1 layer of gpt-7.5b"), ("virtual_scaling", "gpt2")):
-        answer = answered(NEIGHBOURS.answer(read_parquet(REPOSITORY / "reports" / report)))
-        strategies = [str(name) for name in re.findall(r"`(\w+)`(?! with)", answer.sentence)]
-        assert (len(strategies), strategies[1]) == (2, "zero3")
-        assert f"({model}, built-in text" in answer.sentence
-        cells = answer.table.set_index(("", "Strategy"))[answer.subject].drop(columns="Calls").loc[strategies]
-        shown = [float(str(cell).replace(",", "")) for cell in cells.to_numpy().ravel() if cell != "-"]
-        figures = [float(text.replace(",", "")) for text in re.findall(r"([\d,.]+) MiB", answer.sentence)]
-        assert figures == pytest.approx(shown, rel=0.01)
-
-
-def test_with_lora_only_the_last_stage_divides_what_is_large() -> None:
-    records = read_parquet(REPOSITORY / "reports" / "virtual_tuning")
-    # In bf16 the weights take 2 bytes; a rank has all of them under stage 2, and one of eight parts under stage 3.
-    answer = answered(LORA.answer(records))
-    sizes = re.findall(r"([\d,.]+) MiB (?:of model state )?with `(zero\d)`", answer.sentence)
-    case = answer.table[answer.table["Setting"] == "lora"].set_index("Strategy")
-    weights = 1.488211968e9 * 2 / 2**20
-    assert [name for _, name in sizes] == ["zero2", "zero3"]
-    undivided, divided = (float(size.replace(",", "")) for size, _ in sizes)
-    assert undivided == pytest.approx(weights, rel=0.01)
-    assert divided == pytest.approx(weights / 8, rel=0.02)
-    assert case["Params, GB"].sum() == pytest.approx(weights * 9 / 8 * 2**20 / 1e9, rel=0.01)

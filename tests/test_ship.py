@@ -1,20 +1,16 @@
-"""The pre-commit hook, the check of the action, completion in shells, and the pins of workflows."""
+"""The pre-commit hook, the check of the action, and the pins of workflows."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 
 from engines import ROOT
 from study.cli import main
-from study.config.strategies import STRATEGY_NAMES
 
-pytest.importorskip("shtab", reason="make install has not brought shtab yet")
 GOOD = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
 # Configuration files with and without faults, and files of other programs, which it skips.
 HOOKED = ROOT / "tests" / "data" / "hook"
@@ -33,9 +29,7 @@ def check(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
     return status, capsys.readouterr().out.splitlines()
 
 
-def test_the_hook_annotates_wrong_lines_and_skips_other_files(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_hook_annotates_wrong_lines_and_skips_other_files(monkeypatch, capsys):
     monkeypatch.chdir(HOOKED)
     status, lines = check(*sorted(file.name for file in HOOKED.iterdir()), "--output_format", "github", capsys=capsys)
     assert status == 1
@@ -68,24 +62,6 @@ def test_without_a_model_and_a_number_of_ranks_only_what_holds_for_any_is_found(
     _, lines = check(str(file), *case["arguments"], "--json", capsys=capsys)
     findings = json.loads("\n".join(lines))["findings"]
     assert [finding["id"].partition("/")[0] for finding in findings] == case["kinds"]
-
-
-def test_bash_completes_commands_flags_and_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "study.bash").write_text(capsys.readouterr().out)
-    (tmp_path / "mine.json").touch()
-
-    def complete(line: str) -> set[str]:
-        words = " ".join(f"'{word}'" for word in line.split(" "))
-        code = f"COMP_WORDS=({words}); COMP_CWORD={line.count(' ')}; _shtab_study; echo ${{COMPREPLY[@]}}"
-        command = ["bash", "-c", f"source study.bash; {code}"]
-        return set(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30).stdout.split())
-
-    assert complete("study expl") == {"explain"}
-    assert complete("study run lapt") == {"laptop"}
-    assert complete("study explain mi") == {"mine.json"}
-    assert "--world_size" in complete("study explain mine.json gpt2 --w")
-    assert complete("study predict --strategy ") == set(STRATEGY_NAMES)
 
 
 def test_actions_are_pinned_to_commits_with_their_release() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import socket
@@ -131,11 +132,10 @@ def test_every_local_copy_of_the_reviews_gives_the_documents_own_selection(kind:
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_stanford_archive_is_read_folder_by_folder(nested: bool, tmp_path: Path) -> None:
     root = tmp_path / "aclImdb" if nested else tmp_path
-    for part in ("train", "test"):
-        for name in ("neg", "pos", "unsup"):
-            (root / part / name).mkdir(parents=True)
-            for number in range(10):
-                (root / part / name / f"{number}_7.txt").write_text(f"{part} {name} {number} ü", encoding="utf-8")
+    for part, name in itertools.product(("train", "test"), ("neg", "pos", "unsup")):
+        (root / part / name).mkdir(parents=True)
+        for number in range(10):
+            (root / part / name / f"{number}_7.txt").write_text(f"{part} {name} {number} ü", encoding="utf-8")
     raw = sources.load_reviews(make_config("bert-imdb", tmp_path, train_samples=0, eval_samples=0), tmp_path / "cache")
     pairs = {*zip(raw.train.texts + raw.eval.texts, raw.train.labels + raw.eval.labels, strict=True)}
     assert pairs == {(f"train {name} {n} ü", label) for label, name in enumerate(("neg", "pos")) for n in range(10)}
@@ -146,9 +146,9 @@ def test_zero_samples_uses_all_and_too_many_are_refused_with_the_count(tmp_path:
     copy = write(review_table(), tmp_path / "a.parquet")
     raw = sources.load_reviews(make_config("bert-imdb", copy, train_samples=0, eval_samples=0), tmp_path)
     assert (len(raw.train.texts), len(raw.eval.texts)) == (24, 6)
-    for flag, asked, most in (("train_samples", 25, 24), ("eval_samples", 7, 6)):
-        with pytest.raises(UserError, match=f"--{flag} {asked}: the data has {most}"):
-            sources.load_reviews(make_config("bert-imdb", copy, **{flag: asked}), tmp_path)
+    for flag, requested, most in (("train_samples", 25, 24), ("eval_samples", 7, 6)):
+        with pytest.raises(UserError, match=f"--{flag} {requested}: the data has {most}"):
+            sources.load_reviews(make_config("bert-imdb", copy, **{flag: requested}), tmp_path)
 
 
 # Wikitext
@@ -201,8 +201,7 @@ def test_a_single_file_holds_out_its_first_rows(tmp_path: Path) -> None:
 
 
 def test_packing_joins_rows_cuts_blocks_and_reads_no_further_than_needed() -> None:
-    words = builtin_tokenizer().convert_ids_to_tokens(list(range(5, 12)))
-    read = []
+    words, read = builtin_tokenizer().convert_ids_to_tokens(list(range(5, 12))), []
 
     def rows() -> Iterator[str]:
         for number in range(1000):
@@ -218,10 +217,10 @@ def test_packing_joins_rows_cuts_blocks_and_reads_no_further_than_needed() -> No
     assert pack(rows(), "train", 5, 4).flatten().tolist() == stream
     assert len(read) < 200
     assert len(pack(rows(), "train", 3, 0)) == 2000 // 3
-    with pytest.raises(UserError, match="--eval_samples 667: the data has 666 blocks of --seq_length 3"):
-        pack(rows(), "eval", 3, 667)
-    with pytest.raises(UserError, match="smaller --seq_length"):
-        pack(["", words[0]], "eval", 3, 0)
+    for texts, samples, says in ((rows(), 667, "--eval_samples 667: the data has 666 blocks of --seq_length 3"),
+                                 (["", words[0]], 0, "smaller --seq_length")):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            pack(texts, "eval", 3, samples)
 
 
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])

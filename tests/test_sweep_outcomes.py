@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import traceback
@@ -101,10 +100,7 @@ LOCKED, EITHER = "no more host memory could be locked", "the device's memory, or
 def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, says, hint):
     ending = outcome_from_log(CUDA_ERROR, frames, free)
     assert ending is not None
-    assert ending.state == "oom"
-    assert ending.reason.startswith(says)
-    assert "(CUDA error: out of memory" in ending.reason
-    assert hint in ending.hint
+    assert (ending.state, ending.reason.startswith(says), hint in ending.hint) == ("oom", True, True)
     log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {MESSAGES['cuda_error']}"
     # A log does not include the free memory.
     assert classify_outcome(evidence(status=OPEN, log=log)).reason.startswith(LOCKED if frames else EITHER)
@@ -144,24 +140,21 @@ def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
     write_files(tmp_path, CGROUPS["limits"][version])
     memory = host_memory(tmp_path)
-    assert memory.total_gib == 1
     # Memory that is only a cache counts as available.
-    assert memory.available_gib == 0.75
+    assert (memory.total_gib, memory.available_gib) == (1, 0.75)
     box = detect_machine(tmp_path)
-    suite = Suite("x", "y", Requirements(host_memory_gib=2))
-    missing = missing_requirement(suite, box)
+    missing = missing_requirement(Suite("x", "y", Requirements(host_memory_gib=2)), box)
     assert missing is not None
     assert "needs 2 GiB of host memory, and here are 1" in missing.problem
-    assert missing_requirement(dataclasses.replace(suite, requires=Requirements(host_memory_gib=1)), box) is None
+    assert missing_requirement(Suite("x", "y", Requirements(host_memory_gib=1)), box) is None
 
 
 def test_without_a_cgroup_limit_a_machine_has_its_visible_memory_unless_the_user_states_more(tmp_path, monkeypatch):
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
     write_files(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
-    memory = host_memory(tmp_path)
-    assert (memory.total_bytes, memory.cgroup_limit_bytes) == (psutil.virtual_memory().total, None)
+    assert host_memory(tmp_path).total_bytes == psutil.virtual_memory().total
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "2048")
-    assert detect_machine().host_memory_gib == host_memory().available_gib == 2048
+    assert detect_machine().host_memory_gib == 2048
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "much")
     with pytest.raises(UserError, match="HOST_MEMORY_GIB is 'much'"):
         detect_machine()

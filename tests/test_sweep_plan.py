@@ -23,7 +23,7 @@ from study.sweep.cell import launch_command
 from study.sweep.command import duration
 from study.sweep.forecast import pending_items
 from study.sweep.plan import missing_requirement, plan_cells, plan_suite
-from study.sweep.search import Search, list_runs
+from study.sweep.search import Search
 from study.sweep.suite_file import find_suite, read_suite, shrink_suite
 from study.workloads.initial import materialize_initial_weights
 from sweeps import ROOT, TINY, box_for, planned, shipped, write_suite
@@ -224,11 +224,6 @@ def test_suites_have_the_cells_that_claims_rest_on():
     assert seeds.keys() == pairs
     timed = ("ddp", "zero1", "zero2", "zero3")
     assert all(values == {42, 43, 44} for (_, strategy), values in seeds.items() if strategy in timed)
-    # S2-01: stage 3 on one GPU ends with a loss 1.2 % lower, with the dropout that the model has by default.
-    for name in ("a100", "one_gpu_bert_epochs"):
-        cells = [cell for cell in plan_cells(read_suite(find_suite(name)), box_with(1)) if not isinstance(cell, Search)]
-        names = {cell.strategy for cell in cells if cell.config.dropout == -1 and cell.config.num_train_epochs == 5}
-        assert names == {"single", "zero3_cpu_optimizer"}
 
 
 def test_the_docs_state_the_estimated_minutes_of_each_rented_suite(tmp_path):
@@ -252,8 +247,8 @@ def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, caps
     # With a time budget it has the cells that would start.
     assert cli.main(["run", "one_gpu", "--dry_run", "--time_budget", "9m", "--runs_dir", runs]) == 0
     out, err = capsys.readouterr()
-    ((starts, every),) = re.findall(r"^# within 9m00s (\d+) of (\d+) would start: ", err, re.MULTILINE)
-    assert 0 < out.count(" launch ") == int(starts) < int(every)
+    ((starts, total),) = re.findall(r"^# within 9m00s (\d+) of (\d+) would start: ", err, re.MULTILINE)
+    assert 0 < out.count(" launch ") == int(starts) < int(total)
     assert not (tmp_path / "runs").exists()
 
 
@@ -279,16 +274,3 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
     # Each run starts from them.
     configs = [cell.config for cell in plan(file) if not isinstance(cell, Search)]
     assert {materialize_initial_weights(config, cache).path.name for config in configs} == {folders[1]}
-
-
-def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
-    axes = {"strategy": ["ddp", "zero2"], "device_memory_cap_gib": [16, 40], "seed": [41, 42]}
-    rules = [{"device_memory_cap_gib": 16, "strategy": "ddp"}, {"seed": 41}]
-    override = {"where": {"device_memory_cap_gib": 16}, "fixed": {"gradient_checkpointing": True}}
-    fixed = {**TINY, "train_samples": None}
-    file = write_suite(tmp_path, axes, fixed, exclude=rules, overrides=[override])
-    cells = [cell for item in plan_cells(shrink_suite(read_suite(file)), CPU_BOX) for cell in list_runs(item)]
-    # Rules apply to the suite's own values: zero2 runs with the override and without it.
-    checkpointing = sorted((cell.strategy, cell.config.gradient_checkpointing) for cell in cells)
-    assert checkpointing == [("ddp", False), ("zero2", False), ("zero2", True)]
-    assert {(cell.config.seed, cell.config.device_memory_cap_gib) for cell in cells} == {(41, None)}

@@ -26,9 +26,7 @@ def read_part(part: Any, key: str) -> Any:
 
 
 @pytest.mark.parametrize("thread", THREADS, ids=[thread["thread"] for thread in THREADS])
-def test_a_command_answers_a_thread(
-    thread: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_answers_a_thread(thread, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, document in thread.get("files", {}).items():
         Path(name).parent.mkdir(exist_ok=True)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -330,35 +329,3 @@ def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):
     os.close(writer)
     os.close(reader)
     os.waitpid(forked, 0)
-
-
-def records_script(folder: Path, call: str, out: str = ".") -> subprocess.CompletedProcess[str]:
-    """Run functions of tools/offline_gpu.sh that read and write archives, in a folder."""
-    text = (ROOT / "tools" / "offline_gpu.sh").read_text()
-    functions = text[text.index("unpack() {") : text.index("unpack records.tgz")]
-    command = ["bash", "-c", f"out={out}\n{functions}\n{call}"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
-def archived(folder: Path) -> list[str]:
-    with tarfile.open(folder / "records.tgz") as archive:
-        return sorted(member.name for member in archive if member.isfile())
-
-
-def test_an_archive_of_records_has_the_targets_of_links_and_the_records_of_an_earlier_one(tmp_path):
-    (tmp_path / "drive" / "suite" / "new").mkdir(parents=True)
-    (tmp_path / "drive" / "suite" / "new" / "status.json").write_text("{}")
-    source, out = tmp_path / "here", tmp_path / "out"
-    (out / "runs" / "suite" / "old").mkdir(parents=True)
-    (out / "runs" / "suite" / "old" / "status.json").write_text("{}")
-    assert records_script(out, "pack").returncode == 0
-    source.mkdir()
-    (source / "runs").symlink_to("../drive")
-    result = records_script(source, "unpack records.tgz && unpack $out/records.tgz && pack", out="../out")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert archived(out) == ["runs/suite/new/status.json", "runs/suite/old/status.json"]
-    assert (source / "runs").is_symlink()
-    # If a new archive cannot be written, the earlier one stays.
-    (out / "records.new").mkdir()
-    assert records_script(source, "pack", out="../out").returncode == 1
-    assert len(archived(out)) == 2

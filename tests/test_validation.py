@@ -3,26 +3,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import numpy
 import pandas as pd
 import pytest
 import yaml
 
 from study.config.places import REPOSITORY
-from study.config.strategies import read_strategy
 from study.host.memory import GIB
-from study.predictor import run_predictions, validation
-from study.predictor.hardware import ANY_DEVICE, Hardware
-from study.predictor.memory import FRAGMENTATION, WEIGHT_COPIES, device_snapshots, small_blocks
-from study.predictor.request import Request
-from study.predictor.shape import model_shape
+from study.predictor import run_predictions
 from study.predictor.time import FITTED
 from study.predictor.validation import (
-    describe_nearest,
-    distance,
     fit,
     implausibility,
-    nearest,
     predicted_peak,
     predicted_step_s,
     published_rows,
@@ -101,32 +92,6 @@ def test_bucketed_gradients_and_gathered_parameters_are_freed_once_they_are_copi
         assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.01), row.name
 
 
-def test_the_fractions_of_kept_memory_are_those_of_their_fit() -> None:
-    document = yaml.safe_load(Path(validation.__file__).with_name("malloc_retention.yaml").read_text(encoding="utf-8"))
-    device = dataclasses.replace(ANY_DEVICE, memory_gib=0.0)
-    box = Hardware("processes", device, document["ranks"], gloo_copies_gathers=True)
-    parts = []
-    for row in document["rows"]:
-        request = Request(
-            model_shape(document["model"]), read_strategy(row["strategy"]), box, row["sequence"], row["micro_batch"],
-            row["accumulation"], "fp32", gradient_checkpointing=False, attention="sdpa",
-        )  # fmt: skip
-        parts.append(small_blocks(request, [point.parts for point in device_snapshots(request)]))
-    kept_bytes = [(row["kept"] - row["returned"]) * 2**20 for row in document["rows"]]
-    assert numpy.linalg.lstsq(parts, kept_bytes, rcond=None)[0] == pytest.approx(
-        [FRAGMENTATION, WEIGHT_COPIES], rel=0.01
-    )
-
-
-def test_a_missed_out_of_memory_is_counted_separately() -> None:
-    rows = pd.DataFrame(
-        [(True, True), (True, False), (False, True), (False, True), (False, False)], columns=["fits", "predicted_fits"]
-    )
-    (table,) = tables.fits(rows.assign(source="somebody", refused=None)).to_dict("records")
-    assert (table["judged"], table["right"], table["of those that ran out, called"]) == (5, "40.0%", "1 of 3")
-    assert (table["said to fit, and did not"], table["said not to fit, and did"]) == (2, 1)
-
-
 def test_the_committed_report_is_of_these_rows() -> None:
     """Predictions may have changed since; measurements and the choice of rows may not."""
     committed = pd.read_parquet(report.FOLDER / report.SCORES)
@@ -159,16 +124,3 @@ def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> Non
     scores = pd.read_parquet(report.FOLDER / report.SCORES).query("source == 'qwen-7b'")
     median = f"median error {scores['peak_error'].abs().median():.1%}".replace("%", " %")
     assert f"**peak memory, published**: {len(scores)} predictions, too few to rely on; {median}" in text
-
-
-def test_similar_rows_are_plausible_ones_that_fitted_nothing_the_nearest_first() -> None:
-    row = next(row for row in ROWS if row.use == "score" and row.step_s and implausibility(row) is None)
-    assert distance(row.request, nearest(row.request, ROWS)[0].request) == 0
-    twice = dataclasses.replace(row.request, micro_batch=2 * row.request.micro_batch)
-    checkpointed = dataclasses.replace(twice, gradient_checkpointing=not twice.gradient_checkpointing)
-    assert 0 < distance(row.request, twice) < distance(row.request, checkpointed)
-    quoted = nearest(row.request, ROWS, count=len(ROWS))
-    assert 10 < len(quoted) < len(ROWS)
-    assert not [row for row in quoted if row.use != "score" or implausibility(row)]
-    first, line = nearest(ROWS[-1].request, ROWS)[0], next(describe_nearest(ROWS[-1].request))
-    assert (first.name in line, first.url in line) == (True, True)

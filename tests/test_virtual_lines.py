@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from study.records.directory import Run, read_run
-from study.records.rows import run_row
 from study.records.schema import STATE_PLACES, SUMMARY_KEYS
 from study.records.virtual_summary import PEAKS, Extrapolation, RankSummary
 from study.virtual.command import describe, table
@@ -119,20 +118,6 @@ def test_a_threshold_between_depths_and_model_is_crossed_under_the_strategies_th
     assert strategy != "zero2" or result.run_figures["host_peak_rss_gib"] is None
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_full_buckets_are_counted_in_steps_and_their_bytes_are_a_line(strategy: str) -> None:
-    result, full = line_at(strategy, reduce_bucket_size=110), at_depth(40)
-    assert extrapolation(result).crossed == ["reduce_bucket_size"]
-    # Every depth is beyond it, so deeper ones do not help.
-    assert extrapolation(result).depths_beyond == {}
-    assert result.collectives["reduce_scatter"] == full.collectives["reduce_scatter"] | {"calls": None}
-    assert result.comm_calls_per_step is None
-    assert result.comm_bytes_per_step == full.comm_bytes_per_step
-    assert result.run_figures["host_peak_rss_gib"] == full.run_figures["host_peak_rss_gib"]
-    # If no layer fits into the bucket, each parameter fills one.
-    assert extrapolation(line_at(strategy, reduce_bucket_size=9)).crossed == []
-
-
 def test_a_state_with_a_nonlinear_part_has_no_sum_and_shows_none() -> None:
     state = at_depth(4).state_bytes_per_rank
     bent = dict(state) | {"params": dict(state["params"]) | {"device": 2 * 2 * (AROUND + PER_LAYER * 4)}}
@@ -162,18 +147,6 @@ def test_the_residual_of_the_third_depth_grows_on_the_way_to_the_model() -> None
     assert worse.run_figures["host_peak_rss_gib"] is None
 
 
-def test_a_collective_that_the_first_depth_never_sent_is_not_lost() -> None:
-    def sends(layers: int, count: int) -> RankSummary:
-        more = {"broadcast": {"calls": count, "payload_bytes": 8 * count, "wire_bytes_per_rank": 8.0 * count}}
-        return at_depth(layers, collectives=at_depth(layers).collectives | (more if count else {}))
-
-    grows = line(sends(2, 0), sends(3, 1), sends(4, 2))
-    assert grows.collectives["broadcast"] == {"calls": 38, "payload_bytes": 304, "wire_bytes_per_rank": 304.0}
-    jumps = line(sends(2, 0), sends(3, 1), sends(4, 1))
-    assert set(jumps.collectives["broadcast"].values()) == {None}
-    assert "collective.broadcast.calls" in extrapolation(jumps).not_linear
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Return the record of one virtual rank."""
@@ -193,14 +166,6 @@ def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> No
     assert set(result.document()) == set(measured.document())
     assert measured.sent_bytes_per_step == run.traffic["collectives"]["all_reduce"]["wire_bytes_per_rank"]
     assert (measured.seq_length, measured.per_device_train_batch_size) == (64, 1)
-
-
-def test_a_rank_is_the_same_in_its_record_and_in_the_table_of_records(run: Run) -> None:
-    from_run, from_row = RankSummary.from_run(run), RankSummary.from_row(run_row(run))
-    assert from_row.run_figures == {peak: from_run.run_figures[peak] for peak in PEAKS}
-    # Fields that no report uses, and snapshots that this record lacks.
-    ignored = {name: getattr(from_row, name) for name in ("run_dir", "memory_gib_by_phase", "run_figures")}
-    assert dataclasses.replace(from_run, **ignored, grads_by_moment={}) == from_row
 
 
 @pytest.mark.parametrize(

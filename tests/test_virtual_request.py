@@ -10,10 +10,9 @@ import pytest
 from study.config.flags import RunConfig, check_virtual_run_flags, resolve_config
 from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
-from study.engine.virtual_rank import max_layers_that_fit, needed_host_bytes
+from study.engine.virtual_rank import needed_host_bytes
 from study.host.machine import Machine
 from study.metrics.clock import MIN_WARMUP_STEPS
-from study.records.outcome import Terminated, outcome_from_exception
 from study.virtual.command import VirtualRequest, _with_absolute_paths, add_arguments, read_request
 from study.workloads.architecture import model_size
 
@@ -32,9 +31,7 @@ def test_a_gpus_step_time_is_of_steps_after_the_warm_up_and_the_watched_one() ->
     check_virtual_run_flags(resolve_config(epoch, accelerator_visible=False))
 
 
-def test_a_relative_path_starts_where_the_command_was_typed_and_a_preset_is_not_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_starts_where_the_command_was_typed_and_a_preset_is_not_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("mymodel", "mydata", "builtin", "reviews", "gpt-tiny"):
         (tmp_path / name).mkdir()
@@ -77,17 +74,6 @@ def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
     # Half of the model in bf16, its gradients, and fp32 weights with two moments: 16 bytes per parameter.
     assert offloaded - on_device > 16 * 19.9e9 / 2
     assert on_device < on_nvme < offloaded
-
-
-def test_memory_that_does_not_depend_on_depth_leaves_no_layers() -> None:
-    config, launch = make_config("gpt-1t", 64), make_launch("zero3", 64)
-    assert max_layers_that_fit(2**30, config, launch, launch.strategy, on_gpu=True) == 0
-    assert max_layers_that_fit(2**40, config, launch, launch.strategy, on_gpu=False) > 0
-
-
-def test_an_interrupted_single_rank_does_not_report_another_rank() -> None:
-    assert "another rank" in outcome_from_exception(Terminated()).reason
-    assert outcome_from_exception(Terminated(), alone=True).reason == "ended by SIGTERM: from outside"
 
 
 @pytest.mark.parametrize(("model_type", "task"), [("llama", "gpt-wikitext"), ("bert", "bert-imdb")])

@@ -102,14 +102,14 @@ def test_the_colab_notebook_installs_the_wheel_of_its_kernel(study: Command, whe
     code = "\n".join(f"{cells[name]}\n{recorder}" for name in ("parameters", "gpu", "project", "install"))
     result = study("-c", code, program="python")
     assert result.returncode == 0, result.stderr
-    rebuilt, again = tmp_path / wheel.name, tmp_path / "again"
+    rebuilt, target = tmp_path / wheel.name, tmp_path / "again"
     assert f"--no-build-isolation {rebuilt}[train,report]\n" in result.stdout
     # The file that was installed is not needed.
-    install = ("-m", "pip", "install", "--no-deps", "--target", str(again), str(rebuilt))
+    install = ("-m", "pip", "install", "--no-deps", "--target", str(target), str(rebuilt))
     assert study(*install, program="python").returncode == 0
     with zipfile.ZipFile(wheel) as built:
         files = [name for name in built.namelist() if name.startswith("study/") or "entry_points" in name]
-        assert all((again / name).read_bytes() == built.read(name) for name in files)
+        assert all((target / name).read_bytes() == built.read(name) for name in files)
     assert (tmp_path / "constraints.txt").read_text() == (REPOSITORY / "constraints.txt").read_text().rstrip("\n")
 
 
@@ -120,14 +120,6 @@ def test_explain_accepts_every_written_config(study: Command, tmp_path: Path) ->
     files = [str(tmp_path / f"{name}.yaml") for name in STRATEGY_NAMES]
     result = study("-c", code, *files, program="python")
     assert result.returncode == 0, result.stderr + result.stdout
-
-
-def test_advice_that_prints_no_measurement_imports_no_pandas() -> None:
-    script = "import sys; from study.cli import main; main(); sys.exit('pandas' in sys.modules)"
-    arguments = ["advise", "--model_name_or_path", "gpt2", "--hardware", "8xH100"]
-    path = {"PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run([sys.executable, "-c", script, *arguments], env=os.environ | path, capture_output=True)
-    assert result.returncode == 0, result.stderr
 
 
 def test_claims_without_pandas_are_the_recorded_findings(study: Command, full_board: Scoreboard) -> None:
