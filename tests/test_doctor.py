@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from engines import FAKE_GPU, ROOT
-from study.advisor.doctor import Check, strategies, verdict
+from study.advisor.doctor import Check, nvme_path, strategies, verdict
 from study.config.strategies import STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS
 from study.host.operators import toolkit_version
 
@@ -184,3 +185,10 @@ def test_on_a_gpu_only_nvme_strategies_need_the_cuda_toolkit() -> None:
     # CPU cores set no such limit: four ranks share two of them.
     on_cores = [Check(check.name, "none" if check.name == "gpus" else "ok", "") for check in checks]
     assert strategies(on_cores, gpus=0).found.startswith(f"{total} of {total} train on its cores")
+
+
+def test_memory_is_no_nvme() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path, measured_in = nvme_path(Path(folder) / "new" / "folder")
+        assert "tmpfs" in path.found
+        assert measured_in is None or list(Path(folder).iterdir()) == []

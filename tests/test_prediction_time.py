@@ -238,3 +238,26 @@ def test_new_weights_are_written_to_their_nvme() -> None:
         request = make_request(strategy=read_strategy(name), precision="bf16-engine", box=box, accumulation=3)
         expected = PARAMETERS_7B / 2 / 1e9 * ((both_ways + 3 * 2 * 2) / 10 + (both_ways + 2) / 5)
         assert predict_time(request).parts["nvme"] == pytest.approx(expected, rel=1e-3), name
+
+
+@pytest.mark.parametrize("box", ["8xH100", "2x8xA100"])
+def test_gathers_of_lora_s_recomputation_are_in_the_time_and_the_traffic(box: str) -> None:
+    """DeepSpeed frees a recomputed layer's frozen weights before its backward pass has ended."""
+    fields = {
+        "shape": with_adapters(model_shape(LLAMA), 8), "strategy": read_strategy("zero3"), "box": to_box(box),
+        "precision": "bf16-engine", "accumulation": 2,
+    }  # fmt: skip
+    plain, recomputed = (make_request(**fields, gradient_checkpointing=recomputes) for recomputes in (False, True))
+    layer_bytes = 2 * sum(param.elements for param in plain.shape.params if param.place == 0 and not param.trained)
+    calls = plain.accumulation * plain.shape.layers
+    gathered = [predict_payload(request)["all_gather"] for request in (plain, recomputed)]
+    # Plus the embedding and its consumer, which have no backward pass unless layers are recomputed.
+    assert gathered[1] - gathered[0] == pytest.approx(calls * layer_bytes, rel=0.04)
+    # Without computation to overlap, all of it is exposed.
+    exposed = [communication_time(request, 0, 0).exposed for request in (plain, recomputed)]
+    each_s = collective_s(plain.box, "all_gather", layer_bytes)
+    assert exposed[1] - exposed[0] == pytest.approx((gathered[1] - gathered[0]) / layer_bytes * each_s, rel=0.03)
+    cpu = read_strategy("zero3_cpu")
+    requests = [dataclasses.replace(request, strategy=cpu) for request in (plain, recomputed)]
+    moved = [predict_time(request).parts["offload"] for request in requests]
+    assert moved[1] / moved[0] == pytest.approx(1.5, rel=0.05)

@@ -173,3 +173,9 @@ def test_parquet_that_is_damaged_or_was_changed_after_the_report_was_made_is_ref
         assert refusal.value.fix.startswith("remove it, and rebuild it from its runs: study report ")
         for name, content in contents.items():
             name.write_bytes(content)
+
+
+def test_text_columns_are_text_for_any_record(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "ddp", state="failed", reason="half a pair \ud83d, a bell \x07, <i>")
+    write_parquet(read_records(tmp_path / "runs"), tmp_path)
+    assert read_parquet(tmp_path).runs["status_reason"].tolist() == ["half a pair \ufffd, a bell \ufffd, <i>"]
