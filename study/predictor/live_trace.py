@@ -179,7 +179,7 @@ def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
         return model_class, str(classes[0]).endswith("ForCausalLM")
     for head in _HEADS:
         if config in (mapping := getattr(transformers, f"MODEL_FOR_{head}_MAPPING")):
-            return mapping[config], mapping[config].__name__.endswith("ForCausalLM")
+            return mapping[config], head == "CAUSAL_LM"
     return transformers.MODEL_MAPPING[config], False
 
 
