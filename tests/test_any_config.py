@@ -311,7 +311,7 @@ def test_without_torch_a_class_outside_the_table_names_the_installation(folder, 
 def test_of_composite_configs_the_part_that_is_trained_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Qwen's Omni models nest the thinker, Voxtral has no tie_word_embeddings of its own, and Gemma 4 lists sizes by
+    """Qwen's Omni models nest the thinker, Voxtral sets no tie_word_embeddings, and Gemma 4 lists sizes by
     layer and has the inputs of all layers in one tensor."""
     omni = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": {
         "model_type": "qwen2_5_omni_thinker", "vision_config": {"depth": 1},

@@ -438,7 +438,7 @@ def test_fsdp1_has_a_tensor_between_two_layers_in_its_root() -> None:
         box = box_of_ranks("4", ANY_DEVICE, 4)
         request = Request(shape, read_strategy("fsdp2"), box, 64, 2, 1, "fp32", False, "sdpa", fsdp_version=1)
         assert flat_units(request)[-1].trained == sum(outside)
-        assert any(shape.layer_of(param) != param.place for param in shape.params if 0 <= param.place < shape.layers)
+        assert any(shape.find_layer(param) != param.place for param in shape.params if 0 <= param.place < shape.layers)
 
 
 def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embedding() -> None:
@@ -446,8 +446,8 @@ def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embeddin
     fused = Request(
         shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 2, 1, "bf16", False, "sdpa", autocast=False, compiled=True
     )
-    torch_gate, whole = (dataclasses.replace(fused, **{name: True}) for name in ("torch_gate", "fsdp_whole_root"))
+    torch_gate, whole_root = (dataclasses.replace(fused, **{name: True}) for name in ("torch_gate", "fsdp_whole_root"))
     saved = predict_activations(torch_gate).layer - predict_activations(fused).layer
     assert saved == 2 * 512 * 2 * shape.inner
-    begun = [gradient_snapshots(request)[0].buffers for request in (fused, whole)]
+    begun = [gradient_snapshots(request)[0].buffers for request in (fused, whole_root)]
     assert begun[1] - begun[0] == 2 * shape.embedding.elements
