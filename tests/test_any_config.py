@@ -26,7 +26,7 @@ from study.predictor.activations import predict_activations, trace
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, box_of_ranks, to_box
 from study.predictor.live import LiveShape, live_shape
-from study.predictor.live_trace import trace_activations
+from study.predictor.live_trace import quiet, trace_activations
 from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.request import Request, request_for
 from study.predictor.shape import shape_of_architecture, with_adapters
@@ -306,3 +306,28 @@ def test_without_torch_a_class_outside_the_table_names_the_installation(folder, 
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
     assert "pip install" in result.stderr
+
+
+def test_of_composite_configs_the_part_that_is_trained_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen's Omni models nest the thinker, Voxtral sets no tie_word_embeddings, and Gemma 4 lists sizes by
+    layer and has the inputs of all layers in one tensor."""
+    omni = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": {
+        "model_type": "qwen2_5_omni_thinker", "vision_config": {"depth": 1},
+        "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}}}  # fmt: skip
+    shape = live_shape("omni", omni)
+    config = transformers.CONFIG_MAPPING["qwen2_5_omni_thinker"].from_dict(omni["thinker_config"])
+    with torch.device("meta"):
+        model = transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)
+    assert shape.parameters == sum(param.numel() for param in model.parameters())
+    (tmp_path / "config.json").write_text(json.dumps(omni))
+    assert main(["predict", str(tmp_path), "--hardware", "8xH100", "--strategy", "zero3"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "without activations of its sounds and images" in page
+    assert "the thinker alone is counted" in page
+    for kind in ("voxtral", "gemma4_text", "qwen3_5_text"):
+        with quiet():
+            document = transformers.CONFIG_MAPPING[kind]().to_dict()
+        request = make_request(live_shape(kind, json.loads(json.dumps(document, default=str))), "zero3")
+        assert trace(request).missing is None

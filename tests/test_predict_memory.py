@@ -24,22 +24,27 @@ from study.config.strategies import read_strategy
 from study.host.memory import GIB
 from study.predictor import run_predictions as own
 from study.predictor.activations import predict_activations
+from study.predictor.buckets import gradient_snapshots
 from study.predictor.communication import predict_payload
 from study.predictor.families import FAMILIES as MODELLED
 from study.predictor.families import OTHER_FAMILIES
-from study.predictor.hardware import to_box
+from study.predictor.hardware import ANY_DEVICE, box_of_ranks, to_box
+from study.predictor.live import live_shape
 from study.predictor.live_trace import build_meta_model, trace_activations
 from study.predictor.memory import device_snapshots, pinned_bytes, predict_memory
 from study.predictor.request import Request
 from study.predictor.run_predictions import predict_run
 from study.predictor.shape import model_shape, shape_of_architecture, with_adapters
+from study.predictor.state import flat_units
+from study.predictor.time import predict_time
 from study.predictor.validation import score
-from study.predictor.zero3_gathers import simulate_gathers
+from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 from study.records.frames import read_parquet, write_parquet
 from study.records.outcome import DEVICE_RAN_OUT
 from study.report.pages import prediction as tables
 from study.report.pages.prediction import scores_frame
 from study.workloads.presets import PRESETS
+from tools import architectures
 
 SIZES = {
     "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "n_inner": 704, "n_positions": 512,
@@ -317,3 +322,79 @@ def test_pinned_parts_that_a_flat_buffer_took_over_stay_in_the_pool() -> None:
     plain = dataclasses.replace(base, strategy=dataclasses.replace(base.strategy, deepspeed=settings))
     parts = [predict_memory(request).host_parts["pinned"] for request in (base, plain)]
     assert parts[0] - parts[1] >= pinned
+
+
+def test_weights_in_4_bits_are_sharded_and_gathered_in_4_bits_and_their_scales_are_whole() -> None:
+    """bitsandbytes packs two weights into a byte of a parameter, and has an fp32 scale of 64 weights outside it."""
+    shape = with_adapters(model_shape("llama-3.1-8b"), 8)
+    frozen = [param for param in shape.params if 0 <= param.place < shape.layers and param.rows < param.elements]
+    packed = sum(param.elements for param in frozen if not param.trained)
+    for name, width in (("zero3", 2), ("fsdp2", 2), ("ddp", 4)):
+        plain = Request(shape, read_strategy(name), to_box("8xH100"), 512, 1, 1, "bf16", False, "sdpa", autocast=False)
+        if width == 2:
+            plain = dataclasses.replace(plain, precision="bf16-engine", pure=name == "fsdp2")
+        quantized = dataclasses.replace(plain, quantized=True)
+        ranks = 1 if name == "ddp" else 8
+        saved = packed * ((width - 0.5) / ranks - 4 / 64)
+        sizes = [predict_memory(request).device_parts["parameters"] for request in (plain, quantized)]
+        assert sizes[0] - sizes[1] == pytest.approx(saved, rel=1e-6)
+        gathered = [predict_payload(request).get("all_gather", 0) for request in (plain, quantized)]
+        # Each layer is gathered twice.
+        assert gathered[0] - gathered[1] == pytest.approx(2 * 1.5 * packed * (name != "ddp"), rel=0.01)
+    # Accelerate leaves a model with 4-bit weights as it is loaded.
+    loaded = dataclasses.replace(quantized, strategy=read_strategy("fsdp2"))
+    assert (loaded.precision, loaded.pure) == ("bf16-engine", True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tied", "gathered", "peak"),
+    [("zero3", True, 507904, 991744), ("zero3", False, 573440, 893440), ("fsdp2", True, 510080, 1356544),
+     ("fsdp2", False, 575616, 1487616)],
+)  # fmt: skip
+def test_a_reference_model_gathers_as_measured(strategy: str, tied: bool, gathered: int, peak: int) -> None:
+    """Bytes of a forward pass without gradients on two gloo ranks, of a model that TRL's prepare_deepspeed and
+    prepare_fsdp shard (deepspeed 0.19.8, torch 2.13): the payload, and the most allocated at once."""
+    sizes = architectures.TEXT | {"head_dim": 16, "tie_word_embeddings": tied}
+    box = dataclasses.replace(box_of_ranks("2", ANY_DEVICE, 2), gloo_copies_gathers=True)
+    strategies = read_strategy(strategy)
+    request = Request(
+        shape_of_architecture("qwen3", "qwen3", sizes),
+        strategies.with_overrides(architectures.make_config(strategies.zero_stage)), box, 64, 2, 2, "fp32", False,
+        "sdpa", reference_model=True,
+    )  # fmt: skip
+    trace = reference_gathers(request)
+    assert 4 * trace.elements == gathered
+    # Activations without gradients, measured too: the gathers of stage 3 are most elsewhere than they are.
+    activations = 336384
+    assert peak - activations == pytest.approx(4 * trace.max_live_elements, rel=0.3 * (strategy == "zero3"))
+    alone = dataclasses.replace(request, reference_model=False)
+    more = predict_payload(request)["all_gather"] - predict_payload(alone)["all_gather"]
+    assert more == 2 * gathered
+    seconds = [
+        predict_time(dataclasses.replace(item, box=to_box("2xH100"))).parts["compute"] for item in (request, alone)
+    ]
+    assert seconds[0] > seconds[1]
+
+
+def test_fsdp1_has_a_tensor_between_two_layers_in_its_root() -> None:
+    """BART's encoder has a norm of its embedding, and T5's one after its last layer."""
+    for kind in ("bart", "t5", "llava"):
+        shape = live_shape(kind, {**architectures.CONFIGS[kind], "model_type": kind})
+        inside = tuple(f"{unit}." for unit in shape.survey["units"])
+        outside = [param.elements for param in shape.params if not param.name.startswith(inside)]
+        box = box_of_ranks("4", ANY_DEVICE, 4)
+        request = Request(shape, read_strategy("fsdp2"), box, 64, 2, 1, "fp32", False, "sdpa", fsdp_version=1)
+        assert flat_units(request)[-1].trained == sum(outside)
+        assert any(shape.find_layer(param) != param.place for param in shape.params if 0 <= param.place < shape.layers)
+
+
+def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embedding() -> None:
+    shape = model_shape("llama-3.1-8b")
+    fused = Request(
+        shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 2, 1, "bf16", False, "sdpa", autocast=False, compiled=True
+    )
+    torch_gate, whole_root = (dataclasses.replace(fused, **{name: True}) for name in ("torch_gate", "fsdp_whole_root"))
+    saved = predict_activations(torch_gate).layer - predict_activations(fused).layer
+    assert saved == 2 * 512 * 2 * shape.inner
+    begun = [gradient_snapshots(request)[0].buffers for request in (fused, whole_root)]
+    assert begun[1] - begun[0] == 2 * shape.embedding.elements

@@ -300,7 +300,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
         f" {request.box.name} ({request.box.ranks} rank{'s'[: request.box.ranks > 1]}),"
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
-        f"{', chunked loss' if request.chunked_loss else ''}"
+        f"{', chunked loss' * request.chunked_loss}{', resharded after forward' * request.strategy.is_fsdp}"
     )
     yield from _parts(prediction, traced)
     if details:

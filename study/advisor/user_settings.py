@@ -153,6 +153,9 @@ def read_user_file(name: str, findings: list[Finding] | None = None) -> UserFile
         raise UserError(f"{name} is the file of a trainer, not of an engine", f"explain the file that it names: {path}")
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
+    if document and all(f"fsdp_{key}" in section_entries("fsdp") or "xla" in key for key in document):
+        fix = "write an Accelerate YAML with distributed_type: FSDP, and these settings under its fsdp_config"
+        raise UserError(f"{name} is an fsdp_config of TrainingArguments, whose other half is --fsdp", fix)
     file = UserFile(name, "deepspeed", "DEEPSPEED", document, _explicit_keys(document), findings=findings)
     check_deepspeed(file)
     return file

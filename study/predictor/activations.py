@@ -331,7 +331,7 @@ def trace(request: Request) -> Trace:
         before = temporaries.get(kind, {}).get("", -math.inf)
         for at, size in temporaries.get(kind, {}).items():
             if at:
-                name = layer + at.removeprefix(kind)
+                name = layer + at.removeprefix(kind) if at.startswith(kind) else at
                 freed[name] = peak - above[kind] - max(size, before - gradients[name])
                 before = -math.inf
     # Bytes saved outside the layers, and by layers that are never recomputed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from study.predictor.request import FP32_BYTES, Request, cache_by_request
@@ -77,26 +77,24 @@ def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:
     return Snapshot(BEFORE, float(grads), buffers + temporaries, step=True)
 
 
-def _arrivals(shape: ModelShape, place_of: Callable[[Parameter], int]) -> dict[int, list[tuple[Parameter, int]]]:
+def _arrivals(shape: ModelShape, find_place: Callable[[Parameter], int]) -> dict[int, list[tuple[Parameter, int]]]:
     """Return by place the parameters in the order of their gradients, each with the elements that have arrived."""
     places: dict[int, list[tuple[Parameter, int]]] = {place: [] for place in range(BEFORE, shape.layers + 1)}
     for param in reversed(shape.trained_params):
-        arrived = places[place_of(param)]
+        arrived = places[find_place(param)]
         arrived.append((param, param.elements + (arrived[-1][1] if arrived else 0)))
     return places
 
 
-def _gathered(
-    request: Request, sizes: Mapping[int, int], groups: range, root: int
-) -> tuple[dict[int, int], dict[int, int]]:
+def _gathered(request: Request, sizes: dict[int, int], groups: range, root: int) -> tuple[dict[int, int], ...]:
     """Return by group, and for the place after the last, the elements that stay gathered, root and groups below, and
     those of the next group, which is gathered again."""
     following = [0, *(sizes[place] for place in groups)]
-    kept = [root] * len(following)
+    resident = [root] * len(following)
     if request.fsdp_keeps_gathered:
-        kept, following = list(itertools.accumulate(following[1:], initial=root)), [0] * len(following)
+        resident, following = list(itertools.accumulate(following[1:], initial=root)), [0] * len(following)
     places = range(groups.start, groups.stop + 1)
-    return dict(zip(places, kept, strict=True)), dict(zip(places, following, strict=True))
+    return dict(zip(places, resident, strict=True)), dict(zip(places, following, strict=True))
 
 
 def _fsdp(request: Request) -> Iterator[Snapshot]:
@@ -121,10 +119,10 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
         groups, root, tail = range(top), sizes[top] + sizes[BEFORE], 0
         head = shape.embedding.elements * has_tied_gradients(shape) if shape.tied else trained[top]
         at_end = trained[BEFORE] + (2 if shape.tied else 1) * head
-    kept, following = _gathered(request, sizes, groups, root)
+    resident, following = _gathered(request, sizes, groups, root)
     grads = accumulated = accumulated_bytes(request)
     # The last layer is gathered after the loss's gradient.
-    begun = float(weight * (kept[top] + tail))
+    begun = float(weight * (resident[top] + tail))
     yield Snapshot(top, grads, begun)
     yield Snapshot(top, grads, begun + weight * (1 + copies) * following[top])
     yield Snapshot(top, grads, begun + weight * (following[top] + head))
@@ -132,18 +130,18 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     reducing = 0.0
     for place in reversed(groups):
         size, new, after = sizes[place], trained[place], max(place - 1, BEFORE)
-        held = float(weight * (kept[place] + head))
+        base = float(weight * (resident[place] + head))
         if place < top and not request.fsdp_keeps_gathered:
             # The gathered buffer is copied into the weights; then the next group arrives, and then the gradients.
-            yield Snapshot(place, grads, held + reducing + weight * (size + max(size, (1 + copies) * following[place])))
+            yield Snapshot(place, grads, base + reducing + weight * (size + max(size, (1 + copies) * following[place])))
         for param, arrived in arrivals[place]:
             # New gradients are added to those of earlier micro-batches one by one.
             waiting = param.elements if accumulated else arrived
-            yield Snapshot(place, grads, held + reducing + weight * (size + following[place] + waiting), param=param)
+            yield Snapshot(place, grads, base + reducing + weight * (size + following[place] + waiting), param=param)
         # The weights and the previous reduction's input are freed before the gradients are copied.
         reducing, freed = float(shard_width * new), weight * new if accumulated else 0.0
         copied = max(weight, copies * shard_width) * new - freed
-        yield Snapshot(after, grads, held + reducing + weight * following[place] + copied, between=True)
+        yield Snapshot(after, grads, base + reducing + weight * following[place] + copied, between=True)
         # With an offload, reduced gradients move to the host for the optimizer's step.
         grads += (0 if request.fsdp_offloads else shard_width * new / ranks) - freed
     if root:
@@ -155,7 +153,7 @@ def _fsdp(request: Request) -> Iterator[Snapshot]:
     # made (FSDPCommContext.all_gather_state). Most is gathered when the last group is, or with frozen weights the first
     # layer, after the embedding.
     last = groups[-1]
-    most = kept[last] + (2 + copies) * sizes[last] + sizes.get(last - 1, 0) * (last > groups.start)
+    most = resident[last] + (2 + copies) * sizes[last] + sizes.get(last - 1, 0) * (last > groups.start)
     yield Snapshot(last - 1, accumulated, float(weight * most), between=True)
     if shape.lora_rank:
         yield Snapshot(BEFORE, accumulated, float(weight * (2 * (root or sizes[BEFORE]) + (1 + copies) * sizes[0])))
@@ -169,21 +167,21 @@ def _fsdp1(request: Request) -> Iterator[Snapshot]:
     shape, units, grads = request.shape, flat_units(request), accumulated_bytes(request)
     weight, shard_width, ranks = request.gathered_bytes, request.weight_bytes, request.fsdp_ranks
     root, top, copies = units[BEFORE], shape.layers, int(request.box.gloo_copies_gathers)
-    arrivals, accumulated = _arrivals(shape, shape.layer_of), grads
+    arrivals, accumulated = _arrivals(shape, shape.find_layer), grads
     # Elements of the root's gradients, by the place at which they arrive.
     pending = dict.fromkeys(range(BEFORE, top + 1), 0)
     for param, _ in arrivals[BEFORE]:
         pending[param.place] += param.elements
     pending[top] += shape.embedding.elements if has_tied_gradients(shape) else 0
     waiting = float(weight * pending[top])
-    kept, following = _gathered(request, {place: unit.size for place, unit in units.items()}, range(top), root.size)
+    resident, following = _gathered(request, {place: unit.size for place, unit in units.items()}, range(top), root.size)
     # The backward pass begins with a gather of the last layer, before the loss's gradient.
-    begun = float(weight * (kept[top] + following[top]))
+    begun = float(weight * (resident[top] + following[top]))
     yield Snapshot(top, grads, begun)
     yield Snapshot(top, grads + waiting, begun + weight * copies * following[top])
     for place in reversed(range(top)):
         unit, waiting = units[place], waiting + weight * pending[place]
-        gathered = weight * float(kept[place] + unit.size + following[place])
+        gathered = weight * float(resident[place] + unit.size + following[place])
         yield Snapshot(place, grads + waiting, gathered + weight * copies * following[place])
         for param, arrived in arrivals[place]:
             yield Snapshot(place, grads + waiting, gathered + weight * arrived, param=param)

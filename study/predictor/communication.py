@@ -228,9 +228,9 @@ def _fsdp(request: Request) -> dict[str, float]:
     gathered = total + (0 if request.fsdp_keeps_gathered else regathered)
     width = request.gathered_bytes
     # Gradients are reduced only in the last micro-batch.
-    of_reference = reference_gathers(request).elements * request.accumulation
+    reference = reference_gathers(request).elements * request.accumulation
     payload = {
-        "all_gather": float(width * (gathered * gather_passes(request) + of_reference)),
+        "all_gather": float(width * (gathered * gather_passes(request) + reference)),
         "reduce_scatter": float(reduced * width),
     }
     if ranks < request.box.ranks:

@@ -37,9 +37,9 @@ class LiveShape(ModelShape):
 
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
 
-    def layer_of(self, param: Parameter) -> int:
+    def find_layer(self, param: Parameter) -> int:
         # The place of a parameter between two layers is the first of them.
-        layer = super().layer_of(param)
+        layer = super().find_layer(param)
         return layer if layer != BEFORE and param.name.startswith(f"{self.survey['units'][layer]}.") else BEFORE
 
 
@@ -55,8 +55,7 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
     """Return the shape of the model that a config.json describes; UserError if transformers does not build it."""
     # Of Qwen's Omni models the thinker is trained, not what speaks. Names and places of files change nothing.
     document = document.get("thinker_config", document)
-    unused = ("_name_or_path", "transformers_version")
-    architecture = {key: value for key, value in document.items() if key not in unused}
+    architecture = {key: document[key] for key in document if key not in ("_name_or_path", "transformers_version")}
     text = json.dumps(architecture, sort_keys=True)
     for part in (architecture, *(value for value in architecture.values() if isinstance(value, dict))):
         for key in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):

@@ -179,7 +179,7 @@ def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
         return model_class, str(classes[0]).endswith("ForCausalLM")
     for head in _HEADS:
         if config in (mapping := getattr(transformers, f"MODEL_FOR_{head}_MAPPING")):
-            return mapping[config], mapping[config].__name__.endswith("ForCausalLM")
+            return mapping[config], head == "CAUSAL_LM"
     return transformers.MODEL_MAPPING[config], False
 
 
@@ -471,8 +471,11 @@ class _Pass:
         inputs, media = make_inputs(model, batch, length)
         tensors = [value for value in (*inputs.values(), *media.values()) if isinstance(value, torch.Tensor)]
         self.meter = meter = Meter([*model.parameters(), *model.buffers(), *tensors])
+        # By their names in the whole model: the remaining layers have other numbers.
+        parameters = {parameter: f"{names[module]}.{key}".lstrip(".") for module in model.modules()
+                      for key, parameter in module.named_parameters(recurse=False)}  # fmt: skip
         handles = [parameter.register_post_accumulate_grad_hook(functools.partial(self.arrive, name))
-                   for name, parameter in model.named_parameters() if parameter.requires_grad]  # fmt: skip
+                   for parameter, name in parameters.items() if parameter.requires_grad]  # fmt: skip
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self.leave, with_kwargs=True))
@@ -502,7 +505,7 @@ class _Pass:
             "layers": self.layers, "tail": saved - self.exit, "tail_forward": forward_peak - saved,
             "tail_backward": self.last - saved, "forward": forward, "attention": forward_attention,
             "backward": meter.flops - forward, "gradient": _largest(
-                (name, parameter) for name, parameter in model.named_parameters()
+                (name, parameter) for parameter, name in parameters.items()
                 if not any(name.startswith(f"{unit}.") for unit in self.layers)),
             "outside": self.exit - sum(layer["saved"] for layer in inside),
         }  # fmt: skip

@@ -179,7 +179,7 @@ class Request:
     expandable_segments: bool = False
 
     def __post_init__(self) -> None:
-        """Under FSDP in 16 bits a model with 4-bit weights trains as it is loaded: Accelerate casts none of it."""
+        """Load 4-bit weights in 16 bits under FSDP, where Accelerate casts none of them."""
         if self.quantized and self.strategy.is_fsdp and self.precision in ("bf16", "fp16"):
             object.__setattr__(self, "precision", f"{self.precision}-engine")
             object.__setattr__(self, "pure", True)
@@ -262,7 +262,7 @@ class Request:
         (_recomputing_frozen in zero3_gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
-        frozen = (item.elements for item in self.stored.params if self.shape.layer_of(item) >= 0 and not item.trained)
+        frozen = (item.elements for item in self.stored.params if self.shape.find_layer(item) >= 0 and not item.trained)
         return sum(frozen) / self.checkpoint_every
 
     @property

@@ -97,7 +97,7 @@ class ModelShape:
             sizes[param.place] += param.elements
         return max(sizes[layer] for layer in range(self.layers))
 
-    def layer_of(self, param: Parameter) -> int:
+    def find_layer(self, param: Parameter) -> int:
         """Return the layer that contains a parameter; BEFORE if none does."""
         return param.place if 0 <= param.place < self.layers else BEFORE
 

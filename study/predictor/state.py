@@ -84,7 +84,7 @@ def flat_units(request: Request) -> dict[int, FlatUnit]:
     ranks, tensors = request.fsdp_ranks, dict[int, list[Parameter]]()
     aligned = 16 // request.gathered_bytes
     for param in request.shape.params:
-        tensors.setdefault(request.shape.layer_of(param), []).append(param)
+        tensors.setdefault(request.shape.find_layer(param), []).append(param)
     units = dict[int, FlatUnit]()
     for place, params in tensors.items():
         starts, end = list[int](), 0
@@ -241,9 +241,9 @@ def forces_cpu_adam(strategy: Strategy) -> bool:
 
 
 def frozen_bytes(request: Request) -> tuple[float, float]:
-    """Return the bytes on the device and in host memory of what the engine does not have: 4 bits' fp32 scales of 64
-    weights each, whole on each rank (Linear4bit.quant_state), and a reference model, which TRL shards at stage 3 and
-    under FSDP, with offloads."""
+    """Return the bytes on the device and in host memory outside the engine's state: 4 bits' fp32 scales of 64 weights
+    each, whole on each rank (Linear4bit.quant_state), and a reference model, which TRL shards at stage 3 and under
+    FSDP, with offloads."""
     shape, is_stage3 = request.shape, request.strategy.zero_stage == 3
     pairs = zip(shape.params, request.stored.params, strict=True)
     scales = 4 / 64 * sum(param.elements for param, stored in pairs if param is not stored)

@@ -101,8 +101,8 @@ def predicted_peak(row: Measurement, kind: Kind | None = None) -> float:
 
 def _recomputing(row: Measurement) -> Request:
     """Return the row's request, with checkpointing if its recomputation is selective."""
-    recomputing = {"gradient_checkpointing": True, "saves_matmul_outputs": True} if row.selective else {}
-    return dataclasses.replace(row.request, **recomputing)
+    recomputes = row.selective or row.request.gradient_checkpointing
+    return dataclasses.replace(row.request, gradient_checkpointing=recomputes, saves_matmul_outputs=row.selective)
 
 
 def predicted_fit(row: Measurement) -> bool:
