@@ -347,11 +347,16 @@ def test_weights_in_4_bits_are_sharded_and_gathered_in_4_bits_and_their_scales_a
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tied", "gathered", "peak"),
-    [("zero3", True, 507904, 991744), ("zero3", False, 573440, 893440), ("fsdp2", True, 510080, 1356544),
-     ("fsdp2", False, 575616, 1487616)],
-)  # fmt: skip
-def test_a_reference_model_gathers_as_measured(strategy: str, tied: bool, gathered: int, peak: int) -> None:
+    ("strategy", "tied", "gathered", "peak", "above"),
+    [
+        ("zero3", True, 507904, 991744, 0),
+        # With a head of its own, stage 3 is predicted to hold more at once than it did.
+        ("zero3", False, 573440, 893440, 163840),
+        ("fsdp2", True, 510080, 1356544, 0),
+        ("fsdp2", False, 575616, 1487616, 0),
+    ],
+)
+def test_a_reference_model_gathers_as_measured(strategy: str, tied: bool, gathered: int, peak: int, above: int) -> None:
     """Bytes of a forward pass without gradients on two gloo ranks, of a model that TRL's prepare_deepspeed and
     prepare_fsdp shard (deepspeed 0.19.8, torch 2.13): the payload, and the most allocated at once."""
     sizes = architectures.TEXT | {"head_dim": 16, "tie_word_embeddings": tied}
@@ -364,9 +369,8 @@ def test_a_reference_model_gathers_as_measured(strategy: str, tied: bool, gather
     )  # fmt: skip
     trace = reference_gathers(request)
     assert 4 * trace.elements == gathered
-    # Activations without gradients, measured too: the gathers of stage 3 are most elsewhere than they are.
-    activations = 336384
-    assert peak - activations == pytest.approx(4 * trace.max_live_elements, rel=0.3 * (strategy == "zero3"))
+    activations_without_gradients = 336384
+    assert 4 * trace.max_live_elements - above == peak - activations_without_gradients
     alone = dataclasses.replace(request, reference_model=False)
     more = predict_payload(request)["all_gather"] - predict_payload(alone)["all_gather"]
     assert more == 2 * gathered
@@ -393,7 +397,9 @@ def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embeddin
     fused = Request(
         shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 2, 1, "bf16", False, "sdpa", autocast=False, compiled=True
     )
-    torch_gate, whole_root = (dataclasses.replace(fused, **{name: True}) for name in ("torch_gate", "fsdp_whole_root"))
+    torch_gate, whole_root = (
+        dataclasses.replace(fused, torch_gate=True), dataclasses.replace(fused, fsdp_whole_root=True)
+    )  # fmt: skip
     saved = predict_activations(torch_gate).layer - predict_activations(fused).layer
     assert saved == 2 * 512 * 2 * shape.inner
     begun = [gradient_snapshots(request)[0].buffers for request in (fused, whole_root)]
