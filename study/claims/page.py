@@ -137,11 +137,8 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
     marker = "made from the ledger of claims and the committed records"
     if file.is_dir() or not file.parent.is_dir():
         raise UserError(f"--page {file} is not a path for a file", "name a file in an existing folder")
-    try:
-        if file.exists() and marker not in file.read_text(encoding="utf-8"):
-            raise UserError(f"--page {file} exists, but is not a page of claims", "name another file, or remove it")
-    except (OSError, ValueError):
-        raise UserError(f"--page {file} exists, but is not readable", "name another file, or remove it") from None
+    if file.exists() and marker not in file.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"--page {file} exists, but is not a page of claims", "name another file, or remove it")
     evidence = Evidence(reports_dir)
     claims = build_scoreboard(reports_dir, evidence=evidence)
     inside = file.resolve().is_relative_to(REPOSITORY.resolve())
@@ -152,10 +149,7 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
         counts=claims.counts(), crossed=claims.counts(lambda item: f"{item.finding.kind}, {item.finding.basis[0]}"),
         evidence=get_args(Basis), sections=sections(claims, evidence, links_from),
     )  # fmt: skip
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--page {file} is not writable ({error.strerror})", "name another file") from None
+    file.write_text(text, encoding="utf-8")
 
 
 def address(claim: str, folder: Path) -> str:
