@@ -36,7 +36,7 @@ BUDGETS = {
     "advisor": 3_824,
     "report": 4_066,
     "autopsy": 1_147,
-    "claims": 2_193,
+    "claims": 2_189,
     "baselines": 436,
     "train": 144,
     "cli": 192,
