@@ -864,3 +864,15 @@ def test_an_fsdp_config_of_the_trainer_is_no_file_of_deepspeed(
     file.write_text(json.dumps({"transformer_layer_cls_to_wrap": ["GPT2Block"], "min_num_params": 0, "xla": False}))
     assert main(["explain", str(file), "gpt2", "--world_size", "8"]) == 2
     assert "is an fsdp_config of TrainingArguments" in capsys.readouterr().err
+
+
+def test_a_given_host_memory_is_checked_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    file, model = str(ROOT / "accelerate_configs/zero3_cpu.yaml"), "llama-2-70b"
+    flags = ["--hardware", "8xA100", "--gradient_checkpointing", "--host_memory"]
+    for command in (["explain", file, model], ["predict", model, "--strategy", "zero3_cpu"]):
+        lines = []
+        for size in ("512", "4000"):
+            main([*command, *flags, size])
+            lines.append(capsys.readouterr().out.splitlines()[0])
+        assert re.match(r"Does not fit.*: needs [0-9.]+ GiB of host memory, of 512.0, in training", lines[0])
+        assert lines[1].startswith("Fits")

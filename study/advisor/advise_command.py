@@ -76,7 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: the faster of the two")
     batch = "samples per optimizer step; by default 64, or one per rank"
     add("--global_batch_size", type=parse_int, metavar="B", help=batch)
-    add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="folder on NVMe, written to the files")
     predict_command.add_optimizer(parser, help=argparse.SUPPRESS)
@@ -108,8 +107,6 @@ def build_advice_request(options: argparse.Namespace) -> advise.AdviceRequest:
         problem = "advice compares strategies with AdamW"
         raise UserError(problem, f"`study predict --strategy S --optimizer {options.optimizer}` predicts one strategy")
     box = box_from_args(options)
-    if options.host_memory is not None:
-        box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
     precision = options.precision or predict_command.usual_precision(box)
     predict_command.check_precision(box, precision)
     batch = options.global_batch_size or next(count * box.ranks for count in _SHARES if count * box.ranks >= _BATCH)

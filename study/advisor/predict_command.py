@@ -268,6 +268,8 @@ def _verdict(prediction: Prediction) -> str:
     verdict = "Does not fit" if not prediction.fits else "May not fit"
     if fits(memory, box, at_upper=True):
         verdict = "Fits"
+    if not prediction.fits and not box.is_cpu_only and device_bytes(memory) <= usable_bytes(box):
+        return f"Does not fit: {why(memory, box)}; predicted"
     usable = rounded(usable_bytes(box) / GIB)
     need = f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {usable} GiB (90 % bound {rounded(bound / GIB)})"
     if verdict != "Fits" and not request.gradient_checkpointing:

@@ -70,10 +70,7 @@ def find_device(device_name: str) -> Device | None:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak dense FLOP/s of matrix products in `precision`; None if the device is not listed or has no such rate.
-
-    fp32 means the CUDA cores: study/engine/setup.py keeps tf32 off.
-    """
+    """Return peak dense FLOP/s of matrix products, or None if not known; fp32 is without tf32, as in the study."""
     device = find_device(device_name)
     tflops = device.peak_tflops[precision.removesuffix("-engine")] if device else None
     return None if tflops is None else tflops * 1e12
@@ -191,7 +188,7 @@ def box_from_device_name(device_name: str, ranks: int, nodes: int) -> Hardware:
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for NVMe, network and host bandwidth, which a hardware name does not set."""
+    """Add the flags for NVMe, network and host, which a hardware name does not set."""
     add, usual = parser.add_argument, (Hardware.nvme_read_gb_per_s, Hardware.nvme_write_gb_per_s)
     nvme = f"bandwidth of a node's NVMe; by default {usual[0]:g},{usual[1]:g}"
     add("--nvme_gb_per_s", type=_two_speeds, default=usual, metavar="READ,WRITE", help=nvme)
@@ -199,15 +196,17 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     bus = "bus bandwidth within a node, as nccl-tests print it, such as with NCCL_P2P_DISABLE=1"
     add("--bus_gb_per_s", type=_SPEED, default=math.inf, metavar="X", help=bus)
     add("--host_gb_per_s", type=_SPEED, metavar="X", help="memory bandwidth of Adam on the host, all ranks of a node")
+    add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
 
 
 def box_from_args(options: argparse.Namespace) -> Hardware:
-    """Return the hardware of the command-line options, with the given bandwidths."""
+    """Return the hardware of the command-line options, with the given bandwidths and host memory."""
     box, (read, write) = to_box(options.hardware), options.nvme_gb_per_s
     return dataclasses.replace(
         box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write,
         bus_gb_per_s=options.bus_gb_per_s, host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
         network_gb_per_s=options.network_gb_per_s or box.network_gb_per_s,
+        host_gib_per_node=options.host_memory or box.host_gib_per_node,
     )  # fmt: skip
 
 
