@@ -129,9 +129,7 @@ def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
     [("olmo2", "zero2", ()), ("smollm3", "zero3", ("--gradient_checkpointing",)), ("falcon", "ddp", ()),
      ("gemma3_text", "fsdp2", ()), ("roberta", "fsdp2", ("--task", "bert-imdb"))],
 )  # fmt: skip
-def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(
-    model_type, strategy, flags, tmp_path
-) -> None:
+def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(model_type, strategy, flags, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIGS[model_type], "model_type": model_type}))
     task = () if "--task" in flags else ("--task", "gpt-wikitext")
@@ -308,9 +306,7 @@ def test_without_torch_a_class_outside_the_table_names_the_installation(folder, 
     assert "pip install" in result.stderr
 
 
-def test_of_composite_configs_the_part_that_is_trained_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_composite_configs_the_part_that_is_trained_is_counted(tmp_path, capsys):
     """Qwen's Omni models nest the thinker, Voxtral sets no tie_word_embeddings, and Gemma 4 lists sizes by
     layer and has the inputs of all layers in one tensor."""
     omni = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": {

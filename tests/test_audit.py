@@ -30,9 +30,7 @@ def write_fsdp2(folder: Path, **settings: bool) -> str:
     return os.path.relpath(folder / "own", ROOT / "accelerate_configs")
 
 
-def test_fsdp2_that_keeps_gathered_weights_has_another_record_than_the_shipped_one(
-    get_run: RunFactory, tmp_path: Path
-) -> None:
+def test_fsdp2_that_keeps_gathered_weights_has_another_record_than_the_shipped_one(get_run, tmp_path):
     strategy = write_fsdp2(tmp_path, fsdp_reshard_after_forward=False, fsdp_activation_checkpointing=True)
     runs = get_run("fsdp2", *GPT), trained(strategy, tmp_path / "run", *GPT)
     live = [{key: value for key, value in run.engine.items() if key.startswith("fsdp_")} for run in runs]

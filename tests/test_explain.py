@@ -857,9 +857,7 @@ def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_o
         assert not error or any(part in said for part in parts) or any(word in error for word in words), (keys, error)
 
 
-def test_an_fsdp_config_of_the_trainer_is_no_file_of_deepspeed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_fsdp_config_of_the_trainer_is_no_file_of_deepspeed(tmp_path, capsys):
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"transformer_layer_cls_to_wrap": ["GPT2Block"], "min_num_params": 0, "xla": False}))
     assert main(["explain", str(file), "gpt2", "--world_size", "8"]) == 2

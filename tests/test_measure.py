@@ -432,9 +432,7 @@ LONG = [pytest.param("zero3", ranks, marks=pytest.mark.long) for ranks in (1, 4)
     ("strategy", "ranks", "accumulation"),
     [*((*case, 1) for case in CASES), *((strategy, 2, 4) for strategy in ("fsdp2", "ddp", "zero1", "zero2", "zero3"))],
 )  # fmt: skip
-def test_state_and_traffic_are_those_that_the_engine_s_source_says(
-    get_run: RunFactory, strategy: str, ranks: int, accumulation: int
-) -> None:
+def test_state_and_traffic_are_those_that_the_engine_s_source_says(get_run, strategy, ranks, accumulation):
     """The prediction follows the source, and has those of all committed records: test_predict_memory.py.
 
     Gradients of a step with accumulation are the most after any micro-batch: FSDP2 has unpartitioned ones until the

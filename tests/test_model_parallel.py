@@ -40,9 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "flags"), CASES)
-def test_a_group_trains_as_one_rank_does(
-    get_run: RunFactory, strategy: str, ranks: int, flags: tuple[str, ...]
-) -> None:
+def test_a_group_trains_as_one_rank_does(get_run, strategy, ranks, flags):
     """ZeRO runs two micro-batches per group; four ranks exceed Llama's key-value heads."""
     model = flags[1 : 4 if "--model_name_or_path" in flags else 2]
     single, grouped = by_one_rank(get_run, *model), get_run(strategy, *flags, ranks=ranks)
@@ -108,9 +106,7 @@ def test_partitioned_activations_are_gathered_once_for_each_layer(get_run: RunFa
 
 
 @pytest.mark.parametrize("strategy", ["tp", "cp"])
-def test_a_rank_has_its_share_of_the_state_and_a_virtual_one_the_same(
-    get_run: RunFactory, strategy: str, tmp_path: Path
-) -> None:
+def test_a_rank_has_its_share_of_the_state_and_a_virtual_one_the_same(get_run, strategy, tmp_path):
     single, grouped = by_one_rank(get_run, "gpt-wikitext"), get_run(strategy, *GPT)
     full_state, rank_state = (run.summary["state_bytes_per_rank"] for run in (single, grouped))
     # Tensor parallelism leaves the position embedding, the norms and some biases undivided.
@@ -158,9 +154,7 @@ LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
         ("ulysses_zero1", 2, MistralConfig(sliding_window=32), None),
     ],
 )  # fmt: skip
-def test_training_that_a_group_does_not_support_is_refused(
-    strategy: str, ranks: int, case: Any, words: str | None
-) -> None:
+def test_training_that_a_group_does_not_support_is_refused(strategy, ranks, case, words):
     """Flags and architectures that would compute wrong gradients."""
     config = make_config(**case if isinstance(case, dict) else {})
     launch = Launch(read_strategy(strategy).with_group_size(config.group_size), ranks, 0, 0, ranks)

@@ -33,9 +33,7 @@ def count_state_bytes(run: Run) -> dict[str, float]:
 
 @pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=long)])
 @pytest.mark.parametrize("strategy", [*QUICK, *(pytest.param(name, marks=long) for name in REST)])
-def test_adapters_alone_are_trained_with_the_losses_of_one_process(
-    get_run: RunFactory, strategy: str, task: str
-) -> None:
+def test_adapters_alone_are_trained_with_the_losses_of_one_process(get_run, strategy, task):
     flags = ("--task", task, *LORA)
     single, arm = get_run("single", *flags, "--per_device_train_batch_size", "4"), get_run(strategy, *flags)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
@@ -73,9 +71,7 @@ def test_states_of_adapters_are_swapped_if_they_are_large_enough(get_run: RunFac
     # In fp32: Adam's two moments, plus DeepSpeed's copy of the weights and step counts.
     [("ddp", 4, 8), pytest.param("zero1", 4, 6, marks=long), ("zero2", 2, 6), ("zero3", 2, 6), ("fsdp2", 2, 4)],
 )
-def test_frozen_weights_have_no_gradients_and_no_states(
-    get_run: RunFactory, strategy: str, gradients: int, states: int
-) -> None:
+def test_frozen_weights_have_no_gradients_and_no_states(get_run, strategy, gradients, states):
     run = get_run(strategy, *GPT, *LORA)
     trainable = run.engine["trainable_parameters"]
     assert count_state_bytes(run)["grads"] == gradients * trainable

@@ -47,9 +47,7 @@ def skipped(run: Run) -> list[int]:
         pytest.param("zero2_cpu", ENGINE, "zero1", "float16", marks=pytest.mark.long),
     ],
 )  # fmt: skip
-def test_fp16_is_one_training_in_every_engine_that_has_it(
-    get_run: RunFactory, strategy: str, precision: tuple[str, str], reference: str, weights: str
-) -> None:
+def test_fp16_is_one_training_in_every_engine_that_has_it(get_run, strategy, precision, reference, weights):
     """Autocast over fp32 weights, or the engine's fp16 weights."""
     cut = ("--per_device_train_batch_size", "4") if reference == "single" else ()
     expected, arm = get_run(reference, *GPT, *precision, *cut), get_run(strategy, *GPT, *precision)
@@ -73,9 +71,7 @@ def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(get_run: RunFa
     + [pytest.param(strategy, FP16, marks=pytest.mark.long) for strategy in ("ddp", "fsdp2")]
     + [pytest.param(strategy, ENGINE, marks=pytest.mark.long) for strategy in ("zero1", "zero2_cpu")],
 )
-def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(
-    get_run: RunFactory, strategy: str, precision: tuple[str, str]
-) -> None:
+def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(get_run, strategy, precision):
     run = get_run(strategy, *GPT, *precision, *OVERFLOWS, *SAVES)
     assert run.engine["loss_scaler"] == LOSS_SCALER
     # The same in every engine: the second step overflows, and at half the scale the third step, too.
@@ -93,9 +89,7 @@ def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("zero0", FP16), ("zero1", ENGINE), pytest.param("fsdp2", FP16, marks=pytest.mark.long)]
 )
-def test_a_resumed_run_continues_with_its_loss_scale(
-    get_run: RunFactory, strategy: str, precision: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_resumed_run_continues_with_its_loss_scale(get_run, strategy, precision, tmp_path):
     """A resume at the first scale would also skip the next steps."""
     flags = (*GPT, *precision, *OVERFLOWS)
     full = get_run(strategy, *flags, *SAVES)

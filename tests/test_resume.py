@@ -86,9 +86,7 @@ DROPOUT = ("--dropout", "0.1")
         ) for name in names),
     ],
 )  # fmt: skip
-def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(
-    saved: SaveAt, strategy: str, flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(saved, strategy, flags, tmp_path):
     full, checkpoint = saved(strategy, 2, *flags)
     resumed = resume(strategy, checkpoint, tmp_path / "resumed", 2, *flags)
     figures = ("step", "loss", "lr", "grad_norm", "samples_hash")
@@ -170,9 +168,7 @@ MICRO_BATCHES_OF_2 = ("--per_device_train_batch_size", "2")
         *(pytest.param(name, 4, LORA, marks=long) for name in ("ddp", "zero2", "zero3", "fsdp2")),
     ],
 )  # fmt: skip
-def test_half_the_ranks_continue_with_other_settings_too(
-    saved: SaveAt, strategy: str, step: int, flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_half_the_ranks_continue_with_other_settings_too(saved, strategy, step, flags, tmp_path):
     full, checkpoint = saved(strategy, 4, *flags, step=step)
     resumed = resume(strategy, checkpoint, tmp_path / "run", 2, *flags)
     accumulation = [run.engine["gradient_accumulation_steps"] for run in (full, resumed)]
@@ -184,9 +180,7 @@ def test_half_the_ranks_continue_with_other_settings_too(
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_zero_to_fp32_returns_a_model_with_tied_weights_bit_for_bit(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zero_to_fp32_returns_a_model_with_tied_weights_bit_for_bit(strategy, tmp_path, monkeypatch):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     flags = (*GPT, "--max_steps", "3", "--checkpointing_steps", "3")
@@ -246,9 +240,7 @@ def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(sav
         (("--learning_rate", "0.1"), "use --learning_rate 0.004"),
     ],
 )
-def test_a_changed_flag_is_refused_with_a_valid_command_line(
-    changed: tuple[str, ...], fix: str, saved: SaveAt, tmp_path: Path
-) -> None:
+def test_a_changed_flag_is_refused_with_a_valid_command_line(changed, fix, saved, tmp_path):
     _, checkpoint = saved("zero3", 4)
     manifest = read_json(checkpoint / "checkpoint.json")
     values = {key: getattr(parse_command_line(changed), key) for key in (changed[0].removeprefix("--"),)}

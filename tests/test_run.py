@@ -49,9 +49,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_the_record_stays(tmp_path: 
         ),
     ],
 )  # fmt: skip
-def test_a_run_that_differs_from_its_flags_fails(
-    strategy: str, flags: tuple[str, ...], reason: str, steps: int, skipped: int, evals: list[None], tmp_path: Path
-) -> None:
+def test_a_run_that_differs_from_its_flags_fails(strategy, flags, reason, steps, skipped, evals, tmp_path):
     ranks = 2 if skipped else 1
     assert train(strategy, tmp_path / "run", *GPT, *flags, ranks=ranks).returncode != 0
     run = read_run(tmp_path / "run")

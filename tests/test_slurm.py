@@ -199,9 +199,7 @@ def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Sl
 
 
 @pytest.mark.long
-def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_another_round(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_another_round(slurm, tmp_path):
     runs = tmp_path / "runs"
     short = [{"where": {"seed": 1}, "fixed": {"time_limit_s": 8}}]
     suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, ENDLESS, overrides=short)
@@ -251,9 +249,7 @@ def test_memory_that_runs_out_on_another_node_is_oom_with_the_node(slurm: Slurm,
     assert list_processes(runs / "tiny") == []
 
 
-def test_a_job_that_is_too_small_is_refused_before_a_run_and_the_doctor_lists_its_nodes(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_job_that_is_too_small_is_refused_before_a_run_and_the_doctor_lists_its_nodes(slurm, tmp_path):
     suite = write_suite(tmp_path, {"strategy": "ddp"})
     study = f"{sys.executable} -m study.cli"
     script = tmp_path / "job.sh"

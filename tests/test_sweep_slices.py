@@ -61,9 +61,7 @@ def test_slices_come_in_their_order_with_each_cell_once_and_a_rehearsal_has_ever
     assert planned(file, tmp_path, rehearse=True) == [("wide-rehearsal", [1]), ("narrow-rehearsal", [1])]
 
 
-def test_the_status_of_a_suite_names_the_gpus_that_are_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_of_a_suite_names_the_gpus_that_are_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("study.sweep.command.job_resources", lambda: CPU_BOX)
     assert cli.main(["status", "one_gpu", "--runs_dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -102,9 +102,7 @@ def predicted_gib(record: Any) -> float:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the probe sets glibc to keep no freed memory")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu", "fsdp2"])
-def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(
-    strategy: str, ranks: int, tmp_path: Path
-) -> None:
+def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(strategy, ranks, tmp_path):
     """Only during the steps: before them a virtual rank draws weights that a real one reads from a file."""
     kinds = {"real": (ranks, ()), "virtual": (1, ("--virtual_world_size", str(ranks)))}
     peaks = {}
@@ -120,9 +118,7 @@ def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the probe sets glibc to keep no freed memory")
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 8), ("hsdp", 4)])
-def test_accumulating_fsdp_has_unpartitioned_gradients_and_reduces_once_a_step(
-    strategy: str, ranks: int, tmp_path: Path
-) -> None:
+def test_accumulating_fsdp_has_unpartitioned_gradients_and_reduces_once_a_step(strategy, ranks, tmp_path):
     peaks = []
     for accumulation in (1, 4):
         output_dir = tmp_path / str(accumulation)
@@ -280,9 +276,7 @@ def test_depths_beyond_a_threshold_are_used_if_they_fit(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("strategy", "papers_gb", "depths"), [("zero3", 1.88, None), ("zero1", 31.4, "2,3,4"), ("zero2", 16.6, "2,3,4")]
 )
-def test_the_papers_7_5_b_on_64_ranks_has_the_papers_state(
-    strategy: str, papers_gb: float, depths: str | None, tmp_path: Path
-) -> None:
+def test_the_papers_7_5_b_on_64_ranks_has_the_papers_state(strategy, papers_gb, depths, tmp_path):
     """Stage 3 is measured, stages 1 and 2 are extrapolated."""
     result = study(
         "--strategy", strategy, "--world_size", "64", *GPT, "--model_name_or_path", "gpt-7.5b", "--precision", "bf16",

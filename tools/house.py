@@ -27,13 +27,13 @@ BUDGETS = {
     "host": 1_422,
     "workloads": 1_844,
     "metrics": 1_595,
-    "predictor": 5_210,
+    "predictor": 5_209,
     "engine": 1_545,
     "sweep": 2_746,
     "run": 1_577,
     "virtual": 857,
     "releases": 1_502,
-    "advisor": 3_824,
+    "advisor": 3_823,
     "report": 4_066,
     "autopsy": 1_147,
     "claims": 2_189,
@@ -41,7 +41,7 @@ BUDGETS = {
     "train": 144,
     "cli": 192,
     "__init__": 3,
-    "tests": 19_529,
+    "tests": 19_497,
 }
 
 
