@@ -72,11 +72,8 @@ def prepare(options: argparse.Namespace) -> int:
     if any(cell.stack is None for cell in cells):
         subprocess.run([sys.executable, "-m", "study.host.operators"], cwd=IMPORT_ROOT, check=False)
     status = sweep.weights(options)
-    print(
-        f"{len(runnable)} of {len(requested)} stacks are ready"
-        if requested
-        else f"{plan.name} uses the installed packages"
-    )
+    ready = f"{len(runnable)} of {len(requested)} stacks are ready"
+    print(ready if requested else f"{plan.name} uses the installed packages")
     return 1 if not_installable or status else 0
 
 
@@ -140,9 +137,8 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
             f"{archive['metadata']['name']}=={archive['metadata']['version']}":
             archive["download_info"]["archive_info"]["hashes"]["sha256"] for archive in archives
         }  # fmt: skip
-        write_json(
-            target / LAYER_FILE, {"layer": layer, "sha256": digests[f"{package}=={version}"], "archives": digests}
-        )
+        record = {"layer": layer, "sha256": digests[f"{package}=={version}"], "archives": digests}
+        write_json(target / LAYER_FILE, record)
         shutil.rmtree(folder, ignore_errors=True)
         target.replace(folder)
     return digests

@@ -299,10 +299,8 @@ class VerifyMatrix:
         """Run the cells of the strategies and their reference cells, in one sweep that imports the engines once."""
         cells = [(strategy, *cell) for strategy in strategies for cell in self.cells(strategy)]
         pairs = dict.fromkeys((precision, option) for _, precision, _, option in cells)
-        needed = [
-            *(cell for pair in pairs for cell in self._reference_cells(*pair)),
-            *(self._cell(*cell) for cell in cells),
-        ]
+        needed = [cell for pair in pairs for cell in self._reference_cells(*pair)]
+        needed += [self._cell(*cell) for cell in cells]
         # Each once per process, those without a successful record: the failures of an earlier call are retried.
         todo = list({cell.id: cell for cell in needed if cell.id not in self._asked}.values())
         self._asked.update(cell.id for cell in todo)
