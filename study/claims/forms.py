@@ -385,7 +385,6 @@ def _level_runs(pairs: Levels) -> tuple[tuple[str, ...], str]:
 
 
 def _sessions(arms: pd.DataFrame) -> tuple[tuple[str, ...], str]:
-    """Return the successful sessions as records, and the scale of all."""
     ended = arms.loc[arms["state"] == "ok", "session"].unique()
     scale = f"{arms['session'].nunique()} sessions on one rank, scale {', '.join(arms['scale'].unique())}"
     return tuple(f"{AUTOPSY}/{session}" for session in ended), scale

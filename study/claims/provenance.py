@@ -161,7 +161,6 @@ def _git(repository: Path, *arguments: str) -> str | None:
 
 
 def _used(judged: JudgedClaim, evidence: Evidence, report: str, only: Any = None) -> pd.DataFrame:
-    """Return the runs of a report behind all figures of a claim, or behind one."""
     figures = [only] if only else [result.figure for result in judged.results if result.figure]
     names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}
     runs = source_runs(evidence, report)

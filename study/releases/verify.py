@@ -269,7 +269,6 @@ def _fault(cause: Cause) -> str:
 
 
 def _untested(stack: Mapping[str, str | None], strategies: Sequence[str], on_gpu: bool) -> list[str]:
-    """Return a line for each known fault of this stack that only strategies which were not tested have."""
     return [
         f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
         for cause in known_faults(stack, on_gpu) if not set(cause.strategies) & set(strategies)

@@ -168,7 +168,6 @@ def _check_mask(architecture: PreTrainedConfig, config: RunConfig) -> None:
 
 
 def _check_architecture(architecture: PreTrainedConfig, config: RunConfig) -> None:
-    """Raise UserError if the model does not fit the task, its depth, weights or sequence length."""
     from transformers.models.auto import modeling_auto
 
     model_type, name = architecture.model_type, config.model_name_or_path

@@ -226,7 +226,6 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
 
 
 def _find_damage(folder: Path) -> str:
-    """Return which file of the weights is changed or unreadable; empty if none."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
         if with_digest(record) != record:
