@@ -15,8 +15,6 @@ from study import __version__
 from study.config.errors import UserError, clip, first_line
 from study.config.flags import Parser
 
-_FIXES = {errno.ENAMETOOLONG: "use a shorter name", errno.ENOSPC: "make room there"}
-
 
 class Command(NamedTuple):
     """A subcommand: its help text, and the module and names of its functions, which only that subcommand imports."""
@@ -169,23 +167,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Terminated:
         return 128 + signal.SIGTERM
     except BrokenPipeError:
-        # `study status X | head`: the reader has closed the pipe. A command that runs cells has no known result.
-        _drop_output()
+        # `study status X | head`: the reader has closed the pipe, and the interpreter would flush it again at exit. A
+        # command that runs cells has no known result.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         runs_something = options.command in ("run", "prepare", "weights", "virtual")
         return int(runs_something and not getattr(options, "dry_run", False))
     except OSError as error:
-        # Errors that no command handles, such as a name that is too long or a full disk, are one line as well.
-        if error.filename is None:
-            _drop_output()
-        subject = "the output cannot be written" if error.filename is None else clip(os.fsdecode(error.filename))
-        fix = _FIXES.get(error.errno or 0, "check that it can be read and written")
-        print(f"error: {subject}: {error.strerror or first_line(error)}. To fix it: {fix}.", file=sys.stderr)
+        # Errors that no command handles, such as a full disk, are one line as well.
+        fix = "make room there" if error.errno == errno.ENOSPC else "check that it can be read and written"
+        where = clip(os.fsdecode(error.filename)) if error.filename else "a file"
+        print(f"error: {where}: {error.strerror or first_line(error)}. To fix it: {fix}.", file=sys.stderr)
         return 2
-
-
-def _drop_output() -> None:
-    """Redirect stdout to the null device: its reader is gone, and the interpreter would flush it again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -84,11 +84,8 @@ class LinearModel:
         """
         # Each switch goes from -1 to 1, the order to 0: on average the others are at 0, and the order at -0.5.
         middle = {"O": -0.5}
-        return {
-            letter: (1.0 if letter == "O" else 2.0)
-            * (self.at({**middle, letter: 1.0}) - self.at({**middle, letter: 0.0}))
-            for letter in LETTERS
-        }
+        halves = {letter: self.at({**middle, letter: 1.0}) - self.at({**middle, letter: 0.0}) for letter in LETTERS}
+        return {letter: half if letter == "O" else 2 * half for letter, half in halves.items()}
 
     def printed(self) -> np.ndarray:
         return self.at(dict.fromkeys(LETTERS, -1.0))

@@ -53,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report_parser = actions.add_parser("report", help="build the page and its figures", allow_abbrev=False)
     for subparser in (run_parser, report_parser):
         subparser.add_argument("--runs", type=folder_argument, metavar="DIR", help=f"sessions; {RUNS} by default")
-    report_parser.add_argument(
-        "--output", type=folder_argument, default=REPORT, metavar="DIR", help=f"{REPORT} by default"
-    )
+    where = f"{REPORT} by default"
+    report_parser.add_argument("--output", type=folder_argument, default=REPORT, metavar="DIR", help=where)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -127,9 +126,8 @@ def run_sessions(
     async def run_lane(core: int) -> None:
         for session in todo:
             options = {**scale.options, **session.options}
-            answer = await _run_session(
-                session, dataclasses.replace(scale, options=options), core, work, environment, forks
-            )
+            scaled = dataclasses.replace(scale, options=options)
+            answer = await _run_session(session, scaled, core, work, environment, forks)
             about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed,
                      "scale": scale.name, "options": options, "lanes": len(cores), "core": core}  # fmt: skip
             write_json(folder / SESSIONS / f"{session.id}.json", about | answer)
@@ -137,10 +135,8 @@ def run_sessions(
             states.append("ok" if session.kind == "gate" else answer["state"])
             left_min = (time.monotonic() - began) / len(states) * (len(pending) - len(states)) / 60
             why = f" ({answer['reason']})" if answer["reason"] else ""
-            say(
-                f"{len(states)}/{len(pending)} {session.id}: {answer['state']}{why}, {answer['session_s']:.0f} s;"
-                f" about {left_min:.0f} min left"
-            )
+            took = f"{answer['session_s']:.0f} s; about {left_min:.0f} min left"
+            say(f"{len(states)}/{len(pending)} {session.id}: {answer['state']}{why}, {took}")
 
     async def run_lanes() -> None:
         await asyncio.gather(*(run_lane(core if scale.threads else -1) for core in cores))

@@ -241,7 +241,6 @@ class Process:
 
 
 def _samples(split: Split, count: int) -> Any:
-    """Return a list of samples, which the Trainer's collator batches like a tokenized dataset."""
     return [split[place] for place in range(count)]
 
 

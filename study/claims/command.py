@@ -74,10 +74,8 @@ def _print_table(file: Path, as_json: bool) -> None:
         print(json.dumps([dataclasses.asdict(row) for row in checked], indent=1))
         return
     counts = Counter(result.plausibility for result in checked)
-    print(
-        ", ".join(f"{counts[kind]} {kind}" for kind in get_args(Plausibility) if counts[kind])
-        + f" of {len(checked)} rows"
-    )
+    counted = ", ".join(f"{counts[kind]} {kind}" for kind in get_args(Plausibility) if counts[kind])
+    print(f"{counted} of {len(checked)} rows")
     for result in checked:
         row, training = result.row, f"{result.row.model} on {result.row.gpus} under {result.row.strategy}"
         print(f"line {row.line}: {result.plausibility}: {training}: {result.why}")

@@ -31,6 +31,7 @@ _PRECISION = "bf16-engine"
 KEYS_FILE = "keys.json"
 # Folder with the sessions of the published listing.
 AUTOPSY = "autopsy"
+_COLUMNS = {"calls": "comm_calls_per_step", "forward": "forward_holds_bytes", "parameters": "model_parameters"}
 _PEAKS = {"host_peak": "host_peak_rss_gib", "device_peak": "peak_memory_gib_allocated"}
 # The invariants that each changed setting breaks intentionally.
 _INTENDED = {
@@ -60,12 +61,12 @@ class Evidence:
             self._records[report] = read_parquet(self.root / report)
         return self._records[report]
 
-    def _runs(self, report: str) -> pd.DataFrame:
-        """Return the real runs that succeeded."""
+    def _ended_runs(self, report: str, task: str) -> pd.DataFrame:
         if report not in self._ended:
             runs = real_runs(self.records(report)).runs
             self._ended[report] = runs[runs["status_state"] == "ok"]
-        return self._ended[report]
+        runs = self._ended[report]
+        return runs[runs["task"] == task]
 
     def with_records(self, report: str, records: Records) -> Evidence:
         """Return evidence with one report's records replaced."""
@@ -93,25 +94,23 @@ class Evidence:
         Both come from the workload with the most common runs. With `over_where` they come from two workloads that
         differ only in that setting.
         """
-        runs = self._runs(report)
-        runs = runs[runs["task"] == task]
-        confound = "confounded_loss" if is_loss else "confounded"
+        runs = self._ended_runs(report, task)
         if over_where:
-            tables = _across(runs, strategy, over, settings(where), settings(over_where), not is_loss)
+            treatment, control = _across(runs, strategy, over, settings(where), settings(over_where), not is_loss)
         else:
-            tables = _within(_with(runs[runs[confound] == ""], settings(where)), strategy, over)
-        if tables is None:
+            fair = runs[runs["confounded_loss" if is_loss else "confounded"] == ""]
+            treatment, control = _within(_with(fair, settings(where)), strategy, over)
+        if treatment.empty:
             at = f" with {where}" if where else ""
             raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}{at}")
-        return Pair(report, *tables)
+        return Pair(report, treatment, control)
 
     def levels(
         self, report: str, task: str, strategy: str, over: str, figure: str, along: str, where: str, least: int,
         least_pairs: int,
     ) -> Levels:  # fmt: skip
         """Return the pairs at each value of a setting or model size with enough seeds, in ascending order."""
-        runs = self._runs(report)
-        runs = _with(runs[runs["task"] == task], settings(where))
+        runs = _with(self._ended_runs(report, task), settings(where))
         pairs = {}
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
             with contextlib.suppress(NotJudged):
@@ -211,21 +210,20 @@ def _with(runs: pd.DataFrame, values: Mapping[str, str]) -> pd.DataFrame:
     return runs
 
 
-def _within(runs: pd.DataFrame, strategy: str, over: str) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+def _within(runs: pd.DataFrame, strategy: str, over: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     runs = runs[runs["strategy"].isin([strategy, over])]
     place = ["workload_key", "world_size"]
     runs = runs[runs.groupby(place)["strategy"].transform("nunique") == len({strategy, over})]
-    if runs.empty:
-        return None
-    largest = runs.groupby(place)["run"].transform("count")
-    first = runs[largest == largest.max()].sort_values(place).iloc[0]
-    runs = runs[(runs[place] == first[place]).all(axis=1)]
+    if not runs.empty:
+        largest = runs.groupby(place)["run"].transform("count")
+        first = runs[largest == largest.max()].sort_values(place).iloc[0]
+        runs = runs[(runs[place] == first[place]).all(axis=1)]
     return runs[runs["strategy"] == strategy], runs[runs["strategy"] == over]
 
 
 def _across(
     runs: pd.DataFrame, strategy: str, over: str, where: dict[str, str], changed: dict[str, str], same_code: bool
-) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     treatment = _with(runs[runs["strategy"] == strategy], where)
     control = _with(runs[runs["strategy"] == over], where | changed)
     keys = ["seed", "repeat"]
@@ -239,7 +237,7 @@ def _across(
     )
     pairs = pairs[[{reason.split(":")[0] for reason in reasons} <= allowed for reasons in differences]]
     if pairs.empty or pairs.duplicated(keys).any():
-        return None
+        return treatment[:0], control[:0]
     return treatment[treatment["run"].isin(pairs["run"])], control[control["run"].isin(pairs["run_its"])]
 
 
@@ -268,14 +266,10 @@ def counted_bytes(run: pd.Series, figure: str) -> float:
         counted = json.loads(run["collectives"])
         used = {name: counts for name, counts in counted.items() if figure == "sent" or name.startswith("all_gather")}
         return float(ring_bytes(used))
-    if figure == "calls":
-        return float(run["comm_calls_per_step"])
     if figure == "tokens":
         return float(run["global_batch_size"] * run["seq_length"])
-    if figure == "forward":
-        return float(run["forward_holds_bytes"])
-    if figure == "parameters":
-        return float(run["model_parameters"])
+    if figure in _COLUMNS:
+        return float(run[_COLUMNS[figure]])
     what, _, place = figure.partition("_")
     kinds = STATE_KINDS if what == "state" else (what,)
     return float(sum(run[f"{kind}_bytes_{at}"] for kind in kinds for at in ([place] if place else STATE_PLACES)))

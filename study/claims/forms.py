@@ -232,13 +232,13 @@ def largest(
 ) -> Figure:  # fmt: skip
     """Return the largest micro-batch that a search found to fit, as a multiple of another strategy's."""
     treatment, control = (evidence.fit(report, task, name, cap_gib, precision) for name in (strategy, over))
-    sizes = [
+    size, over_size = (
         0 if fit.largest is None else int(fit.largest["per_device_train_batch_size"]) for fit in (treatment, control)
-    ]
-    if not sizes[1]:
+    )
+    if not over_size:
         raise NotJudged(f"no micro-batch fits with {over} in {report}")
     records = tuple(f"{report}/{row['run']}" for fit in (treatment, control) for row in fit.rungs.values())
-    return Figure(sizes[0] / sizes[1], n=len(records), records=records, note=f"{sizes[0]} over {sizes[1]}")
+    return Figure(size / over_size, n=len(records), records=records, note=f"{size} over {over_size}")
 
 
 @form("measured")
@@ -312,9 +312,8 @@ def growth(
     treatment, control = (
         _slopes(_by_level(pairs, figure, operator.itemgetter(side)), np.asarray) for side in ("mine", "its")
     )
-    return _estimate(
-        interval(treatment / control), least_pairs, report, f"seeds with every {along}", *_level_runs(pairs)
-    )
+    of = f"seeds with every {along}"
+    return _estimate(interval(treatment / control), least_pairs, report, of, *_level_runs(pairs))
 
 
 @form("measured")
@@ -374,7 +373,6 @@ def _size(run: pd.Series, figure: str) -> float:
 
 
 def _by_level(pairs: Levels, figure: str, select: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-    """Return one row per seed that has every level, and one column per level."""
     return pd.DataFrame({level: select(pair.by_seed(figure)) for level, pair in pairs.items()}).dropna()
 
 
@@ -387,7 +385,6 @@ def _level_runs(pairs: Levels) -> tuple[tuple[str, ...], str]:
 
 
 def _sessions(arms: pd.DataFrame) -> tuple[tuple[str, ...], str]:
-    """Return the successful sessions as records, and the scale of all."""
     ended = arms.loc[arms["state"] == "ok", "session"].unique()
     scale = f"{arms['session'].nunique()} sessions on one rank, scale {', '.join(arms['scale'].unique())}"
     return tuple(f"{AUTOPSY}/{session}" for session in ended), scale

@@ -107,7 +107,6 @@ class ClaimCheck:
     @pydantic.model_validator(mode="before")
     @classmethod
     def _split(cls, written: Any) -> Any:
-        """Separate the arguments of the form and the allowed region from the other keys of the entry."""
         if not isinstance(written, Section):
             return written
         form = written.get("form")
@@ -139,6 +138,7 @@ class ClaimCheck:
 
     def find(self, evidence: Evidence) -> CheckResult:
         """Compute the figure and compare it with the region."""
+        shows = self.shows[:1].upper() + self.shows[1:]
         result = CheckResult(
             answer="not judged", tests=self.tests, reading=self.reading, basis=self.basis, necessary=self.necessary,
             decides=self.decides, internal=self.internal, kind=self.kind, sentence="", source=self.source,
@@ -146,9 +146,8 @@ class ClaimCheck:
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
-            is_awaited = self.needs and isinstance(reason, NoRecords)
-            why = awaited(self.needs) if is_awaited else str(reason)
-            return dataclasses.replace(result, sentence=_capitalized(f"{self.shows}: {why}"))
+            why = awaited(self.needs) if self.needs and isinstance(reason, NoRecords) else reason
+            return dataclasses.replace(result, sentence=f"{shows}: {why}")
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"
@@ -156,11 +155,9 @@ class ClaimCheck:
         if figure.low is not None and figure.high is not None:
             text += f"{figure.spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
-        sentence = f"{self.shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
-        return dataclasses.replace(
-            result, answer=answer, sentence=_capitalized(sentence), figure=figure, unit=self.unit,
-            p=_p_value(figure, self.region),
-        )  # fmt: skip
+        sentence = f"{shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
+        p = _p_value(figure, self.region)
+        return dataclasses.replace(result, answer=answer, sentence=sentence, figure=figure, unit=self.unit, p=p)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -249,8 +246,6 @@ def _refusal(top: Any, file: str, problem: Any) -> UserError:
 
 
 class _Bounds(pydantic.BaseModel):
-    """The keys of a check that give its region."""
-
     at_least: Number | None = None
     at_most: Number | None = None
     about: Number | None = None
@@ -293,7 +288,3 @@ def _p_value(figure: Figure, region: Region) -> float | None:
                       for end in (figure.value, region.low, region.high) if math.isfinite(end))  # fmt: skip
     t = min(abs(value - bound) for bound in bounds) / max(figure.standard_error, 1e-12)
     return float(2 * special.stdtr(figure.n - 1, -t))
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]

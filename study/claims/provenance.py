@@ -109,12 +109,17 @@ def _box(environment: dict[str, Any]) -> dict[str, Any]:
 def preregistration_orders(judged: JudgedClaim, evidence: Evidence, repository: Path = REPOSITORY) -> list[Order]:
     """Return for each check whether the commits that made its records already had the check in its present form."""
     written = _checks_in(LEDGER.read_text(encoding="utf-8")).get(judged.claim.id, [])
-    results = []
+    results: list[Order] = []
     for check, result in zip(written, judged.results, strict=False):
         if result.reports:
             commits = {commit for report in result.reports
                        for commit in _used(judged, evidence, report, result.figure)["git_commit"]}  # fmt: skip
-            results.append(_order(check, judged.claim.id, commits, repository))
+            ledgers = [_ledger_at(str(commit), repository) for commit in commits]
+            readable = [checks.get(judged.claim.id, []) for checks in ledgers if checks is not None]
+            if any(all(_deciding(check) != _deciding(old) for old in checks) for checks in readable):
+                results.append("after")
+            else:
+                results.append("before" if ledgers and len(readable) == len(ledgers) else "unknown")
     return results
 
 
@@ -123,14 +128,6 @@ def order_text(results: Iterable[Order]) -> str:
     counts = Counter(results)
     parts = [f"{counts[order]} {text}" for order, text in _ORDERS.items() if counts[order]]
     return f"Of {_many(counts.total(), 'check')} on records: {'; '.join(parts)}."
-
-
-def _order(check: Any, claim: str, commits: set[Any], repository: Path) -> Order:
-    ledgers = [_ledger_at(str(commit), repository) for commit in commits]
-    readable = [checks for checks in ledgers if checks is not None]
-    if any(all(_deciding(check) != _deciding(old) for old in checks.get(claim, [])) for checks in readable):
-        return "after"
-    return "before" if ledgers and len(readable) == len(ledgers) else "unknown"
 
 
 def _deciding(check: Any) -> Any:
@@ -156,16 +153,14 @@ def _checks_in(ledger: str) -> Written:
 
 
 def _git(repository: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(repository), *arguments]
     try:
-        return subprocess.run(
-            ["git", "-C", str(repository), *arguments], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
 
 def _used(judged: JudgedClaim, evidence: Evidence, report: str, only: Any = None) -> pd.DataFrame:
-    """Return the runs of a report behind all figures of a claim, or behind one."""
     figures = [only] if only else [result.figure for result in judged.results if result.figure]
     names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}
     runs = source_runs(evidence, report)
@@ -173,9 +168,8 @@ def _used(judged: JudgedClaim, evidence: Evidence, report: str, only: Any = None
 
 
 def _minutes(runs: pd.DataFrame) -> float:
-    start, end = (
-        pd.to_datetime(runs[f"status_{side}_at"], utc=True, format="ISO8601") for side in ("started", "ended")
-    )
+    columns = ("status_started_at", "status_ended_at")
+    start, end = (pd.to_datetime(runs[column], utc=True, format="ISO8601") for column in columns)
     return float((end - start).dt.total_seconds().sum() / 60)
 
 

@@ -14,8 +14,6 @@ from study.config.places import install_command
 
 # Names the file to which a rejected run writes its reason: a launcher reports only that an exit status is not 0.
 REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
-
-
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _MIN_SECRET_LENGTH = 6
 _PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")

@@ -30,9 +30,6 @@ _DEFAULTS = load_package_yaml(Path(__file__).with_name("defaults.yaml").read_tex
 # first two ZeRO-3 records the order of the layers, on which all ranks agree.
 FIRST_STEADY_STEP = 3
 
-
-# Ranges of the flags' values.
-
 MAX_WORLD_SIZE = 1024
 # Up to here a float represents every integer, and a table or a plot may convert to float.
 MAX_EXACT_INT = 2**53

@@ -61,9 +61,10 @@ def _page_text(page: Iterable[str | TextTable], out: TextIO) -> Iterator[str]:
         if isinstance(part, TextTable) and isinstance(last, TextTable):
             yield ""
         last = part
-        text = (
-            _table_text(part, width, out) if isinstance(part, TextTable) else _wrapped(replace_unprintable(part), width)
-        )
+        if isinstance(part, TextTable):
+            text = _table_text(part, width, out)
+        else:
+            text = _wrapped(replace_unprintable(part), width)
         # The output's encoding may lack characters of a table.
         encoding = out.encoding or "utf-8"
         yield text.encode(encoding, "replace").decode(encoding)

@@ -197,19 +197,15 @@ class Strategy:
         if self.swap_buffers is None or self.swap_buffers[1] >= largest_part:
             return self
         # Direct reads need whole pages.
-        size = -(-largest_part // 1024) * 1024
-        return dataclasses.replace(
-            self,
-            deepspeed=apply_overrides(self.deepspeed or {}, (f"zero_optimization.offload_param.buffer_size={size}",)),
-        )
+        override = f"zero_optimization.offload_param.buffer_size={-(-largest_part // 1024) * 1024}"
+        return dataclasses.replace(self, deepspeed=apply_overrides(self.deepspeed or {}, (override,)))
 
     def with_overrides(self, config: RunConfig) -> Strategy:
         resized = self.with_group_size(config.group_size)
         if self.deepspeed is None:
             return resized
-        settings = apply_overrides(
-            {**self.deepspeed, **settings_of_options(config, self.deepspeed)}, config.engine_override
-        )
+        requested = {**self.deepspeed, **settings_of_options(config, self.deepspeed)}
+        settings = apply_overrides(requested, config.engine_override)
         overrides_hpz = "zero_optimization.zero_hpz_partition_size" in parse_overrides(config.engine_override)
         own_settings = settings if overrides_hpz else self.custom_settings
         return dataclasses.replace(resized, deepspeed=settings, custom_settings=own_settings)

@@ -78,10 +78,9 @@ def normalize_fsdp_config(exported: Mapping[str, str], mesh: Mapping[str, int]) 
     sizes: dict[str, Any] = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
     if "cp_size" in sizes:
         sizes["cp_comm_strategy"] = exported.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
-    # dp_shard_size alone is the number of ranks, as without the section.
-    return {key.lower(): value for key, value in normalized.items()} | (
-        {} if set(sizes) == {"dp_shard_size"} else sizes
-    )
+    if set(sizes) == {"dp_shard_size"}:
+        sizes = {}  # alone it is the number of ranks, as without the section
+    return {key.lower(): value for key, value in normalized.items()} | sizes
 
 
 def read_mesh_sizes(exported: Mapping[str, str]) -> dict[str, int]:

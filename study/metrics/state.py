@@ -156,11 +156,9 @@ def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.
     """Claim a bare module, DDP, FSDP2 (DTensors count by their local shard) or DeepSpeed's stage 0 in fp32."""
     inventory.claim("params", "parameters", list(model.parameters()))
     inventory.claim("grads", "gradients", [parameter.grad for parameter in model.parameters()])
-    params = [
-        param for group in fsdp_groups(model) for param in group.fsdp_params if hasattr(param, "_unsharded_param")
-    ]
-    unreduced = [[param._unsharded_param.grad, param.unsharded_accumulated_grad] for param in params]
-    inventory.claim("grads", "unreduced", unreduced)
+    for param in (param for group in fsdp_groups(model) for param in group.fsdp_params):
+        if hasattr(param, "_unsharded_param"):
+            inventory.claim("grads", "unreduced", [param._unsharded_param.grad, param.unsharded_accumulated_grad])
     inventory.claim("optimizer", "states", list(optimizer.state.values()))
     if isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view:
         # The C++ reducer copies every gradient into buckets that Python cannot access.
@@ -237,7 +235,6 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
 
 
 def _claim_muon_buffers(inventory: Inventory, zero: Any) -> None:
-    """Claim Muon's gather buffers, which live from step to step."""
     buffers = getattr(zero, "_muon_allgather_buffers", {})
     inventory.claim("buffers", "gathered_for_muon", [[local, gathered] for local, gathered, _ in buffers.values()])
 

@@ -156,13 +156,8 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     add("--accumulation", type=int, default=4, metavar="N", help="accumulation steps; default: 4")
     add("--between", nargs=2, metavar="RELEASE", help="two releases of stacks.yaml; default: all")
     add("--repeat", type=int, default=1, metavar="N", help="runs per release; a race condition needs several")
-    add(
-        "--runs_dir",
-        type=folder_argument,
-        default=Path("runs"),
-        metavar="DIR",
-        help=f"folder of records; uses DIR/{SUITE}",
-    )
+    where = f"folder of records; uses DIR/{SUITE}"
+    add("--runs_dir", type=folder_argument, default=Path("runs"), metavar="DIR", help=where)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -149,9 +149,7 @@ def read_causes() -> tuple[Cause, ...]:
     """Read causes.yaml; tests/test_causes.py checks its values."""
     causes = []
     for entry in load_package_yaml(FILE.read_text(encoding="utf-8"))["causes"]:
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-        }
+        values: dict[str, Any] = {key: tuple(it) if isinstance(it, list) else it for key, it in entry.items()}
         values |= {key: Change(**entry.get(key, {})) for key in ("entered", "left")}
         values["lines"] = tuple(SourceLines(**line) for line in entry.get("lines", ()))
         releases = {package: values.pop(package) for package in PACKAGES if package in values}

@@ -20,18 +20,9 @@ from pathlib import Path
 from study.config.errors import UserError
 from study.config.places import IMPORT_ROOT
 from study.config.strategies import read_strategy
+from study.host import stacks
 from study.host.folders import cache_directory, check_disk_space
 from study.host.machine import detect_machine
-from study.host.stacks import (
-    BUILDS_DEEPSPEED,
-    LAYER_FILE,
-    STACK_FILE,
-    Stack,
-    check_training_packages,
-    layer_folder,
-    layer_state,
-    stacks,
-)
 from study.records.directory import read_json, write_json
 from study.sweep import command as sweep
 from study.sweep.cell import Cell
@@ -39,7 +30,7 @@ from study.sweep.launch import clean_environment
 from study.sweep.plan import plan_suite
 from study.sweep.search import one_of_each_model
 
-LOCK_FILE = STACK_FILE.with_name("stacks.lock.json")
+LOCK_FILE = stacks.STACK_FILE.with_name("stacks.lock.json")
 # Disk space per package: older torch releases include CUDA libraries; everything else is small.
 _ROOM_BYTES = {"torch": 12 * 2**30}
 # Packages that pip installs with their dependencies: torch with its linked libraries, transformers with contemporary
@@ -60,11 +51,11 @@ class NotInstallable(Exception):
 
 def prepare(options: argparse.Namespace) -> int:
     """Prepare a suite; return exit status 1 if a stack or initial weights are missing."""
-    check_training_packages()
+    stacks.check_training_packages()
     plan = plan_suite(options.suite, detect_machine(), options.runs_dir, options.only, rehearse=options.rehearse)
     cells = [cell for part in plan.slices for item in part.cells for cell in one_of_each_model(item)]
     names = list(dict.fromkeys(cell.stack for cell in cells if cell.stack))
-    requested = [stacks()[name] for name in names]
+    requested = [stacks.stacks()[name] for name in names]
     not_installable = install(dict.fromkeys(layer for stack in requested for layer in stack.layers))
     runnable = [stack for stack in requested if not not_installable & set(stack.layers)]
     for stack in runnable:
@@ -72,11 +63,8 @@ def prepare(options: argparse.Namespace) -> int:
     if any(cell.stack is None for cell in cells):
         subprocess.run([sys.executable, "-m", "study.host.operators"], cwd=IMPORT_ROOT, check=False)
     status = sweep.weights(options)
-    print(
-        f"{len(runnable)} of {len(requested)} stacks are ready"
-        if requested
-        else f"{plan.name} uses the installed packages"
-    )
+    ready = f"{len(runnable)} of {len(requested)} stacks are ready"
+    print(ready if requested else f"{plan.name} uses the installed packages")
     return 1 if not_installable or status else 0
 
 
@@ -84,14 +72,14 @@ def install(layers: Iterable[str]) -> set[str]:
     """Install the missing layers; return those that pip could not install. Their folders record the reason."""
     cache, pins, failed = cache_directory(), read_pins(), set()
     for layer in layers:
-        folder = layer_folder(cache, layer)
-        if layer_state(cache, layer).sha256 is not None:
+        folder = stacks.layer_folder(cache, layer)
+        if stacks.layer_state(cache, layer).sha256 is not None:
             continue
         try:
             digests = install_layer(layer, folder, pins.get(layer))
         except NotInstallable as problem:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / LAYER_FILE, {"layer": layer, "problem": str(problem)})
+            write_json(folder / stacks.LAYER_FILE, {"layer": layer, "problem": str(problem)})
             print(f"{layer} is not installable: {problem}")
             failed.add(layer)
             continue
@@ -122,7 +110,7 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
             *(() if package in _WITH_THEIRS else _ALONE), *(["--require-hashes", "--no-deps"] if pins else []),
             "--report", str(report), "-r", str(requirements),
         ]  # fmt: skip
-        name, _, value = BUILDS_DEEPSPEED.partition("=")
+        name, _, value = stacks.BUILDS_DEEPSPEED.partition("=")
         environment = os.environ | {name: value}
         result = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
         if result.returncode:
@@ -140,15 +128,14 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
             f"{archive['metadata']['name']}=={archive['metadata']['version']}":
             archive["download_info"]["archive_info"]["hashes"]["sha256"] for archive in archives
         }  # fmt: skip
-        write_json(
-            target / LAYER_FILE, {"layer": layer, "sha256": digests[f"{package}=={version}"], "archives": digests}
-        )
+        record = {"layer": layer, "sha256": digests[f"{package}=={version}"], "archives": digests}
+        write_json(target / stacks.LAYER_FILE, record)
         shutil.rmtree(folder, ignore_errors=True)
         target.replace(folder)
     return digests
 
 
-def build_operators(stack: Stack, cells: Iterable[Cell]) -> None:
+def build_operators(stack: stacks.Stack, cells: Iterable[Cell]) -> None:
     """Build DeepSpeed operators in a separate process, which imports the stack's libraries."""
     strategies = [strategy for cell in cells if (strategy := read_strategy(cell.strategy)).deepspeed is not None]
     # A strategy with a CPU optimizer needs the operators of all others, except those of NVMe.

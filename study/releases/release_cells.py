@@ -117,9 +117,8 @@ def release_cells(records: Records) -> tuple[ReleaseCell, ...]:
     # Package versions by stack, from all of its runs: a run that never began has recorded none.
     versions: dict[str, dict[str, str | None]] = {}
     for row in rows:
-        packages = versions.setdefault(
-            row["stack"], dict.fromkeys(PACKAGES) | {"deepspeed": deepspeed_release(row["stack"])}
-        )
+        unknown = dict.fromkeys(PACKAGES) | {"deepspeed": deepspeed_release(row["stack"])}
+        packages = versions.setdefault(row["stack"], unknown)
         for name in PACKAGES[1:]:
             if isinstance(version := row[f"{name}_version"], str):
                 packages[name] = version
@@ -163,13 +162,9 @@ def _cell(
     single = next((candidate for candidate in candidates if candidate["strategy"] == "single"), None)
     reference = Reference(first["precision"], TrainingTrace([], [], [], state="missing"))
     if single is not None:
-        ddp = [
-            candidate
-            for candidate in candidates
-            if candidate["strategy"] == "ddp" and candidate["stack"] == single["stack"]
-        ]
-        traces = tuple(_trace(candidate, steps) for candidate in ddp)
-        reference = Reference(first["precision"], _trace(single, steps), traces)
+        same_stack = (candidate for candidate in candidates if candidate["stack"] == single["stack"])
+        ddp = tuple(_trace(candidate, steps) for candidate in same_stack if candidate["strategy"] == "ddp")
+        reference = Reference(first["precision"], _trace(single, steps), ddp)
     return ReleaseCell(
         first["stack"], first["strategy"], first["precision"], _micro_steps(first), _number(first["max_grad_norm"]),
         str(first["trainer"]), str(first["optimizer"]), versions[first["stack"]],

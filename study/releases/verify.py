@@ -269,7 +269,6 @@ def _fault(cause: Cause) -> str:
 
 
 def _untested(stack: Mapping[str, str | None], strategies: Sequence[str], on_gpu: bool) -> list[str]:
-    """Return a line for each known fault of this stack that only strategies which were not tested have."""
     return [
         f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
         for cause in known_faults(stack, on_gpu) if not set(cause.strategies) & set(strategies)
@@ -299,10 +298,8 @@ class VerifyMatrix:
         """Run the cells of the strategies and their reference cells, in one sweep that imports the engines once."""
         cells = [(strategy, *cell) for strategy in strategies for cell in self.cells(strategy)]
         pairs = dict.fromkeys((precision, option) for _, precision, _, option in cells)
-        needed = [
-            *(cell for pair in pairs for cell in self._reference_cells(*pair)),
-            *(self._cell(*cell) for cell in cells),
-        ]
+        needed = [cell for pair in pairs for cell in self._reference_cells(*pair)]
+        needed += [self._cell(*cell) for cell in cells]
         # Each once per process, those without a successful record: the failures of an earlier call are retried.
         todo = list({cell.id: cell for cell in needed if cell.id not in self._asked}.values())
         self._asked.update(cell.id for cell in todo)

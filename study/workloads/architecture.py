@@ -168,7 +168,6 @@ def _check_mask(architecture: PreTrainedConfig, config: RunConfig) -> None:
 
 
 def _check_architecture(architecture: PreTrainedConfig, config: RunConfig) -> None:
-    """Raise UserError if the model does not fit the task, its depth, weights or sequence length."""
     from transformers.models.auto import modeling_auto
 
     model_type, name = architecture.model_type, config.model_name_or_path
@@ -216,30 +215,26 @@ def model_class(config: RunConfig, architecture: PreTrainedConfig) -> Any:
     """Return transformers' model class for the run's task."""
     import transformers
 
-    if FAMILY_OF_TASK[config.task] == "causal-lm":
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(architecture)]
-    return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(architecture)]
+    family = "CAUSAL_LM" if FAMILY_OF_TASK[config.task] == "causal-lm" else "SEQUENCE_CLASSIFICATION"
+    return getattr(transformers, f"MODEL_FOR_{family}_MAPPING")[type(architecture)]
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model or of `--tokenizer_name`, with a pad token; UserError if it does not fit."""
     from transformers import AutoTokenizer
 
-    source = find_model(config.tokenizer_name or config.model_name_or_path)
+    where = config.tokenizer_name or config.model_name_or_path
+    source = find_model(where)
     if isinstance(source, Preset) and source.hub_id is None:
         raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", OTHER_TOKENIZER)
     tokenizer = load_from(source, AutoTokenizer.from_pretrained, "tokenizer")
-    where = config.tokenizer_name or config.model_name_or_path
     # Without a vocabulary file, transformers silently creates a tokenizer of special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"there is no tokenizer vocabulary in {where}", OTHER_TOKENIZER)
     entries = model_config(config).vocab_size
     if len(tokenizer) > entries:
-        raise UserError(
-            f"the tokenizer of {where} has {len(tokenizer)} entries, more than the {entries} of"
-            f" {config.model_name_or_path}",
-            "use the model's own tokenizer, or a model with a larger vocabulary",
-        )
+        problem = f"the tokenizer of {where} has {len(tokenizer)} entries, {config.model_name_or_path} only {entries}"
+        raise UserError(problem, "use the model's own tokenizer, or a model with a larger vocabulary")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise UserError(f"the tokenizer of {where} has neither a pad token nor an end token", OTHER_TOKENIZER)

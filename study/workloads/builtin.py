@@ -83,9 +83,6 @@ def builtin_tokenizer(frame: bool = True, words: Iterable[str] | None = None) ->
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-# Language
-
-
 @dataclasses.dataclass(frozen=True)
 class MarkovChain:
     """Markov chain: the possible successors of each word, and their probabilities."""
@@ -152,9 +149,6 @@ def language_floor(eval_blocks: npt.NDArray[np.int64]) -> LossFloor:
     words = eval_blocks - len(SPECIAL_TOKENS)
     realized = float(chain.surprisal_nats[words[:, :-1], words[:, 1:]].mean())
     return LossFloor(expected_loss=chain.entropy_rate, oracle_eval_loss=realized)
-
-
-# Reviews
 
 
 def reviews(split: SplitName, count: int) -> tuple[list[str], list[int]]:

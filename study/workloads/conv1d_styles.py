@@ -62,7 +62,6 @@ class LocalHeads(TensorParallelLayer):
 
 
 def _divide(module: Any, param: str, mesh: Any, placement: Any) -> None:
-    """Replace a parameter by its shard."""
     parameter = module._parameters[param]
     sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
     module._parameters[param] = torch.nn.Parameter(sharded, requires_grad=parameter.requires_grad)

@@ -103,11 +103,8 @@ def load_initial_model(
             keep_own_shards(model)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys.get(kind):
-                raise UserError(
-                    f"the initial weights in {initial.path} do not fit the model:"
-                    f" {kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}",
-                    "delete the folder and run again",
-                )
+                problem = f"the initial weights in {initial.path} do not fit: {kind} {sorted(map(str, keys[kind]))[:3]}"
+                raise UserError(problem, "delete the folder and run again")
         if FAMILY_OF_TASK[config.task] == "causal-lm":
             # transformers' fallback for class names that do not imply a loss, such as GPT-2's. Set here, since its
             # warning in the forward pass would break the compiled graph.
@@ -155,7 +152,6 @@ def _build_stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedM
 
 
 def _made_from(config: RunConfig) -> dict[str, Any]:
-    """Return all settings that determine the weights."""
     architecture = model_config(config)
     described = {key: value for key, value in architecture.to_dict().items() if key != "transformers_version"}
     settings: dict[str, Any] = {"format": FORMAT, "task": config.task, "weights": config.weights, "seed": config.seed}
@@ -165,10 +161,7 @@ def _made_from(config: RunConfig) -> dict[str, Any]:
             settings |= {"hub_id": source.hub_id, "revision": source.revision}
         elif isinstance(source, Path):
             # By content: a file may be replaced by another one of the same name, size and time.
-            try:
-                settings["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
-            except OSError as error:
-                raise UserError(f"cannot read the weights in {source} ({error.strerror})", OTHER_MODEL) from error
+            settings["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
         else:
             settings |= {"hub_id": source, "revision": getattr(architecture, "_commit_hash", None)}
     return json.loads(json.dumps(settings | {"architecture": described}))
@@ -183,7 +176,6 @@ def _safetensors_in(folder: Path) -> list[Path]:
 
 
 def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -> None:
-    """Create or download the weights, and write them with their record."""
     import torch
     import transformers
 
@@ -234,7 +226,6 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
 
 
 def _find_damage(folder: Path) -> str:
-    """Return which file of the weights is changed or unreadable; empty if none."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
         if with_digest(record) != record:

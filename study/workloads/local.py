@@ -28,7 +28,7 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?!
 
 def read_local_reviews(data: str, cache_dir: Path) -> Dataset:
     """Read labelled reviews: the Stanford archive, or the training split of data files."""
-    path = _existing(data)
+    path = resolve_path(data)
     for folder in (path, path / "aclImdb"):
         if (folder / "train" / "pos").is_dir():
             return _read_acl_imdb(folder)
@@ -37,24 +37,14 @@ def read_local_reviews(data: str, cache_dir: Path) -> Dataset:
 
 def read_local_rows(data: str, name: str, cache_dir: Path) -> dict[str, Dataset]:
     """Read rows of text by split. A clone of the hub's repository has a folder per configuration, `name`."""
-    path = _existing(data)
+    path = resolve_path(data)
     return _local_splits(path / name if (path / name).is_dir() else path, TABLES_AND_TEXT, cache_dir)
-
-
-def _existing(data: str) -> Path:
-    """Return the path of --data; UserError if it does not exist."""
-    reason = "no such file or folder"
-    try:
-        path = resolve_path(data)
-        if path.exists():
-            return path
-    except OSError as error:  # A name that is too long, or a folder without permission.
-        reason = error.strerror or first_line(error)
-    raise UserError(f"--data {data}: {reason}", "use --data hub, --data builtin or an existing path")
 
 
 def _local_splits(path: Path, readers: dict[str, str], cache_dir: Path) -> dict[str, Dataset]:
     """Read datasets by split: train, and eval or test if files have these names."""
+    if not path.exists():
+        raise UserError(f"--data {path}: no such file or folder", "use --data hub, --data builtin or an existing path")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _read_saved_splits(path)
     data_files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.name not in _NOT_DATA)
@@ -78,7 +68,6 @@ def _local_splits(path: Path, readers: dict[str, str], cache_dir: Path) -> dict[
 
 
 def _read_saved_splits(path: Path) -> dict[str, Dataset]:
-    """Read splits that save_to_disk wrote."""
     import datasets
 
     try:
@@ -114,7 +103,6 @@ def read_files(files: list[Path], kind: str, cache_dir: Path) -> Dataset:
 
 
 def _read_file(file: Path, kind: str, cache: Path) -> Dataset:
-    """Read a file through its converted copy in the cache."""
     import datasets
     from filelock import FileLock
 
@@ -167,7 +155,6 @@ def _read_acl_imdb(folder: Path) -> Dataset:
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
-    """Return the error of a file that cannot be read, with its cause."""
     reason = error.__cause__ if isinstance(error.__cause__, Exception) else error
     problem = f"--data: cannot read {file} ({type(reason).__name__}: {first_line(reason)})"
     if getattr(reason, "errno", None) in _NO_ROOM:

@@ -122,13 +122,11 @@ def preset_layers(name: str) -> int | None:
 
 def find_model(name: str) -> Preset | Path | str:
     """Resolve a name as a preset, a folder or a hub id, in this order; UserError if it is none."""
-    preset = find_preset(name)
-    if preset is not None:
+    if (preset := find_preset(name)) is not None:
         return preset
-    # A name that is too long for a path, or begins with ~ and an unknown user, is not a folder.
-    with contextlib.suppress(OSError, RuntimeError):
-        folder = Path(name).expanduser()
-        if folder.is_dir():
+    # A name that begins with ~ and an unknown user is not a folder.
+    with contextlib.suppress(RuntimeError):
+        if (folder := Path(name).expanduser()).is_dir():
             return folder
     # The hub's legacy names without an owner are rejected: a misspelt preset looks like one.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
@@ -143,28 +141,18 @@ def find_model(name: str) -> Preset | Path | str:
 @functools.cache
 def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
     """Return the repository's file names; None if the hub cannot be reached or HF_HUB_OFFLINE is set."""
-    from huggingface_hub import HfApi
-
-    # HTTPError is that of the HTTP library of this huggingface_hub.
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]
-        GatedRepoError,
-        HFValidationError,
-        HTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, errors
 
     try:
         info = HfApi().model_info(repo_id, revision=revision, timeout=PROBE_TIMEOUT_S)
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise UserError(*_gated(repo_id)) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise UserError(
             f"the hub has no model {repo_id} at revision {revision or 'main'} that this login may read",
             "check owner/name, log in with `hf auth login`, or give a preset or a local folder",
         ) from error
-    except (OfflineModeIsEnabled, HTTPError, OSError):
+    except (errors.OfflineModeIsEnabled, errors.HTTPError, OSError):  # type: ignore[attr-defined]
         return None
     return tuple(sibling.rfilename for sibling in info.siblings or ())
 
@@ -207,7 +195,6 @@ def hub_place(source: Preset | str) -> tuple[str, str | None]:
 
 
 def _gated(repo_id: str) -> tuple[str, str]:
-    """Return problem and fix of a gated repository."""
     return (
         f"{repo_id} on the hub is gated and this login may not read it",
         "accept its licence on its hub page, then run `hf auth login` or set HF_TOKEN; or give a local folder",

@@ -89,11 +89,11 @@ def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
     if config.data == "builtin":
         provenance = {"data": "builtin", "corpus": "language", "seed": builtin.CORPUS_SEED}
         return Raw(builtin.language_rows("train"), builtin.language_rows("eval"), provenance)
-    name = config.dataset_config_name
     if config.data == "reviews":
         # The same sentences train and evaluate both tasks.
         raw = load_reviews(dataclasses.replace(config, train_samples=0, eval_samples=0), cache_dir)
         return Raw(raw.train.texts, raw.eval.texts, raw.provenance, raw.words)
+    name = config.dataset_config_name
     if config.data == "hub":
         splits = {
             split: _hub_dataset(WIKITEXT, WIKITEXT_REVISION, [f"{name}/{file}" for file in files], cache_dir)
@@ -122,14 +122,12 @@ def _rows(dataset: Dataset) -> Iterator[str]:
 
 
 def _select(dataset: Dataset, rows: Dataset, samples: int, flag: str) -> Reviews:
-    """Return a fixed random selection of the rows."""
     count = _count(samples, len(rows), flag)
     chosen = dataset.select(rows.shuffle(seed=42)["row"][:count], keep_in_memory=True)
     return Reviews(list(chosen["text"]), [int(label) for label in chosen["label"]])
 
 
 def _count(samples: int, available: int, flag: str) -> int:
-    """Return the number of samples, 0 meaning all; UserError if the data has fewer."""
     if samples > available:
         raise UserError(f"{flag} {samples}: the data has {available} reviews", f"use {available} or less, or 0 for all")
     return samples or available
@@ -175,8 +173,9 @@ def _check_columns(dataset: Dataset, needed: tuple[str, ...], data: str, schema:
     try:
         texts.validate(full=True)
     except ValueError as error:
-        problem = f"--data {data} has text that is not UTF-8 ({first_line(error)})"
-        raise UserError(problem, "save it as UTF-8") from error
+        raise UserError(
+            f"--data {data} has text that is not UTF-8 ({first_line(error)})", "save it as UTF-8"
+        ) from error
     if "label" in needed:
         labels = dataset.unique("label") if kinds["label"].startswith(("int", "uint")) else [kinds["label"]]
         if not set(labels) <= {0, 1}:

@@ -157,10 +157,10 @@ def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None
     evaluation = task.tokenize(raw.eval, tokenizer, config, "eval")
     largest = max(int(split.tensors["input_ids"].max()) for split in (train, evaluation))
     if largest >= vocabulary:
-        raise UserError(
-            f"the data has tokens up to {largest}, but {config.model_name_or_path} has a vocabulary of {vocabulary}",
-            "use the model's own --tokenizer_name, or a model with a larger vocabulary",
+        problem = (
+            f"the data has tokens up to {largest}, but {config.model_name_or_path} has a vocabulary of {vocabulary}"
         )
+        raise UserError(problem, "use the model's own --tokenizer_name, or a model with a larger vocabulary")
     # Two runs with equal values trained on the same tokens.
     source = {
         **raw.provenance,

@@ -60,17 +60,15 @@ def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy:
     model, ranks = f"{strategy.name} cannot train {config.model_name_or_path}", strategy.group_size
     has_plan = getattr(architecture, "base_model_tp_plan", None) and model_class(config, architecture)._tp_plan
     if not (has_plan or architecture.model_type in _OWN_PLANS):
-        raise UserError(
-            f"{model}: for {architecture.model_type} models there is no tensor-parallel plan",
-            "use a gpt2, bert or llama model, or a strategy without tensor parallelism",
-        )
+        problem = f"{model}: for {architecture.model_type} models there is no tensor-parallel plan"
+        raise UserError(problem, "use a gpt2, bert or llama model, or a strategy without tensor parallelism")
     heads = architecture.num_attention_heads
     key_value_heads = getattr(architecture, "num_key_value_heads", None) or heads
     if heads % ranks or key_value_heads % ranks:
-        head_text = (
-            f"{heads} heads" if key_value_heads == heads else f"{heads} heads over {key_value_heads} of keys and values"
+        over = "" if key_value_heads == heads else f" over {key_value_heads} of keys and values"
+        raise UserError(
+            f"{model}: {heads} heads{over} do not divide over {ranks} ranks", "set --group_size to a divisor"
         )
-        raise UserError(f"{model}: {head_text} do not divide over {ranks} ranks", "set --group_size to a divisor")
 
 
 def keep_own_shards(model: torch.nn.Module) -> None:
