@@ -134,7 +134,10 @@ def read_table(file: Path) -> list[PublishedRow]:
         cells = [(place, row) for place, row in cells if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
     else:
         reader = csv.reader(text.splitlines())
-        cells = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+        try:
+            cells = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+        except csv.Error as error:
+            raise UserError(f"{file}:{reader.line_num}: not CSV ({error})", "fix the row") from None
     if len(cells) < 2:
         raise UserError(f"{file} has no table", "write a line of column names, and one row per configuration")
     (place, header), *rows = cells

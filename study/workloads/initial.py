@@ -161,7 +161,10 @@ def _made_from(config: RunConfig) -> dict[str, Any]:
             settings |= {"hub_id": source.hub_id, "revision": source.revision}
         elif isinstance(source, Path):
             # By content: a file may be replaced by another one of the same name, size and time.
-            settings["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
+            try:
+                settings["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
+            except OSError as error:
+                raise UserError(f"cannot read the weights in {source} ({error.strerror})", OTHER_MODEL) from error
         else:
             settings |= {"hub_id": source, "revision": getattr(architecture, "_commit_hash", None)}
     return json.loads(json.dumps(settings | {"architecture": described}))
