@@ -11,6 +11,7 @@ from study.records.frames import Records
 from study.records.strategy_runs import Row
 from study.report.document import Answer, Question, Table
 from study.report.questions import fits, loss, memory, releases, runs, scaling, time, virtual
+from study.virtual.summaries import setting_pairs
 
 QUESTIONS: tuple[Question, ...] = (
     runs.REMAINING, releases.QUESTION, loss.QUESTION, time.ADVICE, memory.MEMORY, time.TIME, memory.TRAFFIC,
@@ -21,13 +22,14 @@ TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, tabl
 
 
 def answers(records: Records, claims: Sequence[Row] = (), suite: str = "") -> dict[Question, Answer]:
-    """Return the questions that records, or claims on them, answer; first those whose name is in the suite's name."""
+    """Return the questions that records, or claims on them, answer; first those in the suite's name, then settings."""
     answered = {runs.CLAIMS: runs.claims_answer(claims, suite)}
     questions = QUESTIONS
     if (about_releases := releases.QUESTION.answer(records)) is not None:
         # Each stack is a separate workload, too many for the other questions.
         answered[releases.QUESTION] = about_releases
         questions = (runs.REMAINING, releases.QUESTION, runs.CLAIMS, runs.RUNS)
-    ordered = sorted(questions, key=lambda question: not {question.name, question.notebook} & {*suite.split("_")})
+    named, settings = {*suite.split("_")}, virtual.SETTINGS if setting_pairs(records) else None
+    ordered = sorted(questions, key=lambda one: (not {one.name, one.notebook} & named, one is not settings))
     pairs = ((question, answered.get(question) or question.answer(records)) for question in ordered)
     return {question: answer for question, answer in pairs if answer is not None}

@@ -14,7 +14,7 @@ from study.host.memory import MIB
 from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.report.document import Answer, Question, change_text, format_names, span_text
+from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text
 from study.virtual.summaries import (
     AS_SHIPPED,
     BOOKKEEPING,
@@ -59,27 +59,18 @@ def _table1_answer(records: Records) -> Answer | None:
     if not rows:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
-    which = f"`{worst['strategy']}` of `{worst['model']}` at {worst['world_size']} ranks"
-    near = f"{sum(abs(_difference(row)) <= _NEAR for row in rows)} of {len(rows)}"
-    cases = f"{near} cases" if len(rows) > 1 else "the only case" if near == "1 of 1" else "no case"
-    sentence = (
-        f"At its peak, as the backward pass ends, model state is within 1 % of the paper's formula for {cases}; the"
-        f" largest difference is {change_text(_difference(worst))} ({which})"
-    )
+    near = [abs(_difference(row)) <= _NEAR for row in rows]
     # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
-    others = [abs(_difference(row, before_step=True)) <= _NEAR for row in rows if abs(_difference(row)) > _NEAR]
-    if any(others):
-        which = f"the other {len(others)}" if all(others) else f"{sum(others)} of the other {len(others)}"
-        sentence += f". Before the step, without the last bucket's gradients, {which} are within 1 %, too"
+    before_step = [abs(_difference(row, before_step=True)) <= _NEAR for row in rows if abs(_difference(row)) > _NEAR]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")["model_name_or_path"]
     missing = lost.str.replace(r"-\d+layers$", "", regex=True).value_counts()
     missing = missing.drop([row["model"] for row in rows], errors="ignore")
-    for model, count in missing.items():
-        sentence += f". `{model}` is not among them: its {count} runs did not succeed"
-    words = "cases within 1 % of the ZeRO paper's formula for model state, at its peak"
-    words += "".join(f"; no run of `{model}`" for model in missing.index)
-    note = "GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation over layers."
-    return Answer(f"{sentence}.", state_by_stage(rows), (note,), (near, words) if len(rows) > 1 else None)
+    sentence, words, note = paragraphs(
+        "table1_answer.j2", near=near, before_step=before_step, worst=worst, missing=missing.to_dict(),
+        difference=change_text(_difference(worst)),
+    )  # fmt: skip
+    number = (f"{sum(near)} of {len(rows)}", words) if len(rows) > 1 else None
+    return Answer(sentence, state_by_stage(rows), (note,), number)
 
 
 def _difference(row: Summary, before_step: bool = False) -> float:
@@ -153,9 +144,6 @@ def _settings_answer(records: Records) -> Answer | None:
     shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
-    ratios = ", ".join(_of_known(ratios, f"`{stage}`") for stage, ratios in shipped.items())
-    sentence = f"As shipped, a rank sends {ratios} times the ring bytes (NCCL) of the paper's formula"
-    sentence += f", in {format_names(models)}."
     rows: list[dict[str, Any]] = [
         {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _of_known(ratios)}
         for stage, ratios in shipped.items()
@@ -168,18 +156,20 @@ def _settings_answer(records: Records) -> Answer | None:
         rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
     rows.sort(key=lambda entry: entry["Strategy"])
     other: defaultdict[str, list[str]] = defaultdict(list)
+    sent: list[float] = []
     for (strategy, setting), pairs in changed.items():
         if all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
-            other[setting].append(
-                f"{span_text([_sent_x_paper(after) for _, after in pairs], _THREE_DIGITS)} (`{strategy}`)"
-            )
-    for setting, figures in other.items():
-        sentence += f" With `{setting}` it is {', '.join(figures)}."
-    notes = ("Effects of settings above 1 % are shown, as shipped → changed.",) if changed else ()
-    title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
+            sent += (ratios_after := [_sent_x_paper(after) for _, after in pairs])
+            state = f"; {size} GB of model state" if (size := _effect(pairs, _FIGURES["State, GB"])) else ""
+            other[setting].append(f"{span_text(ratios_after, _THREE_DIGITS)} (`{strategy}`{state})")
     multiples = [ratio for ratios in shipped.values() for ratio in ratios if not math.isnan(ratio)]
-    number = (f"{span_text(multiples, _THREE_DIGITS)} x", "the ring bytes (NCCL) of the paper's formula, as shipped")
-    return Answer(sentence, pd.DataFrame(rows).fillna(""), notes, number, title=title)
+    sentence, words, *notes = paragraphs(
+        "settings_answer.j2", ratios=", ".join(_of_known(ratios, f"`{stage}`") for stage, ratios in shipped.items()),
+        models=format_names(models), other=other, changed=changed, sent=span_text(sent, _THREE_DIGITS) if sent else "",
+    )  # fmt: skip
+    title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
+    number = (f"{span_text(multiples, _THREE_DIGITS)} x", words)
+    return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), number, title=title)
 
 
 def _of_known(ratios: Sequence[float], *words: str) -> str:
