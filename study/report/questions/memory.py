@@ -25,7 +25,7 @@ from study.records.strategy_runs import (
     scarce_memory,
     state_bytes,
 )
-from study.report.document import Answer, Question, change_text, format_or_dash, span_text, times_text, versus_text
+from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text, versus_text
 from study.report.questions.comparison import (
     Columns,
     Comparison,
@@ -82,11 +82,10 @@ def _memory_answer(records: Records) -> Answer | None:
         sentence = f"With `{leanest.name}` one of {leanest.ranks} ranks needs {state} {words}"
         bases = [comparison.references[arm.workload] for arm in arms]
         peaks = [arm.peak_gib[0] / base.peak_gib[0] for arm, base in zip(arms, bases, strict=True)]
-        if not pd.isna(peaks).all():
-            sentence += f", and {' '.join(versus_text(peaks))} peak memory"
-        sentence += f"{format_scope(comparison.main)}."
+        peak = "" if pd.isna(peaks).all() else f", and {' '.join(versus_text(peaks))} peak memory"
+        sentence += f"{peak}{format_scope(comparison.main)}."
         if comparison.has_largest:
-            number = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`)")
+            number = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`){peak}")
     columns: Columns = {
         f"State, % of {comparison.plain_names}": comparison.cell(percent),
         "Peak, GiB": lambda arm: arm.peak_gib[0],
@@ -141,13 +140,13 @@ def _offload_answer(records: Records) -> Answer | None:
         if no_gpu:
             nvme = [fraction for fraction, arm in zip(freed, fair, strict=True)
                     if arm.value("offload_optimizer") == "nvme"]  # fmt: skip
-            sentence = "Offload to the host frees nothing, because its memory is the device's here; " + (
+            sentence = "Offload to the host frees none of this machine's memory, which is both host and device; " + (
                 f"with the optimizer on NVMe it frees {span_text(nvme, percent)} of the model state"
                 if nvme else "to NVMe it was not run"
             )  # fmt: skip
         unchanged = "It changes no step time significantly."
         sentence += f"{format_scope(offloaded)}. " + times.sentence(
-            fair, lambda ratio: change_text(ratio - 1), "It changes the step time by", "", unchanged
+            fair, lambda ratio: percent(ratio - 1, signed=True), "It changes the step time by", "", unchanged
         )
     columns: Columns = {
         "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
@@ -155,7 +154,8 @@ def _offload_answer(records: Records) -> Answer | None:
     }
     notes = ["Compared with the same stage without offload.", *times.notes]
     if no_gpu:
-        notes += ["Freed: of the memory of the host, which is the device too; negative if offload needs more of it."]
+        notes += ["Freed: of the memory of the host, which is the device too; negative if offload needs more of it."
+                  " Claims count the engine's device state alone, which offload to the host does reduce."]  # fmt: skip
     return side_by_side(sentence, offloaded, columns, *notes)
 
 
@@ -271,9 +271,10 @@ def _neighbours_answer(records: Records) -> Answer | None:
     # The details have the other numbers of ranks.
     most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
+    alternatives = {*_NEIGHBOURS, "fsdp2"}
     for workload in by_arms(chosen):
         arms = [arm for arm in chosen[workload] if arm.ranks > 1]
-        least = _leanest(arms, {*_NEIGHBOURS, "fsdp2"})
+        least = _leanest(arms, alternatives)
         stage = _leanest([arm for arm in arms if arm.name in STAGES], STAGES) or _leanest(arms, STAGES)
         if least and stage:
             break
@@ -285,24 +286,20 @@ def _neighbours_answer(records: Records) -> Answer | None:
                  "of ring bytes (NCCL) per step": sent_mib(arm)}  # fmt: skip
         return ", ".join(f"{format_number(size)} MiB {words}" for words, size in sizes.items() if not pd.isna(size))
 
-    sentence = (
-        f"Of the alternatives {with_settings(least.name)} has the least model state: on one of {most[workload]} ranks"
-        f" {figures(least)}. {with_settings(stage.name)} has {figures(stage)} ({workload})."
-    )
-    fewer_ranks = sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]})
+    size, of_stage = format_number(least.state_mib()), format_number(stage.state_mib())
+    tied = [arm.name for arm in arms if arm.value("strategy") in alternatives and arm.name != least.name
+            and format_number(arm.state_mib()) == size]  # fmt: skip
+    versus = "as much as" if size == of_stage else "less than" if least.state_mib() < stage.state_mib() else "more than"
+    sentence, words, *notes = paragraphs(
+        "neighbours_answer.j2", least=least, stage=stage, of_stage=of_stage, tied=tied, versus=versus, figures=figures,
+        ranks=most[workload], workload=workload, with_settings=with_settings,
+        fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
+    )  # fmt: skip
     columns: Columns = {
         "State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
         "Calls": lambda arm: arm.median("comm_calls_per_step"),
     }  # fmt: skip
-    notes = (
-        "State: parameters, gradients and optimizer states of the rank with most. Kept for backward: bytes that the"
-        " forward pass of one micro-batch leaves allocated, without gathered parameters.",
-        "All strategies of a workload use the same samples in each step.",
-        *([f"In the details: one of {', '.join(map(str, fewer_ranks))} ranks."] if fewer_ranks else ()),
-    )  # fmt: skip
-    words = f"model state of one of {most[workload]} ranks with {with_settings(least.name)}"
-    words += f", {format_number(stage.state_mib())} MiB with {with_settings(stage.name)}"
-    number = None if least.value("virtual") else (f"{format_number(least.state_mib())} MiB", words)
+    number = None if versus == "more than" else (f"{size} MiB", words)
     return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes, number=number), subject=workload)
 
 
