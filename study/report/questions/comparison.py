@@ -147,11 +147,17 @@ class Comparison:
         """Return the ratios that differ significantly from 1."""
         return [difference.ratio.center for arm in arms if (difference := self.of(arm)) and difference.is_significant]
 
+    def only(self, arms: Sequence[StrategyRuns]) -> str:
+        """Return the strategy and workload of the only significant ratio; empty if there is none or are several."""
+        found = [arm for arm in arms if self.significant([arm])]
+        return f", for `{found[0].name}` in {found[0].workload} alone" if len(found) == 1 < len(arms) else ""
+
     def sentence(
         self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str, none: str
     ) -> str:
         """Return lead, range of the significant ratios, end and number of others; `none` if none is significant."""
         ratios = self.significant(arms)
+        end += self.only(arms)
         rest = len(arms) - len(ratios)
         remainder = f"; {rest} of {len(arms)} comparisons are {NOT_SIGNIFICANT}" if rest else ""
         if ratios:

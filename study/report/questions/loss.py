@@ -159,22 +159,23 @@ def answer(records: Records) -> Answer | None:
     alone = [arm.name for group in grouped.values() for arm in fair_arms(group, _CONFOUND) if id(arm) not in in_table]
     if alone:
         asides.append(f"Not compared, because the baseline has no run with any of their seeds: {format_names(alone)}.")
-    sentence, *notes = _words(comparisons)
+    sentence, words, *notes = _words(comparisons)
     notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
-    largest = max(comparison.difference for comparison in comparisons)
-    number = (percent(largest), "largest difference in loss from the baseline's") if math.isfinite(largest) else None
-    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], tuple(notes), number)
+    largest = max(comparisons, key=lambda comparison: comparison.difference)
+    number = (percent(largest.difference), words) if math.isfinite(largest.difference) else None
+    shown = table.loc[:, (table != NOT_MEASURED).any()]
+    return Answer(sentence, shown, tuple(notes), number, subject=largest.arm.workload)
 
 
 def _words(comparisons: Sequence[_LossComparison]) -> list[str]:
-    """Return the sentence of the answer, and its notes."""
+    """Return the sentence of the answer, the words of its number, and its notes."""
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
     worst = max(different, key=lambda row: row.difference / row.margin, default=None)
     tested = sorted({row.test.n for row in comparisons if row.test.verdict != "no test"})
     return paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=worst, percent=percent,
         diverged=_diverged_seeds(worst.arm) if worst and math.isinf(worst.difference) else [],
-        largest=max(row.difference for row in comparisons), seeds=tested[:1] + tested[-1:],
+        largest=max(comparisons, key=lambda row: row.difference), seeds=tested[:1] + tested[-1:],
         reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),
         loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
