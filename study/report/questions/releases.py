@@ -50,6 +50,8 @@ def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
             for cause in cell.races if cell.is_equal_by_chance else cell.causes:
                 if cause.gpu == "hidden":
                     hidden.setdefault(lettered()[cause], {})[f"`{cell.strategy}`"] = None
+        if all(cell.verdict.kind == "crashes" and not cell.causes for cell in group):
+            return ("crashes",) * 3
         on_gpu = (faults_on_gpu(one), faults_on_gpu(several))
         return *on_gpu, _by_letter(hidden) or (NOT_RUN if {*on_gpu} == {NOT_RUN} else "no fault")
 

@@ -280,16 +280,17 @@ def _environment(records: Records) -> dict[str, str]:
     states = runs["status_state"].value_counts()
     outcomes = "".join(f", {count} {state}" for state, count in states.items() if state != "ok")
     days = sorted({str(start)[:10] for start in runs["status_started_at"].dropna()})
-    devices = ["no accelerator" if names == "[]" else ", ".join(json.loads(names)) for names in _few(runs["devices"])]
+    named = runs["devices"].dropna().map(lambda names: ", ".join(json.loads(names)) or "no accelerator")
     parts = {
-        "Runs": [f"{len(runs)} runs{outcomes}"], "Processor": _few(runs["cpu"]), "Accelerator": devices,
-        "PyTorch": [f"torch {version}" for version in _few(runs["torch_version"])],
-        "Engine": [f"DeepSpeed {version}" for version in _few(runs["deepspeed_version"])],
+        "Runs": [f"{len(runs)} runs{outcomes}"], "Processor": _few(runs["cpu"]), "Accelerator": _few(named),
+        "PyTorch": _few(runs["torch_version"], "torch "),
+        "Engine": _few(runs["deepspeed_version"], "DeepSpeed "),
         "Days": [" to ".join(dict.fromkeys((days[0], days[-1])))],
     }  # fmt: skip
     return {name: " · ".join(texts) for name, texts in parts.items() if texts}
 
 
-def _few(values: pd.Series) -> list[str]:
-    """Return the two most frequent values."""
-    return [str(value) for value in values.dropna().value_counts().index[:2]]
+def _few(values: pd.Series, name: str = "") -> list[str]:
+    """Return the two most frequent values, each after the name, and the number of others."""
+    found = values.dropna().value_counts().index
+    return [*(f"{name}{value}" for value in found[:2]), *([f"{len(found) - 2} more"] if len(found) > 2 else [])]
