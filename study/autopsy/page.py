@@ -118,7 +118,7 @@ def _findings(study: Autopsy) -> list[str]:
 
     largest = max(study.effects["eval_loss"], key=lambda effect: abs(math.log(effect.ratio.center)))
     return paragraphs(
-        "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)],
+        "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)], over_both=share_text(largest.average),
         printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
         equal=share("aa", AA), third=share("printed rate", PRINTED),
         on=[*study.engine_was_on(), *study.engine_was_on(all_as_printed=True)],
