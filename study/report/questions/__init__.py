@@ -29,7 +29,7 @@ def answers(records: Records, claims: Sequence[Row] = (), suite: str = "") -> di
         # Each stack is a separate workload, too many for the other questions.
         answered[releases.QUESTION] = about_releases
         questions = (runs.REMAINING, releases.QUESTION, runs.CLAIMS, runs.RUNS)
-    named, settings = {*suite.split("_")}, virtual.SETTINGS if setting_pairs(records) else None
-    ordered = sorted(questions, key=lambda one: (not {one.name, one.notebook} & named, one is not settings))
+    words, settings = {*suite.split("_")}, virtual.SETTINGS if setting_pairs(records) else None
+    ordered = sorted(questions, key=lambda item: (not {item.name, item.notebook} & words, item is not settings))
     pairs = ((question, answered.get(question) or question.answer(records)) for question in ordered)
     return {question: answer for question, answer in pairs if answer is not None}

@@ -149,8 +149,8 @@ class Comparison:
 
     def only(self, arms: Sequence[StrategyRuns]) -> str:
         """Return the strategy and workload of the only significant ratio; empty if there is none or are several."""
-        found = [arm for arm in arms if self.significant([arm])]
-        return f", for `{found[0].name}` in {found[0].workload} alone" if len(found) == 1 < len(arms) else ""
+        unequal = [arm for arm in arms if self.significant([arm])]
+        return f", for `{unequal[0].name}` in {unequal[0].workload} alone" if len(unequal) == 1 < len(arms) else ""
 
     def sentence(
         self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str, none: str

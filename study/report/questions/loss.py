@@ -163,8 +163,8 @@ def answer(records: Records) -> Answer | None:
     notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
     largest = max(comparisons, key=lambda comparison: comparison.difference)
     number = (percent(largest.difference), words) if math.isfinite(largest.difference) else None
-    shown = table.loc[:, (table != NOT_MEASURED).any()]
-    return Answer(sentence, shown, tuple(notes), number, subject=largest.arm.workload)
+    table = table.loc[:, (table != NOT_MEASURED).any()]
+    return Answer(sentence, table, tuple(notes), number, subject=largest.arm.workload)
 
 
 def _words(comparisons: Sequence[_LossComparison]) -> list[str]:

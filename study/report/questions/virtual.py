@@ -59,17 +59,17 @@ def _table1_answer(records: Records) -> Answer | None:
     if not rows:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
-    near = [abs(_difference(row)) <= _NEAR for row in rows]
+    agree = [abs(_difference(row)) <= _NEAR for row in rows]
     # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
     before_step = [abs(_difference(row, before_step=True)) <= _NEAR for row in rows if abs(_difference(row)) > _NEAR]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")["model_name_or_path"]
     missing = lost.str.replace(r"-\d+layers$", "", regex=True).value_counts()
     missing = missing.drop([row["model"] for row in rows], errors="ignore")
     sentence, words, note = paragraphs(
-        "table1_answer.j2", near=near, before_step=before_step, worst=worst, missing=missing.to_dict(),
+        "table1_answer.j2", agree=agree, before_step=before_step, worst=worst, missing=missing.to_dict(),
         difference=change_text(_difference(worst)),
     )  # fmt: skip
-    number = (f"{sum(near)} of {len(rows)}", words) if len(rows) > 1 else None
+    number = (f"{sum(agree)} of {len(rows)}", words) if len(rows) > 1 else None
     return Answer(sentence, state_by_stage(rows), (note,), number)
 
 

@@ -280,9 +280,9 @@ def _environment(records: Records) -> dict[str, str]:
     states = runs["status_state"].value_counts()
     outcomes = "".join(f", {count} {state}" for state, count in states.items() if state != "ok")
     days = sorted({str(start)[:10] for start in runs["status_started_at"].dropna()})
-    named = runs["devices"].dropna().map(lambda names: ", ".join(json.loads(names)) or "no accelerator")
+    devices = runs["devices"].dropna().map(lambda names: ", ".join(json.loads(names)) or "no accelerator")
     parts = {
-        "Runs": [f"{len(runs)} runs{outcomes}"], "Processor": _few(runs["cpu"]), "Accelerator": _few(named),
+        "Runs": [f"{len(runs)} runs{outcomes}"], "Processor": _few(runs["cpu"]), "Accelerator": _few(devices),
         "PyTorch": _few(runs["torch_version"], "torch "),
         "Engine": _few(runs["deepspeed_version"], "DeepSpeed "),
         "Days": [" to ".join(dict.fromkeys((days[0], days[-1])))],
@@ -292,5 +292,5 @@ def _environment(records: Records) -> dict[str, str]:
 
 def _few(values: pd.Series, name: str = "") -> list[str]:
     """Return the two most frequent values, each after the name, and the number of others."""
-    found = values.dropna().value_counts().index
-    return [*(f"{name}{value}" for value in found[:2]), *([f"{len(found) - 2} more"] if len(found) > 2 else [])]
+    texts = [str(value) for value in values.dropna().value_counts().index]
+    return [*(name + text for text in texts[:2]), *([f"{len(texts) - 2} more"] if len(texts) > 2 else [])]
