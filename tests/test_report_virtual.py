@@ -10,7 +10,7 @@ import pytest
 from study.config.places import REPOSITORY
 from study.predictor.state import paper_traffic
 from study.records.frames import Records, read_parquet, read_records
-from study.report.questions import TABLES, answers
+from study.report.questions import TABLES
 from study.report.questions.virtual import LAYERS
 from study.virtual.summaries import summaries
 from synthetic_records import answered, as_never_started, write_run
@@ -57,11 +57,6 @@ def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(depths: Recor
     (line,) = answered(LAYERS.answer(records)).table.to_dict("records")
     assert (line["Measured completely"], line["Extrapolated"]) == (0, 1)
     assert line["Not linear in layers"].startswith("collective.")
-
-
-def test_changed_settings_lead_a_report_that_is_named_for_neither_question() -> None:
-    records = read_parquet(REPOSITORY / "reports" / "virtual_tuning")
-    assert [question.name for question in answers(records)][:3] == ["settings", "lora", "table1"]
 
 
 def test_a_cell_that_did_not_fit_is_a_virtual_row_of_its_world_size(tmp_path: Path) -> None:
