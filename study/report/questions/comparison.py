@@ -147,6 +147,11 @@ class Comparison:
         """Return the ratios that differ significantly from 1."""
         return [difference.ratio.center for arm in arms if (difference := self.of(arm)) and difference.is_significant]
 
+    def only(self, arms: Iterable[StrategyRuns]) -> str:
+        """Return the strategy that alone differs significantly, and its workload; empty if none or several do."""
+        significant = [arm for arm in arms if self.significant([arm])]
+        return f", with `{significant[0].name}` in {significant[0].workload}" if len(significant) == 1 else ""
+
     def sentence(
         self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str, none: str
     ) -> str:
@@ -155,7 +160,7 @@ class Comparison:
         rest = len(arms) - len(ratios)
         remainder = f"; {rest} of {len(arms)} comparisons are {NOT_SIGNIFICANT}" if rest else ""
         if ratios:
-            return f"{lead} {span_text(ratios, form)}{end}{remainder}."
+            return f"{lead} {span_text(ratios, form)}{end}{self.only(arms)}{remainder}."
         is_tested = any((difference := self.of(arm)) is not None and difference.p is not None for arm in arms)
         return none if is_tested else NOT_TESTED
 

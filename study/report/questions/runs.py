@@ -82,7 +82,9 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
     sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {listed}."
     notes.append("A small-scale proxy alone decides no claim. Some rest on other records too.")
-    number = (f"{counts['holds']} of {len(rows)}", f"published claims hold, {counts['undecided']} are undecided")
+    words = {"holds in part": "in part", "does not hold": "not", "undecided": "undecided"}
+    others = ", ".join(f"{counts[finding]} {word}" for finding, word in words.items() if counts[finding])
+    number = (f"{counts['holds']} of {len(rows)}", f"published claims hold; {others}")
     return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), number if "claims" in suite else None)
 
 

@@ -40,12 +40,13 @@ def _time_answer(records: Records) -> Answer | None:
     times = Comparison(comparison.workloads, STEP, lambda arm: comparison.references[arm.workload].name)
     sentence, number = f"No sharding strategy here is comparable with {comparison.names} in step time.", None
     if comparison.has_largest and (ratios := times.significant(comparison.sharding)):
-        number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}, where significant")
+        words = f"the step time of {comparison.names}, where significant{times.only(comparison.sharding)}"
+        number = (f"{span_text(ratios, times_text)} x", words)
     if comparison.sharding:
         base = f"{comparison.names}{format_scope(comparison.main)}"
         least = (least_difference(arms, STEP)[1] for arms in comparison.main.values())
         smallest = [size for size in least if size is not None]
-        unseen = f": less than {span_text(smallest, percent)} is not seen" if smallest else ""
+        unseen = f"; these runs cannot show less than {span_text(smallest, percent)}" if smallest else ""
         sentence = times.sentence(
             comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
             f"No sharding strategy's step time differs significantly from that of {base}{unseen}.",

@@ -77,6 +77,7 @@ def _table1_answer(records: Records) -> Answer | None:
     for model, count in missing.items():
         sentence += f". `{model}` is not among them: its {count} runs did not succeed"
     words = "cases within 1 % of the ZeRO paper's formula for model state, at its peak"
+    words += f"; before the step {len(rows) - len(others) + sum(others)} of {len(rows)}" * any(others)
     words += "".join(f"; no run of `{model}`" for model in missing.index)
     note = "GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation over layers."
     return Answer(f"{sentence}.", state_by_stage(rows), (note,), (near, words) if len(rows) > 1 else None)
