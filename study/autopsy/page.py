@@ -118,9 +118,9 @@ def _findings(study: Autopsy) -> list[str]:
 
     largest = max(study.effects["eval_loss"], key=lambda effect: abs(math.log(effect.ratio.center)))
     return paragraphs(
-        "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)], over_both=share_text(largest.average),
+        "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)],
         printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
-        equal=share("aa", AA), third=share("printed rate", PRINTED),
+        equal=share("aa", AA), third=share("printed rate", PRINTED), in_both_orders=share_text(largest.average),
         on=[*study.engine_was_on(), *study.engine_was_on(all_as_printed=True)],
         model="BERT-large" if SCALES[str(study.arms["scale"].iloc[0])].on_gpu else "a one-layer model",
         published={loss: percent(change, signed=True) for loss, change in PUBLISHED.items()},

@@ -11,20 +11,11 @@ import pandas as pd
 from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
 from study.config.text import format_number, percent
 from study.host.memory import MIB
+from study.records import strategy_runs
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import interval
-from study.records.strategy_runs import (
-    NAN,
-    Row,
-    StrategyRuns,
-    group_by_strategy,
-    has_no_gpu,
-    parameters,
-    ratio_text,
-    scarce_memory,
-    state_bytes,
-)
+from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, scarce_memory, state_bytes
 from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text, versus_text
 from study.report.questions.comparison import (
     Columns,
@@ -59,11 +50,11 @@ def sent_mib(arm: StrategyRuns) -> float:
 def format_scope(by_workload: Workloads) -> str:
     """Return the only workload, the size of the largest model, and whether there was no GPU, in brackets."""
     runs = [strategies[0].workload_runs for strategies in by_workload.values()]
-    sizes = [size / 1e6 for some in runs if not pd.isna(size := parameters(some))]
+    sizes = [size / 1e6 for some in runs if not pd.isna(size := strategy_runs.parameters(some))]
     lead = "" if len(runs) == 1 else "models of up to "
     words = [*(by_workload if len(runs) == 1 else ()),
              *(f"{lead}{format_number(max(sizes))} M parameters" for _ in sizes[:1]),
-             *("no GPU" for _ in filter(has_no_gpu, runs[:1]))]  # fmt: skip
+             *("no GPU" for _ in filter(strategy_runs.has_no_gpu, runs[:1]))]  # fmt: skip
     return f" ({', '.join(words)})" if words else ""
 
 
@@ -133,7 +124,7 @@ def _offload_answer(records: Records) -> Answer | None:
     times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
     fair = [arm for arms in offloaded.values() for arm in fair_arms(arms) if arm.unoffloaded]
     freed = [_freed(arm) for arm in fair]
-    no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
+    no_gpu = any(strategy_runs.has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence = "No strategy with offload is comparable with the same stage without it."
     if not pd.isna(freed).all():
         sentence = f"Offload frees {span_text(freed, percent)} of the model state on the device"
@@ -182,7 +173,7 @@ def offload_table(records: Records) -> pd.DataFrame:
             "Peak memory, GiB": arm.peak_gib[0],
             "Step time, ms": 1e3 * step_s(arm),
             "Without offload": plain or "not run" if moved else "this row",
-            "Time, x without": ratio_text(ratio) if moved else "1",
+            "Time, x without": strategy_runs.ratio_text(ratio) if moved else "1",
         }
 
     strategies = list(real_arms(records))
