@@ -82,8 +82,9 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
     sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {listed}."
     notes.append("A small-scale proxy alone decides no claim. Some rest on other records too.")
-    rest = [f"; {finding} {count}" for finding, count in counts.items() if finding != "holds"]
-    number = (f"{counts['holds']} of {len(rows)}", f"published claims hold{''.join(rest)}")
+    words = {"holds in part": "in part", "does not hold": "not", "contradicts itself": "contradictory"}
+    rest = [f"{count} {words.get(name, name)}" for name, count in counts.items() if name != "holds"]
+    number = (f"{counts['holds']} of {len(rows)}", ", ".join(["published claims hold", *rest]))
     return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), number if "claims" in suite else None)
 
 
