@@ -34,7 +34,7 @@ BUDGETS = {
     "virtual": 857,
     "releases": 1_474,
     "advisor": 3_823,
-    "report": 4_066,
+    "report": 4_058,
     "autopsy": 1_139,
     "claims": 2_156,
     "baselines": 436,
