@@ -19,12 +19,17 @@ from study.autopsy.run import MARK
 from study.config.errors import UserError
 from study.config.text import percent
 from study.records.statistics import equivalence_test
-from study.report.document import PageSection, page_html, page_markdown, paragraphs
+from study.report.document import PageSection, change_text, format_or_dash, page_html, page_markdown, paragraphs
 from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take_figures, write_figures
 from study.report.site.publishing import FIGURES, publish_report
 
 TITLE = "What makes the gap in loss that the listing of S2 (University of Guelph) prints?"
 _FIGURES = "What each switch changes"
+_PROTOCOLS: dict[str, tuple[Kind, str]] = {
+    "as printed": ("factorial", PRINTED), "third run of the listing": ("listing", PRINTED),
+    "corrected": ("corrected", CORRECTED), "corrected, clipping not asked for": ("unclipped", CORRECTED),
+    "two equal arms": ("aa", AA),
+}  # fmt: skip
 _MARKS = {"as expected": " ✓", "not as expected": " ✗"}
 
 
@@ -46,6 +51,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         (first, *remaining), (facts, made_by) = sections(study), _facts(study)
         html = page_html(
             "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead="", facts=facts, failure="",
+            numbers=_numbers(study),
             sections=[PageSection(sentence=first.sentence, drawings=pictures[:3]), PageSection(notes=first.notes),
                       PageSection(_FIGURES, drawings=pictures[3:]), *remaining],
         )  # fmt: skip
@@ -104,6 +110,20 @@ def _facts(study: Autopsy) -> list[str]:
     )  # fmt: skip
 
 
+def _numbers(study: Autopsy) -> list[tuple[str, str]]:
+    """Return the numbers at the head of the page, with their words."""
+    was_on, asked = study.engine_was_on()
+    gaps = {what: study.ratio("eval_loss", *at).center - 1 for what, at in _PROTOCOLS.items()}
+    row = "evaluation loss of the ZeRO row against the standard row"
+    figures = {
+        f"{row}, as printed": format_or_dash(gaps["as printed"], change_text),
+        "the same with every switch corrected": format_or_dash(gaps["corrected"], change_text),
+        "sessions in which DeepSpeed ran, of those that set it as the listing does": f"{was_on} of {asked}",
+        "least difference in time that four of five studies find": percent(study.minimum_detectable_effect("whole_s")),
+    }
+    return [(figure, words) for words, figure in figures.items()]
+
+
 def _memory(study: Autopsy) -> str:
     return next(name for name in ("device_peak_never_reset", "host_peak_never_reset") if name in study.responses)
 
@@ -134,15 +154,10 @@ def _findings(study: Autopsy) -> list[str]:
 
 
 def _protocols(study: Autopsy) -> pd.DataFrame:
-    protocols: dict[str, tuple[Kind, str]] = {
-        "as printed": ("factorial", PRINTED), "third run of the listing": ("listing", PRINTED),
-        "corrected": ("corrected", CORRECTED), "corrected, clipping not asked for": ("unclipped", CORRECTED),
-        "two equal arms": ("aa", AA),
-    }  # fmt: skip
     return pd.DataFrame(
         {
             "ZeRO over standard": response.words,
-            **{what: share_text(study.ratio(name, *at)) for what, at in protocols.items()},
+            **{what: share_text(study.ratio(name, *at)) for what, at in _PROTOCOLS.items()},
         }
         for name, response in study.responses.items()
     )

@@ -174,7 +174,7 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
             text += f" Another check decides: {judged.sentence}"
         rows.append({
             "Claim": Link(claim.id, address(claim.id, output)),
-            "Finding": f"{judged.finding.kind} ({judged.finding.basis[0]})", "It says": claim.says,
+            "Finding": judged.finding.short, "It says": claim.says,
             "These records": text,
         })  # fmt: skip
     return rows

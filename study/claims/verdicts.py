@@ -156,6 +156,14 @@ class ClaimFinding:
         return tuple(basis for basis in order if basis in used) or ("none",)
 
     @property
+    def short(self) -> str:
+        """The finding with its strongest evidence or, if it is undecided, with the result at a small scale."""
+        proxies = {part.proxy for part in self.parts} - {""}
+        if self.kind == "undecided" and len(proxies) == 1:
+            return f"undecided ({proxies.pop()} at small scale)"
+        return f"{self.kind} ({self.basis[0]})"
+
+    @property
     def text(self) -> str:
         """The finding with every part named."""
         first = "holds" if self.kind == "holds in part" else self.kind

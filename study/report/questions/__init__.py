@@ -16,7 +16,8 @@ from study.virtual.summaries import setting_pairs
 QUESTIONS: tuple[Question, ...] = (
     runs.REMAINING, releases.QUESTION, loss.QUESTION, time.ADVICE, memory.MEMORY, time.TIME, memory.TRAFFIC,
     memory.OFFLOAD, scaling.RANKS, scaling.NODES, memory.NEIGHBOURS, scaling.BATCH_SIZE, scaling.MODEL_SIZE,
-    time.PROFILE, fits.QUESTION, virtual.LORA, virtual.TABLE1, virtual.SETTINGS, virtual.LAYERS, runs.CLAIMS, runs.RUNS,
+    time.PROFILE, fits.QUESTION, virtual.TUNING, virtual.LORA, virtual.TABLE1, virtual.SETTINGS, virtual.LAYERS,
+    runs.CLAIMS, runs.RUNS,
 )  # fmt: skip
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 

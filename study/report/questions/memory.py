@@ -272,18 +272,14 @@ def _neighbours_answer(records: Records) -> Answer | None:
     else:
         return None
 
-    def figures(arm: StrategyRuns) -> str:
-        sizes = {"of model state": arm.state_mib(), "kept for backward": _kept_mib(arm),
-                 "of ring bytes (NCCL) per step": sent_mib(arm)}  # fmt: skip
-        return ", ".join(f"{format_number(size)} MiB {words}" for words, size in sizes.items() if not pd.isna(size))
-
     size, base = format_number(least.state_mib()), format_number(stage.state_mib())
+    sent = [format_number(sent_mib(arm)) for arm in (least, stage) if not pd.isna(sent_mib(arm))]
     tied = [arm.name for arm in arms if arm.value("strategy") in alternatives and arm.name != least.name
             and format_number(arm.state_mib()) == size]  # fmt: skip
     versus = "as much as" if size == base else "less than" if least.state_mib() < stage.state_mib() else "more than"
     sentence, words, *notes = paragraphs(
-        "neighbours_answer.j2", least=least, stage=stage, base=base, tied=tied, versus=versus, figures=figures,
-        ranks=most[workload], workload=workload, with_settings=with_settings,
+        "neighbours_answer.j2", least=least, stage=stage, size=size, base=base, tied=tied, versus=versus,
+        sent=sent if len(sent) == 2 else [], ranks=most[workload], workload=workload, with_settings=with_settings,
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
     )  # fmt: skip
     columns: Columns = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -76,12 +75,15 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     counts = Counter(finding for finding, _ in claims)
     # The page folds a table of more than 12 rows.
     notes = [
-        f"{finding.capitalize()}: {row['Claim']}, {textwrap.shorten(row['It says'], 80, placeholder=' …')}"
+        f"{finding.capitalize()}: {row['Claim']}, {row['It says']}"
         for finding, row in claims if len(rows) > 12
     ]  # fmt: skip
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
     sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {listed}."
-    notes.append("A small-scale proxy alone decides no claim. Some rest on other records too.")
+    notes.append(
+        "S0 to S3 are the four replicated documents, Z0 is the ZeRO paper; the link has every check of a claim."
+        " Tiny models on CPU ranks (small scale) decide no claim alone. Some claims rest on other records too."
+    )
     words = {"holds in part": "in part", "does not hold": "not", "contradicts itself": "contradictory"}
     rest = [f"{count} {words.get(name, name)}" for name, count in counts.items() if name != "holds"]
     number = (f"{counts['holds']} of {len(rows)}", ", ".join(["published claims hold", *rest]))

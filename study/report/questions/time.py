@@ -45,7 +45,7 @@ def _time_answer(records: Records) -> Answer | None:
     if comparison.sharding:
         base = f"{comparison.names}{format_scope(comparison.main)}"
         least = [1 + size for arms in comparison.main.values() if (size := least_difference(arms, STEP)[1]) is not None]
-        unseen = f"; the test is blind below {span_text(least, times_text)} times as long" if least else ""
+        unseen = f"; the least that they can show is {span_text(least, times_text)} times as long" if least else ""
         sentence = times.sentence(
             comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
             f"No sharding strategy's step time differs significantly from that of {base}{unseen}.",

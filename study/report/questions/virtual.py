@@ -256,6 +256,54 @@ def _lora_answer(records: Records) -> Answer | None:
 LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
 
 
+# What the cases of one model differ in, and the words for a change from the usual value.
+_TUNED = {
+    "peft": "LoRA", "offload": "offload to the host", "gradient_checkpointing": "gradient checkpointing",
+    "micro_batch_size": "half the micro-batch",
+}  # fmt: skip
+
+
+def _tuning_answer(records: Records) -> Answer | None:
+    """Compare the cases that differ in one of these settings; None without checkpointing and LoRA in some."""
+    runs = virtual_runs(records).runs.query("status_state == 'ok'")
+    if runs[["gradient_checkpointing", "peft"]].nunique().min() < 2:
+        return None
+    is_offloaded = runs["offload_optimizer"].fillna("none") != "none"
+    runs = runs.assign(**{
+        "offload": runs["strategy"].where(is_offloaded, "none"),
+        "Model state on the device": sum(runs[f"{kind}_bytes_device"] for kind in STATE_KINDS),
+        "Kept for backward": runs["forward_holds_bytes"], "Ring bytes (NCCL)": runs["collectives"].map(read_ring_bytes),
+    })  # fmt: skip
+    figures, case = list(runs.columns[-3:]), ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
+    rows, effects = [], []
+    for key, setting in _TUNED.items():
+        usual = runs[key] == runs[key].mode()[0]
+        pairs = runs[usual].merge(runs[~usual], on=[name for name in case if name != key], suffixes=("", " then"))
+        if pairs.empty:
+            continue
+        changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}
+        spans = {name: span_text(change, change_text) for name, change in changes.items()}
+        shown = {
+            name: spans[name] if change.abs().max() > _NOTABLE else "no change" for name, change in changes.items()
+        }
+        rows.append({"Setting": setting, "Strategies": ", ".join(pairs["strategy then"]), **shown})
+        most = min(figures, key=lambda name: changes[name].max())
+        effects.append((changes[most].max(), setting, most[0].lower() + most[1:], spans[most]))
+    effects.sort()
+    model, ranks = runs["model_name_or_path"].iloc[0], runs["world_size"].iloc[0]
+    sentence = "; ".join(f"{setting}: {name} {span}" for _, setting, name, span in effects)
+    _, setting, name, span = effects[0]
+    return Answer(
+        f"On one of {ranks} ranks of `{model}`, {sentence}.", pd.DataFrame(rows),
+        ("Cases that differ in this setting alone. Kept for backward: bytes that the forward pass of one micro-batch"
+         " leaves allocated, without gathered parameters.",),
+        (span, f"{name} of one of {ranks} ranks with {setting}"),
+    )  # fmt: skip
+
+
+TUNING = Question("tuning", "What do LoRA, offload, checkpointing and the micro-batch change?", _tuning_answer)
+
+
 def _layers_answer(records: Records) -> Answer | None:
     runs = virtual_runs(records).runs
     if runs.empty:
