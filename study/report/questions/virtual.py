@@ -14,7 +14,7 @@ from study.host.memory import MIB
 from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text
+from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text, versus_text
 from study.virtual.summaries import (
     AS_SHIPPED,
     BOOKKEEPING,
@@ -287,17 +287,18 @@ def _tuning_answer(records: Records) -> Answer | None:
             name: spans[name] if change.abs().max() > _NOTABLE else "no change" for name, change in changes.items()
         }
         rows.append({"Setting": setting, "Strategies": ", ".join(pairs["strategy then"]), **shown})
+        # The figure that falls most, in the case where it falls least.
         most = min(figures, key=lambda name: changes[name].max())
-        effects.append((changes[most].max(), setting, most[0].lower() + most[1:], spans[most]))
+        effects.append((changes[most].max(), setting, most[0].lower() + most[1:], *versus_text(changes[most] + 1)))
     effects.sort()
-    model, ranks = runs["model_name_or_path"].iloc[0], runs["world_size"].iloc[0]
-    sentence = "; ".join(f"{setting}: {name} {span}" for _, setting, name, span in effects)
-    _, setting, name, span = effects[0]
+    place = f"one of {runs['world_size'].iloc[0]} ranks of `{runs['model_name_or_path'].iloc[0]}`"
+    sentence = "; ".join(f"with {setting} {amount} {more} {name}" for _, setting, name, amount, more in effects)
+    _, setting, name, amount, more = effects[0]
     return Answer(
-        f"On one of {ranks} ranks of `{model}`, {sentence}.", pd.DataFrame(rows),
+        f"{sentence[0].upper()}{sentence[1:]} ({place}).", pd.DataFrame(rows),
         ("Cases that differ in this setting alone. Kept for backward: bytes that the forward pass of one micro-batch"
          " leaves allocated, without gathered parameters.",),
-        (span, f"{name} of one of {ranks} ranks with {setting}"),
+        (amount, f"{more} {name} with {setting} ({place})"),
     )  # fmt: skip
 
 
