@@ -10,12 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page
 
-from report_folders import laptop
+from report_folders import laptop, links_with_targets
 from study.config.places import REPOSITORY
 from study.records.frames import Records, write_parquet
 from study.report.questions import answers
@@ -132,14 +131,7 @@ def test_a_page_loads_whole_fits_the_screen_and_links_to_what_there_is(visits, r
     assert pictures or name == "index"
     # A figure has 200 pixels per inch: a point of its text is a pixel of the page or more.
     assert all(width > 800 and len(words) > 40 and client > 72 * width / 200 for width, words, client in pictures)
-    links = page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
-    assert len(links) > len(PAGES)
-    for link in links:
-        parts = urlsplit(link)
-        assert not parts.scheme
-        assert (report.folder / unquote(parts.path or f"{name}.html")).exists(), link
-        if parts.fragment:
-            assert page.evaluate("id => document.getElementById(id) !== null", unquote(parts.fragment)), link
+    assert len(links_with_targets(page, report.folder / f"{name}.html")) > len(PAGES)
     page.evaluate(OPEN)
     # A phone shows every number of a table, and a wide table shows that it scrolls.
     assert all(table == [1400, 4, True] for table in page.evaluate(SCROLLING))
