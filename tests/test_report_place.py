@@ -16,7 +16,6 @@ import pytest
 from report_folders import committed, contents
 from study import cli
 from study.config.errors import UserError
-from study.config.places import REPOSITORY
 from study.records.frames import read_parquet
 from study.report.site import publishing
 from synthetic_records import write_run
@@ -49,11 +48,7 @@ def test_a_file_that_no_report_made_or_that_was_changed_since_is_not_overwritten
         assert contents(output) == before
 
 
-ANOTHERS = '{"files": {"index.html": "0"}}'
-DAMAGED = '{"made_by": "study report", "files": ["index.html"]}'
-
-
-@pytest.mark.parametrize("text", [None, "mine", ANOTHERS, DAMAGED])
+@pytest.mark.parametrize("text", [None, "mine", '{"made_by": "study report", "files": ["index.html"]}'])
 def test_a_folder_without_a_list_of_ours_is_refused(text, tmp_path):
     """Reports of earlier versions, too: their files cannot be distinguished from others."""
     output = committed(tmp_path)
@@ -62,19 +57,6 @@ def test_a_folder_without_a_list_of_ours_is_refused(text, tmp_path):
     with pytest.raises(UserError, match=r"report has \S+, and no files\.json of a report"):
         publish(tmp_path, output)
     assert contents(output) == before
-
-
-def test_a_wrong_place_and_a_wrong_folder_of_records_end_the_command_with_2(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (committed(tmp_path) / "index.html").write_text("mine")
-    shutil.copytree(REPOSITORY / "reports" / "laptop", tmp_path / "reports" / "laptop")
-    for flags, words in (
-        ("--output report", "--output report has index.html, which is not as a report wrote it"),
-        ("--runs_dir typo", "--runs_dir typo has no records of laptop"),
-    ):
-        assert cli.main(["report", "laptop", *flags.split()]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert words in line
 
 
 def test_a_report_with_the_only_records_of_runs_is_replaced_only_on_request(tmp_path, monkeypatch, capsys):
