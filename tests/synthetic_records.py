@@ -15,7 +15,6 @@ from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.records.directory import seal
 from study.records.schema import SEAL
-from study.report.canvas import Drawing
 from study.report.document import Answer
 
 GIB = 2**30
@@ -109,10 +108,9 @@ def with_steps(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     """Rewrite the rows of all steps, update the summary, and seal the record."""
     rows = [change(json.loads(line)) for line in (path / "steps.jsonl").read_text().splitlines()]
     (path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if (path / "summary.json").exists():
-        summary = json.loads((path / "summary.json").read_text())
-        summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
-        (path / "summary.json").write_text(json.dumps(summary))
+    summary = json.loads((path / "summary.json").read_text())
+    summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
+    (path / "summary.json").write_text(json.dumps(summary))
     reseal(path)
 
 
@@ -242,9 +240,3 @@ def answered(answer: Answer | None) -> Answer:
     """Return the answer, which must be there."""
     assert answer is not None
     return answer
-
-
-def only(drawings: list[Drawing]) -> Drawing:
-    """Return the one drawing; any other number fails."""
-    (drawing,) = drawings
-    return drawing

@@ -222,12 +222,9 @@ def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_
     assert max(map(len, details)) <= 120
     assert [line[:5] for line in details if re.match(r"[SZ]\d-\d\d", line)] == every
     assert [line[:5] for line in lines("s3") if line[:1] != " "][2:] == [f"S3-{number:02}" for number in range(1, 13)]
-    printed = re.sub(r"\n {3,}", " ", "\n".join(lines("S1-04")))
-    assert re.fullmatch(
-        r"S1-04  DeepSpeed ZeRO-3 Architecture\n  Claim:    At 20 B parameters stage 3 is 40 % faster than stage 2\.\n"
-        r"  Finding:  undecided: .*\(derived, small-scale proxy\)\n  Figure:   Time of a .* needs at most 0\.714\.\n"
-        r"  Evidence: reports/laptop \(6 records\); every check: docs/claims\.md#s1-04", printed,
-    )  # fmt: skip
+    printed = "\n".join(lines("S1-04"))
+    assert re.findall(r"^  (\w+): ", printed, re.MULTILINE) == ["Claim", "Finding", "Figure", "Evidence"]
+    assert printed.endswith("  Evidence: reports/laptop (6 records); every check: docs/claims.md#s1-04")
     assert [claim["id"] for claim in json.loads("".join(lines("S0-06", "--json")))["claims"]] == ["S0-06"]
     # A wrong name is refused without pandas too, and before the notice that records are not read.
     monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)

@@ -13,7 +13,7 @@ from study.config.places import REPOSITORY
 from study.records.frames import Records, probe_runs, read_parquet, read_runs, real_runs, write_parquet
 from study.report.questions import TABLES, answers
 from study.report.questions.fits import answer, fits_table, probes_table
-from synthetic_records import answered, only, write_run
+from synthetic_records import answered, write_run
 
 LADDER = [8, 16, 32, 64, 128]
 TOO_LARGE = "CUDA out of memory (tried to allocate 2.00 GiB)"
@@ -50,7 +50,7 @@ def test_the_outcomes_of_its_probes_answer_each_search(records):
     answers_by_limit = fit_answer.table.set_index("Strategy")[["16 GiB", "the whole device"]]
     assert answers_by_limit.loc["single"].tolist() == ["16", "at least 8"]
     assert answers_by_limit.loc["zero3"].tolist() == ["32", "-"]
-    drawing = only(drawn("what_fits", records))
+    (drawing,) = drawn("what_fits", records)
     for words in ("single within 16 GiB 16", "zero3_cpu within 16 GiB at least 128", "zero2_cpu within 16 GiB none"):
         assert words in drawing.alt
     labels = [text.get_text() for axes in drawing.figure.axes for text in axes.texts]
