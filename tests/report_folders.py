@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import nbformat
+import pandas as pd
 
 from study.config.places import REPOSITORY
 from study.records.frames import Records, read_parquet, write_parquet
@@ -42,6 +43,12 @@ def committed(folder: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def row(table: pd.DataFrame, strategy: str) -> pd.Series:
+    """Return the only row of a strategy."""
+    (match,) = [line for _, line in table.iterrows() if line["Strategy"] == strategy]
+    return match
 
 
 def links_with_targets(page: Page, file: Path) -> list[str]:
