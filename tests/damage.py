@@ -4,36 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-SNIPPETS = (
-    b'"', b",", b"{", b"}", b"[", b"]", b":", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"0", b".",
-)  # fmt: skip
-
-
-def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Return the bytes with one random fault of a crash, a bad disk or an editor."""
-    if not content:
-        return b"{}"
-    start = rng.randrange(len(content))
-    end = min(len(content), start + rng.choice((1, 1, 2, 8, 60)))
-    kind = rng.randrange(6)
-    if kind == 0:
-        return content[:start]
-    if kind == 1:
-        return content[:start] + content[end:]
-    if kind == 2:
-        return content[:end] + content[start:]
-    if kind == 3:
-        return content[:start] + rng.choice(SNIPPETS) + content[start:]
-    if kind == 4:
-        return content[:start] + rng.choice(SNIPPETS) + content[start + 1 :]
-    return content[:start] + bytes([content[start] ^ 1 << rng.randrange(8)]) + content[start + 1 :]
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

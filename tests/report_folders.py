@@ -7,13 +7,18 @@ import functools
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 import nbformat
+import pandas as pd
 
 from study.config.places import REPOSITORY
 from study.records.frames import Records, read_parquet, write_parquet
 from study.report.canvas import Drawing
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 
 @functools.cache
@@ -38,6 +43,24 @@ def committed(folder: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def row(table: pd.DataFrame, strategy: str) -> pd.Series:
+    """Return the only row of a strategy."""
+    (match,) = [line for _, line in table.iterrows() if line["Strategy"] == strategy]
+    return match
+
+
+def links_with_targets(page: Page, file: Path) -> list[str]:
+    """Return the links of the open file; each has a target on this machine."""
+    links: list[str] = page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
+    for link in dict.fromkeys(links):
+        parts = urlsplit(link)
+        assert not parts.scheme
+        target = file.parent / unquote(parts.path) if parts.path else file
+        assert target.is_file(), link
+        assert not parts.fragment or f'id="{unquote(parts.fragment)}"' in target.read_text(encoding="utf-8"), link
+    return links
 
 
 def drawn(notebook: str, records: Records, **parameters: Any) -> list[Drawing]:

@@ -15,9 +15,9 @@ from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.records.directory import seal
 from study.records.schema import SEAL
-from study.report.canvas import Drawing
 from study.report.document import Answer
 
+Rows = list[dict[str, Any]]
 GIB = 2**30
 PARAMETERS = 2_500_000
 # Cost of each strategy relative to DDP, and the place of its state; round figures keep the expected values simple.
@@ -66,7 +66,7 @@ def write_run(
         evaluated = [row for row in rows if row["step"] % run_config.eval_steps == 0 or row["step"] == steps]
         losses = {row["step"]: 1.01 * (row["loss"] or 1) for row in evaluated}
         evals = [{"step": step, "eval_loss": loss, "perplexity": math.exp(loss)} for step, loss in losses.items()]
-        documents |= _measurements(run_config, strategy, ranks, gpu, rows, evals, rng)
+        documents |= _measurements(run_config, strategy, ranks, gpu, rows, evals)
         if machines > 1:
             # 90 % of the traffic crosses machines; the rest stays within one.
             across = 0.9 * documents["summary.json"]["sent_bytes_per_step"]
@@ -109,10 +109,9 @@ def with_steps(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -
     """Rewrite the rows of all steps, update the summary, and seal the record."""
     rows = [change(json.loads(line)) for line in (path / "steps.jsonl").read_text().splitlines()]
     (path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if (path / "summary.json").exists():
-        summary = json.loads((path / "summary.json").read_text())
-        summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
-        (path / "summary.json").write_text(json.dumps(summary))
+    summary = json.loads((path / "summary.json").read_text())
+    summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
+    (path / "summary.json").write_text(json.dumps(summary))
     reseal(path)
 
 
@@ -182,15 +181,7 @@ def state_bytes(strategy: str, ranks: int) -> dict[str, dict[str, float]]:
     return state
 
 
-def _measurements(
-    config: RunConfig,
-    strategy: str,
-    ranks: int,
-    gpu: bool,
-    rows: list[dict[str, Any]],
-    evals: list[dict[str, Any]],
-    rng: Any,
-) -> dict[str, Any]:
+def _measurements(config: RunConfig, strategy: str, ranks: int, gpu: bool, rows: Rows, evals: Rows) -> dict[str, Any]:
     state = state_bytes(strategy, ranks)
     state_gib = sum(kinds["device"] for kinds in state.values()) / GIB
     activations = 0.5 * config.global_batch_size / ranks / 16
@@ -215,7 +206,7 @@ def _measurements(
     summary = {
         "steps": len(rows), "tokens": sum(row["tokens"] for row in rows), "train_loss_first": rows[0]["loss"],
         "train_loss_final": rows[-1]["loss"], "eval_loss_final": evals[-1]["eval_loss"], "eval_accuracy": None,
-        "eval_perplexity": evals[-1]["perplexity"], "runtime_s": sum(times), "startup_s": 5.0 + rng.random(), **timing,
+        "eval_perplexity": evals[-1]["perplexity"], "runtime_s": sum(times), "startup_s": 5.0, **timing,
         "tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / ranks,
         "samples_per_s": tokens_per_s / config.seq_length, "model_flops_per_step": 10**10, "mfu": None,
         "peak_memory_gib_allocated": phase["allocated"], "peak_memory_gib_reserved": phase["reserved"],
@@ -242,9 +233,3 @@ def answered(answer: Answer | None) -> Answer:
     """Return the answer, which must be there."""
     assert answer is not None
     return answer
-
-
-def only(drawings: list[Drawing]) -> Drawing:
-    """Return the one drawing; any other number fails."""
-    (drawing,) = drawings
-    return drawing

@@ -87,25 +87,17 @@ def test_the_rules_of_findings() -> None:
 FINDINGS = yaml.safe_load((REPOSITORY / "tests" / "data" / "findings.yaml").read_text())
 
 
-@pytest.mark.parametrize("expected", FINDINGS, ids=lambda expected: expected["finding"])
-def test_the_rule_that_combines_checks(expected: dict[str, Any]) -> None:
-    finding = combine([CheckOutcome(**check) for check in expected["checks"]])
-    assert (finding.text, expected["finding"].startswith(finding.kind)) == (expected["finding"], True)
+@pytest.mark.parametrize(("text", "checks"), FINDINGS)
+def test_the_rule_that_combines_checks(text: str, checks: list[dict[str, Any]]) -> None:
+    finding = combine([CheckOutcome(**check) for check in checks])
+    assert (finding.text, text.startswith(finding.kind)) == (text, True)
 
 
-def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> None:
-    draw = random.Random(0)
-    for _ in range(2000):
-        edge, reach = draw.uniform(-5, 5), draw.uniform(1e-6, 3)
-        region = draw.choice([Region(low=edge), Region(high=edge), Region(edge, edge + 100), Region(edge - 100, edge)])
-        spans = Figure(edge, edge - reach * draw.random() - 1e-9, edge + reach * draw.random() + 1e-9)
-        assert region.judge(spans) == "inside noise"
-        inside = 1 if math.isfinite(region.low) and region.low == edge else -1
-        assert spans.low is not None
-        assert spans.high is not None
-        for sign, answer in ((inside, "holds"), (-inside, "fails")):
-            away = sign * 2 * (spans.high - spans.low)
-            assert region.judge(Figure(edge + away, spans.low + away, spans.high + away)) == answer
+def test_an_interval_that_spans_the_bound_of_a_claim_decides_nothing() -> None:
+    for low, high, answer in ((0.9, 1.1, "inside noise"), (1.1, 1.2, "holds"), (0.8, 0.9, "fails")):
+        for region in (Region(low=1), Region(1, 100)):
+            assert region.judge(Figure(1, low, high)) == answer
+        assert Region(high=-1).judge(Figure(-1, -high, -low)) == answer
     assert Region(high=1).judge(Figure(math.nan)) == "not judged"
 
 
@@ -136,16 +128,10 @@ def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
                 assert finding.figure.n
 
 
-@pytest.mark.parametrize(
-    "report",
-    [
-        "claims", "virtual_claims",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("laptop", "paper_table1", "virtual_settings")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("report", ["claims", "virtual_claims"])
 def test_removing_a_record_never_strengthens_a_finding(report: str) -> None:
-    records = seeded() if report == "laptop" else read_parquet(REPORTS / report)
-    evidence = Evidence(REPORTS).with_records(report, records)
+    evidence = Evidence(REPORTS)
+    records = evidence.records(report)
     resting: dict[str, list[JudgedClaim]] = {}
     for judged in (judge(claim, evidence) for claim in read_ledger().claims):
         figures = [finding.figure for finding in judged.results if finding.figure]
@@ -236,12 +222,9 @@ def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_
     assert max(map(len, details)) <= 120
     assert [line[:5] for line in details if re.match(r"[SZ]\d-\d\d", line)] == every
     assert [line[:5] for line in lines("s3") if line[:1] != " "][2:] == [f"S3-{number:02}" for number in range(1, 13)]
-    printed = re.sub(r"\n {3,}", " ", "\n".join(lines("S1-04")))
-    assert re.fullmatch(
-        r"S1-04  DeepSpeed ZeRO-3 Architecture\n  Claim:    At 20 B parameters stage 3 is 40 % faster than stage 2\.\n"
-        r"  Finding:  undecided: .*\(derived, small-scale proxy\)\n  Figure:   Time of a .* needs at most 0\.714\.\n"
-        r"  Evidence: reports/laptop \(6 records\); every check: docs/claims\.md#s1-04", printed,
-    )  # fmt: skip
+    printed = "\n".join(lines("S1-04"))
+    assert re.findall(r"^  (\w+): ", printed, re.MULTILINE) == ["Claim", "Finding", "Figure", "Evidence"]
+    assert printed.endswith("  Evidence: reports/laptop (6 records); every check: docs/claims.md#s1-04")
     assert [claim["id"] for claim in json.loads("".join(lines("S0-06", "--json")))["claims"]] == ["S0-06"]
     # A wrong name is refused without pandas too, and before the notice that records are not read.
     monkeypatch.setitem(sys.modules, "study.claims.scoreboard", None)
@@ -270,18 +253,17 @@ def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
     assert only.document()["verdict"] == "supported"
 
 
-# The ledger is this project's own file: one wrong key or value of each kind.
 WRONG_LEDGERS = yaml.safe_load((REPOSITORY / "tests" / "data" / "wrong_ledgers.yaml").read_text())
 
 
-@pytest.mark.parametrize("wrong", WRONG_LEDGERS, ids=lambda wrong: wrong["says"])
-def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("says", "line", "change"), WRONG_LEDGERS)
+def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, says: str, line: int, change: Any) -> None:
     file = tmp_path / "ledger.yaml"
-    file.write_text(minimal(**wrong["change"]))
+    file.write_text(minimal(**change))
     with pytest.raises(UserError) as refused:
         read_ledger(file)
-    assert wrong["says"] in str(refused.value)
-    assert f"{file}:{wrong['line']}:" in refused.value.problem
+    assert says in str(refused.value)
+    assert f"{file}:{line}:" in refused.value.problem
 
 
 # Changed records
@@ -290,14 +272,12 @@ Change = Callable[[pd.DataFrame], pd.DataFrame]
 
 
 def changed(report: str, change: Change, records: Records | None = None) -> Evidence:
-    """Return the committed records with the runs of one report changed."""
     before = records or read_parquet(REPORTS / report)
     runs = change(before.runs.copy()).reset_index(drop=True).astype(before.runs.dtypes)
     return Evidence(REPORTS).with_records(report, Records(runs, before.steps))
 
 
 def column(name: str, value: Callable[[pd.Series], object]) -> Change:
-    """Return a change that recomputes one column from the settings of each run."""
     return lambda runs: runs.assign(**{name: runs.apply(value, axis=1)})
 
 
@@ -309,18 +289,7 @@ def where(strategy: str, name: str, value: object) -> Change:
     return column(name, lambda run: value if run["strategy"].startswith(strategy) else run[name])
 
 
-def first_seeds(runs: pd.DataFrame) -> pd.DataFrame:
-    return runs[runs["seed"] < 44]
-
-
-def as_fast(runs: pd.DataFrame) -> pd.DataFrame:
-    times = runs[runs["strategy"] == "ddp"].set_index(["workload_key", "seed"])["step_time_s_median"]
-    factors = {42: 0.9, 43: 1.0, 44: 1.1}
-    return column("step_time_s_median", lambda run: run["step_time_s_median"] if run["strategy"] != "zero1" else
-                  times[run["workload_key"], run["seed"]] * factors[run["seed"]])(runs)  # fmt: skip
-
-
-def seeded(noise: float = 0.001) -> Records:
+def seeded() -> Records:
     """Return the committed laptop records with three seeds per strategy and a little noise in times and losses."""
     records = read_parquet(REPORTS / "laptop")
     first_runs = records.runs.sort_values(["seed", "repeat"]).groupby(["workload_key", "arm"], sort=False).head(1)
@@ -328,7 +297,7 @@ def seeded(noise: float = 0.001) -> Records:
     copies = []
     for seed in (42, 43, 44):
         copy = first_runs.assign(seed=seed, repeat=1, run=first_runs["run"] + f"-seed{seed}")
-        copy["step_time_s_median"] *= 1 + noise * draw.standard_normal(len(copy))
+        copy["step_time_s_median"] *= 1 + 0.001 * draw.standard_normal(len(copy))
         copy[["eval_loss_final", "train_loss_final"]] *= 1 + 0.02 * (seed - 43)
         copies.append(copy)
     return Records(pd.concat(copies, ignore_index=True).astype(records.runs.dtypes), records.steps)
@@ -339,14 +308,11 @@ def seeded(noise: float = 0.001) -> Records:
     [
         (lambda runs: runs, {"S3-03": "reproduced", "S3-04": "not reproduced"}),
         (multiplied("train_loss_final", 1.01, "zero3"), {"S3-03": "not reproduced"}),
-        (as_fast, {"S3-04": "inside noise"}),
         (multiplied("step_time_s_median", 0.5, "zero1"), {"S3-04": "reproduced"}),
         # Runs with other rank counts do not pair; confounded or failed runs are not judged.
         (where("zero3", "world_size", 4), {"S3-03": ""}),
         (where("zero3", "confounded_loss", "other samples"), {"S3-03": ""}),
         (where("", "status_state", "failed"), {"S1-28": "", "S3-02": "", "S3-03": ""}),
-        # Fewer seeds than the ledger asks for.
-        (first_seeds, {"S3-03": "", "S3-04": ""}),
     ],
 )
 def test_a_finding_follows_the_runs(full_board: Scoreboard, change: Change, labels: dict[str, str]) -> None:
@@ -395,7 +361,6 @@ def without_one_size(runs: pd.DataFrame) -> pd.DataFrame:
          smallest_micro_batch("train_loss_final", lambda run: 1.01 * run["train_loss_final"]), "fails"),
         # Two settings are compared only if nothing else differs.
         ("S3-07", "paired", smallest_micro_batch("learning_rate", lambda _: 0.5), "not judged"),
-        ("S3-07", "paired", smallest_micro_batch("initial_weights_sha256", lambda _: "0" * 64), "not judged"),
         # A seed without one of the sizes has no slope.
         ("S2-02", "ratio_slope", without_one_size, "not judged"),
     ],
@@ -405,18 +370,3 @@ def test_an_answer_follows_the_runs(full_board, claim, form, change, answer):
     pairs = zip(judged.claim.checks, judged.results, strict=True)
     matches = [finding for check, finding in pairs if check.form == form]
     assert {finding.answer for finding in (matches[-1:] if claim == "S3-05" else matches)} == {answer}
-
-
-def test_removing_a_probe_of_the_engine_never_strengthens_a_finding(full_board: Scoreboard, tmp_path: Path) -> None:
-    document = json.loads((REPORTS / "engine_keys" / "keys.json").read_text(encoding="utf-8"))
-    probed = {judged.claim.id: {check.numbers["probe"] for check in judged.claim.checks if check.form == "probed"}
-              for judged in full_board.judged}  # fmt: skip
-    probed = {claim: probes for claim, probes in probed.items() if probes}
-    assert set(probed) == {"S1-24", "S1-29", "S3-10", "S3-11"}
-    (tmp_path / "engine_keys").mkdir()
-    for name in set().union(*probed.values()):
-        probes = [probe for probe in document["probes"] if probe["name"] != name]
-        (tmp_path / "engine_keys" / "keys.json").write_text(json.dumps({"probes": probes}))
-        for judged in (find_claim(full_board, claim) for claim in probed):
-            after = judge(judged.claim, Evidence(tmp_path))
-            assert list_facts(after.finding) <= list_facts(judged.finding), (name, judged.claim.id)

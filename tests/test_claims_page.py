@@ -8,18 +8,18 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Page
 
+from report_folders import links_with_targets
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, read_ledger
 from study.claims.page import page, write_page
 from study.claims.provenance import Order, preregistration_orders
-from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
+from study.claims.scoreboard import REPORTS, Scoreboard, build_scoreboard, judge
 from study.cli import main
 from study.config.places import REPOSITORY
 from study.records.frames import Records, read_parquet, write_parquet
@@ -74,16 +74,8 @@ def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_witho
 
 
 def test_every_link_of_the_page_has_a_target(open_page: Page, file: Path) -> None:
-    links = open_page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
-    elsewhere = {link for link in links if not link.startswith("#")}
+    elsewhere = {link for link in links_with_targets(open_page, file) if not link.startswith("#")}
     assert {Path(link).parts[-2] for link in elsewhere} >= {"laptop", "paper_table1", "virtual_settings"}
-    for link in dict.fromkeys(links):
-        parts = urlsplit(link)
-        assert not parts.scheme
-        target = file.parent / unquote(parts.path) if parts.path else file
-        assert target.is_file(), link
-        if parts.fragment:
-            assert f'id="{parts.fragment}"' in target.read_text(encoding="utf-8"), link
 
 
 def test_the_page_fits_the_screen_and_has_every_claim_with_its_words_and_checks(open_page, file, full_board):
@@ -139,29 +131,24 @@ def test_a_page_is_refused_with_other_outputs_and_over_other_files(tmp_path, cap
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine.html", "mine")]
 
 
-def laptop_claim(claim: str, records: Records) -> tuple[JudgedClaim, Evidence]:
-    """Return a claim judged by the given laptop records alone, and the evidence."""
-    evidence = Evidence(REPORTS).with_records("laptop", records)
-    (match,) = [entry for entry in read_ledger().claims if entry.id == claim]
-    laptop = tuple(check for check in match.checks if check.numbers.get("report") == "laptop")
-    return judge(dataclasses.replace(match, checks=laptop), evidence), evidence
-
-
 def orders_at(commit: str | None, repository: Path) -> list[Order]:
-    """Return the order of the checks of S3-02 if the given commit had made the records."""
+    """Return the order of the checks of S3-02 on laptop records if the given commit had made these."""
     records = read_parquet(REPORTS / "laptop")
     runs = records.runs.assign(git_commit=pd.array([commit] * len(records.runs), dtype="str"))
-    return preregistration_orders(*laptop_claim("S3-02", Records(runs, records.steps)), repository)
+    evidence = Evidence(REPORTS).with_records("laptop", Records(runs, records.steps))
+    (claim,) = [entry for entry in read_ledger().claims if entry.id == "S3-02"]
+    checks = tuple(check for check in claim.checks if check.numbers.get("report") == "laptop")
+    return preregistration_orders(judge(dataclasses.replace(claim, checks=checks), evidence), evidence, repository)
 
 
 def commit_ledger(folder: Path, ledger: str) -> str:
-    """Make a repository whose ledger has this text, and return the commit."""
+    """Commit a ledger with this text to a repository, and return the commit."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    (folder / "study" / "claims").mkdir(parents=True)
+    (folder / "study" / "claims").mkdir(parents=True, exist_ok=True)
     (folder / "study" / "claims" / "ledger.yaml").write_text(ledger)
     git("init", "-q")
     git("add", ".")
@@ -174,18 +161,17 @@ THRESHOLD = 'over_figure: params, about: 1, within: 0.1, tests: "optimizer state
 
 
 def test_git_shows_whether_a_check_was_there_before_its_records(tmp_path):
-    cases = [
+    repository = tmp_path / "repository"
+    for ledger, order in (
         (LEDGER_TEXT, "before"),
         (LEDGER_TEXT.replace("shows: optimizer bytes over", "shows: bytes of the optimizer over"), "before"),
         (LEDGER_TEXT.replace(THRESHOLD, THRESHOLD.replace("1", "2", 1)), "after"),
         ("claims: [", "after"),
-    ]
-    for place, (ledger, order) in enumerate(cases):
-        repository = tmp_path / str(place)
+    ):
         commit = commit_ledger(repository, ledger)
         assert orders_at(commit, repository)[0] == order
     # Without git or a commit it is unknown.
-    for name, folder in ((commit, tmp_path), *((name, repository) for name in (None, "0" * 40, "HEAD", "--help"))):
+    for name, folder in ((commit, tmp_path), (None, repository), ("0" * 40, repository), ("--help", repository)):
         assert set(orders_at(name, folder)) == {"unknown"}, name
 
 

@@ -19,7 +19,6 @@ def noise(when):
     warnings.warn(f"warned {when}")
     logging.getLogger("library").error(f"logged {when}")
     subprocess.run([sys.executable, "-c", f"print('another process {when}')"], check=True)
-KINDS = 7
 """
 START = """
 from pathlib import Path

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Sequence
 from importlib.metadata import version
 
 import pytest
@@ -17,18 +16,12 @@ from study.config.places import REPOSITORY
 from study.host.stacks import release_key
 from study.records.frames import read_parquet
 from study.releases.causes import GRID, PACKAGES, read_causes
-from study.releases.release_cells import ReleaseCell
 from study.report.pages.releases import BARE, DETAILS, PAGE, REPORT, ReleaseReport
 
 
 @pytest.fixture(scope="module")
 def report() -> ReleaseReport:
     return ReleaseReport(read_parquet(REPORT))
-
-
-@pytest.fixture(scope="module")
-def cells(report: ReleaseReport) -> Sequence[ReleaseCell]:
-    return report.cells
 
 
 def test_the_pages_are_made_of_the_committed_records(report: ReleaseReport) -> None:
@@ -46,8 +39,8 @@ def test_text_of_a_record_is_no_markup_of_the_page() -> None:
     assert "<i>" not in details
 
 
-def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(cells: Sequence[ReleaseCell]) -> None:
-    wrong = [cell for cell in cells if cell.verdict.kind == "different"]
+def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(report: ReleaseReport) -> None:
+    wrong = [cell for cell in report.cells if cell.verdict.kind == "different"]
     assert [cell.runs[0] for cell in wrong if not cell.causes] == []
     assert {cell.release for cell in wrong} >= {"0.17.6", "0.18.6", "0.19.0"}
     assert "0.19.8" not in {cell.release for cell in wrong}

@@ -189,28 +189,14 @@ def test_a_build_that_breaks_leaves_the_old_report(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["report"]
 
 
-def test_a_report_is_rebuilt_and_leaves_every_file_that_it_did_not_make(built, notebooks, tmp_path):
-    output = committed(tmp_path)
-    user_files = {"figures/my_own_figure.png", "notes.txt", "mine/index.html"}
-    (output / "mine").mkdir(exist_ok=True)
-    for name in user_files:
-        (output / name).write_text("mine")
-    build(few(), "laptop", output, notebooks=notebooks)
-    after, first = contents(output), contents(built[0])
-    assert {name for name, content in after.items() if content == b"mine"} == user_files
-    # Files that only the earlier report had are removed.
-    assert set(after) - user_files == {*json.loads(after["files.json"])["files"], "files.json"} == set(first)
-    # The same records give the same report: a traceback has a random name in it, and the list has its digest.
-    assert {name for name in first if first[name] != after[name]} <= {"offload.html", "offload.ipynb", "files.json"}
-    assert [file.name for file in tmp_path.iterdir()] == ["report"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nosuch"], "no suite is named 'nosuch'"),
         (["laptop", "--output", "file"], "argument --output: file is not a folder"),
         (["laptop", "--output", "/proc/report"], "--output /proc/report is not writable"),
+        (["laptop", "--output", "report"], "--output report has index.html, which is not as a report wrote it"),
+        (["laptop", "--runs_dir", "typo"], "--runs_dir typo has no records of laptop"),
         (["colab"], "there are no records of colab: neither runs/colab nor reports/colab/runs.parquet is there"),
         (["broken"], "runs.parquet is not readable"),
         (["empty"], "empty has no record"),
@@ -219,6 +205,7 @@ def test_a_report_is_rebuilt_and_leaves_every_file_that_it_did_not_make(built, n
 def test_a_wrong_request_is_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
+    (committed(tmp_path) / "index.html").write_text("mine")
     (tmp_path / "reports" / "broken").mkdir(parents=True)
     (tmp_path / "reports" / "broken" / "runs.parquet").write_text("no parquet")
     (tmp_path / "runs" / "empty").mkdir(parents=True)

@@ -13,24 +13,15 @@ from typing import Any
 
 import nbformat
 import pytest
-import yaml
 
 from study.config.places import REPOSITORY
 from study.records.directory import read_status
 from study.report.site.build import NOTEBOOKS
+from sweeps import TINY, write_suite
 
 COLAB = NOTEBOOKS / "colab.ipynb"
 # Above all the operators: two installations that share their folder rebuild them in turns.
 _THIS_INSTALLATION = {"PYTHONPATH", "VIRTUAL_ENV", "TORCH_EXTENSIONS_DIR"}
-# A minimal suite: this test is about the steps around the training.
-SUITE = {
-    "name": "way", "description": "a test's",
-    "fixed": {"scale": "laptop", "task": "gpt-wikitext", "max_steps": 6, "seq_length": 16, "train_samples": 64,
-              "eval_samples": 8, "global_batch_size": 4, "logging_steps": 1, "time_limit_s": 900},
-    "grids": [{"axes": {"strategy": ["single", "ddp", "zero2"]}}],
-}  # fmt: skip
-
-
 # The interpreter of this environment's own environment.
 BASE = sys._base_executable  # type: ignore[attr-defined]
 
@@ -43,7 +34,8 @@ def call(*command: str | Path, **run: object) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_it_leads_from_an_installed_wheel_to_a_report(tmp_path):
-    archive, suite, bare = tmp_path / "zero-study.tar.gz", tmp_path / "way.yaml", tmp_path / "venv"
+    archive, bare = tmp_path / "zero-study.tar.gz", tmp_path / "venv"
+    suite = write_suite(tmp_path, {"strategy": ["single", "ddp", "zero2"]}, TINY | {"max_steps": 6})
     tracked = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, capture_output=True, check=True
     ).stdout.decode()
@@ -51,7 +43,6 @@ def test_it_leads_from_an_installed_wheel_to_a_report(tmp_path):
         for name in filter(None, tracked.split("\0")):
             if (REPOSITORY / name).exists():
                 tar.add(REPOSITORY / name, f"zero-study/{name}")
-    suite.write_text(yaml.safe_dump(SUITE))
     call(sys.executable, "-m", "venv", bare)
     python = bare / "bin" / "python"
     pip = (python, "-m", "pip", "install", "--quiet", "-c", REPOSITORY / "constraints.txt")

@@ -47,16 +47,12 @@ def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path:
     reseal(run)
     assert_same_records(read_records(tmp_path / "runs"), today)
     write_parquet(today, tmp_path)
-    table = pq.read_table(tmp_path / frames.RUNS_FILE).to_pandas()
-    write_older(table.rename(columns={new: old for old, new in NEW_NAMES.items()}), tmp_path)
-    assert_same_records(read_parquet(tmp_path), today)
-
-
-def write_older(runs: pd.DataFrame, folder: Path) -> None:
-    """Write a table of runs with its digest, as an older version with other columns did."""
+    file = tmp_path / frames.RUNS_FILE
+    runs = pd.read_parquet(file).rename(columns={new: old for old, new in NEW_NAMES.items()})
     table = pa.Table.from_pandas(runs, preserve_index=False)
-    digest = {frames._DIGEST: frames._digest(runs, folder / frames.STEPS_FILE)}
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), folder / frames.RUNS_FILE)
+    digest = {frames._DIGEST: frames._digest(runs, tmp_path / frames.STEPS_FILE)}
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), file)
+    assert_same_records(read_parquet(tmp_path), today)
 
 
 def test_every_figure_of_a_record_is_in_its_row(runs: Path) -> None:
@@ -148,27 +144,18 @@ def test_parquet_that_is_damaged_or_was_changed_after_the_report_was_made_is_ref
     write_parquet(records, folder)
     assert_same_records(read_parquet(folder), records)
     file, steps = folder / frames.RUNS_FILE, folder / frames.STEPS_FILE
-    frame, contents = pd.read_parquet(file), {name: name.read_bytes() for name in (file, steps)}
-
-    def changed(name: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-        table = pq.read_table(name)
-        pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), name)
-
-    damages: tuple[Callable[[], object], ...] = (
-        lambda: file.write_bytes(contents[file][:-100]),
-        lambda: file.write_bytes(contents[steps]),
-        lambda: write_older(frame.drop(columns="arm"), folder),
-        lambda: write_older(frame.astype({"seed": "str"}), folder),
-        # Another program wrote it.
-        lambda: frame.assign(step_time_s_median=-1.0).to_parquet(file),
-        lambda: changed(file, lambda table: pa.concat_tables([table, table.slice(1, 1)])),
-        lambda: changed(file, lambda table: table.drop_columns(["torch_compile"])),
-        lambda: changed(steps, lambda table: table.slice(1)),
-        file.unlink,
+    table, contents = pq.read_table(file), {name: name.read_bytes() for name in (file, steps)}
+    repeated = pa.concat_tables([table, table.slice(1, 1)]).replace_schema_metadata(table.schema.metadata)
+    damages: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("is not readable", lambda: file.write_bytes(contents[file][:-100])),
+        ("has no digest", lambda: pd.read_parquet(file).to_parquet(file)),
+        ("was changed", lambda: pq.write_table(repeated, file)),
+        ("was changed", lambda: pq.write_table(pq.read_table(steps).slice(1), steps)),
+        ("is not readable", file.unlink),
     )
-    for damage in damages:
+    for words, damage in damages:
         damage()
-        with pytest.raises(UserError, match=r"runs\.parquet") as refusal:
+        with pytest.raises(UserError, match=rf"runs\.parquet .*{words}") as refusal:
             read_records(folder)
         assert refusal.value.fix.startswith("remove it, and rebuild it from its runs: study report ")
         for name, content in contents.items():

@@ -10,12 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page
 
-from report_folders import laptop
+from report_folders import laptop, links_with_targets
 from study.config.places import REPOSITORY
 from study.records.frames import Records, write_parquet
 from study.report.questions import answers
@@ -55,15 +54,13 @@ def harmful(records: Records) -> Records:
 OPEN = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 # Each visible text whose contrast with its background is below WCAG AA, and each control without a name.
 CONTRAST = (DATA / "contrast.js").read_text()
-
-
-class Report(NamedTuple):
-    folder: Path
-    printed: str
+OVERFLOW = (DATA / "overflow.js").read_text()
+# Of each table that scrolls: the width of the screen, its shadows, and whether a cell covers them.
+SCROLLING = (DATA / "scrolling.js").read_text()
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build with a user's command, without torch, run directories, or a suite of that name."""
     work = tmp_path_factory.mktemp("work")
     (work / "site").mkdir()
@@ -73,8 +70,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         [sys.executable, "-m", "study.cli", "report", "harmful"], cwd=work, text=True, capture_output=True, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(work / "site"), str(REPOSITORY)])}, timeout=300,
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return Report(work / "reports" / "harmful", result.stdout)
+    assert (result.returncode, result.stdout) == (0, "reports/harmful/index.html\n"), result.stderr
+    return work / "reports" / "harmful"
 
 
 class Visit(NamedTuple):
@@ -84,9 +81,9 @@ class Visit(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=WIDTHS, ids=lambda width: f"{width}px")
-def visits(request: pytest.FixtureRequest, report: Report, browser: Browser) -> dict[str, Visit]:
+def visits(request: pytest.FixtureRequest, report: Path, browser: Browser) -> dict[str, Visit]:
     """Open every page at one width, with its console errors and requests."""
-    return {name: visit(browser, report.folder / f"{name}.html", request.param) for name in PAGES}
+    return {name: visit(browser, report / f"{name}.html", request.param) for name in PAGES}
 
 
 def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
@@ -100,24 +97,18 @@ def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
 
 
 def test_a_report_rebuilds_from_parquet_without_torch(report):
-    assert report.printed == "reports/harmful/index.html\n"
-    names = {file.name for file in report.folder.iterdir()}
+    names = {file.name for file in report.iterdir()}
     pages = {f"{name}.{kind}" for name in NAMES for kind in ("html", "ipynb")}
     assert names == {"files.json", "index.html", "summary.md", "runs.parquet", "steps.parquet", "figures", *pages}
     # Every kind of figure in the full report.
     expected = {file.stem for file in (REPOSITORY / "reports/laptop/figures").glob("*_1.png")}
     for kind in ("png", "svg"):
-        assert {file.stem for file in report.folder.glob(f"figures/*.{kind}")} == expected
+        assert {file.stem for file in report.glob(f"figures/*.{kind}")} == expected
     # Nothing names a place of this machine.
-    places = [str(REPOSITORY), str(report.folder.parents[1]), sys.prefix, str(Path.home()) + "/"]
-    for file in (file for file in report.folder.rglob("*") if file.suffix in {".html", ".ipynb", ".md", ".svg"}):
+    places = [str(REPOSITORY), str(report.parents[1]), sys.prefix, str(Path.home()) + "/"]
+    for file in (file for file in report.rglob("*") if file.suffix in {".html", ".ipynb", ".md", ".svg"}):
         text = file.read_text(encoding="utf-8")
         assert not [place for place in places if place in text], file.name
-
-
-OVERFLOW = (DATA / "overflow.js").read_text()
-# Of each table that scrolls: the width of the screen, its shadows, and whether a cell covers them.
-SCROLLING = (DATA / "scrolling.js").read_text()
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -132,14 +123,7 @@ def test_a_page_loads_whole_fits_the_screen_and_links_to_what_there_is(visits, r
     assert pictures or name == "index"
     # A figure has 200 pixels per inch: a point of its text is a pixel of the page or more.
     assert all(width > 800 and len(words) > 40 and client > 72 * width / 200 for width, words, client in pictures)
-    links = page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
-    assert len(links) > len(PAGES)
-    for link in links:
-        parts = urlsplit(link)
-        assert not parts.scheme
-        assert (report.folder / unquote(parts.path or f"{name}.html")).exists(), link
-        if parts.fragment:
-            assert page.evaluate("id => document.getElementById(id) !== null", unquote(parts.fragment)), link
+    assert len(links_with_targets(page, report / f"{name}.html")) > len(PAGES)
     page.evaluate(OPEN)
     # A phone shows every number of a table, and a wide table shows that it scrolls.
     assert all(table == [1400, 4, True] for table in page.evaluate(SCROLLING))
@@ -180,7 +164,7 @@ LIGHTNESS = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slic
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_has_the_contrast_of_wcag_aa_and_every_control_a_name(report, browser, scheme):
     for name in PAGES:
-        page = visit(browser, report.folder / f"{name}.html", 1400, color_scheme=scheme).page
+        page = visit(browser, report / f"{name}.html", 1400, color_scheme=scheme).page
         page.evaluate(OPEN)
         assert page.evaluate(CONTRAST) == [], name
         assert page.locator("h1").count() == page.locator("main").count() == 1
@@ -188,7 +172,7 @@ def test_every_text_has_the_contrast_of_wcag_aa_and_every_control_a_name(report,
 
 
 def test_the_summary_is_markdown_that_no_record_can_break(report):
-    text = (report.folder / "summary.md").read_text(encoding="utf-8")
+    text = (report / "summary.md").read_text(encoding="utf-8")
     assert "<script>" not in text
     assert "run-59/summary.json" in text
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]

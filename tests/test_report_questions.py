@@ -11,11 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from scipy import stats
 
-from report_folders import figures
+from report_folders import figures, row
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.frames import Records, read_parquet, read_records
@@ -42,11 +41,6 @@ def write(root: Path, factors: dict[str, float], seeds: tuple[int, ...] = (1,), 
     """Write one run for each strategy and seed, with the strategy's time factor."""
     for seed, (strategy, factor) in itertools.product(seeds, factors.items()):
         write_run(root, strategy, seed=seed, time_factor=factor, **more)
-
-
-def row(table: pd.DataFrame, name: str) -> pd.Series:
-    (match,) = [item for _, item in table.iterrows() if item["Strategy"] == name]
-    return match
 
 
 def notes(answer: Answer) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -36,16 +34,9 @@ def test_an_interval_is_that_of_t_on_logs_around_the_geometric_mean() -> None:
     assert result.text(1) == f"2.5 [{result.low:.1f}, {result.high:.1f}] (n = 5: 1.0, 2.0, 2.5, 7.0, 3.0)"
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ([], "-"), ([2.0], "2.00 (n = 1)"), ([2.0, 8.0], "4.00 (n = 2: 2.00, 8.00)"), ([2.0, math.nan], "2.00 (n = 1)"),
-        ([2.0, 2.0, 2.0], "2.00 [2.00, 2.00] (n = 3: 2.00, 2.00, 2.00)"), ([2.0] * 6, "2.00 [2.00, 2.00] (n = 6)"),
-        ([2.0, -1.0], "-"),
-    ],
-)  # fmt: skip
-def test_every_point_of_few_is_shown_and_too_few_get_no_interval(values: list[float], text: str) -> None:
-    assert statistics.interval(values).text() == text
+def test_every_point_of_few_is_shown_and_too_few_get_no_interval() -> None:
+    texts = [statistics.interval(values).text() for values in ([], [2.0, math.nan], [2.0, 8.0], [2.0] * 6, [2.0, -1.0])]
+    assert texts == ["-", "2.00 (n = 1)", "4.00 (n = 2: 2.00, 8.00)", "2.00 [2.00, 2.00] (n = 6)", "-"]
 
 
 def test_ratios_are_paired_by_seed() -> None:
@@ -70,10 +61,7 @@ def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
     pairs = statistics.paired(runs, LOSS, "zero3", "ddp", form=np.asarray)
     assert pairs["value"].tolist() == pytest.approx([1.00115, 1.00025])
     averaged = statistics.equivalence_test(pairs["value"].tolist(), pairs["baseline"].tolist(), margin=0.002)
-    by_run = statistics.equivalence_test([row[3] for row in arm], [1.0] * 4, margin=0.002)
-    assert (averaged.n, by_run.n) == (2, 4)
-    assert by_run.verdict == "equivalent"
-    assert averaged.verdict == "not shown"
+    assert (averaged.n, averaged.verdict) == (2, "not shown")
     assert statistics.paired_ratio(statistics.pivot_by_seed(runs, TIME), "zero3", "ddp").n == 2
 
 
@@ -82,26 +70,22 @@ def test_repeats_of_the_only_seed_are_samples_of_a_time_and_not_of_a_loss() -> N
     assert (len(statistics.pivot_by_seed(runs, TIME)), len(statistics.pivot_by_seed(runs, LOSS))) == (3, 1)
 
 
-def drawn(rng: np.random.Generator, seeds: int, sd: Any = 0.02, effect: Any = 0.0, arms: int = 13) -> pd.DataFrame:
+def drawn(rng: np.random.Generator, seeds: int, sd: Any = 0.02, effect: Any = 0.0) -> pd.DataFrame:
     """Return logs of a study in randomized blocks: each strategy once per seed, with a seed effect common to all."""
     blocks = rng.normal(scale=0.03, size=(seeds, 1))
-    return pd.DataFrame(rng.normal(effect, sd, size=(seeds, arms)) + blocks, columns=ARMS[:arms])
+    return pd.DataFrame(rng.normal(effect, sd, size=(seeds, len(ARMS))) + blocks, columns=ARMS)
 
 
 def as_runs(logs: pd.DataFrame) -> pd.DataFrame:
     return frame([(str(arm), seed, 1, math.exp(log)) for arm in logs for seed, log in enumerate(logs[arm])])
 
 
-@pytest.mark.parametrize("seeds", [3, 8, 100])
-def test_noise_is_that_of_one_run_and_more_data_makes_it_more_certain_and_not_larger(seeds: int) -> None:
-    spread = statistics.estimate_noise(as_runs(drawn(np.random.default_rng(7), seeds)), TIME)
+def test_noise_is_that_of_one_run_and_needs_something_that_ran_again() -> None:
+    spread = statistics.estimate_noise(as_runs(drawn(np.random.default_rng(7), 8)), TIME)
     assert spread is not None
-    assert spread.df == 12 * (seeds - 1)
+    assert spread.df == 12 * (8 - 1)
     low, high = np.sqrt(stats.chi2.ppf([0.0005, 0.9995], spread.df) / spread.df)
     assert low < spread.log_sd / 0.02 < high
-
-
-def test_noise_needs_something_that_ran_again() -> None:
     one_each = frame([("ddp", 1, 1, 1.0), ("zero3", 1, 1, 2.0)])
     assert statistics.estimate_noise(one_each, TIME) is statistics.repeat_noise(one_each, TIME) is None
     with_repeat = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, math.e), ("zero3", 1, 1, 2.0)])
@@ -124,12 +108,11 @@ FAMILIES = 800
 MAX_FALSE = stats.binom.ppf(1 - 1e-4, FAMILIES, 0.05)
 
 
-@pytest.mark.parametrize("seeds", [3, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("scatter", NOISES)
-def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(seeds: int, scatter: str) -> None:
+def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(scatter: str) -> None:
     """A pooled noise has false findings in 11 % of families with a noisy arm, and in 23 % with a noisy baseline."""
-    rng = np.random.default_rng(seeds)
-    families = (drawn(rng, seeds, NOISES[scatter]) for _ in range(FAMILIES))
+    rng = np.random.default_rng(3)
+    families = (drawn(rng, 3, NOISES[scatter]) for _ in range(FAMILIES))
     false = sum(min(statistics.corrected_tests(logs, AGAINST_THE_FIRST).values())[0] < 0.05 for logs in families)
     assert false <= MAX_FALSE
     assert MAX_FALSE < 0.085 * FAMILIES
@@ -200,13 +183,3 @@ def test_one_run_each_is_no_test() -> None:
 def test_the_smaller_a_share_the_more_decimals_it_has() -> None:
     texts = [percent(fraction, signed=True) for fraction in (0.5, 0.025, -0.001, 1e-8, -1e-8, 0)]
     assert texts == ["+50 %", "+2.5 %", "-0.10 %", "+0.000001 %", "-0.000001 %", "+0.00 %"]
-
-
-def test_all_pairs_of_a_workload_are_one_family_in_both_orders() -> None:
-    runs = as_runs(drawn(np.random.default_rng(3), 4, effect=np.array([0, 0.3, 0, 0]), arms=4))
-    pairs, ratios = list(itertools.combinations(ARMS[:4], 2)), statistics.all_differences(runs, TIME)
-    assert {pair: ratios[pair] for pair in pairs} == statistics.differences(runs, TIME, pairs)
-    for first, second in pairs:
-        inverse = [1 / end for end in dataclasses.astuple(ratios[first, second].ratio)[:3]]
-        ratio = ratios[second, first].ratio
-        assert [ratio.center, ratio.high, ratio.low] == pytest.approx(inverse)

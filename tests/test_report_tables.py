@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from report_folders import drawn
+from report_folders import drawn, row
 from study.records.frames import Records, read_records
 from study.report.questions import TABLES
 from study.report.questions.scaling import NODES
@@ -29,11 +28,6 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     write_run(root, "fsdp2", state="oom", reason="CUDA out of memory (1)")
     write_run(root, "fsdp2", seed=43, state="failed", reason="<script>alert(1)</script>")
     return read_records(root)
-
-
-def row(table: pd.DataFrame, arm: str) -> pd.Series:
-    (match,) = [line for _, line in table.iterrows() if line["Strategy"] == arm]
-    return match
 
 
 def test_failed_runs_are_rows_with_their_reasons(records: Records) -> None:

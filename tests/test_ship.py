@@ -16,17 +16,12 @@ GOOD = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
 HOOKED = ROOT / "tests" / "data" / "hook"
 
 
-def entry() -> list[str]:
-    """Return the words of the hook's entry after `study`."""
+def check(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """Run the hook's entry with these arguments; return the status and the lines."""
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     command, *words = hook["entry"].split()
     assert command == "study"
-    return list(words)
-
-
-def check(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
-    status = main([*entry(), *arguments])
-    return status, capsys.readouterr().out.splitlines()
+    return main([*words, *arguments]), capsys.readouterr().out.splitlines()
 
 
 def test_the_hook_annotates_wrong_lines_and_skips_other_files(monkeypatch, capsys):
@@ -55,13 +50,15 @@ def test_the_hook_annotates_wrong_lines_and_skips_other_files(monkeypatch, capsy
 PARTIAL = yaml.safe_load((ROOT / "tests" / "data" / "partial_configs.yaml").read_text())
 
 
-@pytest.mark.parametrize("case", PARTIAL)
-def test_without_a_model_and_a_number_of_ranks_only_what_holds_for_any_is_found(case, tmp_path, capsys):
+@pytest.mark.parametrize(("settings", "arguments", "kinds"), PARTIAL)
+def test_without_a_model_and_a_number_of_ranks_only_what_holds_for_any_is_found(
+    settings, arguments, kinds, tmp_path, capsys
+):
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps(GOOD | case["settings"]))
-    _, lines = check(str(file), *case["arguments"], "--json", capsys=capsys)
+    file.write_text(json.dumps(GOOD | settings))
+    _, lines = check(str(file), *arguments, "--json", capsys=capsys)
     findings = json.loads("\n".join(lines))["findings"]
-    assert [finding["id"].partition("/")[0] for finding in findings] == case["kinds"]
+    assert [finding["id"].partition("/")[0] for finding in findings] == kinds
 
 
 def test_actions_are_pinned_to_commits_with_their_release() -> None:
