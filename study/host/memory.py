@@ -79,18 +79,10 @@ def _number(file: Path) -> int:
 class HostMemory:
     """Host memory that this process may use: the minimum over the machine and its cgroups."""
 
-    total_bytes: float
-    available_bytes: float
-    # The lowest limit of a container or a job; None without one.
-    cgroup_limit_bytes: float | None = None
-
-    @property
-    def total_gib(self) -> float:
-        return self.total_bytes / GIB
-
-    @property
-    def available_gib(self) -> float:
-        return self.available_bytes / GIB
+    total_gib: float
+    available_gib: float
+    # Whether a container or a job has a lower limit than the machine.
+    is_limited: bool = False
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
@@ -98,7 +90,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     if (text := os.environ.get(HOST_MEMORY_VARIABLE)) is not None:
         with contextlib.suppress(ValueError):
             if 0 < (size_gib := float(text)) < math.inf:
-                return HostMemory(size_gib * GIB, size_gib * GIB)
+                return HostMemory(size_gib, size_gib)
         raise UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
     machine = psutil.virtual_memory()
     limits = []
@@ -113,9 +105,9 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
                 used = _number(folder / usage) - _counter(folder / "memory.stat", cache)
                 limits.append((total, max(0, total - used)))
     if not limits:
-        return HostMemory(machine.total, machine.available)
+        return HostMemory(machine.total / GIB, machine.available / GIB)
     total, available = map(min, zip(*limits, strict=True))
-    return HostMemory(total, min(machine.available, available), total)
+    return HostMemory(total / GIB, min(machine.available, available) / GIB, is_limited=True)
 
 
 @dataclasses.dataclass(frozen=True)
