@@ -117,9 +117,9 @@ class Stack:
         """Return pip's message if it could not install a layer; raise UserError if a layer is not prepared."""
         states = {layer: layer_state(cache_directory(), layer) for layer in self.layers}
         for layer, state in states.items():
-            if state.problem:
-                return f"{layer} is not installable: {state.problem}"
-        if missing := [layer for layer, state in states.items() if state.sha256 is None]:
+            if problem := state.get("problem"):
+                return f"{layer} is not installable: {problem}"
+        if missing := [layer for layer, state in states.items() if "sha256" not in state]:
             raise UserError(f"the stack {self.name} lacks {', '.join(missing)}", "run: study prepare releases")
         return None
 
@@ -137,21 +137,12 @@ class Stack:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerState:
-    """State of a layer: the digest of its archive, or the reason why its installation failed."""
-
-    sha256: str | None = None
-    problem: str | None = None
-
-
-def layer_state(cache: Path, layer: str) -> LayerState:
-    """Return the state of a layer; empty if it is not prepared."""
+def layer_state(cache: Path, layer: str) -> dict[str, Any]:
+    """Return the digest of a layer's archive, or why its installation failed; empty if it is not prepared."""
     try:
-        document = read_json(layer_folder(cache, layer) / LAYER_FILE)
+        return read_json(layer_folder(cache, layer) / LAYER_FILE)
     except RecordError:
-        return LayerState()
-    return LayerState(document.get("sha256"), document.get("problem"))
+        return {}
 
 
 def layer_folder(cache: Path, layer: str) -> Path:
@@ -193,7 +184,7 @@ def describe_stack() -> dict[str, Any] | None:
     if stack is None:
         return None
     cache = cache_directory()
-    return {"name": stack.name, "sha256": {layer: layer_state(cache, layer).sha256 for layer in stack.layers}}
+    return {"name": stack.name, "sha256": {layer: layer_state(cache, layer).get("sha256") for layer in stack.layers}}
 
 
 @contextlib.contextmanager
