@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,10 +45,26 @@ class ExitEvidence:
     printed: str
     log: str
     ooms: OomCounts
+    command: Sequence[str] = ()
+    attempt_before: int = 0
+    wall_s: float = 0.0
 
     @property
     def text(self) -> str:
         return f"{self.log}\n{self.printed}"
+
+    @functools.cached_property
+    def ending(self) -> Outcome:
+        return classify_outcome(self)
+
+    def write_end(self, directory: Path) -> None:
+        """Write the run's ending to the record if its processes could not, and append its output to the log.
+
+        Their lock ended with them, and another run may have begun there: the caller takes the folder first.
+        """
+        write_outcome(directory, self.attempt_before, self.ending)
+        with (directory / "log.txt").open("a", encoding="utf-8") as stream:
+            stream.write(self.printed)
 
 
 def classify_outcome(evidence: ExitEvidence) -> Outcome:

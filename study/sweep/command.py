@@ -157,7 +157,11 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
     training_s, is_short = 0.0, sys.stdout.isatty() and not options.details
     slices, limit = plan.slices, ""
     if options.time_budget is not None:
-        slices = _startable(plan.slices, options.time_budget, options.retry)
+        started = {(item.id, root) for item, root in in_order(plan.slices, options.time_budget, options.retry)}
+        slices = []
+        for part in plan.slices:
+            if items := [item for item in part.cells if (item.id, part.root) in started]:
+                slices.append(dataclasses.replace(part, cells=items))
         counts = [sum(len(part.cells) for part in group) for group in (slices, plan.slices)]
         limit = f"within {format_duration(options.time_budget)} {counts[0]} of {counts[1]} would start: "
         if not any(seconds for part in slices for _, seconds in pending_items(part.cells, part.root, options.retry)):
@@ -192,13 +196,6 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
         total += f"; predicted training steps: {format_duration(training_s)}, plus start-up and evaluation of each cell"
     print_page([f"# {total}"], sys.stderr)
     return 0
-
-
-def _startable(parts: Sequence[Slice], time_budget_s: float, retry: bool) -> list[Slice]:
-    """Return the slices with the cells that `study run` would start within this time."""
-    started = {(item.id, root) for item, root in in_order(parts, time_budget_s, retry)}
-    cells = [[item for item in part.cells if (item.id, part.root) in started] for part in parts]
-    return [dataclasses.replace(part, cells=items) for part, items in zip(parts, cells, strict=True) if items]
 
 
 def _next_runs(part: Slice, retry: bool) -> Iterator[tuple[Cell | None, str]]:

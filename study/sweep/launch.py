@@ -8,8 +8,6 @@ killed, the next sweep finds these processes and ends them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import os
 import re
 import shutil
@@ -30,10 +28,9 @@ from study.host.slurm import is_array_task
 from study.host.stacks import stacks
 from study.records.directory import read_attempt, read_json, read_status
 from study.records.lock import FileLock
-from study.records.outcome import Outcome
 from study.sweep import supervise
 from study.sweep.cell import Cell, launch_command
-from study.sweep.cell_outcome import ExitEvidence, StoppedBy, classify_outcome, write_outcome
+from study.sweep.cell_outcome import ExitEvidence, StoppedBy
 from study.sweep.fork_server import ForkServer
 
 LOCK_NAME = "sweep.lock"
@@ -86,35 +83,13 @@ def kill_stale_processes(directory: Path) -> int:
         time.sleep(0.05)
 
 
-@dataclasses.dataclass(frozen=True)
-class FinishedCell(ExitEvidence):
-    """A cell whose processes have all ended. `write_end` then writes its ending to the record."""
-
-    command: list[str]
-    attempt_before: int
-    wall_s: float
-
-    @functools.cached_property
-    def ending(self) -> Outcome:
-        return classify_outcome(self)
-
-    def write_end(self, directory: Path) -> None:
-        """Write the run's ending to the record if its processes could not, and append its output to the log.
-
-        Their lock ended with them, and another run may have begun there: the caller takes the folder first.
-        """
-        write_outcome(directory, self.attempt_before, self.ending)
-        with (directory / "log.txt").open("a", encoding="utf-8") as stream:
-            stream.write(self.printed)
-
-
 def run_cell(
     cell: Cell,
     root: Path,
     watch: Callable[[], None] = lambda: None,
     forks: ForkServer | None = None,
     print_line: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> FinishedCell:
+) -> ExitEvidence:
     """Run the cell; return its evidence when no process of it is left, also after Ctrl-C.
 
     `watch` is called during the run, and `print_line` with lines about compilation before its start. The next attempt
@@ -161,7 +136,7 @@ def run_cell(
         if launcher_status < 0:
             # The supervisor itself was killed, and ended no process.
             kill_stale_processes(root)
-        return FinishedCell(
+        return ExitEvidence(
             launcher_status=launcher_status,
             stopped_by=stopped_by,
             time_limit_s=cell.time_limit_s,

@@ -41,11 +41,11 @@ _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
 _WHOLE: _Check = (lambda value: type(value) is int, "a whole number")
 _COUNT: _Check = (lambda value: type(value) is int and value >= 1, "a whole number from 1 up")
+_GPUS: _Check = (lambda value: type(value) is int and value >= 0, "a whole number from 0 up")
 _DURATION: _Check = (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number of seconds")
 _GIB: _Check = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number of GiB")
 _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
-_GPUS: _Check = (lambda value: type(value) is int and value >= 0, "a whole number from 0 up")
 _CHECKS: dict[str, _Check] = {
     "name": (
         lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
@@ -80,14 +80,6 @@ class Requirements:
 
 
 @dataclasses.dataclass(frozen=True)
-class Override:
-    """A rule of a grid: cells whose settings match `where` get the settings of `fixed`."""
-
-    where: Mapping[str, list[Any]]
-    fixed: Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
 class Ladder:
     """The candidates of a search: micro-batches or models in ascending size."""
 
@@ -103,7 +95,8 @@ class Grid:
     fixed: Mapping[str, Any]
     axes: Mapping[str, list[Any]]
     repeats: int
-    overrides: tuple[Override, ...]
+    # Cells whose settings match the first mapping get those of the second.
+    overrides: tuple[tuple[Mapping[str, list[Any]], Mapping[str, Any]], ...]
     exclude: tuple[Mapping[str, list[Any]], ...]
     ladder: Ladder | None = None
 
@@ -235,7 +228,7 @@ def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
         fixed={key: value for key, value in {**shared, **fixed}.items() if key not in axes},
         axes=axes,
         repeats=grid.value("repeats", 1),
-        overrides=tuple(Override(rule.section("where").choices(), rule.settings("fixed")) for rule in rules),
+        overrides=tuple((rule.section("where").choices(), rule.settings("fixed")) for rule in rules),
         exclude=tuple(rule.choices() for rule in grid.sections("exclude")),
         ladder=ladder,
     )
@@ -275,24 +268,21 @@ _DROPPED = {
     "device_memory_cap_gib", "expected_s", "expect", "weights", "data", "dataset_config_name", "tokenizer_name",
     "num_train_epochs",
 }  # fmt: skip
-_RUNGS = 3
+_RUNGS = range(1, 4)
 
 
 def shrink_suite(suite: Suite) -> Suite:
     """Return the rehearsal of a suite: the same grids once each, whose runs the plan shrinks."""
-    grids = tuple(
-        dataclasses.replace(grid, repeats=1, ladder=grid.ladder and _small_ladder(grid.ladder)) for grid in suite.grids
-    )
+    grids = []
+    for grid in suite.grids:
+        ladder = grid.ladder
+        if ladder is not None:
+            tiny = _small("model_name_or_path", str(ladder.rungs[0]))
+            models = tuple(f"{tiny}-{layers}layers" for layers in _RUNGS)
+            ladder = Ladder(ladder.axis, models if ladder.axis == "largest_model" else _RUNGS)
+        grids.append(dataclasses.replace(grid, repeats=1, ladder=ladder))
     name = f"{suite.name}-rehearsal"
-    return dataclasses.replace(suite, name=name, requires=Requirements(), grids=grids, is_rehearsal=True)
-
-
-def _small_ladder(ladder: Ladder) -> Ladder:
-    sizes = range(1, _RUNGS + 1)
-    if ladder.axis == "largest_micro_batch":
-        return Ladder(ladder.axis, sizes)
-    tiny = _small("model_name_or_path", ladder.rungs[0])
-    return Ladder(ladder.axis, tuple(f"{tiny}-{layers}layers" for layers in sizes))
+    return dataclasses.replace(suite, name=name, requires=Requirements(), grids=tuple(grids), is_rehearsal=True)
 
 
 def shrink_run(values: Mapping[str, Any], grid: Grid) -> dict[str, Any]:
