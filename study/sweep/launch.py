@@ -159,8 +159,8 @@ def launch_directly(command: list[str]) -> list[str]:
 
 def with_supervisor(command: list[str]) -> list[str]:
     """Return the command with a supervisor before the launcher, and before each node's launcher of a step."""
-    # A file instead of `-m`, and without site-packages, which it does not need: it starts faster.
-    supervisor = [sys.executable, "-ES", str(Path(supervise.__file__))]
+    # A file instead of `-m`, because it starts faster.
+    supervisor = [sys.executable, str(Path(supervise.__file__))]
     if command[0] != "srun":
         return [*supervisor, *command]
     place = next(place for place, word in enumerate(command) if place and not word.startswith("--"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -144,14 +144,12 @@ def slice_progress(plan: Plan) -> tuple[SliceProgress, ...]:
             cell.id: representative_cell(cell) for part in plan.slices if part.root == root for cell in part.cells
         }
         settings = {id: {**example.config.to_dict(), "repeat": example.repeat} for id, example in examples.items()}
-        values: defaultdict[str, set[str]] = defaultdict(set)
-        for cell_settings in settings.values():
-            for key, value in cell_settings.items():
-                values[key].add(str(value))
+        first = next(iter(settings.values()))
+        varying = {key for key in first if len({str(values[key]) for values in settings.values()}) > 1}
         labels[root] = {
-            id: ", ".join([examples[id].arm, *(format_setting(key, value) for key, value in cell_settings.items()
-                                               if len(values[key]) > 1 and value)])
-            for id, cell_settings in settings.items()
+            id: ", ".join([examples[id].arm, *(format_setting(key, value) for key, value in values.items()
+                                               if key in varying and value)])
+            for id, values in settings.items()
         }  # fmt: skip
     parts = [(labels[part.root], _progress(part)) for part in plan.slices]
     return tuple(progress._replace(left=[names[id] for id in progress.left]) for names, progress in parts)
