@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from study.config.errors import UserError
-from study.config.strategies import Strategy
+from study.config import errors, strategies
 
 # Overrides the detected host memory.
 HOST_MEMORY_VARIABLE = "ZERO_STUDY_HOST_MEMORY_GIB"
@@ -91,7 +90,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         with contextlib.suppress(ValueError):
             if 0 < (size_gib := float(text)) < math.inf:
                 return HostMemory(size_gib, size_gib)
-        raise UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
+        raise errors.UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
     machine = psutil.virtual_memory()
     limits = []
     for folder in _cgroups(root, "memory"):
@@ -144,7 +143,7 @@ def can_lock(size: int) -> bool:
     return not error
 
 
-def required_pinned_bytes(strategy: Strategy) -> int:
+def required_pinned_bytes(strategy: strategies.Strategy) -> int:
     """Return the bytes that DeepSpeed pins for NVMe on each rank before training: fp32 parameter buffers, or few."""
     if strategy.swap_buffers is not None:
         return math.prod(strategy.swap_buffers) * _FP32_BYTES

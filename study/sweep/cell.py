@@ -12,10 +12,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from study.config.errors import UserError
+from study.config import errors, places, strategies
 from study.config.flags import BatchPlan, RunConfig
-from study.config.places import PACKAGE, WORKING_FOLDER, install_command
-from study.config.strategies import STRATEGY_DIRECTORY, read_strategy
 from study.host.slurm import Job, current_job, job_resources, node_address
 
 Trainer = Literal["study", "hf_trainer", "bare_loop"]
@@ -59,7 +57,7 @@ class Cell:
     @property
     def plan(self) -> BatchPlan:
         """Batch plan of the run; raises UserError if the batch does not divide over the ranks."""
-        group_size = read_strategy(self.strategy).with_group_size(self.config.group_size).group_size
+        group_size = strategies.read_strategy(self.strategy).with_group_size(self.config.group_size).group_size
         return self.config.batch_plan(self.ranks, group_size)
 
     @property
@@ -92,9 +90,9 @@ class Cell:
 def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]:
     """Return the command that launches the cell from WORKING_FOLDER."""
     processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
-    configuration = str(_shortest(STRATEGY_DIRECTORY / f"{cell.strategy}.yaml"))
+    configuration = str(_shortest(strategies.STRATEGY_DIRECTORY / f"{cell.strategy}.yaml"))
     launcher = [accelerate(), "launch", "--config_file", configuration, *processes]
-    script = [str(_shortest(PACKAGE / _SCRIPTS[cell.trainer])), *cell.flags(_shortest(output_dir)), *extra_flags]
+    script = [str(_shortest(places.PACKAGE / _SCRIPTS[cell.trainer])), *cell.flags(_shortest(output_dir)), *extra_flags]
     if (job := current_job()) is None:
         return [*launcher, *script]
     # The sweep rejects a cell that needs more nodes; its command shows all of the job's nodes.
@@ -128,7 +126,7 @@ def _free_port(job: Job) -> str:
 
 def _shortest(path: Path) -> Path:
     """Return the path relative to the folder in which every command runs, if it is below it."""
-    path, root = path.absolute(), WORKING_FOLDER.absolute()
+    path, root = path.absolute(), places.WORKING_FOLDER.absolute()
     return path.relative_to(root) if path.is_relative_to(root) else path
 
 
@@ -140,4 +138,4 @@ def accelerate() -> str:
         return "accelerate"
     if installed.exists():
         return str(_shortest(installed))
-    raise UserError("Accelerate is not installed here", f"run: {install_command('train')}")
+    raise errors.UserError("Accelerate is not installed here", f"run: {places.install_command('train')}")

@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 from study.config.errors import UserError, redact_secrets, replace_unprintable
 from study.host.memory import OomCounts
+from study.records import lock, schema
 from study.records.directory import Run, RunWriter, read_attempt, read_run, read_status, rewrite_outcome
-from study.records.lock import is_run_active
 from study.records.outcome import HOST_OOM_HINT, Outcome, outcome_from_exception, outcome_from_log
-from study.records.schema import RecordError
 from study.sweep import supervise
 
 StoppedBy = Literal["time limit", "user"]
@@ -139,7 +138,7 @@ def read_record(directory: Path) -> Run:
     try:
         written = (directory / "status.json").stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise RecordError(directory / "status.json", "is missing") from None
+        raise schema.RecordError(directory / "status.json", "is missing") from None
     return _read_version(directory, written.st_ino, written.st_mtime_ns)
 
 
@@ -152,10 +151,10 @@ def cell_state(directory: Path) -> Outcome:
     """Return the state of the record in a directory."""
     try:
         status = read_record(directory).status
-    except RecordError as error:
+    except schema.RecordError as error:
         if not (directory / "status.json").exists():
             return Outcome("to do")
         return Outcome("damaged", str(error), "it is left as it is; --retry replaces it")
-    if status["ended_at"] is None and is_run_active(directory):
+    if status["ended_at"] is None and lock.is_run_active(directory):
         return Outcome("at work", f"since {status['started_at']}")
     return Outcome(status["state"], replace_unprintable(status["reason"]), replace_unprintable(status["hint"]))

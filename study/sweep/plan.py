@@ -20,9 +20,8 @@ from study.config.flags import RunConfig, resolve_config
 from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS, read_strategy
 from study.host.machine import Machine
 from study.host.memory import HOST_MEMORY_VARIABLE
-from study.sweep import suite_file
+from study.sweep import forecast, suite_file
 from study.sweep.cell import Cell, Trainer
-from study.sweep.forecast import Forecast
 from study.sweep.search import Search, list_runs, representative_cell
 from study.sweep.suite_file import Grid, Ladder, SliceSpec, Suite
 
@@ -278,7 +277,7 @@ def _search(
         rungs=ladder.rungs,
         label=", ".join(f"{key} {values[key]}" for key in axes if key in values.keys() - id_keys),
         probe_at=probe_of,
-        guess=lambda: Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
+        guess=lambda: forecast.Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
     )
 
 

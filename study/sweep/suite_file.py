@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from study.config import strategies, yaml_sections
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
-from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
-from study.config.yaml_sections import Section, read_document
 from study.host.stacks import is_of_today, stacks
 from study.records.schema import SearchAxis
 from study.sweep.cell import Trainer
@@ -59,7 +58,7 @@ _CHECKS: dict[str, _Check] = {
         lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
         "a list of patterns, such as [seed=42]",
     ),
-    "strategy": (lambda value: value in STRATEGY_NAMES, f"{', '.join(STRATEGY_NAMES)} or all"),
+    "strategy": (lambda value: value in strategies.STRATEGY_NAMES, f"{', '.join(strategies.STRATEGY_NAMES)} or all"),
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
     "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _DURATION, "expected_s": _DURATION,
     "expect": (lambda value: value == "oom", "oom, or leave it out"),
@@ -124,7 +123,7 @@ class Suite:
     is_rehearsal: bool = False
 
 
-class _Section(Section):
+class _Section(yaml_sections.Section):
     """A mapping of a suite file that checks the value of each key."""
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -157,7 +156,7 @@ class _Section(Section):
         choices = {}
         for key, value in self.items():
             if key == "strategy" and value == "all":
-                value = list(STUDIED_STRATEGIES)
+                value = list(strategies.STUDIED_STRATEGIES)
             if key == "stack" and value in ("all", "today", "then"):
                 value = [name for name in stacks() if value == "all" or is_of_today(name) == (value == "today")]
             options = value if isinstance(value, list) and key != "engine_override" else [value]
@@ -192,7 +191,7 @@ def find_suite(name: str) -> Path:
 
 def read_suite(file: Path) -> Suite:
     """Return the suite of a file; raise UserError with file and line if it is not valid."""
-    document = read_document(file, _Section)
+    document = yaml_sections.read_document(file, _Section)
     is_series = isinstance(document, _Section) and "slices" in document
     top = _as_section(document, str(file), _SERIES_KEYS if is_series else _SUITE_KEYS)
     name, description = top.value("name"), top.value("description")

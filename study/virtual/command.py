@@ -18,9 +18,8 @@ from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_bytes
 from study.host.folders import folder_argument, resolve_path
 from study.host.machine import Machine, detect_machine
+from study.records import lock, outcome
 from study.records.directory import read_json, read_run
-from study.records.lock import lock_run_directory
-from study.records.outcome import Outcome
 from study.records.schema import STATE_KINDS, RecordError
 from study.records.virtual_summary import Summary, summarize_record, total
 from study.sweep.cell import Cell
@@ -160,7 +159,7 @@ def _depths(text: str) -> tuple[int, int, int]:
 class VirtualRunFailed(Exception):
     """A virtual rank that started and failed."""
 
-    def __init__(self, ending: Outcome):
+    def __init__(self, ending: outcome.Outcome):
         self.ending = ending
         super().__init__(f"{ending.state}: {ending.reason}")
 
@@ -252,7 +251,7 @@ def _measure(request: VirtualRequest, cell: Cell) -> Summary:
     ended = run_cell(cell, request.runs_dir)
     if ended.refusal is not None:
         raise ended.refusal
-    with lock_run_directory(directory, str(directory)):
+    with lock.lock_run_directory(directory, str(directory)):
         ended.write_end(directory)
     if ended.stopped_by == "user":
         raise KeyboardInterrupt
