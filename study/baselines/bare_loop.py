@@ -59,13 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.metrics import Meters
         from study.metrics.clock import STEPS_BETWEEN_EVALUATIONS
         from study.run.steps import StepLog, evaluate
-        from study.workloads.initial import load_initial_model, materialize_initial_weights
-        from study.workloads.tasks import load_data
+        from study.workloads.initial import load_initial_model
 
         config, launch = run.config, run.launch
-        data = load_data(config, run.cache)
-        initial = materialize_initial_weights(config, run.cache)
-        run.begin(data, initial)
+        run.begin()
 
         accelerator = engine.make_accelerator(run)
         device = accelerator.device
@@ -75,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Only peaks are read, between steps: torch and Linux track them at no cost to the loop.
         meters = Meters(device, None, run.warmup_steps)
 
-        model: Any = load_initial_model(config, initial).to(device)
+        model: Any = load_initial_model(config, run.context.initial).to(device)
         check_compute_dtype(model, config)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True

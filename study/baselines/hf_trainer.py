@@ -44,13 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.engine import setup as engine
         from study.engine.audit import audit_end, check_compute_dtype
         from study.metrics import Meters
-        from study.workloads.initial import load_initial_model, materialize_initial_weights
-        from study.workloads.tasks import load_data
+        from study.workloads.initial import load_initial_model
 
         config, launch = run.config, run.launch
-        data = load_data(config, run.cache)
-        initial = materialize_initial_weights(config, run.cache)
-        run.begin(data, initial)
+        run.begin()
 
         engine.cap_device_memory(config, launch)
         training = training_arguments(run)
@@ -69,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             profiled_steps=run.profiled_steps,
             records_profile=launch.is_main,
         )
-        model = load_initial_model(config, initial)
+        model = load_initial_model(config, run.context.initial)
         check_compute_dtype(model, config)
         # The model's forward accepts **kwargs, so the Trainer assumes that its loss is divided by the items of the
         # whole step. BERT does not do that, and its loss would grow with accumulation and ranks; this selects means.

@@ -1,8 +1,7 @@
 """One run around one training loop: its request is checked first, then a record is kept until it ends.
 
     with open_run("study") as run:           # checks request, machine and folder; an error exits with status 2
-        data = load_data(...)                # may still raise UserError, and leaves no file
-        run.begin(data, initial_weights)     # from here on there is a record
+        run.begin()                          # loads data and weights; from here on there is a record
         for step, micro_batches in run.steps():
             ...
         run.finish(accelerator, meters, log, evaluation)
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
     from study.metrics import Meters
     from study.run.steps import StepLog
-    from study.workloads.initial import InitialWeights
-    from study.workloads.tasks import TaskData
 
 
 @contextmanager
@@ -106,15 +103,25 @@ class OpenRun:
         self.strategy, self.plan, self.checkpoint = request.strategy, request.plan, request.checkpoint
         self.output_dir, self.cache = request.output_dir, request.cache
 
-    def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
-        """Check the parts of the request that depend on the data, lock the folder, and open the record."""
+    def begin(self) -> None:
+        """Load the samples, create the initial weights, lock the folder, and open the record.
+
+        Missing data and weights are wrong requests, too. All strategies share one set of weights, created before the
+        Accelerator: under an active stage-3 configuration transformers would shard them.
+        """
         from study.host.environment import describe_environment
         from study.host.folders import swap_folder
         from study.metrics.profiling import check_profiled_steps
         from study.run.checkpoint import remove_incomplete_checkpoints
         from study.run.resume import check_continues
+        from study.workloads.initial import materialize_initial_weights
+        from study.workloads.tasks import load_data
 
         config, launch, console = self.config, self.launch, self.console
+        # A virtual rank reads only its own samples.
+        samples = self.plan.global_batch_size // self.plan.groups if launch.virtual else None
+        data = load_data(config, self.cache, samples)
+        initial = None if launch.virtual else materialize_initial_weights(config, self.cache)
         self.context = RunContext(**vars(self._request), data=data, initial=initial)
         if self.checkpoint and launch.is_main:
             check_continues(self.context)
