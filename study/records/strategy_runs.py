@@ -156,11 +156,11 @@ def state_bytes(ended: pd.DataFrame, places: Sequence[str] = STATE_PLACES) -> fl
     return float(ended[columns].sum(axis=1, min_count=1).median()) if len(ended) else NAN
 
 
-def ratio_text(ratio: Interval | None, digits: int = 2) -> str:
+def ratio_text(ratio: Interval | None) -> str:
     """Format a ratio to the baseline as a table cell."""
     if ratio is None:
         return "no baseline"
-    return ratio.text(digits) if ratio.n else "no pair"
+    return ratio.text() if ratio.n else "no pair"
 
 
 def to_table(rows: Iterable[Row]) -> pd.DataFrame:
