@@ -200,9 +200,6 @@ def without_gc() -> Iterator[None]:
 
 def import_libraries(strategy: strategies.Strategy) -> None:
     """Import a run's libraries at once: most of its start-up time, on every rank."""
-    if sys.flags.optimize > 1:
-        problem = "Python runs without docstrings, and transformers reads them when it is imported"
-        raise errors.UserError(problem, "unset PYTHONOPTIMIZE, and leave out -OO")
     # transformers and evaluate import parts of scipy, which no run here uses. Therefore it is hidden from them, unless
     # scikit-learn is installed, which needs scipy, and which some versions of transformers import.
     if importlib.util.find_spec("sklearn") is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import shlex
 import shutil
 import socket
@@ -22,8 +21,6 @@ _SCRIPTS: dict[Trainer, str] = {
     "hf_trainer": "baselines/hf_trainer.py",
     "bare_loop": "baselines/bare_loop.py",
 }
-# Below the ephemeral ports of the kernel. Jobs that share a node start at different ports.
-_FIRST_PORT, _PORTS = 15000, 10000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,24 +101,12 @@ def srun_command(job: Job, nodes: int, launcher: list[str], script: list[str]) -
     if nodes == 1:
         return [*job.srun_command(1), *launcher, *script]
     rendezvous = ["--num_machines", str(nodes), "--main_process_ip", node_address(job.nodes[0])]
+    # Jobs may share this node, which is the main process's in a batch script.
+    with socket.create_server(("", 0)) as free:
+        rendezvous += ["--main_process_port", str(free.getsockname()[1])]
     # The rank of a node is set only in the environment of the step, so a shell on the node reads it.
-    line = f"exec {shlex.join([*launcher, *rendezvous, '--main_process_port', _free_port(job)])}"
+    line = f"exec {shlex.join([*launcher, *rendezvous])}"
     return [*job.srun_command(nodes), "bash", "-c", f'{line} --machine_rank "$SLURM_NODEID" {shlex.join(script)}']
-
-
-def _free_port(job: Job) -> str:
-    """Return a free port of this node, which is the main process's node in a batch script."""
-    first = int(re.sub(r"\D", "", job.id) or 0) * 7
-    for offset in range(_PORTS):
-        port = _FIRST_PORT + (first + offset) % _PORTS
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
-            return str(port)
-    return str(_FIRST_PORT)
 
 
 def _shortest(path: Path) -> Path:
