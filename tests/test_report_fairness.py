@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from study.config import places, strategies
 from study.config.places import REPOSITORY
 from study.host import environment
 from study.records.fairness import baseline_arm
@@ -72,9 +73,9 @@ OTHER_CODE = yaml.safe_load((REPOSITORY / "tests" / "data" / "other_code.yaml").
 
 
 def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(tmp_path, monkeypatch):
-    folders = {"PACKAGE": "study", "STRATEGY_DIRECTORY": "accelerate_configs", "REPOSITORY": "", "IMPORT_ROOT": ""}
-    for name, folder in folders.items():
-        monkeypatch.setattr(environment, name, tmp_path / folder)
+    for name, folder in {"PACKAGE": "study", "REPOSITORY": "", "IMPORT_ROOT": ""}.items():
+        monkeypatch.setattr(places, name, tmp_path / folder)
+    monkeypatch.setattr(strategies, "STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
     digests = []
     for place in ("nothing", "study/train.py", "study/engine/setup.py", "accelerate_configs/deepspeed/zero3.json",
                   "study/advisor/explain.py"):  # fmt: skip
