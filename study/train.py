@@ -34,17 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.run.checkpoint import save_checkpoint
         from study.run.resume import load_checkpoint
         from study.run.steps import StepLog, evaluate
-        from study.workloads.initial import load_initial_model, materialize_initial_weights
-        from study.workloads.tasks import load_data
+        from study.workloads.initial import load_initial_model
 
         config, launch = run.config, run.launch
-
-        # Missing data and initial weights are wrong requests too. All strategies share one set of weights, created
-        # before the Accelerator: under an active stage-3 configuration transformers would shard them. A virtual rank
-        # reads only its own samples.
-        data = load_data(config, run.cache, run.plan.global_batch_size // run.plan.groups if launch.virtual else None)
-        initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
-        run.begin(data, initial)
+        run.begin()
 
         accelerator = engine.make_accelerator(run)
         accelerator.wait_for_everyone()
@@ -59,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ranks_per_machine=launch.ranks_per_machine,
         )
 
-        model = load_initial_model(config, initial, launch.strategy)
+        model = load_initial_model(config, run.context.initial, launch.strategy)
         model, optimizer = engine.prepare(accelerator, model, make_optimizer(model, config), config)
         warmup_steps = round(config.warmup_ratio * run.total_steps)
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)

@@ -66,7 +66,7 @@ def test_one_step_starts_a_supervised_launcher_on_each_node(monkeypatch) -> None
     match = re.fullmatch(start, line)
     assert match, line
     started = with_supervisor(command)
-    assert (started[: len(srun)], started[len(srun) + 3 :]) == (srun, ["--on-a-node", shell, "-c", line])
+    assert (started[: len(srun)], started[len(srun) + 2 :]) == (srun, ["--on-a-node", shell, "-c", line])
     with socket.create_server(("", int(match[1]))):
         # A port that is in use is not chosen.
         assert f"--main_process_port {match[1]} " not in srun_command(JOB, 2, ["accelerate", "launch"], [])[-1]

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from study.config import places, strategies
 from study.config.places import REPOSITORY
 from study.host import environment
 from study.records.fairness import baseline_arm
@@ -69,9 +70,9 @@ OTHER_CODE = yaml.safe_load((REPOSITORY / "tests" / "data" / "other_code.yaml").
 
 
 def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(tmp_path, monkeypatch):
-    folders = {"PACKAGE": "study", "STRATEGY_DIRECTORY": "accelerate_configs", "REPOSITORY": "", "IMPORT_ROOT": ""}
-    for name, folder in folders.items():
-        monkeypatch.setattr(environment, name, tmp_path / folder)
+    for name, folder in {"PACKAGE": "study", "REPOSITORY": "", "IMPORT_ROOT": ""}.items():
+        monkeypatch.setattr(places, name, tmp_path / folder)
+    monkeypatch.setattr(strategies, "STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
     digests = []
     for place in ("nothing", "study/train.py", "study/engine/setup.py", "accelerate_configs/deepspeed/zero3.json",
                   "study/advisor/explain.py"):  # fmt: skip
@@ -121,14 +122,3 @@ def test_a_baseline_that_failed_is_none(tmp_path: Path) -> None:
     table = TABLES["summary"](records)
     bert_labels = table[table["Workload"].str.startswith("bert")]["Comparable"].tolist()
     assert bert_labels == ["no baseline: no run of this workload ended ok"]
-
-
-def test_an_older_fp16_is_another_precision(tmp_path: Path) -> None:
-    """It was autocast, DeepSpeed's fp16, or fp16 weights with fsdp2, without a record of skipped steps."""
-    now = {"precision": "fp16", "loss_scaler": {"initial_scale": 65536.0}}
-    for name, engine in (("single", now), ("ddp", now), ("zero3", {"precision": "fp16"}), ("fsdp2", {})):
-        write_run(tmp_path, name, name=name, engine=engine, config={"precision": "fp16"})
-    by_strategy = labels(tmp_path)
-    assert by_strategy["single"] == by_strategy["ddp"] == ""
-    assert by_strategy["zero3"].startswith("precision: ran in fp16, DeepSpeed, with a loss scale of its own")
-    assert by_strategy["fsdp2"].startswith("precision: ran in fp16, weights in fp16")

@@ -234,7 +234,7 @@ def test_cells_that_were_tried_before_run_last(tmp_path, capsys, state, retry):
 def test_a_gpu_s_matrix_products_are_timed_for_models_of_full_size_alone(tmp_path, monkeypatch):
     assert matmul_rates(Machine((), 16.0)) == {}, "without a GPU there is no MFU"
     # The measurement itself: test_measure.py.
-    monkeypatch.setattr("study.sweep.execute.matmul_rates", lambda _: {"tflops": {"fp32": 1.0}})
+    monkeypatch.setattr("study.host.machine.matmul_rates", lambda _: {"tflops": {"fp32": 1.0}})
     for scale, rates in (("laptop", {}), ("paper", {"tflops": {"fp32": 1.0}})):
         fixed = {**TINY, "scale": scale, "model_name_or_path": "gpt-tiny", "weights": "random", "time_limit_s": 0.1}
         (cell,) = list_cells(write_suite(tmp_path, {"strategy": "single"}, fixed), ONE_GPU)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from study.config.errors import ModelTooLarge, Unsupported, UserError, refusal_from_json
 from study.host.machine import detect_machine
-from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
+from study.host.memory import GIB, HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
 from study.records.lock import LockHeldError
 from study.records.outcome import FreeMemory, Terminated, outcome_from_exception, outcome_from_log
 from study.sweep.cell_outcome import ExitEvidence, classify_outcome
@@ -152,7 +152,7 @@ def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp
 def test_without_a_cgroup_limit_a_machine_has_its_visible_memory_unless_the_user_states_more(tmp_path, monkeypatch):
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
     write_files(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
-    assert host_memory(tmp_path).total_bytes == psutil.virtual_memory().total
+    assert host_memory(tmp_path).total_gib == psutil.virtual_memory().total / GIB
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "2048")
     assert detect_machine().host_memory_gib == 2048
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "much")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import random
 import resource
@@ -24,7 +23,7 @@ from study.records.directory import read_json, read_run, read_status
 from study.sweep import supervise
 from sweeps import ENDLESS, ROOT, TINY, list_processes, list_ranks, only_cell, run, start, wait_until, write_suite
 
-SUPERVISED = [sys.executable, "-ES", supervise.__file__, sys.executable, "-c"]
+SUPERVISED = [sys.executable, supervise.__file__, sys.executable, "-c"]
 ESCAPE = """
 import os, sys, time
 for _ in range(2):
@@ -69,15 +68,6 @@ ENDED_FIRST = "import sys; sys.exit(open('/proc/self/oom_score_adj').read() != '
 )
 def test_the_supervisor_passes_the_exit_status_on_and_a_run_is_the_kernel_s_first_victim(code, status):
     assert subprocess.Popen([*SUPERVISED, code], stdin=subprocess.PIPE).wait(30) == status
-
-
-def test_the_supervisor_finds_packages_where_the_sweep_found_them(tmp_path: Path) -> None:
-    (tmp_path / "only_here.py").touch()
-    code = "import sys; sys.path.append(sys.argv[1]); import supervise; supervise._find_packages(); import only_here"
-    folder = str(Path(supervise.__file__).parent)
-    subprocess.run(
-        [sys.executable, "-ES", "-c", code, folder], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True
-    )
 
 
 @contextmanager

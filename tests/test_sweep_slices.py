@@ -62,7 +62,7 @@ def test_slices_come_in_their_order_with_each_cell_once_and_a_rehearsal_has_ever
 
 
 def test_the_status_of_a_suite_names_the_gpus_that_are_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("study.sweep.command.job_resources", lambda: CPU_BOX)
+    monkeypatch.setattr("study.host.slurm.job_resources", lambda: CPU_BOX)
     assert cli.main(["status", "one_gpu", "--runs_dir", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "needs 1 GPU, and this machine shows 0" in lines[0]

@@ -21,7 +21,7 @@ from study.predictor.memory import predict_memory
 from study.predictor.run_predictions import SENT, compare_run_figures, request_from_record
 from study.records.directory import Run, read_run, read_status
 from study.records.frames import read_records
-from study.records.virtual_summary import RankSummary
+from study.records.virtual_summary import summarize_record
 from study.report.questions.virtual import settings_table
 from study.virtual.extrapolation import extrapolate
 from study.virtual.summaries import summaries
@@ -188,10 +188,10 @@ def test_three_depths_are_extrapolated_and_the_json_is_one_document_with_the_fit
     assert [run.engine["model_layers"] for run in runs] == [3, 4, 6]
     assert {run.config["seq_length"] for run in runs} == {16}
     # The extrapolation also matches the third depth, which was measured.
-    depths = [RankSummary.from_run(run) for run in runs]
+    depths = [summarize_record(run) for run in runs]
     line = extrapolate(depths, "gpt-tiny-6layers", 6)
-    assert line.model_parameters == depths[2].model_parameters
-    assert line.state_bytes_total == pytest.approx(depths[2].state_bytes_total, rel=1e-4)
+    assert line["model_parameters"] == depths[2]["model_parameters"]
+    assert line["state_bytes_total"] == pytest.approx(depths[2]["state_bytes_total"], rel=1e-4)
     # The report finds the three depths itself, and extrapolates to the preset's two layers.
     records = read_records(tmp_path)
     (row,) = summaries(records)

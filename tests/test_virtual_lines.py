@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from study.records.directory import Run, read_run
-from study.records.schema import STATE_PLACES, SUMMARY_KEYS
-from study.records.virtual_summary import PEAKS, Extrapolation, RankSummary
+from study.records.schema import PEAKS, STATE_PLACES, SUMMARY_KEYS
+from study.records.virtual_summary import Summary, summarize_record, with_total
 from study.virtual.command import describe, table
 from study.virtual.extrapolation import STEP_TIMES, extrapolate
 from synthetic_records import write_run
@@ -25,12 +24,7 @@ def peaks(host: float | None) -> dict[str, float | None]:
     return {"allocated": None, "reserved": None, "device": None, "host": host}
 
 
-def extrapolation(summary: RankSummary) -> Extrapolation:
-    assert summary.extrapolated is not None
-    return summary.extrapolated
-
-
-def at_depth(layers: int, strategy: str = "zero3", **changed: Any) -> RankSummary:
+def at_depth(layers: int, strategy: str = "zero3", **changed: Any) -> Summary:
     """Return a summary in which every figure is linear in the layers."""
     elements = AROUND + PER_LAYER * layers
     collectives = {
@@ -50,49 +44,49 @@ def at_depth(layers: int, strategy: str = "zero3", **changed: Any) -> RankSummar
         "collectives": collectives, "buffer_bytes": {"bucket.device": 7}, "grads_in_bucket_bytes": None,
         "kept_whole_bytes": None, "grads_by_moment": {},
         "memory_gib_by_phase": {"init": peaks(1.0 * layers), "steady": peaks(0.5 * layers)}, "buckets": LARGE,
-        "run_figures": dict.fromkeys((*PEAKS, *STEP_TIMES)) | {"host_peak_rss_gib": 1.0 * layers},
-        "run_dir": f"runs/{layers}",
+        "run_dir": f"runs/{layers}", "extrapolated": None,
+        **dict.fromkeys((*PEAKS, *STEP_TIMES)), "host_peak_rss_gib": 1.0 * layers,
     }  # fmt: skip
-    return RankSummary(**fields | changed)
+    return with_total(fields | changed)
 
 
-def line(*summaries: RankSummary, layers: int = 40) -> RankSummary:
+def line(*summaries: Summary, layers: int = 40) -> Summary:
     return extrapolate(summaries, f"gpt-tiny-{layers}layers", layers)
 
 
-def line_at(strategy: str = "zero3", layers: int = 40, **buckets: int) -> RankSummary:
+def line_at(strategy: str = "zero3", layers: int = 40, **buckets: int) -> Summary:
     return line(*(at_depth(depth, strategy, buckets=LARGE | buckets) for depth in (2, 3, 4)), layers=layers)
 
 
 def test_an_extrapolation_equals_the_figures_of_the_model_itself() -> None:
     full, result = at_depth(40), line_at()
-    assert (extrapolation(result).crossed, extrapolation(result).not_linear) == ([], [])
-    assert dataclasses.replace(result, run_dir=full.run_dir, extrapolated=None) == full
+    assert (result["extrapolated"]["crossed"], result["extrapolated"]["not_linear"]) == ([], [])
+    assert result | {"run_dir": full["run_dir"], "extrapolated": None} == full
 
 
 @pytest.mark.parametrize("name", ["max_live_parameters", "max_reuse_distance"])
 def test_if_stage_3_begins_to_release_between_depths_and_model_there_is_no_traffic(name: str) -> None:
     result = line_at("zero3", 40, **{name: 300})
-    assert extrapolation(result).crossed == [name]
-    assert set(extrapolation(result).residual.values()) == {0.0}
-    assert set(result.collectives["all_gather"].values()) == {None}
+    assert result["extrapolated"]["crossed"] == [name]
+    assert set(result["extrapolated"]["residual"].values()) == {0.0}
+    assert set(result["collectives"]["all_gather"].values()) == {None}
     for figure in ("comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "host_peak_rss_gib"):
-        assert result.document()[figure] is None
-        assert figure in extrapolation(result).not_linear
+        assert result[figure] is None
+        assert figure in result["extrapolated"]["not_linear"]
     # Neither reduced gradients nor model state depends on it.
     full = at_depth(40)
-    assert result.collectives["reduce_scatter"] == full.collectives["reduce_scatter"]
-    assert result.state_bytes_total == full.state_bytes_total
+    assert result["collectives"]["reduce_scatter"] == full["collectives"]["reduce_scatter"]
+    assert result["state_bytes_total"] == full["state_bytes_total"]
 
 
 def test_depths_that_are_all_beyond_a_threshold_are_extrapolated() -> None:
-    beyond = extrapolation(line_at(max_live_parameters=300)).depths_beyond["max_live_parameters"]
+    beyond = line_at(max_live_parameters=300)["extrapolated"]["depths_beyond"]["max_live_parameters"]
     assert AROUND + PER_LAYER * beyond > 1.25 * 300
     # The smallest depths beyond the threshold are used, since each costs memory.
     assert AROUND + PER_LAYER * (beyond - 1) <= 1.25 * 300
     deeper = line(*(at_depth(beyond + more, buckets=LARGE | {"max_live_parameters": 300}) for more in range(3)))
-    assert extrapolation(deeper).crossed == []
-    assert deeper.comm_bytes_per_step == at_depth(40).comm_bytes_per_step
+    assert deeper["extrapolated"]["crossed"] == []
+    assert deeper["comm_bytes_per_step"] == at_depth(40)["comm_bytes_per_step"]
 
 
 @pytest.mark.parametrize(
@@ -114,17 +108,17 @@ def test_a_threshold_between_depths_and_model_is_crossed_under_the_strategies_th
     strategy, buckets, crossed, beyond
 ):
     result = line_at(strategy, **buckets)
-    assert (extrapolation(result).crossed, extrapolation(result).depths_beyond) == (crossed, beyond)
-    assert strategy != "zero2" or result.run_figures["host_peak_rss_gib"] is None
+    assert (result["extrapolated"]["crossed"], result["extrapolated"]["depths_beyond"]) == (crossed, beyond)
+    assert strategy != "zero2" or result["host_peak_rss_gib"] is None
 
 
 def test_a_state_with_a_nonlinear_part_has_no_sum_and_shows_none() -> None:
-    state = at_depth(4).state_bytes_per_rank
+    state = at_depth(4)["state_bytes_per_rank"]
     bent = dict(state) | {"params": dict(state["params"]) | {"device": 2 * 2 * (AROUND + PER_LAYER * 4)}}
     result = line(at_depth(2), at_depth(3), at_depth(4, state_bytes_per_rank=bent))
-    assert (result.state_bytes_per_rank["params"]["device"], result.state_bytes_total) == (None, None)
+    assert (result["state_bytes_per_rank"]["params"]["device"], result["state_bytes_total"]) == (None, None)
     # The residual of a figure that is not shown does not count.
-    assert extrapolation(result).largest_residual_of_state < 1e-9
+    assert result["extrapolated"]["largest_residual_of_state"] < 1e-9
     assert {"  model state  ?", "    params     ? on device", "    grads      0"} <= {*describe(result)}
     assert table([result]).rows[0][:5] == ["zero3", "bf16-engine", "?", "0 B", "500 B"]
 
@@ -132,19 +126,19 @@ def test_a_state_with_a_nonlinear_part_has_no_sum_and_shows_none() -> None:
 def test_the_residual_of_the_third_depth_grows_on_the_way_to_the_model() -> None:
     """A residual of 0.5 % at 4 layers becomes 0.6 of 20 GiB at 40."""
 
-    def bent(host: float, layers: int = 40) -> RankSummary:
+    def bent(host: float, layers: int = 40) -> Summary:
         deviating = at_depth(4, memory_gib_by_phase={"init": peaks(4.0), "steady": peaks(host)})
         return line(at_depth(2), at_depth(3), deviating, layers=layers)
 
-    key, shallow, deep = "phase.steady.host", extrapolation(bent(2.01, 5)), extrapolation(bent(2.01))
-    assert shallow.residual[key] == deep.residual[key] == pytest.approx(0.01 / 2.01)
-    assert deep.residual_at_target[key] == pytest.approx(0.01 * 38 / 2 / 20)
-    assert shallow.largest_residual_at_target == pytest.approx(0.01 * 3 / 2 / 2.5)
-    assert shallow.furthest_figure == key
+    key, shallow, deep = "phase.steady.host", bent(2.01, 5)["extrapolated"], bent(2.01)["extrapolated"]
+    assert shallow["residual"][key] == deep["residual"][key] == pytest.approx(0.01 / 2.01)
+    assert deep["residual_at_target"][key] == pytest.approx(0.01 * 38 / 2 / 20)
+    assert shallow["largest_residual_at_target"] == pytest.approx(0.01 * 3 / 2 / 2.5)
+    assert shallow["furthest_figure"] == key
     worse = bent(2.03)
-    assert extrapolation(worse).residual[key] < 0.02 < extrapolation(worse).residual_at_target[key]
-    assert worse.memory_gib_by_phase == {"init": peaks(40.0), "steady": peaks(None)}
-    assert worse.run_figures["host_peak_rss_gib"] is None
+    assert worse["extrapolated"]["residual"][key] < 0.02 < worse["extrapolated"]["residual_at_target"][key]
+    assert worse["memory_gib_by_phase"] == {"init": peaks(40.0), "steady": peaks(None)}
+    assert worse["host_peak_rss_gib"] is None
 
 
 @pytest.fixture
@@ -160,12 +154,12 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> None:
-    measured = RankSummary.from_run(run)
-    assert set(SUMMARY_KEYS) <= set(measured.document())
-    result = line(*(dataclasses.replace(measured, model_layers=layers) for layers in (2, 3, 4)))
-    assert set(result.document()) == set(measured.document())
-    assert measured.sent_bytes_per_step == run.traffic["collectives"]["all_reduce"]["wire_bytes_per_rank"]
-    assert (measured.seq_length, measured.per_device_train_batch_size) == (64, 1)
+    measured = summarize_record(run)
+    assert set(SUMMARY_KEYS) <= set(measured)
+    result = line(*(measured | {"model_layers": layers} for layers in (2, 3, 4)))
+    assert set(result) == set(measured)
+    assert measured["sent_bytes_per_step"] == run.traffic["collectives"]["all_reduce"]["wire_bytes_per_rank"]
+    assert (measured["seq_length"], measured["per_device_train_batch_size"]) == (64, 1)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +178,10 @@ def test_gradients_are_the_larger_of_two_readings_even_if_the_other_is_larger_in
 ):
     nothing, depths = dict.fromkeys(STATE_PLACES, 0), []
     for layers, after, before in zip((2, 3, 4), after_backward, (20, 30, 40), strict=True):
-        state = at_depth(layers).state_bytes_per_rank | {"grads": nothing | {"device": max(after, before)}}
+        state = at_depth(layers)["state_bytes_per_rank"] | {"grads": nothing | {"device": max(after, before)}}
         sizes = {"grads_after_backward": after, "grads_before_step": before}
         readings = {name: nothing | {"device": size} for name, size in sizes.items()}
         depths.append(at_depth(layers, state_bytes_per_rank=state, grads_by_moment=readings))
     result = line(*depths)
-    assert result.state_bytes_per_rank["grads"]["device"] == expected
-    assert ("state.grads.device" in extrapolation(result).not_linear) == (expected is None)
+    assert result["state_bytes_per_rank"]["grads"]["device"] == expected
+    assert ("state.grads.device" in result["extrapolated"]["not_linear"]) == (expected is None)

@@ -221,7 +221,7 @@ def _first_line(*command: str) -> str | None:
 def memory() -> Iterator[Check]:
     """Yield the checks of host memory, pinned memory, shared memory and open files."""
     host = host_memory()
-    limited = "within a cgroup's limit" if host.cgroup_limit_bytes else "no cgroup limit"
+    limited = "within a cgroup's limit" if host.is_limited else "no cgroup limit"
     text = f"{host.total_gib:.1f} GiB, {host.available_gib:.1f} GiB available, {limited}"
     fix = "end other programs, or give the container more: docker run --memory=8g"
     is_enough = host.available_gib >= LAPTOP_MEMORY_GIB

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from study.baselines import check_baseline_flags
-from study.config.errors import UserError
-from study.config.flags import RunConfig
-from study.config.launch_context import Launch
+from study.config import errors, flags, launch_context
 from study.run.console import run_for_exit_status
 from study.run.open import open_run
 
@@ -24,16 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_request(config: RunConfig, launch: Launch) -> None:
+def check_request(config: flags.RunConfig, launch: launch_context.Launch) -> None:
     """Raise UserError for flags and strategies that the bare loop does not support."""
     check_baseline_flags("bare_loop", config)
     if config.profile_steps:
-        raise UserError(
+        raise errors.UserError(
             "bare_loop does not support --profile_steps, because it does not measure inside the steps",
             "leave --profile_steps out, or use study/train.py or study/baselines/hf_trainer.py",
         )
     if launch.strategy.name not in ("single", "ddp"):
-        raise UserError(
+        raise errors.UserError(
             f"bare_loop supports only single and ddp, not {launch.strategy.name}",
             "launch it with accelerate_configs/single.yaml or ddp.yaml",
         )
@@ -61,13 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.metrics import Meters
         from study.metrics.clock import STEPS_BETWEEN_EVALUATIONS
         from study.run.steps import StepLog, evaluate
-        from study.workloads.initial import load_initial_model, materialize_initial_weights
-        from study.workloads.tasks import load_data
+        from study.workloads.initial import load_initial_model
 
         config, launch = run.config, run.launch
-        data = load_data(config, run.cache)
-        initial = materialize_initial_weights(config, run.cache)
-        run.begin(data, initial)
+        run.begin()
 
         accelerator = engine.make_accelerator(run)
         device = accelerator.device
@@ -77,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Only peaks are read, between steps: torch and Linux track them at no cost to the loop.
         meters = Meters(device, None, run.warmup_steps)
 
-        model: Any = load_initial_model(config, initial).to(device)
+        model: Any = load_initial_model(config, run.context.initial).to(device)
         check_compute_dtype(model, config)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True

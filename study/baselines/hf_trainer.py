@@ -9,18 +9,16 @@ import os
 from collections.abc import Sequence
 
 from study.baselines import check_baseline_flags
-from study.config.errors import UserError
-from study.config.flags import RunConfig
-from study.config.launch_context import Launch
+from study.config import errors, flags, launch_context
 from study.run.console import run_for_exit_status
 from study.run.open import open_run
 
 
-def check_request(config: RunConfig, launch: Launch) -> None:
+def check_request(config: flags.RunConfig, launch: launch_context.Launch) -> None:
     """Raise UserError for flags and strategies that the Trainer baseline does not support."""
     check_baseline_flags("hf_trainer", config)
     if config.precision == "fp16" and launch.strategy.name == "zero0":
-        raise UserError(
+        raise errors.UserError(
             "hf_trainer cannot detect the steps that DeepSpeed's stage 0 skips under fp16",
             "use study/train.py, or bf16",
         )
@@ -30,7 +28,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     elif launch.strategy.is_fsdp:
         why = "Accelerate's FSDP2 needs the setup in study/engine/setup.py"
     if why is not None:
-        raise UserError(
+        raise errors.UserError(
             f"hf_trainer does not support {launch.strategy.name}: {why}",
             "use study/train.py, or launch hf_trainer with another config",
         )
@@ -46,13 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.engine import setup as engine
         from study.engine.audit import audit_end, check_compute_dtype
         from study.metrics import Meters
-        from study.workloads.initial import load_initial_model, materialize_initial_weights
-        from study.workloads.tasks import load_data
+        from study.workloads.initial import load_initial_model
 
         config, launch = run.config, run.launch
-        data = load_data(config, run.cache)
-        initial = materialize_initial_weights(config, run.cache)
-        run.begin(data, initial)
+        run.begin()
 
         engine.cap_device_memory(config, launch)
         training = training_arguments(run)
@@ -71,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             profiled_steps=run.profiled_steps,
             records_profile=launch.is_main,
         )
-        model = load_initial_model(config, initial)
+        model = load_initial_model(config, run.context.initial)
         check_compute_dtype(model, config)
         # The model's forward accepts **kwargs, so the Trainer assumes that its loss is divided by the items of the
         # whole step. BERT does not do that, and its loss would grow with accumulation and ranks; this selects means.

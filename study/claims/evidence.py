@@ -21,9 +21,9 @@ from study.records.fairness import differences_between
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import Interval, paired_ratio, pivot_by_seed
-from study.records.virtual_summary import ring_bytes
+from study.records.virtual_summary import Summary, ring_bytes
 from study.report.questions.fits import Fit, fits
-from study.virtual.summaries import Summary, figure_or_nan, kind_bytes, rank_state_bytes, summaries
+from study.virtual.summaries import figure_or_nan, kind_bytes, rank_state_bytes, summaries
 
 # The precision of the ZeRO paper, and of all virtual ranks that judge claims.
 _PRECISION = "bf16-engine"

@@ -20,7 +20,8 @@ from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.state import KINDS, State, bytes_per_parameter, paper_state_bytes, paper_traffic, split_by
 from study.records.statistics import Interval, interval
-from study.virtual.summaries import AS_SHIPPED, Summary
+from study.records.virtual_summary import Summary
+from study.virtual.summaries import AS_SHIPPED
 
 
 def _matching(*patterns: str) -> pydantic.StringConstraints:

@@ -35,7 +35,7 @@ def check_host_memory(config: RunConfig, launch: Launch, strategy: Strategy) -> 
 
     on_gpu = torch.cuda.is_available()
     needed = needed_host_bytes(config, launch, strategy, model_size(config), on_gpu)
-    available = USABLE_HOST_FRACTION * host_memory().available_bytes
+    available = USABLE_HOST_FRACTION * host_memory().available_gib * GIB
     if needed <= available:
         return
     layers = max_layers_that_fit(available, config, launch, strategy, on_gpu)

@@ -10,20 +10,15 @@ import platform
 import subprocess
 from typing import Any
 
-from study.config.errors import Unsupported
-from study.config.launch_context import Launch
-from study.config.places import IMPORT_ROOT, IS_CHECKOUT, PACKAGE, REPOSITORY
-from study.config.strategies import STRATEGY_DIRECTORY
-from study.host.machine import cpu_info, driver_cuda, driver_version, visible_gpus
-from study.host.memory import MALLOC_MMAP_THRESHOLD_MAX_BYTES, available_cores
-from study.host.stacks import describe_stack, package_version, without_gc
+from study.config import errors, launch_context, places, strategies
+from study.host import machine, memory, stacks
 
 # Constants of malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_BYTES = 64 * 2**10
 
 
-def prepare_devices(launch: Launch) -> int:
+def prepare_devices(launch: launch_context.Launch) -> int:
     """Set this rank's number of threads and its allocator; return the number of visible GPUs."""
     # The OpenMP library of an engine reads this once, when it is loaded; torch's is set below.
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -33,14 +28,14 @@ def prepare_devices(launch: Launch) -> int:
         # A virtual rank copies its shard N times instead of receiving: threads that spin between two small copies would
         # take most of the time, and more on shared cores.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    with without_gc():
+    with stacks.without_gc():
         import torch
 
     check_torch_supports_gpus()
     gpus = torch.cuda.device_count()
     # Without a GPU a core is a device, so that N ranks have N times the compute of one. With GPUs the cores are divided
     # among ranks: launchers set 1, too few for an optimizer on the host. A virtual rank uses all cores.
-    threads = max(1, available_cores() // launch.local_world_size) if gpus or launch.virtual else 1
+    threads = max(1, memory.available_cores() // launch.local_world_size) if gpus or launch.virtual else 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     if not gpus:
@@ -56,16 +51,16 @@ def check_torch_supports_gpus() -> None:
     """Raise Unsupported if the driver shows GPUs that this torch cannot use: with them every run would fail."""
     import torch
 
-    gpus = len(visible_gpus())
+    gpus = len(machine.visible_gpus())
     if not gpus or torch.cuda.is_available():
         return
-    built, runs = torch.version.cuda, driver_cuda() or "of an unknown version"
+    built, runs = torch.version.cuda, machine.driver_cuda() or "of an unknown version"
     problem = (
         f"{gpus} GPU{'s'[: gpus > 1]} are visible, but torch {torch.__version__} can use none: it is built for"
-        f" {f'CUDA {built}' if built else 'no CUDA'}, and the driver {driver_version()} supports CUDA {runs}"
+        f" {f'CUDA {built}' if built else 'no CUDA'}, and the driver {machine.driver_version()} supports CUDA {runs}"
     )
     fix = f"{torch_for_driver(runs, torch.__version__)}; or set an empty CUDA_VISIBLE_DEVICES, to train on CPU cores"
-    raise Unsupported(problem, fix)
+    raise errors.Unsupported(problem, fix)
 
 
 def torch_for_driver(runs: str, version: str) -> str:
@@ -95,7 +90,7 @@ def _keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, MALLOC_MMAP_THRESHOLD_MAX_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, memory.MALLOC_MMAP_THRESHOLD_MAX_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
@@ -114,13 +109,13 @@ def describe_environment() -> dict[str, Any]:
 
     return {
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := package_version(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := stacks.package_version(name)) is not None},
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "code_sha256": code_sha256(),
         "platform": platform.platform(),
-        "cpu": cpu_info().get("model name") or platform.processor(),
-        "cpu_cores": available_cores(),
+        "cpu": machine.cpu_info().get("model name") or platform.processor(),
+        "cpu_cores": memory.available_cores(),
         "threads_per_rank": torch.get_num_threads(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
         "devices": [
@@ -131,16 +126,16 @@ def describe_environment() -> dict[str, Any]:
             for index in range(torch.cuda.device_count())
         ],
         "cuda": torch.version.cuda,
-        "driver": driver_version(),
-        "stack": describe_stack(),
+        "driver": machine.driver_version(),
+        "stack": stacks.describe_stack(),
     }
 
 
 def code_sha256() -> str:
     """Return the digest of the code that trains and measures a run: of the subpackages that it imports."""
     digest = hashlib.sha256()
-    files = [(file, IMPORT_ROOT) for file in sorted(PACKAGE.rglob("*.py"))]
-    files += [(file, REPOSITORY) for file in sorted(STRATEGY_DIRECTORY.rglob("*.*"))]
+    files = [(file, places.IMPORT_ROOT) for file in sorted(places.PACKAGE.rglob("*.py"))]
+    files += [(file, places.REPOSITORY) for file in sorted(strategies.STRATEGY_DIRECTORY.rglob("*.*"))]
     for file, root in files:
         place = file.relative_to(root)
         if place.parts[1] not in _NOT_RUN:
@@ -149,12 +144,12 @@ def code_sha256() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    if not IS_CHECKOUT:
+    if not places.IS_CHECKOUT:
         # An environment may be in a repository of the user's own.
         return None
     try:
         result = subprocess.run(
-            ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10, check=True
+            ["git", "-C", str(places.REPOSITORY), *arguments], capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from study.config.errors import UserError
-from study.config.strategies import Strategy
+from study.config import errors, strategies
 
 # Overrides the detected host memory.
 HOST_MEMORY_VARIABLE = "ZERO_STUDY_HOST_MEMORY_GIB"
@@ -79,18 +78,10 @@ def _number(file: Path) -> int:
 class HostMemory:
     """Host memory that this process may use: the minimum over the machine and its cgroups."""
 
-    total_bytes: float
-    available_bytes: float
-    # The lowest limit of a container or a job; None without one.
-    cgroup_limit_bytes: float | None = None
-
-    @property
-    def total_gib(self) -> float:
-        return self.total_bytes / GIB
-
-    @property
-    def available_gib(self) -> float:
-        return self.available_bytes / GIB
+    total_gib: float
+    available_gib: float
+    # Whether a container or a job has a lower limit than the machine.
+    is_limited: bool = False
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
@@ -98,8 +89,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     if (text := os.environ.get(HOST_MEMORY_VARIABLE)) is not None:
         with contextlib.suppress(ValueError):
             if 0 < (size_gib := float(text)) < math.inf:
-                return HostMemory(size_gib * GIB, size_gib * GIB)
-        raise UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
+                return HostMemory(size_gib, size_gib)
+        raise errors.UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
     machine = psutil.virtual_memory()
     limits = []
     for folder in _cgroups(root, "memory"):
@@ -113,9 +104,9 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
                 used = _number(folder / usage) - _counter(folder / "memory.stat", cache)
                 limits.append((total, max(0, total - used)))
     if not limits:
-        return HostMemory(machine.total, machine.available)
+        return HostMemory(machine.total / GIB, machine.available / GIB)
     total, available = map(min, zip(*limits, strict=True))
-    return HostMemory(total, min(machine.available, available), total)
+    return HostMemory(total / GIB, min(machine.available, available) / GIB, is_limited=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +143,7 @@ def can_lock(size: int) -> bool:
     return not error
 
 
-def required_pinned_bytes(strategy: Strategy) -> int:
+def required_pinned_bytes(strategy: strategies.Strategy) -> int:
     """Return the bytes that DeepSpeed pins for NVMe on each rank before training: fp32 parameter buffers, or few."""
     if strategy.swap_buffers is not None:
         return math.prod(strategy.swap_buffers) * _FP32_BYTES

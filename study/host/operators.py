@@ -20,12 +20,10 @@ from typing import Any
 
 import psutil
 
-from study.config.errors import Unsupported, UserError
-from study.config.strategies import STRATEGY_NAMES, Strategy, read_strategy
+from study.config import errors, strategies
 from study.host.folders import COMPILES, cache_directory, check_writable
 from study.host.machine import cpu_info, operator_build_folder
-from study.records.directory import read_json, write_json
-from study.records.schema import RecordError
+from study.records import directory, schema
 
 # Messages of a compiler or a linker, and of a shell that does not find them.
 _CAUSE = re.compile(r"\berror: |cannot find|undefined reference|command not found")
@@ -52,7 +50,7 @@ constexpr auto kFloat16 = at::kHalf, kFloat32 = at::kFloat;
 _print = functools.partial(print, flush=True)
 
 
-def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] = _print) -> float:
+def build_operators(strategy: strategies.Strategy, cache: Path, say: Callable[[str], None] = _print) -> float:
     """Build and load a strategy's operators; return the seconds (near 0 if they were built)."""
     if strategy.deepspeed is None:
         return 0.0
@@ -70,7 +68,7 @@ def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] 
     for builder in needed:
         if lacks_toolkit(builder, torch.cuda.is_available()):
             problem = f"DeepSpeed links its operator {builder.name} with CUDA: there is no toolkit"
-            raise Unsupported(problem, toolkit_fix())
+            raise errors.Unsupported(problem, toolkit_fix())
     for builder in needed:
         try:
             load_operator(builder, say)
@@ -80,7 +78,7 @@ def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] 
             cause = next(filter(_CAUSE.search, lines), lines[-1])[:300]
             fix = "python3-dev" if "Python.h" in cause else "g++, ninja and, for NVMe, libaio-dev"
             problem = f"DeepSpeed's operator {builder.name} does not build ({cause})"
-            raise Unsupported(problem, f"install {fix}") from error
+            raise errors.Unsupported(problem, f"install {fix}") from error
     return time.perf_counter() - started
 
 
@@ -175,17 +173,17 @@ def _cache_cpu_info(cache: Path) -> None:
         kind = [platform.platform(), platform.machine(), *map(cpu_info().get, ("model name", "flags"))]
         file = cache / "operators" / f"cpu-{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}.json"
         try:
-            return read_json(file)
-        except RecordError:
+            return directory.read_json(file)
+        except schema.RecordError:
             info = original()
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, info)
+            directory.write_json(file, info)
             return info
 
     cpuinfo.get_cpu_info = get_cpu_info
 
 
-def builders(strategy: Strategy) -> list[Any]:
+def builders(strategy: strategies.Strategy) -> list[Any]:
     """Return DeepSpeed's builders of the operators that a strategy needs."""
     from deepspeed.accelerator import get_accelerator
 
@@ -246,14 +244,14 @@ def _clear_dead_build(folder: Path) -> None:
     lock.unlink(missing_ok=True)
 
 
-def main(names: Sequence[str] = STRATEGY_NAMES) -> None:
+def main(names: Sequence[str] = strategies.STRATEGY_NAMES) -> None:
     """Build all operators of the strategies, so that no run's start-up includes it."""
     for name in names:
-        if read_strategy(name).uses_nvme and not is_libaio_installed():
+        if strategies.read_strategy(name).uses_nvme and not is_libaio_installed():
             continue
         try:
-            seconds = build_operators(read_strategy(name), cache_directory())
-        except Unsupported as refusal:
+            seconds = build_operators(strategies.read_strategy(name), cache_directory())
+        except errors.Unsupported as refusal:
             print(f"{name} will not run here: {refusal.problem}. To fix it: {refusal.fix}.")
             if refusal.__cause__ is not None:
                 print(refusal.__cause__, file=sys.stderr)
@@ -271,6 +269,6 @@ def is_libaio_installed() -> bool:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:] or STRATEGY_NAMES)
-    except UserError as refusal:
+        main(sys.argv[1:] or strategies.STRATEGY_NAMES)
+    except errors.UserError as refusal:
         sys.exit(f"error: {refusal.problem}. To fix it: {refusal.fix}.")

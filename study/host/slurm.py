@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -107,23 +108,8 @@ _MARK = "zero-study: node "
 _LINE = 500
 
 
-@dataclasses.dataclass(frozen=True)
-class Node:
-    """Resources of one node."""
-
-    place: int
-    name: str
-    gpus: list[str]
-    gpu_memory_gib: list[float]
-    host_memory_gib: float
-    cores: int
-    cpu: str
-    # The requested folders that exist on it.
-    paths: list[str]
-    cache: str
-    operators: list[str]
-    weights: list[str]
-    networks: list[str]
+# What a node prints of itself: see describe_node.
+Node = types.SimpleNamespace
 
 
 def job_resources() -> Machine:
@@ -161,23 +147,19 @@ def query_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
 def describe_node(folders: list[str]) -> None:
     """Print this node in short lines, since srun mixes lines of more than 1024 characters of two nodes."""
     box, cache = detect_machine(), cache_directory()
-    node = Node(
-        place=int(os.environ.get("SLURM_NODEID", "0")),
-        name=os.environ.get("SLURMD_NODENAME", platform.node()),
-        gpus=gpu_names(),
-        gpu_memory_gib=list(box.gpu_memory_gib),
-        host_memory_gib=box.host_memory_gib,
-        cores=available_cores(),
-        cpu=cpu_info().get("model name", platform.machine()),
-        paths=[folder for folder in folders if Path(folder).exists()],
-        cache=str(cache),
-        operators=sorted(file.stem for file in operator_build_folder(cache).glob("*/*.so")),
-        weights=sorted(file.parent.name for file in (cache / "initial_weights").glob("*/initial_weights.json")),
-        networks=networks(),
-    )
-    text = json.dumps(dataclasses.asdict(node))
+    place = os.environ.get("SLURM_NODEID", "0")
+    text = json.dumps({
+        "name": os.environ.get("SLURMD_NODENAME", platform.node()), "gpus": gpu_names(),
+        "gpu_memory_gib": box.gpu_memory_gib, "host_memory_gib": box.host_memory_gib, "cores": available_cores(),
+        "cpu": cpu_info().get("model name", platform.machine()),
+        # The requested folders that exist on it.
+        "paths": [folder for folder in folders if Path(folder).exists()],
+        "operators": sorted(file.stem for file in operator_build_folder(cache).glob("*/*.so")),
+        "weights": sorted(file.parent.name for file in (cache / "initial_weights").glob("*/initial_weights.json")),
+        "networks": networks(),
+    })  # fmt: skip
     for start in range(0, len(text), _LINE):
-        print(f"{_MARK}{node.place} {text[start : start + _LINE]}", flush=True)
+        print(f"{_MARK}{place} {text[start : start + _LINE]}", flush=True)
 
 
 def networks(root: Path = Path("/sys/class")) -> list[str]:

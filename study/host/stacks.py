@@ -21,14 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from study.config.errors import Unsupported, UserError
+from study.config import errors, strategies, yaml_sections
 from study.config.places import IMPORT_ROOT, PACKAGE, install_command
-from study.config.strategies import Strategy
-from study.config.yaml_sections import load_package_yaml
 from study.host.folders import cache_directory
 from study.host.machine import operator_build_folder
-from study.records.directory import read_json
-from study.records.schema import RecordError
+from study.records import directory, schema
 
 # Pairs of Accelerate and DeepSpeed that compute the gradients of DDP; pyproject.toml allows more, so that pip keeps the
 # installed ones. Some pairs divide gradients of an accumulated step twice, or drop micro-batches, without a message:
@@ -62,7 +59,7 @@ def check_training_packages() -> None:
     """Raise UserError if a package that every run imports is not installed."""
     needed = ENGINE_PACKAGES if is_engines_only() else TRAINING_PACKAGES
     if missing := [name for name in needed if package_version(name) is None]:
-        raise UserError(f"not installed here: {', '.join(missing)}", f"run: {install_command('train')}")
+        raise errors.UserError(f"not installed here: {', '.join(missing)}", f"run: {install_command('train')}")
 
 
 def is_at_least(name: str, release: str) -> bool:
@@ -86,13 +83,13 @@ def pair_fix() -> str:
     return f"{install} accelerate=={accelerate} deepspeed=={deepspeed}"
 
 
-def check_verified_pair(strategy: Strategy) -> None:
+def check_verified_pair(strategy: strategies.Strategy) -> None:
     """Raise Unsupported for DeepSpeed in an unverified pair, unless UNVERIFIED_VARIABLE allows it."""
     if strategy.deepspeed is None or os.environ.get(UNVERIFIED_VARIABLE) == "1":
         return
     if pair := unverified_pair():
         fix = f"{pair_fix()}; or set {UNVERIFIED_VARIABLE}=1 to run an experiment, as which its record is marked"
-        raise Unsupported(f"{pair} has not been shown to train as DDP does", fix)
+        raise errors.Unsupported(f"{pair} has not been shown to train as DDP does", fix)
 
 
 STACK_FILE = PACKAGE / "releases" / "stacks.yaml"
@@ -117,10 +114,10 @@ class Stack:
         """Return pip's message if it could not install a layer; raise UserError if a layer is not prepared."""
         states = {layer: layer_state(cache_directory(), layer) for layer in self.layers}
         for layer, state in states.items():
-            if state.problem:
-                return f"{layer} is not installable: {state.problem}"
-        if missing := [layer for layer, state in states.items() if state.sha256 is None]:
-            raise UserError(f"the stack {self.name} lacks {', '.join(missing)}", "run: study prepare releases")
+            if problem := state.get("problem"):
+                return f"{layer} is not installable: {problem}"
+        if missing := [layer for layer, state in states.items() if "sha256" not in state]:
+            raise errors.UserError(f"the stack {self.name} lacks {', '.join(missing)}", "run: study prepare releases")
         return None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -137,21 +134,12 @@ class Stack:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerState:
-    """State of a layer: the digest of its archive, or the reason why its installation failed."""
-
-    sha256: str | None = None
-    problem: str | None = None
-
-
-def layer_state(cache: Path, layer: str) -> LayerState:
-    """Return the state of a layer; empty if it is not prepared."""
+def layer_state(cache: Path, layer: str) -> dict[str, Any]:
+    """Return the digest of a layer's archive, or why its installation failed; empty if it is not prepared."""
     try:
-        document = read_json(layer_folder(cache, layer) / LAYER_FILE)
-    except RecordError:
-        return LayerState()
-    return LayerState(document.get("sha256"), document.get("problem"))
+        return directory.read_json(layer_folder(cache, layer) / LAYER_FILE)
+    except schema.RecordError:
+        return {}
 
 
 def layer_folder(cache: Path, layer: str) -> Path:
@@ -161,7 +149,7 @@ def layer_folder(cache: Path, layer: str) -> Path:
 @functools.cache
 def stacks() -> dict[str, Stack]:
     """Return the stacks by name. `today` stacks differ from the installation in DeepSpeed, the others in more."""
-    file = load_package_yaml(STACK_FILE.read_text(encoding="utf-8"))
+    file = yaml_sections.load_package_yaml(STACK_FILE.read_text(encoding="utf-8"))
     result = {release: Stack(release, {"deepspeed": release}) for release in file["today"]}
     for deepspeed, packages in file["then"].items():
         result[f"{deepspeed}-then"] = Stack(f"{deepspeed}-then", {"deepspeed": deepspeed, **packages})
@@ -193,7 +181,7 @@ def describe_stack() -> dict[str, Any] | None:
     if stack is None:
         return None
     cache = cache_directory()
-    return {"name": stack.name, "sha256": {layer: layer_state(cache, layer).sha256 for layer in stack.layers}}
+    return {"name": stack.name, "sha256": {layer: layer_state(cache, layer).get("sha256") for layer in stack.layers}}
 
 
 @contextlib.contextmanager
@@ -210,11 +198,8 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def import_libraries(strategy: Strategy) -> None:
+def import_libraries(strategy: strategies.Strategy) -> None:
     """Import a run's libraries at once: most of its start-up time, on every rank."""
-    if sys.flags.optimize > 1:
-        problem = "Python runs without docstrings, and transformers reads them when it is imported"
-        raise UserError(problem, "unset PYTHONOPTIMIZE, and leave out -OO")
     # transformers and evaluate import parts of scipy, which no run here uses. Therefore it is hidden from them, unless
     # scikit-learn is installed, which needs scipy, and which some versions of transformers import.
     if importlib.util.find_spec("sklearn") is None:

@@ -255,32 +255,27 @@ def read_run(path: Path) -> Run:
 
 def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Read steps.jsonl and evals.jsonl, without an incomplete last row of a killed run."""
-    steps, evals = (_rows(path / name, complete) for name in ROW_FILES)
-    return steps, evals
-
-
-def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
-    if not file.exists():
-        if complete:
-            raise RecordError(file, "is missing")
-        return []
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(file, f"is not readable ({error})") from None
-    lines = text.split("\n")
-    torn = lines.pop()
-    if torn and complete:
-        raise RecordError(file, "its last line is cut off")
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    steps: list[dict[str, Any]] = []
+    evals: list[dict[str, Any]] = []
+    for rows, file in zip((steps, evals), map(path.joinpath, ROW_FILES), strict=True):
+        if not complete and not file.exists():
+            continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(file, f"row {number} is not JSON ({error})") from None
-        validate(file, row, number)
-        rows.append(row)
-    return rows
+            *lines, torn = file.read_text(encoding="utf-8").split("\n")
+        except FileNotFoundError:
+            raise RecordError(file, "is missing") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecordError(file, f"is not readable ({error})") from None
+        if torn and complete:
+            raise RecordError(file, "its last line is cut off")
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise RecordError(file, f"row {number} is not JSON ({error})") from None
+            validate(file, row, number)
+            rows.append(row)
+    return steps, evals
 
 
 def find_runs(root: Path) -> Iterator[Path]:

@@ -49,6 +49,7 @@ _BY_COLUMN = (
     ("deepspeed", "deepspeed_version", "{}"),
     ("accelerate", "accelerate_version", "{}"),
     ("transformers", "transformers_version", "{}"),
+    ("machines", "machines", "{}"),
 )
 
 
@@ -176,16 +177,14 @@ def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:
             continue
         if run["virtual"] and column == "train_data_sha256":
             continue  # virtual ranks load only their samples, and their figures do not depend on them
+        if column == "machines" and run["world_size"] != baseline["world_size"]:
+            continue  # more ranks may need more machines; the same ranks on more machines use another network
         if value is None or baseline_value is None:
             # Without an engine there is no version of it, and a run that failed early recorded little.
             if column == "initial_weights_sha256" and value != baseline_value and run["status_state"] == "ok":
                 yield f"{name}: not recorded"
         elif value != baseline_value:
             yield name if form is None else f"{name}: {form.format(value)}, baseline {form.format(baseline_value)}"
-    value, baseline_value = (row.get("machines") for row in (run, baseline))
-    # More ranks may need more machines. The same ranks on more machines use another network.
-    if run["world_size"] == baseline["world_size"] and None not in (value, baseline_value) and value != baseline_value:
-        yield f"machines: {value}, baseline {baseline_value}"
     name, baseline_name = run["optimizer_class"], baseline["optimizer_class"]
     if name is None or baseline_name is None:
         return

@@ -17,9 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from study.config.errors import UserError, first_line
-from study.records.directory import digests, find_runs, is_sealed, read_run
-from study.records.fairness import label_confounds
-from study.records.lock import is_run_active
+from study.records import directory, fairness, lock
 from study.records.outcome import SliceProgress
 from study.records.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.records.schema import NEW_NAMES, RecordError
@@ -98,7 +96,7 @@ def read_records(source: Path) -> Records:
     has_parquet = any((source / name).exists() for name in (RUNS_FILE, STEPS_FILE))
     if not has_parquet:
         return read_runs(source)
-    if next(find_runs(source), None) is not None:
+    if next(directory.find_runs(source), None) is not None:
         raise UserError(f"{source} contains both run directories and {RUNS_FILE}", "move one of them to another folder")
     return read_parquet(source)
 
@@ -113,12 +111,12 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[SlicePr
     files = (file for folder in folders or [root] for name in names for file in folder.absolute().glob(f"**/{name}"))
     for path in sorted({file.parent for file in files}):
         try:
-            run = read_run(path)
-            if run.status["ended_at"] is None and is_run_active(path):
+            run = directory.read_run(path)
+            if run.status["ended_at"] is None and lock.is_run_active(path):
                 raise RecordError(path / "status.json", "its run is still active; a later report will include it")
-            row = run_row(run) | {"sealed": is_sealed(run.status)}
+            row = run_row(run) | {"sealed": directory.is_sealed(run.status)}
             steps = step_block(run) if run.state == "ok" else None
-            content = run.status.get("files_sha256") or digests(path)
+            content = run.status.get("files_sha256") or directory.digests(path)
         except RecordError as error:
             refused.append(f"{error.file.relative_to(root)}: {error.reason}")
         else:
@@ -131,7 +129,7 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[SlicePr
 def _tables(runs: Sequence[dict[str, Any]], blocks: dict[str, dict[str, Any]]) -> tuple[pd.DataFrame, pd.DataFrame]:
     # Probes are named separately: the sizes that a search tries would make the names of all workloads longer.
     plain, probing = ([row for row in runs if bool(row["probe"]) is is_probe] for is_probe in (False, True))
-    labelled = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
+    labelled = [row for group in (plain, probing) for row in fairness.label_confounds(name_workloads(group), blocks)]
     rows = sorted(
         labelled,
         key=lambda row: (

@@ -211,7 +211,6 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
     return {
         **{key: engine.get(key) for key in copied},
         **{column: engine.get(key) for column, key in renamed.items()},
-        "engine_precision": _precision(engine),
         "group_ranks": (engine.get("model_parallel_group") or {}).get("ranks"),
         "trainer": engine.get("trainer", "study"),
         "warnings": json.dumps(engine["warnings"]),
@@ -220,15 +219,6 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
         **{f"{split}_data_sha256": digests.get(split) for split in ("train", "eval")},
         **{column: (engine.get("floor") or {}).get(key) for column, key in _FLOORS.items()},
     }
-
-
-def _precision(engine: dict[str, Any]) -> str:
-    """Return the engine's precision. Older records, without a loss scaler, used "fp16" for three kinds of training."""
-    precision = str(engine["precision"])
-    if precision != "fp16" or "loss_scaler" in engine:
-        return precision
-    variant = "weights in fp16" if engine["distributed_type"] == "FSDP" else "autocast"
-    return f"fp16, {variant if engine['zero_stage'] is None else 'DeepSpeed'}, with a loss scale of its own"
 
 
 def _environment(environment: dict[str, Any]) -> dict[str, Any]:

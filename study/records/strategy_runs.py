@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from study.records.fairness import baseline_arm
+from study.records import fairness, workloads
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import Difference, Interval, Pair, all_differences, interval, pivot_by_seed
-from study.records.workloads import BASELINES, workload_names
 
 NAN = float("nan")
 Row = dict[str, Any]
@@ -43,7 +42,7 @@ class StrategyRuns:
     @property
     def role(self) -> str:
         """Label of the strategy that others are compared with: "baseline" only for plain training."""
-        return "baseline" if self.value("strategy") in BASELINES else "reference"
+        return "baseline" if self.value("strategy") in workloads.BASELINES else "reference"
 
     def is_fair(self, confound: str = "confounded") -> bool:
         """Whether there are successful runs, and none of them breaks an invariant."""
@@ -106,7 +105,7 @@ class StrategyRuns:
 def group_by_strategy(runs: pd.DataFrame) -> Iterator[StrategyRuns]:
     """Yield the runs of each strategy of each workload."""
     for (workload, _), workload_runs in runs.groupby(["workload", "workload_key"], sort=False):
-        shared = (workload_runs, baseline_arm(workload_runs), cache(partial(pivot_by_seed, workload_runs)),
+        shared = (workload_runs, fairness.baseline_arm(workload_runs), cache(partial(pivot_by_seed, workload_runs)),
                   cache(partial(all_differences, workload_runs)))  # fmt: skip
         for name, group in workload_runs.groupby("arm", sort=False):
             yield StrategyRuns(workload, name, group, group[group["status_state"] == "ok"], *shared)
@@ -157,11 +156,11 @@ def state_bytes(ended: pd.DataFrame, places: Sequence[str] = STATE_PLACES) -> fl
     return float(ended[columns].sum(axis=1, min_count=1).median()) if len(ended) else NAN
 
 
-def ratio_text(ratio: Interval | None, digits: int = 2) -> str:
+def ratio_text(ratio: Interval | None) -> str:
     """Format a ratio to the baseline as a table cell."""
     if ratio is None:
         return "no baseline"
-    return ratio.text(digits) if ratio.n else "no pair"
+    return ratio.text() if ratio.n else "no pair"
 
 
 def to_table(rows: Iterable[Row]) -> pd.DataFrame:
@@ -188,9 +187,9 @@ def format_speed_ratio(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     runs = runs_with_several(runs, column)
     # Keys of workloads without the column.
     rests = {key: json.dumps(json.loads(key) | {column: None}) for key in runs["workload_key"].unique()}
-    words = workload_names(sorted(set(rests.values())))
+    words = workloads.workload_names(sorted(set(rests.values())))
     subjects = runs.groupby([runs["workload_key"].map(rests), "world_size"])
-    baselines = {subject: baseline_arm(group) or "" for subject, group in subjects}
+    baselines = {subject: fairness.baseline_arm(group) or "" for subject, group in subjects}
     for arm in group_by_strategy(runs):
         first = arm.runs.iloc[0]
         rest, ranks = rests[first["workload_key"]], int(first["world_size"])

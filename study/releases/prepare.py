@@ -73,7 +73,7 @@ def install(layers: Iterable[str]) -> set[str]:
     cache, pins, failed = cache_directory(), read_pins(), set()
     for layer in layers:
         folder = stacks.layer_folder(cache, layer)
-        if stacks.layer_state(cache, layer).sha256 is not None:
+        if "sha256" in stacks.layer_state(cache, layer):
             continue
         try:
             digests = install_layer(layer, folder, pins.get(layer))

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed, UserError
 from study.host.folders import content_digest, with_digest
+from study.records import lock, schema
 from study.records.directory import ROW_FILES, read_json, read_rows, write_json
-from study.records.lock import CHECKPOINTS
-from study.records.schema import RecordError, validate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,7 +38,7 @@ def save_checkpoint(run: RunContext, accelerator: Accelerator, schedule: Any, st
     """Save model, optimizer, RNG and schedule after `step`; the manifest is written last and completes it."""
     from accelerate.utils import gather_object
 
-    folder, launch = run.output_dir / CHECKPOINTS / f"step_{step:07d}", run.launch
+    folder, launch = run.output_dir / lock.CHECKPOINTS / f"step_{step:07d}", run.launch
     if run.record is not None:
         if not run.record.is_in_place():
             raise RunFailed(f"{run.output_dir} was moved or replaced during this run, so it saves no checkpoint")
@@ -100,7 +99,7 @@ def clear_checkpoint(folder: Path) -> None:
 
 def remove_incomplete_checkpoints(output_dir: Path) -> None:
     """Remove checkpoints without a manifest, which a killed save has left."""
-    for folder in (output_dir / CHECKPOINTS).glob("step_*"):
+    for folder in (output_dir / lock.CHECKPOINTS).glob("step_*"):
         if not (folder / MANIFEST).exists():
             clear_checkpoint(folder)
             for place in (*sorted((place for place in folder.rglob("*") if place.is_dir()), reverse=True), folder):
@@ -113,9 +112,9 @@ def latest_checkpoint(output_dir: Path) -> Path:
     """Return the latest checkpoint of the run whose rows are in the folder, not one of an overwritten run."""
     try:
         rows, _ = read_rows(output_dir)
-        complete = sorted(file.parent for file in (output_dir / CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
+        complete = sorted(file.parent for file in (output_dir / lock.CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
         current = [folder for folder in complete if (steps := read_rows(folder)[0]) == rows[: len(steps)]]
-    except RecordError as error:
+    except schema.RecordError as error:
         raise UserError(f"{output_dir} has damaged rows ({error})", "name the folder of the checkpoint") from None
     if not complete:
         raise UserError(f"{output_dir} has no complete checkpoint", "leave --resume_from_checkpoint out")
@@ -129,12 +128,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest; raise RecordError if it is missing, invalid or does not match the rows."""
     file = folder / MANIFEST
     manifest = read_json(file)
-    validate(file, manifest)
+    schema.validate(file, manifest)
     if with_digest(manifest) != manifest:
-        raise RecordError(file, "was changed after the checkpoint was saved")
+        raise schema.RecordError(file, "was changed after the checkpoint was saved")
     steps, _ = read_rows(folder, complete=True)
     if len(steps) != manifest["step"]:
-        raise RecordError(folder / "steps.jsonl", f"{len(steps)} rows at step {manifest['step']}")
+        raise schema.RecordError(folder / "steps.jsonl", f"{len(steps)} rows at step {manifest['step']}")
     return manifest
 
 

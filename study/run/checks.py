@@ -14,18 +14,12 @@ from study.config.launch_context import Launch
 from study.config.strategies import Strategy
 from study.engine.model_parallel import check_group, check_replicas
 from study.engine.setup import check_engine_settings
-from study.host import folders
-from study.host.memory import can_lock, required_pinned_bytes
-from study.host.operators import is_libaio_installed
-from study.host.stacks import check_verified_pair
+from study.host import folders, memory, operators, stacks
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import request_for, unsupported_reason
 from study.predictor.state import bytes_per_parameter, unswapped_kind
-from study.records.directory import is_finished, write_json
-from study.records.lock import check_is_run_directory, check_not_active
-from study.records.schema import RecordError
-from study.run import rendezvous
-from study.run.context import RunRequest
+from study.records import directory, lock, schema
+from study.run import context, rendezvous
 
 FIRST_RANK_GRACE_S = 10
 # Enough for the rows and the log of a long run.
@@ -36,18 +30,16 @@ Refuse = Callable[[RunConfig, Launch], None]
 
 def resolve_run_request(
     trainer: str, config: RunConfig, launch: Launch, check_trainer: Refuse | None, print_line: Callable[[str], None]
-) -> RunRequest:
+) -> context.RunRequest:
     """Return the request after all checks, the cheapest first; raise UserError at the first problem."""
     from study.engine.virtual_rank import check_host_memory
     from study.host.environment import prepare_devices
-    from study.host.operators import build_operators
-    from study.host.stacks import import_libraries
     from study.run.resume import find_checkpoint
     from study.workloads.architecture import model_config
 
     if check_trainer:
         check_trainer(config, launch)
-    check_verified_pair(launch.strategy)
+    stacks.check_verified_pair(launch.strategy)
     if not config.torch_compile:
         # Importing DeepSpeed compiles parts of it, which takes a second of every rank's start-up.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -65,7 +57,7 @@ def resolve_run_request(
     check_output_dir(config, output_dir)
     if launch.is_main:
         # The other ranks may already see their main process's lock there.
-        check_not_active(output_dir, f"--output_dir {output_dir}")
+        lock.check_not_active(output_dir, f"--output_dir {output_dir}")
     if launch.strategy.offload_device("param") == "nvme":
         launch, strategy = enlarge_swap_buffers(config, launch)
     if launch.strategy.uses_nvme:
@@ -75,17 +67,17 @@ def resolve_run_request(
     check_request(config, launch)
     check_launch_flags(config, plan)
     checkpoint = find_checkpoint(config, launch, output_dir)
-    import_libraries(launch.strategy)
+    stacks.import_libraries(launch.strategy)
     if launch.strategy.deepspeed is not None and strategy.deepspeed is not None:
         check_engine_settings(config, launch.strategy.deepspeed, strategy.deepspeed)
     check_group(config, launch, model_config(config), checkpoint[1]["world_size"] if checkpoint else None)
     if launch.is_main:
         check_room_for_record(config, output_dir)
     cache = folders.cache_directory()
-    build_operators(launch.strategy, cache, print_line)
+    operators.build_operators(launch.strategy, cache, print_line)
     if launch.virtual:
         check_host_memory(config, launch, strategy)
-    return RunRequest(config, launch, strategy, plan, output_dir, checkpoint, cache, notice)
+    return context.RunRequest(config, launch, strategy, plan, output_dir, checkpoint, cache, notice)
 
 
 def check_nvme_swap(config: RunConfig, strategy: Strategy, ranks: int) -> None:
@@ -117,7 +109,7 @@ def report_refusal(refusal: UserError, print_line: Callable[[str], None]) -> int
     """Print the error of a wrong request, once on each machine; return the exit status."""
     # A launcher exits with 1 for every status of a rank, so a sweep reads the reason from this file.
     if file := os.environ.get(REFUSAL_FILE_VARIABLE):
-        write_json(Path(file), refusal.to_json())
+        directory.write_json(Path(file), refusal.to_json())
     rendezvous.publish_refusal(refusal)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # The launcher stops all ranks when one exits: the first rank needs time to print the reason.
@@ -130,12 +122,12 @@ def report_refusal(refusal: UserError, print_line: Callable[[str], None]) -> int
 def check_output_dir(config: RunConfig, output_dir: Path) -> None:
     """Raise UserError if the folder has a finished run, which would be overwritten, or is not a run directory."""
     folders.check_writable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
-    check_is_run_directory(output_dir, f"--output_dir {output_dir}", "name a new folder")
+    lock.check_is_run_directory(output_dir, f"--output_dir {output_dir}", "name a new folder")
     if not (output_dir / "status.json").exists() or config.overwrite_output_dir:
         return
     try:
-        finished = is_finished(output_dir)
-    except RecordError as error:
+        finished = directory.is_finished(output_dir)
+    except schema.RecordError as error:
         problem = f"--output_dir is a damaged run ({error})"
         raise UserError(problem, "remove it, or add --overwrite_output_dir") from None
     if finished:
@@ -183,11 +175,11 @@ def check_request(config: RunConfig, launch: Launch) -> None:
             problem = f"--report_to {config.report_to}: no such tracker is installed"
             raise UserError(problem, f"install it, or use one of: {', '.join(['none', *available])}")
     if strategy.uses_nvme:
-        if not is_libaio_installed():
+        if not operators.is_libaio_installed():
             problem = "DeepSpeed cannot build its asynchronous I/O: libaio is missing"
             raise Unsupported(problem, "run: apt-get install libaio-dev")
-        locked = required_pinned_bytes(strategy)
-        if not can_lock(locked):
+        locked = memory.required_pinned_bytes(strategy)
+        if not memory.can_lock(locked):
             # Without this check DeepSpeed would abort the process.
             raise Unsupported(
                 f"{strategy.name} locks at least {locked / 2**20:.0f} MiB of memory per rank, and `ulimit -l` allows"

@@ -6,9 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.config.flags import BatchPlan, RunConfig
-from study.config.launch_context import Launch
-from study.config.strategies import Strategy
+from study.config import flags, launch_context, strategies
 from study.records.directory import RunWriter
 
 if TYPE_CHECKING:
@@ -20,11 +18,11 @@ if TYPE_CHECKING:
 class RunRequest:
     """A request that passed every check that needs no data."""
 
-    config: RunConfig
-    launch: Launch
+    config: flags.RunConfig
+    launch: launch_context.Launch
     # The launched strategy with the settings that flags override.
-    strategy: Strategy
-    plan: BatchPlan
+    strategy: strategies.Strategy
+    plan: flags.BatchPlan
     output_dir: Path
     # The folder to resume from, and its manifest.
     checkpoint: tuple[Path, dict[str, Any]] | None

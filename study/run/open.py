@@ -1,8 +1,7 @@
 """One run around one training loop: its request is checked first, then a record is kept until it ends.
 
     with open_run("study") as run:           # checks request, machine and folder; an error exits with status 2
-        data = load_data(...)                # may still raise UserError, and leaves no file
-        run.begin(data, initial_weights)     # from here on there is a record
+        run.begin()                          # loads data and weights; from here on there is a record
         for step, micro_batches in run.steps():
             ...
         run.finish(accelerator, meters, log, evaluation)
@@ -27,14 +26,11 @@ from typing import TYPE_CHECKING, Any
 from study.config.errors import RunFailed, UserError, first_line, redact_secrets
 from study.config.flags import parse_command_line
 from study.config.launch_context import read_launch, read_launcher_environment, virtual_launch
-from study.host.folders import check_process, resolve_path
+from study.host import folders, stacks
 from study.host.machine import free_memory
-from study.host.stacks import check_training_packages, is_engines_only
-from study.records.directory import RunWriter, end_interrupted_run
-from study.records.lock import LOCK_NAME, is_locked_by_current_launch, lock_run_directory, read_lock_owner
+from study.records import directory, lock
 from study.records.outcome import RETRY_HINT, Terminated, outcome_from_exception, raise_on_signals
-from study.run import rendezvous
-from study.run.checks import Refuse, check_output_dir, report_refusal, resolve_run_request
+from study.run import checks, rendezvous
 from study.run.console import Console
 from study.run.context import RunContext, RunRequest
 
@@ -45,35 +41,33 @@ if TYPE_CHECKING:
 
     from study.metrics import Meters
     from study.run.steps import StepLog
-    from study.workloads.initial import InitialWeights
-    from study.workloads.tasks import TaskData
 
 
 @contextmanager
 def open_run(
-    trainer: str, arguments: Sequence[str] | None = None, check_trainer: Refuse | None = None
+    trainer: str, arguments: Sequence[str] | None = None, check_trainer: checks.Refuse | None = None
 ) -> Iterator[OpenRun]:
     """Yield the run of a request that passes all checks, also the trainer's, and record its ending."""
     opened = time.perf_counter()
     try:
-        check_process()
+        folders.check_process()
         config, launch = parse_command_line(arguments), read_launch(shell=read_launcher_environment())
         if config.virtual_world_size:
             if trainer != "study":
                 raise UserError(f"{trainer} does not run virtual ranks", "use study/train.py")
             launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
         launch = dataclasses.replace(launch, strategy=launch.strategy.with_group_size(config.group_size))
-        check_training_packages()
+        stacks.check_training_packages()
     except UserError as refusal:
-        raise SystemExit(report_refusal(refusal, lambda line: print(line, file=sys.stderr))) from None
+        raise SystemExit(checks.report_refusal(refusal, lambda line: print(line, file=sys.stderr))) from None
     # The stack restores the terminal, the lock, signals and the swap folder at any end.
     with ExitStack() as stack:
         console = Console(speaks=launch.is_main)
         stack.callback(console.restore)
         try:
-            request = resolve_run_request(trainer, config, launch, check_trainer, console.print_from_any_rank)
+            request = checks.resolve_run_request(trainer, config, launch, check_trainer, console.print_from_any_rank)
         except UserError as refusal:
-            raise SystemExit(report_refusal(refusal, console.print_from_any_rank)) from None
+            raise SystemExit(checks.report_refusal(refusal, console.print_from_any_rank)) from None
         run = OpenRun(trainer, request, console, stack, opened)
         try:
             yield run
@@ -84,7 +78,7 @@ def open_run(
                 run.record_failure(error)
                 run.exit_status = 1
             elif isinstance(error, UserError):
-                run.exit_status = report_refusal(error, console.print_from_any_rank)
+                run.exit_status = checks.report_refusal(error, console.print_from_any_rank)
             else:
                 rendezvous.publish_refusal(UserError(f"{type(error).__name__}: {first_line(error)}", "see its output"))
                 raise
@@ -109,15 +103,25 @@ class OpenRun:
         self.strategy, self.plan, self.checkpoint = request.strategy, request.plan, request.checkpoint
         self.output_dir, self.cache = request.output_dir, request.cache
 
-    def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
-        """Check the parts of the request that depend on the data, lock the folder, and open the record."""
+    def begin(self) -> None:
+        """Load the samples, create the initial weights, lock the folder, and open the record.
+
+        Missing data and weights are wrong requests, too. All strategies share one set of weights, created before the
+        Accelerator: under an active stage-3 configuration transformers would shard them.
+        """
         from study.host.environment import describe_environment
         from study.host.folders import swap_folder
         from study.metrics.profiling import check_profiled_steps
         from study.run.checkpoint import remove_incomplete_checkpoints
         from study.run.resume import check_continues
+        from study.workloads.initial import materialize_initial_weights
+        from study.workloads.tasks import load_data
 
         config, launch, console = self.config, self.launch, self.console
+        # A virtual rank reads only its own samples.
+        samples = self.plan.global_batch_size // self.plan.groups if launch.virtual else None
+        data = load_data(config, self.cache, samples)
+        initial = None if launch.virtual else materialize_initial_weights(config, self.cache)
         self.context = RunContext(**vars(self._request), data=data, initial=initial)
         if self.checkpoint and launch.is_main:
             check_continues(self.context)
@@ -144,7 +148,7 @@ class OpenRun:
             )
         self._stack.enter_context(raise_on_signals(Terminated(), signal.SIGTERM))
         if launch.is_main:
-            record = RunWriter(self.output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
+            record = directory.RunWriter(self.output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
             self.context = dataclasses.replace(self.context, record=record)
             record.write("config.json", config.to_dict())
             record.write("environment.json", environment)
@@ -158,14 +162,14 @@ class OpenRun:
                 )
                 console.print_from_main(f"notice: --checkpointing_steps {interval} saves no checkpoint in {remaining}")
         if launch.strategy.uses_nvme:
-            self.swap_folder = self._stack.enter_context(swap_folder(resolve_path(config.nvme_path)))
+            self.swap_folder = self._stack.enter_context(swap_folder(folders.resolve_path(config.nvme_path)))
 
     def _take_folder(self) -> dict[str, Any]:
         """Lock the folder; return the lock's holder."""
-        self._stack.enter_context(lock_run_directory(self.output_dir, f"--output_dir {self.output_dir}"))
+        self._stack.enter_context(lock.lock_run_directory(self.output_dir, f"--output_dir {self.output_dir}"))
         # Another run may have begun and ended since the first check.
-        check_output_dir(self.config, self.output_dir)
-        return read_lock_owner(self.output_dir / LOCK_NAME)
+        checks.check_output_dir(self.config, self.output_dir)
+        return lock.read_lock_owner(self.output_dir / lock.LOCK_NAME)
 
     def _sync_machines(self, environment: dict[str, Any]) -> dict[str, Any]:
         """Wait until every rank can begin; return environment.json's entry for the other machines."""
@@ -181,7 +185,7 @@ class OpenRun:
             return {"other_machines": rendezvous.sync_as_main(agreed, self._take_folder, self.console.print_from_main)}
 
         def look_for_the_record(holder: Mapping[str, Any]) -> None:
-            self._sees_record = read_lock_owner(self.output_dir / LOCK_NAME) == holder
+            self._sees_record = lock.read_lock_owner(self.output_dir / lock.LOCK_NAME) == holder
             if (interval := self.config.checkpointing_steps) and not self._sees_record:
                 raise UserError(
                     f"--checkpointing_steps {interval}: rank {self.launch.rank} does not see the folder that rank 0"
@@ -246,7 +250,7 @@ class OpenRun:
 
     def evaluates_after(self, step: int) -> bool:
         is_due = step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
-        return is_due and not self.launch.virtual and not is_engines_only()
+        return is_due and not self.launch.virtual and not stacks.is_engines_only()
 
     def saves_after(self, step: int) -> bool:
         return bool(self.config.checkpointing_steps and step % self.config.checkpointing_steps == 0)
@@ -323,9 +327,9 @@ class OpenRun:
             print(redact_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         # If the main process failed its checks, the folder may belong to another launch.
         if self._sees_record and (
-            launch.is_main or rendezvous.machine_count() > 1 or is_locked_by_current_launch(output_dir)
+            launch.is_main or rendezvous.machine_count() > 1 or lock.is_locked_by_current_launch(output_dir)
         ):
             if console.log_path is None and (output_dir / "status.json").exists():
                 self.redirect_output_to_log()
-            end_interrupted_run(output_dir, ending.state, ending.reason, ending.hint)
+            directory.end_interrupted_run(output_dir, ending.state, ending.reason, ending.hint)
         console.print_from_main(f"{ending.state}: {ending.why}")

@@ -15,8 +15,7 @@ from study.host.memory import GIB
 from study.records.directory import finite_or_none, read_rows
 from study.records.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL
 from study.records.virtual_summary import largest
-from study.workloads.metrics import summarize_evaluation
-from study.workloads.tasks import sample_hashes
+from study.workloads import metrics, tasks
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +57,7 @@ class StepLog:
     ) -> None:
         """Store a step's figures until the next flush; the hash of `micro_batches` (on the host) proves its samples."""
         # The sum over all ranks counts each sample once.
-        samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches) if self._is_group_leader else 0
+        samples_hash = sum(sum(tasks.sample_hashes(batch)) for batch in micro_batches) if self._is_group_leader else 0
         self._pending.append((step, loss, learning_rate, grad_norm, samples_hash, skipped))
         self.skipped_steps += skipped
 
@@ -151,7 +150,7 @@ def evaluate(run: RunContext, accelerator: Accelerator, model: Any) -> dict[str,
         raise RunFailed("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_FIX)
     if not accelerator.is_main_process:
         return {}
-    figures = summarize_evaluation(
+    figures = metrics.summarize_evaluation(
         task,
         sample_losses,
         torch.cat(predictions)[: len(split)].cpu() if predictions else None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import shlex
 import shutil
 import socket
@@ -12,10 +11,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from study.config.errors import UserError
+from study.config import errors, places, strategies
 from study.config.flags import BatchPlan, RunConfig
-from study.config.places import PACKAGE, WORKING_FOLDER, install_command
-from study.config.strategies import STRATEGY_DIRECTORY, read_strategy
 from study.host.slurm import Job, current_job, job_resources, node_address
 
 Trainer = Literal["study", "hf_trainer", "bare_loop"]
@@ -24,8 +21,6 @@ _SCRIPTS: dict[Trainer, str] = {
     "hf_trainer": "baselines/hf_trainer.py",
     "bare_loop": "baselines/bare_loop.py",
 }
-# Below the ephemeral ports of the kernel. Jobs that share a node start at different ports.
-_FIRST_PORT, _PORTS = 15000, 10000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Cell:
     @property
     def plan(self) -> BatchPlan:
         """Batch plan of the run; raises UserError if the batch does not divide over the ranks."""
-        group_size = read_strategy(self.strategy).with_group_size(self.config.group_size).group_size
+        group_size = strategies.read_strategy(self.strategy).with_group_size(self.config.group_size).group_size
         return self.config.batch_plan(self.ranks, group_size)
 
     @property
@@ -92,9 +87,9 @@ class Cell:
 def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]:
     """Return the command that launches the cell from WORKING_FOLDER."""
     processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
-    configuration = str(_shortest(STRATEGY_DIRECTORY / f"{cell.strategy}.yaml"))
+    configuration = str(_shortest(strategies.STRATEGY_DIRECTORY / f"{cell.strategy}.yaml"))
     launcher = [accelerate(), "launch", "--config_file", configuration, *processes]
-    script = [str(_shortest(PACKAGE / _SCRIPTS[cell.trainer])), *cell.flags(_shortest(output_dir)), *extra_flags]
+    script = [str(_shortest(places.PACKAGE / _SCRIPTS[cell.trainer])), *cell.flags(_shortest(output_dir)), *extra_flags]
     if (job := current_job()) is None:
         return [*launcher, *script]
     # The sweep rejects a cell that needs more nodes; its command shows all of the job's nodes.
@@ -106,29 +101,17 @@ def srun_command(job: Job, nodes: int, launcher: list[str], script: list[str]) -
     if nodes == 1:
         return [*job.srun_command(1), *launcher, *script]
     rendezvous = ["--num_machines", str(nodes), "--main_process_ip", node_address(job.nodes[0])]
+    # Jobs may share this node, which is the main process's in a batch script.
+    with socket.create_server(("", 0)) as free:
+        rendezvous += ["--main_process_port", str(free.getsockname()[1])]
     # The rank of a node is set only in the environment of the step, so a shell on the node reads it.
-    line = f"exec {shlex.join([*launcher, *rendezvous, '--main_process_port', _free_port(job)])}"
+    line = f"exec {shlex.join([*launcher, *rendezvous])}"
     return [*job.srun_command(nodes), "bash", "-c", f'{line} --machine_rank "$SLURM_NODEID" {shlex.join(script)}']
-
-
-def _free_port(job: Job) -> str:
-    """Return a free port of this node, which is the main process's node in a batch script."""
-    first = int(re.sub(r"\D", "", job.id) or 0) * 7
-    for offset in range(_PORTS):
-        port = _FIRST_PORT + (first + offset) % _PORTS
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
-            return str(port)
-    return str(_FIRST_PORT)
 
 
 def _shortest(path: Path) -> Path:
     """Return the path relative to the folder in which every command runs, if it is below it."""
-    path, root = path.absolute(), WORKING_FOLDER.absolute()
+    path, root = path.absolute(), places.WORKING_FOLDER.absolute()
     return path.relative_to(root) if path.is_relative_to(root) else path
 
 
@@ -140,4 +123,4 @@ def accelerate() -> str:
         return "accelerate"
     if installed.exists():
         return str(_shortest(installed))
-    raise UserError("Accelerate is not installed here", f"run: {install_command('train')}")
+    raise errors.UserError("Accelerate is not installed here", f"run: {places.install_command('train')}")

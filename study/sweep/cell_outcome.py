@@ -6,16 +6,15 @@ import dataclasses
 import functools
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from study.config.errors import UserError, redact_secrets, replace_unprintable
 from study.host.memory import OomCounts
+from study.records import lock, schema
 from study.records.directory import Run, RunWriter, read_attempt, read_run, read_status, rewrite_outcome
-from study.records.lock import is_run_active
 from study.records.outcome import HOST_OOM_HINT, Outcome, outcome_from_exception, outcome_from_log
-from study.records.schema import RecordError
 from study.sweep import supervise
 
 StoppedBy = Literal["time limit", "user"]
@@ -45,10 +44,26 @@ class ExitEvidence:
     printed: str
     log: str
     ooms: OomCounts
+    command: Sequence[str] = ()
+    attempt_before: int = 0
+    wall_s: float = 0.0
 
     @property
     def text(self) -> str:
         return f"{self.log}\n{self.printed}"
+
+    @functools.cached_property
+    def ending(self) -> Outcome:
+        return classify_outcome(self)
+
+    def write_end(self, directory: Path) -> None:
+        """Write the run's ending to the record if its processes could not, and append its output to the log.
+
+        Their lock ended with them, and another run may have begun there: the caller takes the folder first.
+        """
+        write_outcome(directory, self.attempt_before, self.ending)
+        with (directory / "log.txt").open("a", encoding="utf-8") as stream:
+            stream.write(self.printed)
 
 
 def classify_outcome(evidence: ExitEvidence) -> Outcome:
@@ -123,7 +138,7 @@ def read_record(directory: Path) -> Run:
     try:
         written = (directory / "status.json").stat()
     except (FileNotFoundError, NotADirectoryError):
-        raise RecordError(directory / "status.json", "is missing") from None
+        raise schema.RecordError(directory / "status.json", "is missing") from None
     return _read_version(directory, written.st_ino, written.st_mtime_ns)
 
 
@@ -136,10 +151,10 @@ def cell_state(directory: Path) -> Outcome:
     """Return the state of the record in a directory."""
     try:
         status = read_record(directory).status
-    except RecordError as error:
+    except schema.RecordError as error:
         if not (directory / "status.json").exists():
             return Outcome("to do")
         return Outcome("damaged", str(error), "it is left as it is; --retry replaces it")
-    if status["ended_at"] is None and is_run_active(directory):
+    if status["ended_at"] is None and lock.is_run_active(directory):
         return Outcome("at work", f"since {status['started_at']}")
     return Outcome(status["state"], replace_unprintable(status["reason"]), replace_unprintable(status["hint"]))

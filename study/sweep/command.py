@@ -15,10 +15,7 @@ from pathlib import Path
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_page
 from study.config.text import format_duration
-from study.host.folders import folder_argument
-from study.host.machine import Machine
-from study.host.slurm import check_single_slurm_task, job_resources
-from study.host.stacks import check_training_packages
+from study.host import folders, machine, slurm, stacks
 from study.predictor.hardware import to_box
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
@@ -40,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of every command on the cells of a suite."""
     add = parser.add_argument
     add("suite", metavar="SUITE", help="a name in study/suites/, or a path")
-    add("--runs_dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept")
+    add("--runs_dir", type=folders.folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept")
     only = "only the cells whose id matches, such as '*-zero3-*', or a flag, such as seed=42 or repeat=1; if repeated,"
     add("--only", metavar="GLOB", action="append", default=[], help=f"{only} all must match")
     rehearsal = "smoke test: the same cells with tiny models and few steps, on any machine, in a separate folder;"
@@ -79,7 +76,7 @@ def duration(text: str) -> float:
     return hours * 3600 + minutes * 60 + seconds
 
 
-def _plan(options: argparse.Namespace, box: Machine) -> Plan:
+def _plan(options: argparse.Namespace, box: machine.Machine) -> Plan:
     return plan_suite(options.suite, box, options.runs_dir, options.only, rehearse=options.rehearse)
 
 
@@ -87,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the cells of the suite or series; return 1 if some did not run or failed, else 0."""
     if options.hardware is not None and not options.dry_run:
         raise UserError("--hardware is only for predictions", "add --dry_run, or leave --hardware out")
-    check_single_slurm_task()
-    box = job_resources()
+    slurm.check_single_slurm_task()
+    box = slurm.job_resources()
     plan = _plan(options, box)
     if options.dry_run:
         return _dry_run(plan, options, box)
@@ -136,7 +133,7 @@ def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, l
     yield from second
 
 
-def _runnable(plan: Plan, box: Machine) -> list[Slice]:
+def _runnable(plan: Plan, box: machine.Machine) -> list[Slice]:
     """Return the slices of a series that the machine can run; if there are none, raise the first reason."""
     refusals = [missing_requirement(part.suite, box, part.cells) for part in plan.slices]
     missing = {refusal.problem: refusal for refusal in refusals if refusal is not None}
@@ -147,7 +144,7 @@ def _runnable(plan: Plan, box: Machine) -> list[Slice]:
     return [part for part, refusal in zip(plan.slices, refusals, strict=True) if refusal is None]
 
 
-def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
+def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> int:
     """Print each cell's command and forecast; on a terminal without --details, forecasts that fit a screen."""
     name = options.hardware or ("this" if box.gpus else None)
     predicted_for = None if name is None else to_box(name)
@@ -157,7 +154,11 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
     training_s, is_short = 0.0, sys.stdout.isatty() and not options.details
     slices, limit = plan.slices, ""
     if options.time_budget is not None:
-        slices = _startable(plan.slices, options.time_budget, options.retry)
+        started = {(item.id, root) for item, root in in_order(plan.slices, options.time_budget, options.retry)}
+        slices = []
+        for part in plan.slices:
+            if items := [item for item in part.cells if (item.id, part.root) in started]:
+                slices.append(dataclasses.replace(part, cells=items))
         counts = [sum(len(part.cells) for part in group) for group in (slices, plan.slices)]
         limit = f"within {format_duration(options.time_budget)} {counts[0]} of {counts[1]} would start: "
         if not any(seconds for part in slices for _, seconds in pending_items(part.cells, part.root, options.retry)):
@@ -194,13 +195,6 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: Machine) -> int:
     return 0
 
 
-def _startable(parts: Sequence[Slice], time_budget_s: float, retry: bool) -> list[Slice]:
-    """Return the slices with the cells that `study run` would start within this time."""
-    started = {(item.id, root) for item, root in in_order(parts, time_budget_s, retry)}
-    cells = [[item for item in part.cells if (item.id, part.root) in started] for part in parts]
-    return [dataclasses.replace(part, cells=items) for part, items in zip(parts, cells, strict=True) if items]
-
-
 def _next_runs(part: Slice, retry: bool) -> Iterator[tuple[Cell | None, str]]:
     """Yield each cell, and for each search its next probe, or None if it is answered, with a note."""
     for item in part.cells:
@@ -215,7 +209,7 @@ def _next_runs(part: Slice, retry: bool) -> Iterator[tuple[Cell | None, str]]:
 
 def weights(options: argparse.Namespace) -> int:
     """Create the initial weights of the cells that have none, each set in a separate process that loads the model."""
-    box = job_resources()
+    box = slurm.job_resources()
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # Slices that the machine can run; if there are none, all.
@@ -229,7 +223,7 @@ def weights(options: argparse.Namespace) -> int:
     if not sets:
         print(f"no remaining cell of {plan.name} needs initial weights")
         return 0
-    check_training_packages()
+    stacks.check_training_packages()
     command = [sys.executable, "-m", "study.workloads.initial"]
     statuses = [
         subprocess.run([*command, *cell.flags(root / cell.id)], check=False).returncode for cell, root in sets.values()
@@ -252,7 +246,7 @@ def in_order(
 
 def status(options: argparse.Namespace) -> int:
     """Print how many cells are done, and the reasons of the others."""
-    box = job_resources()
+    box = slurm.job_resources()
     plan = _plan(options, box)
     lacks = [missing_requirement(part.suite, box, part.cells) for part in plan.slices]
     verdict = _verdict(plan, options, lacks[0].problem if lacks[0] is not None and all(lacks) else "")

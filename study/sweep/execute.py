@@ -16,22 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from study.config.errors import UserError
-from study.config.places import WORKING_FOLDER
-from study.config.strategies import read_strategy
+from study.config import errors, places, strategies
 from study.config.text import format_duration
-from study.host.folders import remove_stale_swap_folders, resolve_path
-from study.host.machine import Machine, gpu_processes, matmul_rates
-from study.host.slurm import check_shared_folder, current_job, is_array_task, is_in_job
-from study.host.stacks import check_training_packages, stacks
-from study.records import lock
+from study.host import folders, machine, slurm, stacks
+from study.records import lock, schema
 from study.records.directory import read_attempt, read_json, utc_now, write_json
 from study.records.outcome import Outcome, raise_on_signals
-from study.records.schema import RecordError
+from study.sweep import cell_outcome, fork_server
 from study.sweep.cell import Cell
-from study.sweep.cell_outcome import last_lines, write_outcome
 from study.sweep.forecast import NOTES, earlier_durations, expected_s
-from study.sweep.fork_server import ForkServer
 from study.sweep.launch import kill_stale_processes, lock_sweep_directory, run_cell
 from study.sweep.search import Search, new_and_tried, pending_runs
 
@@ -47,7 +40,7 @@ class Stopped(KeyboardInterrupt):
 def run_cells(
     cells: Sequence[Cell | Search],
     root: Path,
-    box: Machine,
+    box: machine.Machine,
     *,
     retry: bool = False,
     time_budget_s: float | None = None,
@@ -63,11 +56,11 @@ def run_cells(
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with lock_sweep_directory(root):
         ended = kill_stale_processes(root)
-        if (job := current_job()) is not None:
-            check_shared_folder(job, root)
+        if (job := slurm.current_job()) is not None:
+            slurm.check_shared_folder(job, root)
         new, tried = new_and_tried(cells, root, retry)
         if to_do := [*new, *tried]:
-            check_training_packages()
+            stacks.check_training_packages()
         searches = sum(isinstance(item, Search) for item in to_do)
         progress = SweepProgress(len(to_do), len(cells) - len(to_do), searches)
         with progress.bars, raise_on_signals(Stopped("stopped"), *_STOPS):
@@ -97,7 +90,7 @@ class Sweep:
     """State and result of one call of `run_cells`."""
 
     root: Path
-    box: Machine
+    box: machine.Machine
     progress: SweepProgress
     retry: bool
     deadline: float | None
@@ -107,7 +100,7 @@ class Sweep:
     stopped: bool = False
     # Cells whose folder is not a run's or is in use: they were not run.
     refused: int = 0
-    forks: ForkServer = dataclasses.field(default_factory=ForkServer)
+    forks: fork_server.ForkServer = dataclasses.field(default_factory=fork_server.ForkServer)
 
     def run(self, to_do: Sequence[Cell | Search]) -> None:
         """Run the items and count the finished ones: a cell that has run, a search that needs no further probe."""
@@ -127,10 +120,10 @@ class Sweep:
                 ran.append(cell.id)
                 try:
                     ending = self.run_cell(cell, len(ran) - 1)
-                except UserError as refusal:
+                except errors.UserError as refusal:
                     self.progress.end(cell, Outcome("failed", refusal.problem, refusal.fix), 0)
                     # Another task of this array reports its own cell.
-                    self.refused += not (is_array_task() and isinstance(refusal, lock.LockHeldError))
+                    self.refused += not (slurm.is_array_task() and isinstance(refusal, lock.LockHeldError))
                     # A search would request the same probe again.
                     break
                 except OSError as error:
@@ -158,16 +151,16 @@ class Sweep:
             ending = Outcome(
                 "unsupported", f"{cell.world_size} ranks, and this machine has {self.box}", "run it on more"
             )
-        elif cell.stack and (problem := stacks()[cell.stack].install_error()):
+        elif cell.stack and (problem := stacks.stacks()[cell.stack].install_error()):
             ending = Outcome("unsupported", problem, "compare it where pip can install it")
         if ending is not None:
             with lock.lock_run_directory(directory, str(directory)):
-                write_outcome(directory, read_attempt(directory), ending)
+                cell_outcome.write_outcome(directory, read_attempt(directory), ending)
             return ending
         # The MFU of a tiny model has no meaning, and would delay a rehearsal on a rented machine.
-        rates = matmul_rates(self.box) if cell.config.scale == "paper" else {}
+        rates = machine.matmul_rates(self.box) if cell.config.scale == "paper" else {}
         # Digests of the job's nodes show whether two cells ran on the same nodes.
-        job = current_job()
+        job = slurm.current_job()
         nodes = None if job is None else [lock.digest_of_host(name) for name in job.nodes[:node_count]]
         foreign = {"before": self._foreign_gpu_processes()}
         started_at = utc_now()
@@ -177,7 +170,7 @@ class Sweep:
             with suppress(FileNotFoundError):
                 self.progress.step(cell, (directory / "steps.jsonl").read_bytes().count(b"\n"))
 
-        may_fork = (cell.stack is not None or self.allow_forks) and not self.box.gpus and not is_in_job()
+        may_fork = (cell.stack is not None or self.allow_forks) and not self.box.gpus and not slurm.is_in_job()
         forks = self.forks if may_fork else None
         ended = run_cell(cell, self.root, watch, forks, self.progress.show)
         ending = ended.ending
@@ -196,28 +189,28 @@ class Sweep:
                     "matmul_rates": rates,
                     "launcher": "accelerate" if forks is None else "forked",
                     "nodes": nodes,
-                    "last_lines": [] if ending.state == "ok" else _without_nodes(last_lines(ended.text)),
+                    "last_lines": [] if ending.state == "ok" else _without_nodes(cell_outcome.last_lines(ended.text)),
                 }
                 append_attempt(directory, cell, _without_nodes(ended.command), attempt)
         finally:
-            if ending.state != "ok" and read_strategy(cell.strategy).uses_nvme:
+            if ending.state != "ok" and strategies.read_strategy(cell.strategy).uses_nvme:
                 # A killed rank leaves its swap files, which are as large as the model.
-                remove_stale_swap_folders(WORKING_FOLDER / resolve_path(cell.config.nvme_path))
+                folders.remove_stale_swap_folders(places.WORKING_FOLDER / folders.resolve_path(cell.config.nvme_path))
             if ended.stopped_by == "user":
                 raise Stopped("stopped")
             is_by_signal = ending.reason.startswith(("Slurm ended it", "ended by SIGTERM"))
-            if is_in_job() and ending.state == "interrupted" and is_by_signal:
+            if slurm.is_in_job() and ending.state == "interrupted" and is_by_signal:
                 # Slurm ends a job's steps first: the next cell would use the time that remains for an orderly end.
                 raise Stopped("stopped: Slurm ends this job")
         return ending
 
     def _foreign_gpu_processes(self, patience_s: float = 0) -> list[dict[str, Any]]:
         """Return other processes on the GPUs, which disturb the measurement, and print a notice for each."""
-        processes = gpu_processes()
+        processes = machine.gpu_processes()
         if processes and patience_s:
             # The driver may need time to release the run's processes.
             time.sleep(patience_s)
-            processes = gpu_processes()
+            processes = machine.gpu_processes()
         for process in processes:
             self.progress.show(f"notice: GPU {process['gpu']} is in use by process {process['pid']}, not of this sweep")
         return processes
@@ -225,7 +218,7 @@ class Sweep:
 
 def _without_nodes(words: Sequence[str]) -> list[str]:
     """Replace the names of this job's nodes by the digests that records use, and remove addresses."""
-    job = current_job()
+    job = slurm.current_job()
     names = sorted(job.nodes if job else (), key=len, reverse=True)
     replaced = []
     for word in words:
@@ -238,16 +231,13 @@ def _without_nodes(words: Sequence[str]) -> list[str]:
 def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
     """Add the attempt to sweep.json, in the folder of the cell's record."""
     file = directory / NOTES
-    before: dict[str, Any]
-    try:
+    before: dict[str, Any] = {}
+    with suppress(schema.RecordError):  # at the first attempt
         before = read_json(file)
-        attempts = list(before["attempts"])
-    except (RecordError, KeyError, TypeError):
-        before, attempts = {}, []
     document = {
         "cell": cell.id, "arm": cell.arm, "strategy": cell.strategy, "trainer": cell.trainer,
         "world_size": cell.world_size, "stack": cell.stack, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
-        "command": list(command), "attempts": [*attempts, attempt],
+        "command": list(command), "attempts": [*before.get("attempts", ()), attempt],
     }  # fmt: skip
     write_json(file, document | {key: before[key] for key in ("searches", "probe") if key in before})
 
@@ -268,7 +258,7 @@ def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
         file = root / name / NOTES
         try:
             document = read_json(file)
-        except RecordError:
+        except schema.RecordError:
             # The sweep was killed during this probe, which will run again.
             continue
         # `cells` may be only some of the suite's cells: the notes of other searches stay.

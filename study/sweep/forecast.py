@@ -9,8 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from study.config.errors import UserError
-from study.config.flags import RunConfig
+from study.config import errors, flags
 from study.config.text import format_duration
 from study.host.machine import Machine as Host
 from study.host.memory import GIB
@@ -18,8 +17,7 @@ from study.predictor.hardware import ANY_DEVICE, Hardware
 from study.predictor.memory import predict_memory
 from study.predictor.request import MemoryUse, Request, request_for, unsupported_reason
 from study.predictor.time import predict_time
-from study.records.directory import read_json
-from study.records.schema import RecordError
+from study.records import directory, schema
 from study.sweep.cell import Cell
 from study.sweep.search import Search, pending_runs
 from study.sweep.suite_file import Requirements, Suite
@@ -37,19 +35,19 @@ def earlier_durations(root: Path) -> Durations:
     durations = defaultdict(list)
     for file in root.glob(f"*/{NOTES}"):
         try:
-            document = read_json(file)
-            config = RunConfig.from_dict(read_json(file.parent / "config.json"), str(file.parent))
+            document = directory.read_json(file)
+            config = flags.RunConfig.from_dict(directory.read_json(file.parent / "config.json"), str(file.parent))
             last = document["attempts"][-1]
             if last["state"] == "ok":
                 ranks = config.virtual_world_size or document["world_size"]
                 for key in _alike(config, document.get("arm", document["strategy"]), ranks):
                     durations[key].append(float(last["wall_s"]))
-        except (RecordError, UserError, LookupError, TypeError, ValueError, AttributeError):
+        except (schema.RecordError, errors.UserError, LookupError, TypeError, ValueError, AttributeError):
             continue
     return durations
 
 
-def _alike(config: RunConfig, arm: str, ranks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _alike(config: flags.RunConfig, arm: str, ranks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return two keys: one for runs that differ only in seed and repeat, one for the task, model and strategy."""
     return (dataclasses.replace(config, seed=0).run_id(arm, ranks),), (config.task, config.model_name_or_path, arm)
 

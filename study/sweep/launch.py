@@ -8,8 +8,6 @@ killed, the next sweep finds these processes and ends them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import os
 import re
 import shutil
@@ -22,19 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from study.config.errors import REFUSAL_FILE_VARIABLE, UserError, refusal_from_json
-from study.config.places import WORKING_FOLDER
-from study.host.folders import COMPILES
-from study.host.memory import oom_counts
-from study.host.slurm import is_array_task
-from study.host.stacks import stacks
+from study.config import errors, places
+from study.host import folders, memory, slurm, stacks
 from study.records.directory import read_attempt, read_json, read_status
 from study.records.lock import FileLock
-from study.records.outcome import Outcome
-from study.sweep import supervise
+from study.sweep import cell_outcome, fork_server, supervise
 from study.sweep.cell import Cell, launch_command
-from study.sweep.cell_outcome import ExitEvidence, StoppedBy, classify_outcome, write_outcome
-from study.sweep.fork_server import ForkServer
 
 LOCK_NAME = "sweep.lock"
 MARKER = "ZERO_STUDY_SWEEP_DIRECTORY"
@@ -53,10 +44,10 @@ def lock_sweep_directory(directory: Path) -> FileLock:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         problem = f"another sweep is active in {directory}"
-        return FileLock(directory / LOCK_NAME, problem, shared=is_array_task())
+        return FileLock(directory / LOCK_NAME, problem, shared=slurm.is_array_task())
     except OSError as error:
         problem = f"{directory} is not writable ({error.strerror})"
-        raise UserError(problem, "use a --runs_dir that you may write") from None
+        raise errors.UserError(problem, "use a --runs_dir that you may write") from None
 
 
 def _process_marker(directory: Path) -> str:
@@ -81,40 +72,18 @@ def kill_stale_processes(directory: Path) -> int:
             return len(ended)
         if time.monotonic() > deadline:
             problem = f"processes of an earlier sweep on {directory} do not end: {', '.join(map(str, left))}"
-            raise UserError(problem, "restart the machine")
+            raise errors.UserError(problem, "restart the machine")
         ended.update(left)
         time.sleep(0.05)
-
-
-@dataclasses.dataclass(frozen=True)
-class FinishedCell(ExitEvidence):
-    """A cell whose processes have all ended. `write_end` then writes its ending to the record."""
-
-    command: list[str]
-    attempt_before: int
-    wall_s: float
-
-    @functools.cached_property
-    def ending(self) -> Outcome:
-        return classify_outcome(self)
-
-    def write_end(self, directory: Path) -> None:
-        """Write the run's ending to the record if its processes could not, and append its output to the log.
-
-        Their lock ended with them, and another run may have begun there: the caller takes the folder first.
-        """
-        write_outcome(directory, self.attempt_before, self.ending)
-        with (directory / "log.txt").open("a", encoding="utf-8") as stream:
-            stream.write(self.printed)
 
 
 def run_cell(
     cell: Cell,
     root: Path,
     watch: Callable[[], None] = lambda: None,
-    forks: ForkServer | None = None,
+    forks: fork_server.ForkServer | None = None,
     print_line: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-) -> FinishedCell:
+) -> cell_outcome.ExitEvidence:
     """Run the cell; return its evidence when no process of it is left, also after Ctrl-C.
 
     `watch` is called during the run, and `print_line` with lines about compilation before its start. The next attempt
@@ -126,8 +95,8 @@ def run_cell(
     is_step = command[0] == "srun"
     attempt_before = read_attempt(directory)
     log_sizes = {file: file.stat().st_size for file in _logs(directory)}
-    stack = stacks()[cell.stack].environment(os.environ) if cell.stack else {}
-    ooms, clock, printed_lines = oom_counts(), time.monotonic(), list[str]()
+    stack = stacks.stacks()[cell.stack].environment(os.environ) if cell.stack else {}
+    ooms, clock, printed_lines = memory.oom_counts(), time.monotonic(), list[str]()
 
     def watch_the_new_run() -> None:
         # Until the run opens its directory, the record is an earlier attempt's, as its number shows.
@@ -135,7 +104,7 @@ def run_cell(
             watch()
         else:
             lines = printed_file.read_text(encoding="utf-8", errors="replace").splitlines()
-            for line in [line for line in lines if line.startswith(COMPILES)][len(printed_lines) :]:
+            for line in [line for line in lines if line.startswith(folders.COMPILES)][len(printed_lines) :]:
                 printed_lines.append(line)
                 print_line(line)
 
@@ -147,7 +116,7 @@ def run_cell(
         request = (cell.stack, cell.world_size, command, environment, printed_file)
         launched = forks.command(*request) if forks else launch_directly(command)
         with printed_file.open("ab") as output, subprocess.Popen(
-            with_supervisor(launched), cwd=WORKING_FOLDER, env=environment, stdin=subprocess.PIPE, stdout=output,
+            with_supervisor(launched), cwd=places.WORKING_FOLDER, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:
@@ -161,15 +130,15 @@ def run_cell(
         if launcher_status < 0:
             # The supervisor itself was killed, and ended no process.
             kill_stale_processes(root)
-        return FinishedCell(
+        return cell_outcome.ExitEvidence(
             launcher_status=launcher_status,
             stopped_by=stopped_by,
             time_limit_s=cell.time_limit_s,
             status=read_status(directory) if read_attempt(directory) > attempt_before else None,
-            refusal=refusal_from_json(read_json(refusal_file)) if refusal_file.exists() else None,
+            refusal=errors.refusal_from_json(read_json(refusal_file)) if refusal_file.exists() else None,
             printed=printed_file.read_text(encoding="utf-8", errors="replace"),
             log="\n".join(_tail(file, log_sizes.get(file, 0)) for file in _logs(directory)),
-            ooms=oom_counts() - ooms,
+            ooms=memory.oom_counts() - ooms,
             command=command,
             attempt_before=attempt_before,
             wall_s=wall_s,
@@ -184,8 +153,8 @@ def launch_directly(command: list[str]) -> list[str]:
 
 def with_supervisor(command: list[str]) -> list[str]:
     """Return the command with a supervisor before the launcher, and before each node's launcher of a step."""
-    # A file instead of `-m`, and without site-packages, which it does not need: it starts faster.
-    supervisor = [sys.executable, "-ES", str(Path(supervise.__file__))]
+    # A file instead of `-m`, because it starts faster.
+    supervisor = [sys.executable, str(Path(supervise.__file__))]
     if command[0] != "srun":
         return [*supervisor, *command]
     place = next(place for place, word in enumerate(command) if place and not word.startswith("--"))
@@ -194,7 +163,7 @@ def with_supervisor(command: list[str]) -> list[str]:
 
 def _wait(
     supervisor: subprocess.Popen[bytes], time_limit_s: float, watch: Callable[[], None]
-) -> tuple[int, StoppedBy | None]:
+) -> tuple[int, cell_outcome.StoppedBy | None]:
     deadline = time.monotonic() + time_limit_s
     while time.monotonic() < deadline:
         try:
@@ -223,7 +192,7 @@ def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not _NOT_FOR_A_RUN.match(name)}
     # The Python environment may be inactive, and ninja and the launcher's children are found through PATH.
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH", os.defpath)])
-    return {**variables, MARKER: _process_marker(directory), REFUSAL_FILE_VARIABLE: str(refusal_file)}
+    return {**variables, MARKER: _process_marker(directory), errors.REFUSAL_FILE_VARIABLE: str(refusal_file)}
 
 
 def _logs(directory: Path) -> list[Path]:

@@ -20,9 +20,8 @@ from study.config.flags import RunConfig, resolve_config
 from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS, read_strategy
 from study.host.machine import Machine
 from study.host.memory import HOST_MEMORY_VARIABLE
-from study.sweep import suite_file
+from study.sweep import forecast, suite_file
 from study.sweep.cell import Cell, Trainer
-from study.sweep.forecast import Forecast
 from study.sweep.search import Search, list_runs, representative_cell
 from study.sweep.suite_file import Grid, Ladder, SliceSpec, Suite
 
@@ -214,7 +213,7 @@ def filter_cells(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Ce
 
 def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Search]:
     # Positions of the rules that matched a run; a rule without a match has a typo.
-    rules, matched = [override.where for override in grid.overrides], set[int]()
+    rules, matched = [where for where, _ in grid.overrides], set[int]()
     grid_keys = {**grid.fixed, **grid.axes}
     for combination in itertools.product(*grid.axes.values()):
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
@@ -222,10 +221,10 @@ def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Searc
             raise UserError(f"{grid.place}: the grid names no strategy", "add strategy: to its axes, or to fixed")
         default = MIN_RANKS_WITH_REPLICAS if values["strategy"] in WITH_REPLICAS else RANKS_WITHOUT_A_GPU
         values.setdefault("world_size", box.gpus or default)
-        for number, override in enumerate(grid.overrides):
-            if _matches(values, override.where, grid.place):
+        for number, (where, fixed) in enumerate(grid.overrides):
+            if _matches(values, where, grid.place):
                 matched.add(number)
-                values |= override.fixed
+                values |= fixed
         if values.get("virtual_world_size"):
             if grid_keys.get("world_size", 1) not in (1, [1]):
                 raise UserError(f"{grid.place}: world_size and virtual_world_size are both set", "keep one of the two")
@@ -278,7 +277,7 @@ def _search(
         rungs=ladder.rungs,
         label=", ".join(f"{key} {values[key]}" for key in axes if key in values.keys() - id_keys),
         probe_at=probe_of,
-        guess=lambda: Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
+        guess=lambda: forecast.Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
     )
 
 
@@ -297,10 +296,8 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Machine, place: str) -> C
     try:
         requested = RunConfig.from_dict(flags, place)
         if steps := values.get(suite_file.ACCUMULATION):
-            batch, ranks = (
-                resolve_config(requested, accelerator_visible=box.gpus > 0).global_batch_size,
-                cell_settings["world_size"],
-            )
+            batch = resolve_config(requested, accelerator_visible=box.gpus > 0).global_batch_size
+            ranks = cell_settings["world_size"]
             if requested.per_device_train_batch_size is not None:
                 problem = f"{suite_file.ACCUMULATION} and per_device_train_batch_size are both set"
                 raise UserError(problem, "keep one of the two")

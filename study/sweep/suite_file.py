@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from study.config import strategies, yaml_sections
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
-from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
-from study.config.yaml_sections import Section, read_document
 from study.host.stacks import is_of_today, stacks
 from study.records.schema import SearchAxis
 from study.sweep.cell import Trainer
@@ -41,11 +40,11 @@ _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
 _WHOLE: _Check = (lambda value: type(value) is int, "a whole number")
 _COUNT: _Check = (lambda value: type(value) is int and value >= 1, "a whole number from 1 up")
+_GPUS: _Check = (lambda value: type(value) is int and value >= 0, "a whole number from 0 up")
 _DURATION: _Check = (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number of seconds")
 _GIB: _Check = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number of GiB")
 _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
-_GPUS: _Check = (lambda value: type(value) is int and value >= 0, "a whole number from 0 up")
 _CHECKS: dict[str, _Check] = {
     "name": (
         lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
@@ -59,7 +58,7 @@ _CHECKS: dict[str, _Check] = {
         lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
         "a list of patterns, such as [seed=42]",
     ),
-    "strategy": (lambda value: value in STRATEGY_NAMES, f"{', '.join(STRATEGY_NAMES)} or all"),
+    "strategy": (lambda value: value in strategies.STRATEGY_NAMES, f"{', '.join(strategies.STRATEGY_NAMES)} or all"),
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
     "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _DURATION, "expected_s": _DURATION,
     "expect": (lambda value: value == "oom", "oom, or leave it out"),
@@ -80,14 +79,6 @@ class Requirements:
 
 
 @dataclasses.dataclass(frozen=True)
-class Override:
-    """A rule of a grid: cells whose settings match `where` get the settings of `fixed`."""
-
-    where: Mapping[str, list[Any]]
-    fixed: Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
 class Ladder:
     """The candidates of a search: micro-batches or models in ascending size."""
 
@@ -103,7 +94,8 @@ class Grid:
     fixed: Mapping[str, Any]
     axes: Mapping[str, list[Any]]
     repeats: int
-    overrides: tuple[Override, ...]
+    # Cells whose settings match the first mapping get those of the second.
+    overrides: tuple[tuple[Mapping[str, list[Any]], Mapping[str, Any]], ...]
     exclude: tuple[Mapping[str, list[Any]], ...]
     ladder: Ladder | None = None
 
@@ -131,7 +123,7 @@ class Suite:
     is_rehearsal: bool = False
 
 
-class _Section(Section):
+class _Section(yaml_sections.Section):
     """A mapping of a suite file that checks the value of each key."""
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -164,7 +156,7 @@ class _Section(Section):
         choices = {}
         for key, value in self.items():
             if key == "strategy" and value == "all":
-                value = list(STUDIED_STRATEGIES)
+                value = list(strategies.STUDIED_STRATEGIES)
             if key == "stack" and value in ("all", "today", "then"):
                 value = [name for name in stacks() if value == "all" or is_of_today(name) == (value == "today")]
             options = value if isinstance(value, list) and key != "engine_override" else [value]
@@ -199,7 +191,7 @@ def find_suite(name: str) -> Path:
 
 def read_suite(file: Path) -> Suite:
     """Return the suite of a file; raise UserError with file and line if it is not valid."""
-    document = read_document(file, _Section)
+    document = yaml_sections.read_document(file, _Section)
     is_series = isinstance(document, _Section) and "slices" in document
     top = _as_section(document, str(file), _SERIES_KEYS if is_series else _SUITE_KEYS)
     name, description = top.value("name"), top.value("description")
@@ -235,7 +227,7 @@ def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
         fixed={key: value for key, value in {**shared, **fixed}.items() if key not in axes},
         axes=axes,
         repeats=grid.value("repeats", 1),
-        overrides=tuple(Override(rule.section("where").choices(), rule.settings("fixed")) for rule in rules),
+        overrides=tuple((rule.section("where").choices(), rule.settings("fixed")) for rule in rules),
         exclude=tuple(rule.choices() for rule in grid.sections("exclude")),
         ladder=ladder,
     )
@@ -275,24 +267,21 @@ _DROPPED = {
     "device_memory_cap_gib", "expected_s", "expect", "weights", "data", "dataset_config_name", "tokenizer_name",
     "num_train_epochs",
 }  # fmt: skip
-_RUNGS = 3
+_RUNGS = range(1, 4)
 
 
 def shrink_suite(suite: Suite) -> Suite:
     """Return the rehearsal of a suite: the same grids once each, whose runs the plan shrinks."""
-    grids = tuple(
-        dataclasses.replace(grid, repeats=1, ladder=grid.ladder and _small_ladder(grid.ladder)) for grid in suite.grids
-    )
+    grids = []
+    for grid in suite.grids:
+        ladder = grid.ladder
+        if ladder is not None:
+            tiny = _small("model_name_or_path", str(ladder.rungs[0]))
+            models = tuple(f"{tiny}-{layers}layers" for layers in _RUNGS)
+            ladder = Ladder(ladder.axis, models if ladder.axis == "largest_model" else _RUNGS)
+        grids.append(dataclasses.replace(grid, repeats=1, ladder=ladder))
     name = f"{suite.name}-rehearsal"
-    return dataclasses.replace(suite, name=name, requires=Requirements(), grids=grids, is_rehearsal=True)
-
-
-def _small_ladder(ladder: Ladder) -> Ladder:
-    sizes = range(1, _RUNGS + 1)
-    if ladder.axis == "largest_micro_batch":
-        return Ladder(ladder.axis, sizes)
-    tiny = _small("model_name_or_path", ladder.rungs[0])
-    return Ladder(ladder.axis, tuple(f"{tiny}-{layers}layers" for layers in sizes))
+    return dataclasses.replace(suite, name=name, requires=Requirements(), grids=tuple(grids), is_rehearsal=True)
 
 
 def shrink_run(values: Mapping[str, Any], grid: Grid) -> dict[str, Any]:

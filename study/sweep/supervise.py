@@ -17,7 +17,6 @@ import ctypes
 import os
 import queue
 import signal
-import site
 import subprocess
 import sys
 import threading
@@ -76,7 +75,6 @@ def _kill_descendants() -> None:
     """Send SIGTERM, upon which ranks close their record, and then SIGKILL to ranks that hang in a collective."""
     if not _has_children():
         return
-    _find_packages()
     import psutil
 
     started = time.monotonic()
@@ -93,14 +91,7 @@ def _kill_descendants() -> None:
         time.sleep(0.02)
 
 
-def _find_packages() -> None:
-    """Add site-packages and PYTHONPATH, which `-ES` leaves out to save each run a tenth of a second."""
-    site.main()
-    sys.path.extend(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-
-
 def _oom_counts() -> OomCounts:
-    _find_packages()
     sys.path.append(str(Path(__file__).parents[2]))
     from study.host.memory import oom_counts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +12,10 @@ from typing import Any
 from study.config.printing import TextTable
 from study.config.text import format_duration
 from study.host.memory import MIB
-from study.records.directory import Run
+from study.records import directory, schema
 from study.records.outcome import Outcome, SliceProgress
-from study.records.schema import RecordError
+from study.sweep import cell_outcome, forecast
 from study.sweep.cell import Cell
-from study.sweep.cell_outcome import read_record
-from study.sweep.forecast import pending_items
 from study.sweep.plan import Plan, Slice
 from study.sweep.search import Search, cell_states, representative_cell
 
@@ -39,8 +37,8 @@ def result_tables(cells: Sequence[Cell | Search], root: Path, details: bool) -> 
     if plain := [cell for cell in cells if isinstance(cell, Cell)]:
         rows = []
         for cell in plain:
-            with suppress(RecordError):
-                rows.append(_result_row(cell, read_record(root / cell.id)))
+            with suppress(schema.RecordError):
+                rows.append(_result_row(cell, cell_outcome.read_record(root / cell.id)))
         rows.sort(key=lambda row: row[:5])
         visible = rows if details else rows[:_MAX_ROWS]
         places = [
@@ -81,7 +79,7 @@ def fit_screen(tables: Sequence[TextTable], details: bool) -> Iterator[str | Tex
 def status_verdict(plan: Plan, run_flags: str, report_flags: str, lack: str = "") -> str:
     """Return one line with the number of finished cells, the states of the others, and the next command or `lack`."""
     counts = Counter(record.state for part in plan.slices for _, record in cell_states(part.cells, part.root))
-    remaining_s = [seconds for part in plan.slices for _, seconds in pending_items(part.cells, part.root)]
+    remaining_s = [seconds for part in plan.slices for _, seconds in forecast.pending_items(part.cells, part.root)]
     done, _ = counts.pop("ok", 0), counts.pop("to do", 0)
     other_states = "".join(f", {count} {state}" for state, count in counts.most_common())
     has_searches = any(part.searches for part in plan.slices)
@@ -125,7 +123,7 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
 def _progress(part: Slice) -> SliceProgress:
     counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
     with_reason = counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))
-    pending = list(pending_items(part.cells, part.root))
+    pending = list(forecast.pending_items(part.cells, part.root))
     return SliceProgress(
         part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], with_reason,
         sum(seconds for _, seconds in pending), [cell.id for cell, _ in pending],
@@ -144,14 +142,12 @@ def slice_progress(plan: Plan) -> tuple[SliceProgress, ...]:
             cell.id: representative_cell(cell) for part in plan.slices if part.root == root for cell in part.cells
         }
         settings = {id: {**example.config.to_dict(), "repeat": example.repeat} for id, example in examples.items()}
-        values: defaultdict[str, set[str]] = defaultdict(set)
-        for cell_settings in settings.values():
-            for key, value in cell_settings.items():
-                values[key].add(str(value))
+        first = next(iter(settings.values()))
+        varying = {key for key in first if len({str(values[key]) for values in settings.values()}) > 1}
         labels[root] = {
-            id: ", ".join([examples[id].arm, *(format_setting(key, value) for key, value in cell_settings.items()
-                                               if len(values[key]) > 1 and value)])
-            for id, cell_settings in settings.items()
+            id: ", ".join([examples[id].arm, *(format_setting(key, value) for key, value in values.items()
+                                               if key in varying and value)])
+            for id, values in settings.items()
         }  # fmt: skip
     parts = [(labels[part.root], _progress(part)) for part in plan.slices]
     return tuple(progress._replace(left=[names[id] for id in progress.left]) for names, progress in parts)
@@ -175,7 +171,7 @@ def _search_table(searches: Sequence[Search], root: Path) -> TextTable:
     return TextTable(columns, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
 
 
-def _result_row(cell: Cell, run: Run) -> list[str]:
+def _result_row(cell: Cell, run: directory.Run) -> list[str]:
     # A failed run may have a summary of its measurements, which are not results.
     summary = run.summary if run.state == "ok" else {}
     accuracy = summary.get("eval_accuracy")

@@ -18,11 +18,10 @@ from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.config.text import format_bytes
 from study.host.folders import folder_argument, resolve_path
 from study.host.machine import Machine, detect_machine
+from study.records import lock, outcome
 from study.records.directory import read_json, read_run
-from study.records.lock import lock_run_directory
-from study.records.outcome import Outcome
 from study.records.schema import STATE_KINDS, RecordError
-from study.records.virtual_summary import RankSummary, total
+from study.records.virtual_summary import Summary, summarize_record, total
 from study.sweep.cell import Cell
 from study.sweep.launch import lock_sweep_directory, run_cell
 from study.virtual.extrapolation import extrapolate
@@ -160,7 +159,7 @@ def _depths(text: str) -> tuple[int, int, int]:
 class VirtualRunFailed(Exception):
     """A virtual rank that started and failed."""
 
-    def __init__(self, ending: Outcome):
+    def __init__(self, ending: outcome.Outcome):
         self.ending = ending
         super().__init__(f"{ending.state}: {ending.reason}")
 
@@ -168,8 +167,8 @@ class VirtualRunFailed(Exception):
 def run(options: argparse.Namespace) -> int:
     """Run the virtual ranks and print their figures; return exit status 1 if one of them failed."""
     request = read_request(options)
-    summaries: list[RankSummary] = []
-    failed: list[dict[str, str]] = []
+    summaries: list[Summary] = []
+    failed: list[Summary] = []
     state: str
     with lock_sweep_directory(request.runs_dir):
         for strategy in request.strategies:
@@ -192,14 +191,15 @@ def run(options: argparse.Namespace) -> int:
             failed.append({"strategy": strategy, "state": state, "reason": reason})
             if state == "interrupted":
                 break
-    runs = [summary.document() for summary in summaries]
-    document = (runs + failed)[0] if len(request.strategies) == 1 else {"runs": runs, "failed": failed}
+    document = {"runs": summaries, "failed": failed}
+    if len(request.strategies) == 1:
+        document = (summaries + failed)[0]
     if options.json or summaries:
         print_result(options.json, lambda: document, page(summaries))
     return 1 if failed else 0
 
 
-def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
+def _summary(request: VirtualRequest, strategy: str) -> Summary:
     cell = request.cell(strategy)
     if request.depths:
         return _line(request, cell, request.depths)
@@ -221,17 +221,16 @@ def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
         raise error
     _print_status(f"{ended['reason']}: extrapolating from {depths[0]}, {depths[1]} and {depths[2]} layers")
     summary = _line(request, cell, depths, ended)
-    fit = summary.extrapolated
-    assert fit is not None
     # If thresholds lie between these depths and the model, extrapolate from depths beyond them, if those fit.
-    if beyond := {name: depth for name, depth in fit.depths_beyond.items() if depth + 2 <= largest}:
+    depths_beyond = summary["extrapolated"]["depths_beyond"].items()
+    if beyond := {name: depth for name, depth in depths_beyond if depth + 2 <= largest}:
         start, names = max(beyond.values()), " and ".join(beyond)
         _print_status(
             f"{names} between {depths[0]} layers and the model: extrapolating from {start} to {start + 2} layers"
         )
         try:
             deeper = _line(request, cell, (start, start + 1, start + 2), ended)
-            summary = min(deeper, summary, key=lambda candidate: len(candidate.not_linear))
+            summary = min(deeper, summary, key=lambda candidate: len(candidate["extrapolated"]["not_linear"]))
         except (VirtualRunFailed, ModelTooLarge) as failure:
             _print_status(f"{failure}: keeping the extrapolation from {depths[0]} to {depths[2]} layers")
     return summary
@@ -239,20 +238,20 @@ def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
 
 def _line(
     request: VirtualRequest, cell: Cell, depths: tuple[int, int, int], ended: dict[str, str] | None = None
-) -> RankSummary:
+) -> Summary:
     preset = _find_preset(cell)
     cells = [request.cell(cell.strategy, preset.with_layers(depth).name) for depth in depths]
     summaries = [_measure(request, shallow) for shallow in cells]
     return extrapolate(summaries, cell.config.model_name_or_path, preset.layers, ended)
 
 
-def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:
+def _measure(request: VirtualRequest, cell: Cell) -> Summary:
     """Run one virtual rank; raises UserError if it is rejected and VirtualRunFailed if it fails."""
     directory = request.runs_dir / cell.id
     ended = run_cell(cell, request.runs_dir)
     if ended.refusal is not None:
         raise ended.refusal
-    with lock_run_directory(directory, str(directory)):
+    with lock.lock_run_directory(directory, str(directory)):
         ended.write_end(directory)
     if ended.stopped_by == "user":
         raise KeyboardInterrupt
@@ -261,14 +260,14 @@ def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:
     if ended.ending.state != "ok":
         raise VirtualRunFailed(ended.ending)
     _print_status(f"{cell.strategy}, {cell.config.model_name_or_path}: {ended.wall_s:.0f} s -> {directory}")
-    return RankSummary.from_run(read_run(directory))
+    return summarize_record(read_run(directory))
 
 
 def _print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def page(summaries: Sequence[RankSummary]) -> Iterator[str | TextTable]:
+def page(summaries: Sequence[Summary]) -> Iterator[str | TextTable]:
     """Yield the parts of the printed page: each summary, their table, and the legend."""
     for summary in summaries:
         yield from (*describe(summary), "")
@@ -277,70 +276,69 @@ def page(summaries: Sequence[RankSummary]) -> Iterator[str | TextTable]:
     yield LEGEND
 
 
-def describe(summary: RankSummary) -> Iterator[str]:
+def describe(summary: Summary) -> Iterator[str]:
     """Yield the lines that describe one summary."""
-    accumulation = summary.gradient_accumulation_steps
+    accumulation = summary["gradient_accumulation_steps"]
     yield (
-        f"{summary.strategy}: rank {summary.rank} of {summary.world_size}, {summary.model_name_or_path},"
-        f" {summary.precision}, micro-batch {summary.per_device_train_batch_size}"
+        f"{summary['strategy']}: rank {summary['rank']} of {summary['world_size']}, {summary['model_name_or_path']},"
+        f" {summary['precision']}, micro-batch {summary['per_device_train_batch_size']}"
         + (f", accumulation {accumulation}" if accumulation > 1 else "")
-        + f", {summary.seq_length} tokens a sample"
+        + f", {summary['seq_length']} tokens a sample"
     )
-    if fit := summary.extrapolated:
+    if fit := summary["extrapolated"]:
         yield (
-            f"  EXTRAPOLATED to {fit.layers} layers from {fit.depths[0]} and {fit.depths[1]}; max difference at"
-            f" {fit.checked_at_depth} layers, scaled to the model: {fit.largest_residual_at_target:.2%}"
-            + (f" ({fit.furthest_figure})" if fit.largest_residual_at_target else "")
+            f"  EXTRAPOLATED to {fit['layers']} layers from {fit['depths'][0]} and {fit['depths'][1]};"
+            f" max difference at {fit['checked_at_depth']} layers, scaled to the model:"
+            f" {fit['largest_residual_at_target']:.2%}"
+            + (f" ({fit['furthest_figure']})" if fit["largest_residual_at_target"] else "")
         )
-        if fit.crossed:
-            beyond = {name: depth for name, depth in fit.depths_beyond.items() if depth + 2 < fit.layers}
+        if fit["crossed"]:
+            beyond = {name: depth for name, depth in fit["depths_beyond"].items() if depth + 2 < fit["layers"]}
             start = max(beyond.values(), default=0)
             deeper = f"; --layers_fit {start},{start + 1},{start + 2} avoids {', '.join(beyond)}"
-            crossed = f"  engine thresholds in between: {', '.join(fit.crossed)}; figures that depend on them are ?"
+            crossed = f"  engine thresholds in between: {', '.join(fit['crossed'])}; figures that depend on them are ?"
             yield crossed + (deeper if beyond else "")
-        if fit.whole_model:
-            yield f"  run of the whole model: {fit.whole_model['state']}: {fit.whole_model['reason']}"
-    yield f"  model state  {format_bytes(summary.state_bytes_total)}"
-    for kind, sizes in summary.state_bytes_per_rank.items():
+        if fit["whole_model"]:
+            yield f"  run of the whole model: {fit['whole_model']['state']}: {fit['whole_model']['reason']}"
+    yield f"  model state  {format_bytes(summary['state_bytes_total'])}"
+    for kind, sizes in summary["state_bytes_per_rank"].items():
         places = [f"{format_bytes(size)} on {place}" for place, size in sizes.items() if size != 0]
         yield f"    {kind:<10} {', '.join(places) or '0'}"
-    if buffers := summary.buffer_bytes:
+    if buffers := summary["buffer_bytes"]:
         largest = sorted(buffers.items(), key=lambda item: -(item[1] or 0))[:3]
         sizes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
         yield f"  buffers      {format_bytes(total(buffers.values()))} ({sizes_text})"
-    cap = summary.emulated_device_memory_gib
-    for phase, figures in summary.memory_gib_by_phase.items():
+    cap = summary["emulated_device_memory_gib"]
+    for phase, figures in summary["memory_gib_by_phase"].items():
         figures_text = ", ".join(
             f"{name} {'?' if size is None else f'{size:.2f} GiB'}"
             for name, size in figures.items()
-            if size is not None or f"phase.{phase}.{name}" in summary.not_linear
+            if size is not None or (fit and f"phase.{phase}.{name}" in fit["not_linear"])
         )
         yield f"  peak in {phase:<12}{figures_text}" + (f" (emulated: limited to {cap} GiB)" if cap else "")
     yield (
-        f"  ring bytes per step  {format_bytes(summary.sent_bytes_per_step)} in"
-        f" {_count(summary.comm_calls_per_step)} calls, payload {format_bytes(summary.comm_bytes_per_step)}"
+        f"  ring bytes per step  {format_bytes(summary['sent_bytes_per_step'])} in"
+        f" {_count(summary['comm_calls_per_step'])} calls, payload {format_bytes(summary['comm_bytes_per_step'])}"
     )
-    for name, counts in summary.collectives.items():
+    for name, counts in summary["collectives"].items():
         yield (
             f"    {name:<15} {format_bytes(counts['wire_bytes_per_rank'])} in {_count(counts['calls'])} calls,"
             f" payload {format_bytes(counts['payload_bytes'])}"
         )
-    if (seconds := summary.run_figures["step_time_s_median"]) is not None:
+    if (seconds := summary["step_time_s_median"]) is not None:
         yield f"  step time    {seconds:.4f} s, computation only"
 
 
-def table(summaries: Sequence[RankSummary]) -> TextTable:
+def table(summaries: Sequence[Summary]) -> TextTable:
     """Return the table that compares strategies, one row each."""
     rows = []
     for summary in summaries:
         sizes = (
-            *(total(summary.state_bytes_per_rank[kind].values()) for kind in STATE_KINDS),
-            summary.state_bytes_total, summary.sent_bytes_per_step, summary.comm_bytes_per_step,
+            *(total(summary["state_bytes_per_rank"][kind].values()) for kind in STATE_KINDS),
+            summary["state_bytes_total"], summary["sent_bytes_per_step"], summary["comm_bytes_per_step"],
         )  # fmt: skip
-        label = "extrapolated" if summary.extrapolated else ""
-        rows.append([
-            summary.strategy, summary.precision, *map(format_bytes, sizes), _count(summary.comm_calls_per_step), label,
-        ])  # fmt: skip
+        calls, label = _count(summary["comm_calls_per_step"]), "extrapolated" if summary["extrapolated"] else ""
+        rows.append([summary["strategy"], summary["precision"], *map(format_bytes, sizes), calls, label])
     return TextTable(("strategy", "precision", *STATE_KINDS, "state", "ring bytes", "payload", "calls", ""), rows)
 
 

@@ -13,9 +13,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from study.predictor.buckets import STAGE0_BUCKET
-from study.records.schema import PEAKS as PEAKS_OF_PHASES
-from study.records.schema import STATE_PLACES
-from study.records.virtual_summary import GRADIENT_READ_POINTS, PEAKS, Extrapolation, RankSummary
+from study.records.schema import PEAKS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_OPTIONAL
+from study.records.virtual_summary import GRADIENT_READ_POINTS, Summary, with_total
 
 # Figures of a summary by their names in `_figures`, or patterns of these names.
 STEP_TIMES = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
@@ -73,38 +72,34 @@ _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Crossing:
-    """A threshold between a depth and the model."""
+def find_crossed_thresholds(
+    first: Summary, parameters: float, parameters_per_layer: float
+) -> dict[str, tuple[tuple[str, ...], int | None]]:
+    """Return the thresholds between the first depth and a model with this number of parameters, by name.
 
-    # Figures that are not linear because of it.
-    bent: tuple[str, ...]
-    # The smallest depth from which figures are linear; None if there is none, as for the number of full buckets.
-    straight_from: int | None
-
-
-def find_crossed_thresholds(first: RankSummary, parameters: float, parameters_per_layer: float) -> dict[str, Crossing]:
-    """Return the thresholds between the first depth and a model with this number of parameters, by name."""
+    Each has the figures that are not linear because of it, and the smallest depth from which they are; None if there is
+    none, as for the number of full buckets.
+    """
     crossings = {}
-    buckets = first.buckets or {}
-    for threshold in _THRESHOLDS.get(first.strategy[:5], ()) if buckets else ():
+    buckets = first["buckets"] or {}
+    for threshold in _THRESHOLDS.get(first["strategy"][:5], ()) if buckets else ():
         limit = threshold.constant or buckets.get(threshold.name)
         if limit is None:
             continue
-        ranks = first.world_size if threshold.sharded else 1
+        ranks = first["world_size"] if threshold.sharded else 1
         # The threshold in parameters of the whole model.
         parameters_at = limit / threshold.bytes_per_element * ranks
-        low, high = sorted((first.model_parameters, parameters))
+        low, high = sorted((first["model_parameters"], parameters))
         reach = high * threshold.passes
         bent = threshold.bends if low <= parameters_at < reach else ()
         if parameters_per_layer < parameters_at < reach:
             bent += threshold.steps
         straight_from = None
         if set(bent) & set(threshold.bends) - set(threshold.steps):
-            missing = (_SETTLED_AT * parameters_at - first.model_parameters) / parameters_per_layer
-            straight_from = first.model_layers + math.floor(missing) + 1
+            missing = (_SETTLED_AT * parameters_at - first["model_parameters"]) / parameters_per_layer
+            straight_from = first["model_layers"] + math.floor(missing) + 1
         if bent:
-            crossings[threshold.name] = Crossing(bent, straight_from)
+            crossings[threshold.name] = bent, straight_from
     return crossings
 
 
@@ -122,10 +117,13 @@ _GROUPS = {
 
 
 def extrapolate(
-    summaries: Sequence[RankSummary], model: str, layers: int, whole_model: dict[str, str] | None = None
-) -> RankSummary:
-    """Extrapolate from the first two depths to the `layers` of `model`; the third depth gives the error."""
-    first, second, third = (summary.model_layers for summary in summaries)
+    summaries: Sequence[Summary], model: str, layers: int, whole_model: dict[str, str] | None = None
+) -> Summary:
+    """Extrapolate from the first two depths to the `layers` of `model`; the third depth gives the error.
+
+    `whole_model` is the outcome of the run of the whole model, if there was one.
+    """
+    first, second, third = (summary["model_layers"] for summary in summaries)
     figures = _figures_by_depth(summaries)
     line: dict[str, float] = {}
     residual: dict[str, float] = {}
@@ -140,7 +138,7 @@ def extrapolate(
             at_target[key] = _share(error * abs(layers - first) / (third - first), line[key])
     per_layer = (figures["model_parameters"][1] - figures["model_parameters"][0]) / (second - first)
     crossings = find_crossed_thresholds(summaries[0], line["model_parameters"], per_layer)
-    patterns = [pattern for crossing in crossings.values() for pattern in crossing.bent]
+    patterns = [pattern for bent, _ in crossings.values() for pattern in bent]
     not_linear = set(figures) - set(line)
     not_linear |= {key for key in figures if any(fnmatchcase(key, pattern) for pattern in patterns)}
     not_linear |= {key for key in residual if max(residual[key], at_target[key]) > MAX_NONLINEARITY}
@@ -150,23 +148,26 @@ def extrapolate(
     errors = {key: error for key, error in at_target.items() if linear_figures[key] is not None}
     # Non-linear state has no figure, so its error is irrelevant.
     state_keys = [key for key in residual if key.startswith(("state.", "grads.")) and key not in not_linear]
-    extrapolation = Extrapolation(
-        layers=layers,
-        depths=(first, second),
-        checked_at_depth=third,
-        residual=residual,
-        residual_at_target=at_target,
-        not_linear=sorted(not_linear),
-        crossed=sorted(crossings),
-        depths_beyond={name: depth for name, entry in crossings.items() if (depth := entry.straight_from) is not None},
-        largest_residual_of_state=max((residual[key] for key in state_keys), default=0.0),
-        largest_residual_at_target=max(errors.values(), default=0.0),
-        furthest_figure=max(errors, key=lambda key: errors[key], default=None),
-        run_dirs=[summary.run_dir for summary in summaries],
-        whole_model=whole_model,
-    )
-    changed = {"model_name_or_path": model, "model_layers": layers, "extrapolated": extrapolation}
-    return dataclasses.replace(summaries[0], **_fields(summaries, linear_figures) | changed)
+    extrapolated = {
+        "layers": layers,
+        "depths": (first, second),
+        "checked_at_depth": third,
+        # Relative error of each figure at the third depth; the same scaled to the model, relative to its figure.
+        "residual": residual,
+        "residual_at_target": at_target,
+        # Figures that are not extrapolated: an error is too large, or a threshold of the engine lies in between.
+        "not_linear": sorted(not_linear),
+        # Thresholds between the depths and the model, and the depths from which extrapolation avoids them.
+        "crossed": sorted(crossings),
+        "depths_beyond": {name: depth for name, (_, depth) in crossings.items() if depth is not None},
+        "largest_residual_of_state": max((residual[key] for key in state_keys), default=0.0),
+        "largest_residual_at_target": max(errors.values(), default=0.0),
+        "furthest_figure": max(errors, key=lambda key: errors[key], default=None),
+        "run_dirs": [summary["run_dir"] for summary in summaries],
+        "whole_model": whole_model,
+    }
+    changed = {"model_name_or_path": model, "model_layers": layers, "extrapolated": extrapolated, "run_dir": None}
+    return with_total(summaries[0] | _at_target(summaries, linear_figures) | changed)
 
 
 def _on_line(values: Sequence[Any], depths: tuple[int, int], layers: int) -> float:
@@ -178,12 +179,21 @@ def _share(error: float, reference: float) -> float:
     return error / abs(reference) if reference else float(error > 0)
 
 
-def _figures_by_depth(summaries: Sequence[RankSummary]) -> dict[str, list[Any]]:
+def _figures_by_depth(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
     """Return each figure at every depth; 0 for a collective that was not used at one depth."""
-    by_depth = [_figures(summary) for summary in summaries]
+    by_depth = []
+    for summary in summaries:
+        figures = {
+            f"{short}.{name}.{part}": value
+            for short, field in _GROUPS.items()
+            for name, group in summary[field].items()
+            for part, value in (group or {}).items()
+        }
+        figures |= {f"buffer.{name}": size for name, size in (summary["buffer_bytes"] or {}).items()}
+        by_depth.append(figures | {name: summary.get(name) for name in (*COUNTS, *PEAKS, *STEP_TIMES)})
     names = dict.fromkeys(name for figures in by_depth for name in figures)
     # A maximum is not linear. If its parts are known, it is the maximum of the extrapolated parts.
-    maxima = PEAKS if any(name.startswith("phase.") for name in names) else ()
+    maxima = tuple(PEAKS) if any(name.startswith("phase.") for name in names) else ()
     maxima += ("state.grads.",) if any(name.startswith("grads.") for name in names) else ()
     by_name = {}
     for name in names:
@@ -195,21 +205,9 @@ def _figures_by_depth(summaries: Sequence[RankSummary]) -> dict[str, list[Any]]:
     return by_name
 
 
-def _figures(summary: RankSummary) -> dict[str, Any]:
-    groups: dict[str, Mapping[str, Any] | None] = {
-        f"{short}.{name}": group for short, field in _GROUPS.items() for name, group in getattr(summary, field).items()
-    }
-    groups["buffer"] = summary.buffer_bytes
-    return {
-        **{f"{prefix}.{name}": value for prefix, group in groups.items() for name, value in (group or {}).items()},
-        **{count: getattr(summary, count) for count in COUNTS},
-        **{name: summary.run_figures.get(name) for name in (*PEAKS, *STEP_TIMES)},
-    }
-
-
 def _largest_phases(line: dict[str, float], not_linear: set[str]) -> None:
     """Set each peak to that of the model's largest phase, which may differ from the largest phase at shallow depths."""
-    for peak, name in PEAKS_OF_PHASES.items():
+    for peak, name in PEAKS.items():
         keys = {key for key in {*line, *not_linear} if fnmatchcase(key, f"phase.*.{name}")}
         if keys & not_linear:
             not_linear.add(peak)
@@ -236,25 +234,22 @@ def _larger_gradients(figures: Mapping[str, list[Any]], line: dict[str, float], 
             not_linear.add(f"state.grads.{place}")
 
 
-def _fields(summaries: Sequence[RankSummary], line: Mapping[str, float | None]) -> dict[str, Any]:
-    shared = {
-        name: value if all(shallow.run_figures.get(name) == value for shallow in summaries) else None
-        for name, value in summaries[0].run_figures.items()
-    }
-    groups = {
-        field: {
-            name: {part: line.get(f"{short}.{name}.{part}") for part in group or STATE_PLACES}
-            for summary in summaries
-            for name, group in getattr(summary, field).items()
-        }
-        for short, field in _GROUPS.items()
-    }
+def _at_target(summaries: Sequence[Summary], line: Mapping[str, float | None]) -> Summary:
+    """Return the figures of the model from the line; None for those of a run that differ between depths."""
+    first = summaries[0]
+    run_figures = {*SUMMARY_KEYS, *SUMMARY_OPTIONAL} & first.keys()
     return {
-        **{count: line.get(count) for count in COUNTS},
-        **groups,
-        "buffer_bytes": {
-            name: line.get(f"buffer.{name}") for summary in summaries for name in summary.buffer_bytes or ()
+        **{name: None for name in run_figures if any(shallow.get(name) != first[name] for shallow in summaries)},
+        **{name: line.get(name) for name in (*COUNTS, *PEAKS, *STEP_TIMES)},
+        **{
+            field: {
+                name: {part: line.get(f"{short}.{name}.{part}") for part in group or STATE_PLACES}
+                for summary in summaries
+                for name, group in summary[field].items()
+            }
+            for short, field in _GROUPS.items()
         },
-        "run_figures": shared | {name: line.get(name) for name in (*PEAKS, *STEP_TIMES)},
-        "run_dir": None,
+        "buffer_bytes": {
+            name: line.get(f"buffer.{name}") for summary in summaries for name in summary["buffer_bytes"] or ()
+        },
     }

@@ -22,13 +22,12 @@ from study.predictor.state import paper_state_bytes
 from study.records.frames import Records, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.strategy_runs import NAN, state_bytes
-from study.records.virtual_summary import RankSummary, ring_bytes
+from study.records.virtual_summary import Summary, ring_bytes, summarize_row
 from study.records.workloads import format_options, format_setting
 from study.virtual.extrapolation import extrapolate
 
 GB = 1e9
 AS_SHIPPED = "as shipped"
-Summary = dict[str, Any]
 # Columns that are equal for runs of one model at several depths.
 _SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "gradient_checkpointing", "strategy",
          "world_size", "virtual_rank", "device_memory_cap_gib", "engine_override")  # fmt: skip
@@ -78,16 +77,14 @@ def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
     if len(chosen) < 3:
         return None
     first = chosen[0]
-    line = extrapolate([summary["rank_summary"] for summary in chosen], first["model"], int(first["preset_layers"]))
-    return first | line.document() | {"rank_summary": line, "runs": sum((summary["runs"] for summary in chosen), ())}
+    line = extrapolate(chosen, first["model"], int(first["preset_layers"]))
+    return line | {"runs": sum((summary["runs"] for summary in chosen), ())}
 
 
 def _summary(row: Mapping[Any, Any]) -> Summary:
     model = re.sub(r"-\d+layers$", "", str(row["model_name_or_path"]).rsplit("/", 1)[-1])
-    rank = RankSummary.from_row({column: None if pd.isna(cell) else cell for column, cell in row.items()})
     return {
-        **rank.document(),
-        "rank_summary": rank,
+        **summarize_row({column: None if pd.isna(cell) else cell for column, cell in row.items()}),
         "runs": (row["run"],),
         "model": model,
         "setting": setting_text(row),

@@ -14,13 +14,13 @@ from study.host.memory import MIB
 from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
+from study.records.virtual_summary import Summary
 from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text, versus_text
 from study.virtual.summaries import (
     AS_SHIPPED,
     BOOKKEEPING,
     GB,
     STAGES,
-    Summary,
     buffer_bytes,
     extrapolate_from_depths,
     figure_or_nan,
