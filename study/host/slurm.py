@@ -108,7 +108,7 @@ _MARK = "zero-study: node "
 _LINE = 500
 
 
-# What a node prints of itself: see describe_node.
+# Fields that describe_node prints of its node.
 Node = types.SimpleNamespace
 
 
