@@ -78,7 +78,7 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
 def source_runs(evidence: Evidence, report: str) -> pd.DataFrame:
     """Return a report's records in the columns of runs, including autopsy sessions and engine probes."""
     if report == AUTOPSY:
-        arms = evidence.arms()
+        arms = evidence.arms
         sessions = arms.drop_duplicates("session").set_index("session", drop=False)
         # The sum of the initial weights identifies them.
         weights = arms[arms["start"] == "initial"].groupby("session")["start_weights_abs_sum"].first().map(str)
