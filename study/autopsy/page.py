@@ -6,8 +6,6 @@ import collections
 import itertools
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from study.config.text import percent
 from study.records.statistics import equivalence_test
 from study.report.document import PageSection, page_html, page_markdown, paragraphs
 from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take_figures, write_figures
-from study.report.site.publishing import FIGURES, publish_report
+from study.report.site.publishing import FIGURES, new_report
 
 TITLE = "What makes the gap in loss that the listing of S2 (University of Guelph) prints?"
 _FIGURES = "What each switch changes"
@@ -33,9 +31,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
     study = Autopsy(read_sessions(runs) if (runs / MARK).is_file() or runs_named else read_arms(output))
     if study.models["eval_loss"].terms.empty:
         raise UserError("no seed has all its 16 cells yet", "run: study autopsy run")
-    output.resolve().parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.building-", dir=output.resolve().parent))
-    try:
+    with new_report(output, ()) as folder:
         study.arms.to_parquet(folder / FILE, index=False, compression="zstd")
         for name, why in run_notebooks(["autopsy"], NOTEBOOKS, folder, TIME_LIMIT_S, lambda _line: None).items():
             raise UserError(f"notebooks/{name}.ipynb failed in {why}", "fix that cell")
@@ -53,9 +49,6 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         page = [PageSection(text=facts), first, PageSection(_FIGURES, text=text), *remaining, PageSection(text=made_by)]
         (folder / "index.html").write_text(html, encoding="utf-8")
         (folder / "summary.md").write_text(page_markdown(TITLE, page), encoding="utf-8")
-        publish_report(folder, output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return output / "index.html"
 
 

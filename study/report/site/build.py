@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import errno
 import functools
 import itertools
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.records.strategy_runs import Row
 from study.report.document import Answer, PageSection, Picture, Question, link_html, page_html, page_markdown
 from study.report.questions import answers
-from study.report.site.publishing import FIGURES, LIST, check_place, publish_report
+from study.report.site.publishing import FIGURES, LIST, new_report
 
 START_LIMIT_S = 120
 _ERROR_TAG = "papermill-error-cell-tag"
@@ -135,25 +133,11 @@ def build(
     names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     # Figures are checked when the report is published.
     wanted = {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ())}
-    try:
-        check_place(output, wanted | {f"{name}.{kind}" for name in names for kind in ("ipynb", "html")})
-        # On the same file system, even if the output is a link to a folder.
-        target = output.resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
-    except OSError as error:
-        raise UserError(f"--output {output} is not writable ({error.strerror})", "name another") from None
-    try:
+    wanted |= {f"{name}.{kind}" for name in names for kind in ("ipynb", "html")}
+    with new_report(output, wanted) as folder:
         write_parquet(records, folder)
         failures = run_notebooks(names, notebooks, folder, time_limit_s, say)
         _write_pages(records, suite, folder, answered, failures, facts, title or suite)
-        publish_report(folder, output)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(f"the report cannot be written to {output} ({error.strerror})", "make room there") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return failures
 
 
