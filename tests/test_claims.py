@@ -47,8 +47,8 @@ def outcome(
     decides: bool = False, internal: bool = False,
 ) -> CheckResult:  # fmt: skip
     """Return the result of a check with these labels."""
-    labels = {"tests": tests, "reading": reading, "necessary": necessary, "decides": decides, "internal": internal}
-    labels |= {"proxy": basis == PROXY, "source": "https://example.org" * (basis == "published")}
+    labels: dict[str, Any] = {"proxy": basis == PROXY, "source": "https://example.org" * (basis == "published")}
+    labels |= {"tests": tests, "reading": reading, "necessary": necessary, "decides": decides, "internal": internal}
     return CheckResult(ClaimCheck(FORM_OF_BASIS[basis], "it", {}, at_most=1, **labels), answer)
 
 

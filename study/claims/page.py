@@ -22,7 +22,7 @@ from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.statistics import CONFIDENCE, POWER, t_quantile
-from study.report.document import Link, Note, PageSection, link_html, page_html, paragraphs, render_markdown
+from study.report.document import Link, PageSection, code_html, link_html, page_html, paragraphs, render_markdown
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
@@ -72,15 +72,15 @@ def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.Data
 
 def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim, finding = judged.claim, judged.finding
-    notes: list[str | Note] = [*paragraphs(
+    notes = paragraphs(
         "claim_notes.j2", claim=claim, results=judged.results, contradictions=scoreboard.find_contradictions(claim.id),
         provenance=provenance(judged, evidence) if evidence else (), sizes=_sizes,
-    )]  # fmt: skip
+    )  # fmt: skip
     if evidence:
         first = 2 + bool(claim.readings) + bool(claim.untestable)
         for place, result in enumerate(judged.results, first):
             if result.figure:
-                notes[place] = Note(str(notes[place]), _below(result, result.figure, evidence.root, links_from))
+                notes[place] = code_html(notes[place]) + _below(result, result.figure, evidence.root, links_from)
     rest = finding.text.removeprefix(finding.kind).lstrip(":; ")
     return PageSection(
         claim.id, claim.says, finding.kind,

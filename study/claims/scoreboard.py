@@ -13,7 +13,6 @@ from study.claims.evidence import Evidence
 from study.claims.ledger import Claim, Ledger, read_ledger
 from study.claims.verdicts import PROXY, Answer, CheckResult, ClaimFinding, FindingKind, combine
 from study.config.places import REPOSITORY
-from study.records.frames import Records
 from study.records.statistics import SIGNIFICANCE, apply_holm
 
 REPORTS = REPOSITORY / "reports"
@@ -165,20 +164,6 @@ class Scoreboard:
             ],
             "corrections": [dataclasses.asdict(item) for item in self.ledger.corrections],
         }
-
-
-def claims_of_report(
-    report: str, records: Records, ledger: Ledger
-) -> list[tuple[JudgedClaim, tuple[CheckResult, ...]]]:
-    """Return the claims with a figure from these records of a report, each with its results on them."""
-    evidence = Evidence(REPORTS).with_records(report, records)
-    claims = []
-    for claim in ledger.claims:
-        if any(check.numbers.get("report") == report for check in claim.checks):
-            judged = judge(claim, evidence)
-            results = tuple(result for result in judged.results if report in result.reports)
-            claims += [(judged, results)] if results else []
-    return claims
 
 
 def build_scoreboard(

@@ -121,14 +121,6 @@ class Picture(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Note:
-    """A line of a list, with HTML below it that Markdown omits."""
-
-    text: str
-    below: Markup | str = ""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class PageSection:
     """A heading and its content. Every field but `text` may quote a record, and is escaped."""
 
@@ -139,7 +131,8 @@ class PageSection:
     verdict: str = ""
     sentence: str = ""
     table: pd.DataFrame | None = None
-    notes: Sequence[str | Note] = ()
+    # Markup is HTML, for a page that is not rendered as Markdown.
+    notes: Sequence[str] = ()
     # HTML folds the table below them.
     drawings: Sequence[Picture] = ()
     # Further tables by title; folded in HTML.
@@ -248,6 +241,8 @@ def slug(words: str) -> str:
 
 def code_html(text: str) -> Markup:
     """Return the escaped text with names between backticks as code; a number and its % stay on one line."""
+    if isinstance(text, Markup):
+        return text
     parts = [Markup("<code>{}</code>").format(part) if turn % 2 else Markup.escape(part)
              for turn, part in enumerate(_CODE.split(text.replace(" %", "\u00a0%")))]  # fmt: skip
     return Markup("").join(parts)

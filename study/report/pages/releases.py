@@ -1,7 +1,4 @@
-"""docs/releases.md, reports/releases/causes.md and study/releases/grid.json, from the records and causes.yaml.
-
-`make releases` writes them.
-"""
+"""docs/releases.md, reports/releases/causes.md and study/releases/grid.json, which `make releases` writes."""
 
 from __future__ import annotations
 
@@ -204,14 +201,14 @@ def _sign(cell: ReleaseCell) -> str:
 
 def _stopped(cells: Sequence[ReleaseCell]) -> pd.DataFrame:
     """Return the strategies that do not run, by stack and reason."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    columns, rows = ["Stack", "Strategies", "Outcome", "Why"], []
     for cell in cells:
         if cell.verdict.kind in ("crashes", "refuses", "not installable"):
             reason = re.sub(r"^rank \d+: ", "", cell.verdict.reason)
             short = reason if len(reason) <= 160 else f"{reason[:160]}..."
-            groups.setdefault((cell.stack, cell.verdict.kind, short), []).append(f"`{cell.strategy}`")
-    rows = [(stack, ", ".join(dict.fromkeys(names)), kind, why) for (stack, kind, why), names in groups.items()]
-    return pd.DataFrame(rows, columns=["Stack", "Strategies", "Outcome", "Why"])
+            rows.append((cell.stack, f"`{cell.strategy}`", cell.verdict.kind, short))
+    groups = pd.DataFrame(rows, columns=columns).drop_duplicates().groupby(["Stack", "Outcome", "Why"], sort=False)
+    return groups["Strategies"].agg(", ".join).reset_index()[columns]
 
 
 def main() -> None:

@@ -113,8 +113,6 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 TIME_LIMIT_S = 600.0
 # Concurrent kernels; each uses a CPU core and half a gigabyte.
 _AT_ONCE = 2
-# The figures of each answered question.
-Drawn = Mapping[Question, Sequence[Picture]]
 
 
 def build(
@@ -172,7 +170,7 @@ def _write_pages(
         figures |= take_figures(folder / f"{name}.ipynb")
     drawn = {question: [one for name in question.figures for one in figures.get(name, ())] for question in answered}
     pages = {"index": suite, **{name: head for name, (head, _) in heads.items()}}
-    cards = [_card(question, answer, drawn, records) for question, answer in answered.items()]
+    cards = [_card(question, answer, drawn[question], records) for question, answer in answered.items()]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
     lists = [
         PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),
@@ -193,7 +191,7 @@ def _write_pages(
     }  # fmt: skip
     for name, (_, words) in heads.items():
         chosen = [question for question in answered if question.notebook == name]
-        sections = [part for question in chosen for part in _details(question, answered[question], drawn, records)]
+        sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records)]
         texts[f"{name}.html"] = page_html(
             "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name),
             in_reports=in_reports,
@@ -224,11 +222,11 @@ def write_figures(pictures: Iterable[Picture], folder: Path) -> None:
         (folder / FIGURES / f"{picture.name}.svg").write_text(picture.svg, encoding="utf-8")
 
 
-def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) -> PageSection:
+def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records: Records) -> PageSection:
     """Return a question's section of the first page; its tables are folded there if it has no page."""
     tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
     more = link_html("Figures and details", f"{question.notebook}.html")
-    shown = [picture for picture in drawn[question] if picture.name.rpartition("_")[0] in question.figures[:1]]
+    shown = [picture for picture in drawn if picture.name.rpartition("_")[0] in question.figures[:1]]
     shown.sort(key=lambda picture: f", {answer.subject}: " not in picture.alt)
     return PageSection(
         answer.title or question.title, sentence=answer.sentence, table=answer.table, notes=answer.notes,
@@ -239,12 +237,12 @@ def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) ->
     )  # fmt: skip
 
 
-def _details(question: Question, answer: Answer, drawn: Drawn, records: Records) -> Iterator[PageSection]:
+def _details(question: Question, answer: Answer, drawn: Sequence[Picture], records: Records) -> Iterator[PageSection]:
     """Yield the sections of a question's page: all figures, then all tables."""
-    files = [f"{picture.name}.{kind}" for picture in drawn[question] for kind in ("png", "svg")]
+    files = [f"{picture.name}.{kind}" for picture in drawn for kind in ("png", "svg")]
     links = Markup(" ").join(link_html(name, f"{FIGURES}/{name}") for name in files)
     yield PageSection(
-        answer.title or question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn[question],
+        answer.title or question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn,
         anchor=question.name, below=Markup('<p class="files">{}</p>').format(links),
     )  # fmt: skip
     for name, make in question.tables.items():
