@@ -39,7 +39,13 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         by_panel = itertools.zip_longest(*take_figures(folder / "autopsy.ipynb").values())
         pictures = [picture for panel in by_panel for picture in panel if picture]
         write_figures(pictures, folder)
-        (first, *remaining), (facts, made_by) = sections(study), _facts(study)
+        first, *remaining = sections(study)
+        sessions = study.arms.drop_duplicates("session")
+        facts, made_by = paragraphs(
+            "autopsy_facts.j2", states=list(sessions["state"]), seeds=len(study.models["eval_loss"].terms),
+            environments=[json.loads(text) for text in study.arms["environment"].unique() if text != "null"],
+            started=sessions["started_at"].min(), minutes=sessions["session_s"].sum() / 60 / sessions["lanes"].max(),
+        )  # fmt: skip
         html = page_html(
             "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead="", facts=facts, failure="",
             sections=[PageSection(sentence=first.sentence, drawings=pictures[:3]), PageSection(notes=first.notes),
@@ -85,16 +91,6 @@ def sections(study: Autopsy) -> list[PageSection]:
         PageSection("Limits", notes=limits),
         *([PageSection("Failed sessions", notes=failures)] if failures else []),
     ]
-
-
-def _facts(study: Autopsy) -> list[str]:
-    """Return what ran, where and when, and how the page is made again."""
-    sessions = study.arms.drop_duplicates("session")
-    return paragraphs(
-        "autopsy_facts.j2", states=list(sessions["state"]), seeds=len(study.models["eval_loss"].terms),
-        environments=[json.loads(text) for text in study.arms["environment"].unique() if text != "null"],
-        started=sessions["started_at"].min(), minutes=sessions["session_s"].sum() / 60 / sessions["lanes"].max(),
-    )  # fmt: skip
 
 
 def _memory(study: Autopsy) -> str:

@@ -116,13 +116,9 @@ def release_cells(records: Records) -> tuple[ReleaseCell, ...]:
     steps = {run: table.to_dict("records") for run, table in figures.groupby("run", sort=False)}
     rows: list[Row] = runs.to_dict("records")
     # Package versions by stack, from all of its runs: a run that never began has recorded none.
-    versions: dict[str, dict[str, str | None]] = {}
-    for row in rows:
-        unknown = dict.fromkeys(PACKAGES) | {"deepspeed": deepspeed_release(row["stack"])}
-        packages = versions.setdefault(row["stack"], unknown)
-        for name in PACKAGES[1:]:
-            if isinstance(version := row[f"{name}_version"], str):
-                packages[name] = version
+    recorded = runs.groupby("stack")[[f"{name}_version" for name in PACKAGES[1:]]].last().set_axis(PACKAGES[1:], axis=1)
+    packages = recorded.astype(object).where(recorded.notna(), None).to_dict("index")
+    versions = {str(stack): {"deepspeed": deepspeed_release(str(stack)), **packages[stack]} for stack in packages}
     repeats_by_cell: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     ended_by_work: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:

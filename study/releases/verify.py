@@ -169,7 +169,9 @@ def run(options: argparse.Namespace) -> int:
         for number, strategy in enumerate(strategies, start=1):
             rows = list(matrix.rows(strategy))
             verification.rows += rows
-            print_page([f"[{number}/{len(strategies)}] {_line(strategy, rows)}"], sys.stderr)
+            wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in rows if row.kind != "equal"]
+            outcome = " | ".join(wrong) or "reproduces one process"
+            print_page([f"[{number}/{len(strategies)}] {strategy}: {outcome}"], sys.stderr)
     untested = [f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
                 for cause in known_faults(stack, box.gpus > 0)
                 if not set(cause.strategies) & set(strategies)]  # fmt: skip
@@ -387,13 +389,6 @@ def _check_same_stack(root: Path, stack: dict[str, str | None], box: Machine) ->
 
 def _stack_text(stack: dict[str, str | None]) -> str:
     return ", ".join(f"{name} {version or 'not installed'}" for name, version in stack.items())
-
-
-def _line(strategy: str, rows: Sequence[VerifyRow]) -> str:
-    if all(row.kind == "equal" for row in rows):
-        return f"{strategy}: reproduces one process"
-    wrong = (row for row in rows if row.kind != "equal")
-    return f"{strategy}: " + " | ".join(f"{row.option} {row.place}: {row.says}".lstrip() for row in wrong)
 
 
 def _document(stack: dict[str, str | None], matrix: VerifyMatrix, verification: Verification) -> dict[str, Any]:

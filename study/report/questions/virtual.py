@@ -182,21 +182,17 @@ def settings_table(records: Records) -> pd.DataFrame:
             **{name: _FIGURES[name](row) for name in ("Gradients in the bucket, GB", "Buffers, GB")},
             "Ring bytes (NCCL), x weights": summaries.relative_ring_bytes(row),
             "Paper, x weights": paper_traffic(row["stage"], row["world_size"]),
-            "Payload, x weights": _payloads(row),
+            "Payload, x weights": ", ".join(
+                f"{name} {'?' if multiple is None else f'{multiple:.2f}'}"
+                for name, multiple in summaries.shares(row, "payload_bytes").items()
+                if multiple is None or multiple >= BOOKKEEPING
+            )
+            or "nothing",
             "Calls": _FIGURES["Calls"](row),
             **summaries.provenance_columns(row),
         }
         for row in summaries.summaries(records)
     )
-
-
-def _payloads(row: Summary) -> str:
-    texts = [
-        f"{name} {'?' if multiple is None else f'{multiple:.2f}'}"
-        for name, multiple in summaries.shares(row, "payload_bytes").items()
-        if multiple is None or multiple >= BOOKKEEPING
-    ]
-    return ", ".join(texts) or "nothing"
 
 
 SETTINGS = Question(
