@@ -22,10 +22,10 @@ import yaml
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
-from study.claims.ledger import LEDGER, read_ledger
+from study.claims.ledger import LEDGER, ClaimCheck, read_ledger
 from study.claims.page import PAGE, page
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard, judge
-from study.claims.verdicts import PROXY, CheckOutcome, ClaimFinding, Figure, Region, combine
+from study.claims.verdicts import PROXY, CheckResult, ClaimFinding, Figure, Region, combine
 from study.cli import main
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
@@ -39,7 +39,20 @@ from synthetic_records import write_run
 ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
 FALSE = ("does not hold", "contradicts itself")
 BOTH = (False, True)
-OUTCOMES = tuple(itertools.starmap(CheckOutcome, itertools.product(
+FORM_OF_BASIS = {"at scale": "virtual", "published": "stated", "derived": "ratio", PROXY: "virtual"}
+
+
+def outcome(
+    answer: Any, tests: str = "", reading: str = "", basis: str = "at scale", necessary: bool = False,
+    decides: bool = False, internal: bool = False,
+) -> CheckResult:  # fmt: skip
+    """Return the result of a check with these labels."""
+    labels: dict[str, Any] = {"proxy": basis == PROXY, "source": "https://example.org" * (basis == "published")}
+    labels |= {"tests": tests, "reading": reading, "necessary": necessary, "decides": decides, "internal": internal}
+    return CheckResult(ClaimCheck(FORM_OF_BASIS[basis], "it", {}, at_most=1, **labels), answer)
+
+
+OUTCOMES = tuple(itertools.starmap(outcome, itertools.product(
     ANSWERS, ("P1", "P2"), ("", "R1", "R2"), ("derived", PROXY), BOTH, BOTH, BOTH
 )))  # fmt: skip
 
@@ -61,7 +74,7 @@ def find_claim(full_board: Scoreboard, claim: str) -> JudgedClaim:
 
 def test_the_rules_of_findings() -> None:
     draw = random.Random(0)
-    samples: list[tuple[CheckOutcome, ...]] = [(first,) for first in OUTCOMES]
+    samples: list[tuple[CheckResult, ...]] = [(first,) for first in OUTCOMES]
     samples += [tuple(draw.choices(OUTCOMES, k=k)) for k in (2, 3, 4) for _ in range(5000)]
     for outcomes in samples:
         finding = combine(outcomes)
@@ -77,10 +90,10 @@ def test_the_rules_of_findings() -> None:
         assert finding.kind != "holds in part" or holding
         # A part that decides is never false or open in a claim that holds in part.
         assert finding.kind != "holds in part" or all(part.status == "holds" for part in finding.parts if part.decides)
-        if all(outcome.basis == PROXY for outcome in outcomes):
+        if all(result.check.basis == PROXY for result in outcomes):
             assert finding.kind == "undecided"
-        for place, outcome in enumerate(outcomes):
-            less = [*outcomes[:place], dataclasses.replace(outcome, answer="not judged"), *outcomes[place + 1 :]]
+        for place, result in enumerate(outcomes):
+            less = [*outcomes[:place], dataclasses.replace(result, answer="not judged"), *outcomes[place + 1 :]]
             assert list_facts(combine(less)) <= list_facts(finding), outcomes
 
 
@@ -89,7 +102,7 @@ FINDINGS = yaml.safe_load((REPOSITORY / "tests" / "data" / "findings.yaml").read
 
 @pytest.mark.parametrize(("text", "checks"), FINDINGS)
 def test_the_rule_that_combines_checks(text: str, checks: list[dict[str, Any]]) -> None:
-    finding = combine([CheckOutcome(**check) for check in checks])
+    finding = combine([outcome(**check) for check in checks])
     assert (finding.text, text.startswith(finding.kind)) == (text, True)
 
 
@@ -117,7 +130,7 @@ def test_figures_that_rest_on_records_name_them(full_board: Scoreboard) -> None:
     record_names = {f"{report.name}/{run}" for report in REPORTS.iterdir()
              if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
     record_names |= {f"engine_keys/{probe}" for probe in Evidence(REPORTS).keys("engine_keys")}
-    record_names |= {f"autopsy/{session}" for session in Evidence(REPORTS).arms()["session"]}
+    record_names |= {f"autopsy/{session}" for session in Evidence(REPORTS).arms["session"]}
     for judged in full_board.judged:
         for check, finding in zip(judged.claim.checks, judged.results, strict=True):
             if finding.figure and FORMS[check.form].kind in ("virtual", "measured"):

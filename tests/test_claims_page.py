@@ -177,5 +177,5 @@ def test_git_shows_whether_a_check_was_there_before_its_records(tmp_path):
 
 def test_a_measured_claim_has_other_explanations(full_board: Scoreboard) -> None:
     measured = [judged.claim for judged in full_board.judged
-                if any(finding.kind == "measured" and finding.figure for finding in judged.results)]  # fmt: skip
+                if any(finding.check.kind == "measured" and finding.figure for finding in judged.results)]  # fmt: skip
     assert [claim.id for claim in measured if not claim.alternatives] == [], "add alternatives:, such as *cpu_ranks"

@@ -28,9 +28,10 @@ from study.predictor.request import Request
 from study.predictor.run_predictions import SENT, compare_run_figures, ended_runs
 from study.predictor.shape import model_shape
 from study.predictor.time import max_offload_slowdown
-from study.records.frames import read_parquet
+from study.records.frames import Records, read_parquet
+from study.releases.release_cells import release_cells
 from study.report.pages.readme import DOCUMENTS, rewritten
-from study.report.pages.releases import ReleaseReport
+from study.report.pages.releases import latest_cells
 from study.report.questions.releases import clipped, gpu_faults
 from study.report.questions.virtual import TABLE1
 from study.sweep.suite_file import find_suite
@@ -110,12 +111,12 @@ def test_the_finding_on_loss_matches_the_records() -> None:
 
 
 @pytest.fixture(scope="module")
-def release_report() -> ReleaseReport:
-    return ReleaseReport(read_parquet(REPOSITORY / "reports" / "releases"))
+def release_records() -> Records:
+    return read_parquet(REPOSITORY / "reports" / "releases")
 
 
-def test_the_finding_on_the_latest_releases_matches_the_records(release_report: ReleaseReport) -> None:
-    cells = release_report.latest()
+def test_the_finding_on_the_latest_releases_matches_the_records(release_records: Records) -> None:
+    cells = latest_cells(release_records)
     releases = yaml.safe_load(read("study/releases/stacks.yaml"))["today"][-8:]
     assert {cell.release for cell in cells} == set(releases)
     struck = [release for release in releases if any(gpu_faults(cell) for cell in cells if cell.release == release)]
@@ -125,8 +126,8 @@ def test_the_finding_on_the_latest_releases_matches_the_records(release_report: 
     assert says in unwrapped("README.md")
 
 
-def test_the_finding_on_releases_matches_the_records(release_report: ReleaseReport) -> None:
-    cells = [cell for cell in clipped(release_report.cells)
+def test_the_finding_on_releases_matches_the_records(release_records: Records) -> None:
+    cells = [cell for cell in clipped(release_cells(release_records))
              if not cell.is_contemporary and cell.verdict.kind in ("equal", "different")]  # fmt: skip
     struck = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
     releases = sorted({cell.release for cell in struck}, key=release_key)

@@ -6,8 +6,6 @@ import collections
 import itertools
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from study.config.text import percent
 from study.records.statistics import equivalence_test
 from study.report.document import PageSection, change_text, format_or_dash, page_html, page_markdown, paragraphs
 from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take_figures, write_figures
-from study.report.site.publishing import FIGURES, publish_report
+from study.report.site.publishing import FIGURES, new_report
 
 TITLE = "What makes the gap in loss that the listing of S2 (University of Guelph) prints?"
 _FIGURES = "What each switch changes"
@@ -38,9 +36,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
     study = Autopsy(read_sessions(runs) if (runs / MARK).is_file() or runs_named else read_arms(output))
     if study.models["eval_loss"].terms.empty:
         raise UserError("no seed has all its 16 cells yet", "run: study autopsy run")
-    output.resolve().parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.building-", dir=output.resolve().parent))
-    try:
+    with new_report(output, ()) as folder:
         study.arms.to_parquet(folder / FILE, index=False, compression="zstd")
         for name, why in run_notebooks(["autopsy"], NOTEBOOKS, folder, TIME_LIMIT_S, lambda _line: None).items():
             raise UserError(f"notebooks/{name}.ipynb failed in {why}", "fix that cell")
@@ -48,7 +44,13 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         by_panel = itertools.zip_longest(*take_figures(folder / "autopsy.ipynb").values())
         pictures = [picture for panel in by_panel for picture in panel if picture]
         write_figures(pictures, folder)
-        (first, *remaining), (facts, made_by) = sections(study), _facts(study)
+        first, *remaining = sections(study)
+        sessions = study.arms.drop_duplicates("session")
+        facts, made_by = paragraphs(
+            "autopsy_facts.j2", states=list(sessions["state"]), seeds=len(study.models["eval_loss"].terms),
+            environments=[json.loads(text) for text in study.arms["environment"].unique() if text != "null"],
+            started=sessions["started_at"].min(), minutes=sessions["session_s"].sum() / 60 / sessions["lanes"].max(),
+        )  # fmt: skip
         html = page_html(
             "autopsy.html.j2", TITLE, {"index": TITLE}, "index", lead="", facts=facts, failure="",
             numbers=_numbers(study),
@@ -59,9 +61,6 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         page = [PageSection(text=facts), first, PageSection(_FIGURES, text=text), *remaining, PageSection(text=made_by)]
         (folder / "index.html").write_text(html, encoding="utf-8")
         (folder / "summary.md").write_text(page_markdown(TITLE, page), encoding="utf-8")
-        publish_report(folder, output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return output / "index.html"
 
 
@@ -98,16 +97,6 @@ def sections(study: Autopsy) -> list[PageSection]:
         PageSection("Limits", notes=limits),
         *([PageSection("Failed sessions", notes=failures)] if failures else []),
     ]
-
-
-def _facts(study: Autopsy) -> list[str]:
-    """Return what ran, where and when, and how the page is made again."""
-    sessions = study.arms.drop_duplicates("session")
-    return paragraphs(
-        "autopsy_facts.j2", states=list(sessions["state"]), seeds=len(study.models["eval_loss"].terms),
-        environments=[json.loads(text) for text in study.arms["environment"].unique() if text != "null"],
-        started=sessions["started_at"].min(), minutes=sessions["session_s"].sum() / 60 / sessions["lanes"].max(),
-    )  # fmt: skip
 
 
 def _numbers(study: Autopsy) -> list[tuple[str, str]]:

@@ -126,13 +126,6 @@ def live_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def run_config(scale: Scale, seed: int) -> RunConfig:
-    """Return the study's config of a scale, for its data and initial weights."""
-    samples = {"train_samples": scale.train_samples, "eval_samples": scale.wide_samples}
-    options = {"task": "bert-imdb", "seed": seed, **samples, **scale.options}
-    return resolve_config(RunConfig(**options), accelerator_visible=scale.on_gpu)
-
-
 def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder: Path) -> TrainingArguments:
     """Return the listing's arguments. The late assignment of its dictionary is the error under test."""
     engine_options = {"deepspeed": _KEYS[arm.keys]} if arm.engine == "given" else {}
@@ -170,7 +163,9 @@ class Process:
 
     def __init__(self, scale: Scale, seed: int, folder: Path):
         self.scale, self.folder = scale, folder
-        self.config = run_config(scale, seed)
+        samples = {"train_samples": scale.train_samples, "eval_samples": scale.wide_samples}
+        options = {"task": "bert-imdb", "seed": seed, **samples, **scale.options}
+        self.config = resolve_config(RunConfig(**options), accelerator_visible=scale.on_gpu)
         self.data: TaskData = load_data(self.config, cache_directory())
         self.initial = materialize_initial_weights(self.config, cache_directory())
         self.model: PreTrainedModel | None = None

@@ -162,13 +162,20 @@ def claim_lines(document: Mapping[str, Any]) -> list[str]:
 def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
     """Return a table row for each claim that rests on a report's records, linked from `output`."""
     with require_extra("report"):
+        from study.claims.evidence import Evidence
         from study.claims.ledger import read_ledger
         from study.claims.page import address
-        from study.claims.scoreboard import claims_of_report
+        from study.claims.scoreboard import REPORTS, judge
         from study.report.document import Link
     rows: list[Row] = []
-    for judged, results in claims_of_report(report, records, read_ledger()):
-        claim, shown = judged.claim, judged.lead(results) or results[0]
+    evidence = Evidence(REPORTS).with_records(report, records)
+    for claim in read_ledger().claims:
+        if not any(check.numbers.get("report") == report for check in claim.checks):
+            continue
+        judged = judge(claim, evidence)
+        if not (results := [result for result in judged.results if report in result.reports]):
+            continue
+        shown = judged.lead(results) or results[0]
         text = f"{shown.sentence}." + (f" And {len(results) - 1} more." if len(results) > 1 else "")
         if judged.leading and judged.leading.answer != shown.answer:
             text += f" Another check decides: {judged.sentence}"

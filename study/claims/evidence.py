@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,6 @@ class Evidence:
     def __init__(self, root: Path):
         self.root = root
         self._records: dict[str, Records] = {}
-        self._summaries: dict[str, list[Summary]] = {}
-        self._ended: dict[str, pd.DataFrame] = {}
-        self._arms: pd.DataFrame | None = None
 
     def records(self, report: str) -> Records:
         """Return the records of one report; raise NoRecords if it has none."""
@@ -61,26 +58,16 @@ class Evidence:
             self._records[report] = read_parquet(self.root / report)
         return self._records[report]
 
-    def _ended_runs(self, report: str, task: str) -> pd.DataFrame:
-        if report not in self._ended:
-            runs = real_runs(self.records(report)).runs
-            self._ended[report] = runs[runs["status_state"] == "ok"]
-        runs = self._ended[report]
-        return runs[runs["task"] == task]
-
     def with_records(self, report: str, records: Records) -> Evidence:
         """Return evidence with one report's records replaced."""
         copy = Evidence(self.root)
         copy._records = self._records | {report: records}
-        copy._summaries = {name: ranks for name, ranks in self._summaries.items() if name != report}
         return copy
 
     def rank(self, report: str, model: str, strategy: str, ranks: int, setting: str) -> Summary:
         """Return one virtual rank, run with all layers or extrapolated from fewer, and the names of its runs."""
-        if report not in self._summaries:
-            self._summaries[report] = summaries(self.records(report))
         key = (model, strategy, ranks, setting, _PRECISION)
-        for rank in self._summaries[report]:
+        for rank in _summaries(self.records(report)):
             if (rank["model"], rank["strategy"], rank["world_size"], rank["setting"], rank["precision"]) == key:
                 return rank | {"runs": tuple(f"{report}/{run}" for run in rank["runs"])}
         raise NotJudged(f"{report} has no {strategy} of {model} at {ranks} ranks")
@@ -94,12 +81,12 @@ class Evidence:
         Both come from the workload with the most common runs. With `over_where` they come from two workloads that
         differ only in that setting.
         """
-        runs = self._ended_runs(report, task)
+        runs = _ended_runs(self.records(report), task)
         if over_where:
-            treatment, control = _across(runs, strategy, over, settings(where), settings(over_where), not is_loss)
+            treatment, control = _across(runs, strategy, over, where, over_where, not is_loss)
         else:
             fair = runs[runs["confounded_loss" if is_loss else "confounded"] == ""]
-            treatment, control = _within(_with(fair, settings(where)), strategy, over)
+            treatment, control = _within(_with(fair, where), strategy, over)
         if treatment.empty:
             at = f" with {where}" if where else ""
             raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}{at}")
@@ -110,7 +97,7 @@ class Evidence:
         least_pairs: int,
     ) -> Levels:  # fmt: skip
         """Return the pairs at each value of a setting or model size with enough seeds, in ascending order."""
-        runs = _with(self._ended_runs(report, task), settings(where))
+        runs = _with(_ended_runs(self.records(report), task), where)
         pairs = {}
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
             with contextlib.suppress(NotJudged):
@@ -133,13 +120,12 @@ class Evidence:
                 return search
         raise NotJudged(f"{report} has no search of {strategy} in {task} under {cap_gib:g} GiB")
 
+    @functools.cached_property
     def arms(self) -> pd.DataFrame:
-        """Return the table of the autopsy's arms."""
+        """The table of the autopsy's arms."""
         if not (self.root / AUTOPSY / ARMS_FILE).is_file():
             raise NotJudged(f"there is no {AUTOPSY}/{ARMS_FILE}")
-        if self._arms is None:
-            self._arms = read_arms(self.root / AUTOPSY)
-        return self._arms
+        return read_arms(self.root / AUTOPSY)
 
     def keys(self, report: str) -> dict[str, Any]:
         """Return the effect of each setting on the engine, by the name of the probe."""
@@ -198,13 +184,18 @@ class Pair:
 Levels = dict[float, Pair]
 
 
-def settings(where: str) -> dict[str, str]:
-    """Parse `key=value key=value` of a check."""
-    return dict(item.split("=", 1) for item in where.split())
+_summaries = functools.lru_cache(32)(summaries)
 
 
-def _with(runs: pd.DataFrame, values: Mapping[str, str]) -> pd.DataFrame:
-    for key, value in values.items():
+@functools.lru_cache(32)
+def _ended_runs(records: Records, task: str) -> pd.DataFrame:
+    runs = real_runs(records).runs
+    return runs[(runs["status_state"] == "ok") & (runs["task"] == task)]
+
+
+def _with(runs: pd.DataFrame, where: str) -> pd.DataFrame:
+    """Select the runs with the settings of a check, `key=value key=value`; a later one replaces an earlier one."""
+    for key, value in dict(item.split("=", 1) for item in where.split()).items():
         is_text = not pd.api.types.is_numeric_dtype(runs[key])
         runs = runs[runs[key] == value] if is_text else runs[(runs[key] == float(value)).fillna(False)]
     return runs
@@ -222,13 +213,13 @@ def _within(runs: pd.DataFrame, strategy: str, over: str) -> tuple[pd.DataFrame,
 
 
 def _across(
-    runs: pd.DataFrame, strategy: str, over: str, where: dict[str, str], changed: dict[str, str], same_code: bool
+    runs: pd.DataFrame, strategy: str, over: str, where: str, changed: str, same_code: bool
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     treatment = _with(runs[runs["strategy"] == strategy], where)
-    control = _with(runs[runs["strategy"] == over], where | changed)
+    control = _with(runs[runs["strategy"] == over], f"{where} {changed}")
     keys = ["seed", "repeat"]
     pairs = treatment.merge(control, on=keys, suffixes=("", "_its"))[[*keys, "run", "run_its"]]
-    allowed = {name for key in changed for name in _INTENDED.get(key, ())}
+    allowed = {name for item in changed.split() for name in _INTENDED.get(item.split("=")[0], ())}
     rows = {row["run"]: row for row in pd.concat([treatment, control]).drop_duplicates("run").to_dict("records")}
     by_run = {run: {key: None if pd.isna(value) else value for key, value in row.items()} for run, row in rows.items()}
     differences = (

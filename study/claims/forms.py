@@ -338,7 +338,7 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
 @form("measured")
 def corrected(evidence: Evidence, *, figure: SessionFigure, least_sessions: int) -> Figure:
     """Return the ratio of the ZeRO arm to the standard one, in sessions of the listing with all switches corrected."""
-    arms = evidence.arms()
+    arms = evidence.arms
     estimate, of = Autopsy(arms).ratio(figure, "corrected", CORRECTED), f"corrected sessions with {figure}"
     return _estimate(estimate, least_sessions, AUTOPSY, of, *_sessions(arms[arms["kind"] == "corrected"]))
 
@@ -346,7 +346,7 @@ def corrected(evidence: Evidence, *, figure: SessionFigure, least_sessions: int)
 @form("measured")
 def engine_as_printed(evidence: Evidence, *, least_sessions: int) -> Figure:
     """Return the fraction of the sessions of the listing exactly as printed in which DeepSpeed was active."""
-    arms = evidence.arms()
+    arms = evidence.arms
     on, of = Autopsy(arms).engine_was_on(all_as_printed=True)
     if of < least_sessions:
         raise NotJudged(f"{least_sessions} sessions as printed are needed, and {AUTOPSY} has {of or 'none'}")

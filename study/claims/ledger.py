@@ -85,7 +85,11 @@ class ClaimCheck:
     shows: Text
     # The arguments of the form.
     numbers: Mapping[str, Any]
-    region: Region
+    # The region that the claim allows: one bound or both, or a fraction around a figure.
+    at_least: Number | None = None
+    at_most: Number | None = None
+    about: Number | None = None
+    within: Annotated[Number, pydantic.Field(ge=0)] | None = None
     unit: str = ""
     # The words of the claim that it tests, and the reading of them; empty: the whole claim, every reading.
     tests: str = ""
@@ -119,8 +123,26 @@ class ClaimCheck:
         except pydantic.ValidationError as error:
             raise _refusal(written, written.place, error.errors()[0]) from None
         rest = {key: value for key, value in written.items() if key not in arguments}
-        numbers = stated.model_dump(exclude_unset=True, exclude=set(_Bounds.model_fields))
-        return {**rest, "numbers": numbers, "region": stated.region() if isinstance(stated, _Bounds) else Region()}
+        return {**rest, "numbers": stated.model_dump(exclude_unset=True)}
+
+    @pydantic.model_validator(mode="after")
+    def _has_region(self) -> ClaimCheck:
+        keys = {key for key in ("at_least", "at_most", "about", "within") if getattr(self, key) is not None}
+        complete = [{"at_least"}, {"at_most"}, {"at_least", "at_most"}, {"about", "within"}]
+        if keys not in ([set()] if self.form == "missing" else complete):
+            raise ValueError("the region is at_least, at_most or both, or about with within, a fraction")
+        if self.region.low > self.region.high:
+            raise ValueError("the lower limit is above the upper limit")
+        return self
+
+    @property
+    def region(self) -> Region:
+        """The figures that the claim allows."""
+        if self.about is not None and self.within is not None:
+            reach = abs(self.about) * self.within
+            return Region(self.about - reach, self.about + reach)
+        low, high = (-math.inf if self.at_least is None else self.at_least), self.at_most
+        return Region(low, math.inf if high is None else high)
 
     @property
     def kind(self) -> Kind:
@@ -139,15 +161,11 @@ class ClaimCheck:
     def find(self, evidence: Evidence) -> CheckResult:
         """Compute the figure and compare it with the region."""
         shows = self.shows[:1].upper() + self.shows[1:]
-        result = CheckResult(
-            answer="not judged", tests=self.tests, reading=self.reading, basis=self.basis, necessary=self.necessary,
-            decides=self.decides, internal=self.internal, kind=self.kind, sentence="", source=self.source,
-        )  # fmt: skip
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
             why = awaited(self.needs) if self.needs and isinstance(reason, NoRecords) else reason
-            return dataclasses.replace(result, sentence=f"{shows}: {why}")
+            return CheckResult(self, "not judged", f"{shows}: {why}")
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"
@@ -156,8 +174,7 @@ class ClaimCheck:
             text += f"{figure.spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
         sentence = f"{shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
-        p = _p_value(figure, self.region)
-        return dataclasses.replace(result, answer=answer, sentence=sentence, figure=figure, unit=self.unit, p=p)
+        return CheckResult(self, answer, sentence, figure, _p_value(figure, self.region))
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -245,39 +262,16 @@ def _refusal(top: Any, file: str, problem: Any) -> UserError:
     return UserError(f"{place}: {name} is {repr(problem['input'])[:80]}", problem["msg"])
 
 
-class _Bounds(pydantic.BaseModel):
-    at_least: Number | None = None
-    at_most: Number | None = None
-    about: Number | None = None
-    within: Annotated[Number, pydantic.Field(ge=0)] | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _is_complete(self) -> _Bounds:
-        keys = self.model_fields_set & set(_Bounds.model_fields)
-        if not keys or keys not in ({"about", "within"}, keys & {"at_least", "at_most"}):
-            raise ValueError("the region is at_least, at_most or both, or about with within, a fraction")
-        if (region := self.region()).low > region.high:
-            raise ValueError("the lower limit is above the upper limit")
-        return self
-
-    def region(self) -> Region:
-        if self.about is not None and self.within is not None:
-            reach = abs(self.about) * self.within
-            return Region(self.about - reach, self.about + reach)
-        low, high = (-math.inf if self.at_least is None else self.at_least), self.at_most
-        return Region(low, math.inf if high is None else high)
-
-
 @functools.cache
 def _arguments(form: str) -> type[pydantic.BaseModel]:
-    """Return a model of a form's arguments and region, from its signature."""
+    """Return a model of a form's arguments, from its signature."""
     hints, checked = get_type_hints(FORMS[form].figure, include_extras=True), {float: Number, int: Whole, str: Text}
     fields: dict[str, Any] = {
         key: (checked.get(hints[key], hints[key]), ... if parameter.default is parameter.empty else parameter.default)
         for key, parameter in inspect.signature(FORMS[form].figure).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    return pydantic.create_model(form, __base__=None if form == "missing" else _Bounds, **fields)
+    return pydantic.create_model(form, **fields)
 
 
 def _p_value(figure: Figure, region: Region) -> float | None:

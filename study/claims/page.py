@@ -17,12 +17,12 @@ from study.claims.evidence import KEYS_FILE, Evidence
 from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
-from study.claims.verdicts import Basis, Figure, FindingKind, number
+from study.claims.verdicts import Basis, CheckResult, Figure, FindingKind, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.statistics import CONFIDENCE, POWER, t_quantile
-from study.report.document import Link, Note, PageSection, link_html, page_html, paragraphs, render_markdown
+from study.report.document import Link, PageSection, code_html, link_html, page_html, paragraphs, render_markdown
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
@@ -72,15 +72,15 @@ def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.Data
 
 def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | None, links_from: str) -> PageSection:
     claim, finding = judged.claim, judged.finding
-    notes: list[str | Note] = [*paragraphs(
+    notes = paragraphs(
         "claim_notes.j2", claim=claim, results=judged.results, contradictions=scoreboard.find_contradictions(claim.id),
         provenance=provenance(judged, evidence) if evidence else (), sizes=_sizes,
-    )]  # fmt: skip
+    )  # fmt: skip
     if evidence:
         first = 2 + bool(claim.readings) + bool(claim.untestable)
         for place, result in enumerate(judged.results, first):
             if result.figure:
-                notes[place] = Note(str(notes[place]), _below(result.figure, result.unit, evidence.root, links_from))
+                notes[place] = code_html(notes[place]) + _below(result, result.figure, evidence.root, links_from)
     rest = finding.text.removeprefix(finding.kind).lstrip(":; ")
     return PageSection(
         claim.id, claim.says, finding.kind,
@@ -98,10 +98,10 @@ def _sizes(figure: Figure) -> list[str]:
     return [number(size) if figure.is_slope else percent(math.expm1(size)) for size in sizes]
 
 
-def _below(figure: Figure, unit: str, reports: Path, links_from: str) -> Markup:
+def _below(result: CheckResult, figure: Figure, reports: Path, links_from: str) -> Markup:
     """Return the derivation of a figure, or links to its records."""
     items = [link_html(name, _address(name, reports, links_from)) for name in figure.records]
-    value = f"{figure.derivation} = {number(figure.value, unit)}"
+    value = f"{figure.derivation} = {number(figure.value, result.check.unit)}"
     html = Markup('<code class="derivation">{}</code>').format(value) if figure.derivation else Markup("")
     if items:
         fold = '<details><summary>{} record{}</summary><p class="records">{}</p></details>'

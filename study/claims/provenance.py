@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +43,9 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
     reports = sorted({report for result in judged.results for report in result.reports})
     if not reports:
         return []
-    facts = [("Checks and records", order_text(preregistration_orders(judged, evidence)))]
+    orders = Counter(preregistration_orders(judged, evidence))
+    parts = [f"{orders[order]} {text}" for order, text in _ORDERS.items() if orders[order]]
+    facts = [("Checks and records", f"Of {_many(orders.total(), 'check')} on records: {'; '.join(parts)}.")]
     for report in reports:
         used, total = _used(judged, evidence, report), source_runs(evidence, report)
         ended = ", ".join(f"{count} {state}" for state, count in total["status_state"].value_counts().items())
@@ -78,7 +80,7 @@ def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]
 def source_runs(evidence: Evidence, report: str) -> pd.DataFrame:
     """Return a report's records in the columns of runs, including autopsy sessions and engine probes."""
     if report == AUTOPSY:
-        arms = evidence.arms()
+        arms = evidence.arms
         sessions = arms.drop_duplicates("session").set_index("session", drop=False)
         # The sum of the initial weights identifies them.
         weights = arms[arms["start"] == "initial"].groupby("session")["start_weights_abs_sum"].first().map(str)
@@ -121,13 +123,6 @@ def preregistration_orders(judged: JudgedClaim, evidence: Evidence, repository: 
             else:
                 results.append("before" if ledgers and len(readable) == len(ledgers) else "unknown")
     return results
-
-
-def order_text(results: Iterable[Order]) -> str:
-    """Return a sentence with the number of checks for each order."""
-    counts = Counter(results)
-    parts = [f"{counts[order]} {text}" for order, text in _ORDERS.items() if counts[order]]
-    return f"Of {_many(counts.total(), 'check')} on records: {'; '.join(parts)}."
 
 
 def _deciding(check: Any) -> Any:

@@ -127,12 +127,11 @@ def read_table(file: Path) -> list[PublishedRow]:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{file} is not readable ({error})", "name a CSV file or a markdown table") from None
-    lines = list(enumerate(text.splitlines(), 1))
-    if any(line.lstrip().startswith("|") for _, line in lines):
-        lines = [(place, line) for place, line in lines if line.lstrip().startswith("|")]
-        cells = [(place, [cell.strip() for cell in line.strip().strip("|").split("|")]) for place, line in lines]
-        cells = [(place, row) for place, row in cells if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
-    else:
+    lines = [(place, line.strip()) for place, line in enumerate(text.splitlines(), 1) if line.lstrip().startswith("|")]
+    # The row of dashes below the header has no cells.
+    cells = [(place, [cell.strip() for cell in line.strip("|").split("|")])
+             for place, line in lines if re.search(r"[^\s|:-]", line)]  # fmt: skip
+    if not lines:
         reader = csv.reader(text.splitlines())
         try:
             cells = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]

@@ -13,7 +13,6 @@ from study.claims.evidence import Evidence
 from study.claims.ledger import Claim, Ledger, read_ledger
 from study.claims.verdicts import PROXY, Answer, CheckResult, ClaimFinding, FindingKind, combine
 from study.config.places import REPOSITORY
-from study.records.frames import Records
 from study.records.statistics import SIGNIFICANCE, apply_holm
 
 REPORTS = REPOSITORY / "reports"
@@ -51,7 +50,7 @@ class JudgedClaim:
         deciding, order = {part.words for part in self.finding.parts if part.decides}, _LEADING[self.finding.kind]
         resting = (result for result in results if result.answer in order)
         return min(resting, default=None, key=lambda result: (
-            order.index(result.answer), result.basis == PROXY, result.tests not in deciding,
+            order.index(result.answer), result.check.basis == PROXY, result.check.tests not in deciding,
         ))  # fmt: skip
 
     @property
@@ -72,7 +71,7 @@ class JudgedClaim:
         )
         texts = [f"{place} ({count} record{'s' * (count > 1)})" if place.startswith("reports/") else place
                  for place, count in places.items()]  # fmt: skip
-        return ", ".join(texts) or self.leading.source or "figures of the document, by arithmetic"
+        return ", ".join(texts) or self.leading.check.source or "figures of the document, by arithmetic"
 
     @property
     def _is_untestable(self) -> bool:
@@ -81,7 +80,7 @@ class JudgedClaim:
     @property
     def kinds(self) -> list[str]:
         """Kinds of evidence with at least one judged check."""
-        return list(dict.fromkeys(result.kind for result in self.results if result.answer != "not judged"))
+        return list(dict.fromkeys(result.check.kind for result in self.results if result.answer != "not judged"))
 
     @property
     def verdict(self) -> str:
@@ -105,8 +104,9 @@ class JudgedClaim:
             "evidence_in": self.evidence_in,
             "records": list(dict.fromkeys(run for item in self.results if item.figure for run in item.figure.records)),
             "checks": [
-                {"kind": result.kind, "tests": result.tests, "reading": result.reading, "evidence": result.basis,
-                 "answer": result.answer, "p": result.p, "sentence": result.sentence, **_figure(result)}
+                {"kind": result.check.kind, "tests": result.check.tests, "reading": result.check.reading,
+                 "evidence": result.check.basis, "answer": result.answer, "p": result.p, "sentence": result.sentence,
+                 **_figure(result)}
                 for result in self.results
             ],
             "n": figure.n if figure else None,
@@ -114,9 +114,10 @@ class JudgedClaim:
 
 
 def _figure(result: CheckResult | None) -> dict[str, Any]:
-    figure = result.figure if result else None
-    interval = None if figure is None or figure.low is None else [figure.low, figure.high]
-    return {"figure": figure.value if figure else None, "unit": result.unit if result else "", "interval": interval}
+    if result is None or result.figure is None:
+        return {"figure": None, "unit": "", "interval": None}
+    interval = None if result.figure.low is None else [result.figure.low, result.figure.high]
+    return {"figure": result.figure.value, "unit": result.check.unit, "interval": interval}
 
 
 def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:
@@ -163,20 +164,6 @@ class Scoreboard:
             ],
             "corrections": [dataclasses.asdict(item) for item in self.ledger.corrections],
         }
-
-
-def claims_of_report(
-    report: str, records: Records, ledger: Ledger
-) -> list[tuple[JudgedClaim, tuple[CheckResult, ...]]]:
-    """Return the claims with a figure from these records of a report, each with its results on them."""
-    evidence = Evidence(REPORTS).with_records(report, records)
-    claims = []
-    for claim in ledger.claims:
-        if any(check.numbers.get("report") == report for check in claim.checks):
-            judged = judge(claim, evidence)
-            results = tuple(result for result in judged.results if report in result.reports)
-            claims += [(judged, results)] if results else []
-    return claims
 
 
 def build_scoreboard(

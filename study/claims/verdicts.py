@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from study.claims.ledger import ClaimCheck
 
 Kind = Literal["arithmetic", "consistency", "virtual", "measured"]
 Answer = Literal["holds", "fails", "inside noise", "disputed", "not judged"]
@@ -82,32 +85,13 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckOutcome:
-    """Input of `combine` for one check."""
-
-    answer: Answer
-    # The words of the claim that it tests, and the reading under which it does; empty: the whole claim, all readings.
-    tests: str = ""
-    reading: str = ""
-    basis: Basis = "at scale"
-    # Its failure refutes the part; its success does not support it.
-    necessary: bool = False
-    # The claim is false or undecided if this part is.
-    decides: bool = False
-    # It compares figures of the claim with each other.
-    internal: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckResult(CheckOutcome):
+class CheckResult:
     """The result of one check."""
 
-    kind: Kind
-    sentence: str
-    # Address of the publication that has its numbers.
-    source: str = ""
+    check: ClaimCheck
+    answer: Answer
+    sentence: str = ""
     figure: Figure | None = None
-    unit: str = ""
     # Of the bound of the region that is nearest to a mean over pairs or sessions; None for other figures.
     p: float | None = None
 
@@ -179,7 +163,7 @@ class ClaimFinding:
         return "; ".join([self.kind + texts[0].removeprefix(first), *texts[1:]])
 
 
-def combine(outcomes: Sequence[CheckOutcome]) -> ClaimFinding:
+def combine(outcomes: Sequence[CheckResult]) -> ClaimFinding:
     """Combine the answers of a claim's checks into its finding.
 
     - Contradicts itself: figures of the claim exclude each other under every reading.
@@ -188,8 +172,8 @@ def combine(outcomes: Sequence[CheckOutcome]) -> ClaimFinding:
     - Holds: every part holds.
     - Undecided: everything else, so also whatever only small-scale proxies judge.
     """
-    parts = [_judge_part([item for item in outcomes if item.tests == words])
-             for words in dict.fromkeys(item.tests for item in outcomes)]  # fmt: skip
+    parts = [_judge_part([item for item in outcomes if item.check.tests == words])
+             for words in dict.fromkeys(item.check.tests for item in outcomes)]  # fmt: skip
     statuses = [part.status for part in parts]
     deciding = {part.status for part in parts if part.decides or len(parts) == 1}
     kind: FindingKind = "undecided"
@@ -204,46 +188,41 @@ def combine(outcomes: Sequence[CheckOutcome]) -> ClaimFinding:
     return ClaimFinding(kind, tuple(parts))
 
 
-def _judge_part(outcomes: Sequence[CheckOutcome]) -> PartFinding:
+def _judge_part(outcomes: Sequence[CheckResult]) -> PartFinding:
     """Combine the answers on one part: false or true only if it is so under every reading."""
-    large = [item for item in outcomes if item.basis != PROXY]
-    status, by_reading = _under_readings(large, _status)
-    if status == "does not hold" and all(item.internal for item in large if item.answer == "fails"):
+    large = [item for item in outcomes if item.check.basis != PROXY]
+    status, by_reading = _under_readings(large, {})
+    if status == "does not hold" and all(item.check.internal for item in large if item.answer == "fails"):
         status = "contradicts itself"
-    proxy, small = _under_readings([item for item in outcomes if item.basis == PROXY], _reproduction)
+    proxy, small = _under_readings([item for item in outcomes if item.check.basis == PROXY], _AT_SMALL_SCALE)
     answer = {"does not hold": "fails", "contradicts itself": "fails", "holds": "holds"}.get(status)
     judged = [item for item in outcomes if item.answer != "not judged"]
-    used = [item.basis for item in judged if item.basis == PROXY or answer in (None, item.answer)]
-    decides = any(item.decides for item in outcomes)
-    return PartFinding(outcomes[0].tests, status, proxy, by_reading or small, tuple(dict.fromkeys(used)), decides)
+    used = [item.check.basis for item in judged if item.check.basis == PROXY or answer in (None, item.answer)]
+    decides = any(item.check.decides for item in outcomes)
+    return PartFinding(outcomes[0].check.tests, status, proxy, by_reading or small, tuple(dict.fromkeys(used)), decides)
 
 
-def _under_readings(
-    outcomes: Sequence[CheckOutcome], judge: Callable[[Sequence[CheckOutcome]], str]
-) -> tuple[str, str]:
+_AT_SMALL_SCALE = {"does not hold": "not reproduced", "holds": "reproduced", "disputed": "", "untested": ""}
+
+
+def _under_readings(outcomes: Sequence[CheckResult], words: Mapping[str, str]) -> tuple[str, str]:
     """Return the status under every reading, or that it depends on the reading, with the status under each."""
-    readings = list(dict.fromkeys(item.reading for item in outcomes if item.reading)) or [""]
-    statuses = {name: judge([item for item in outcomes if item.reading in ("", name)]) for name in readings}
+    readings = list(dict.fromkeys(item.check.reading for item in outcomes if item.check.reading)) or [""]
+    statuses = {name: _status([item for item in outcomes if item.check.reading in ("", name)]) for name in readings}
+    statuses = {name: words.get(status, status) for name, status in statuses.items()}
     if len(set(statuses.values())) == 1:
         return statuses[readings[0]], ""
     texts = (f"{status or 'undecided'} if read as: {name}" for name, status in statuses.items())
     return "depends on the reading", f"({', '.join(texts)})"
 
 
-def _status(outcomes: Sequence[CheckOutcome]) -> str:
+def _status(outcomes: Sequence[CheckResult]) -> str:
     answers = {item.answer for item in outcomes}
     if "fails" in answers:
         return "does not hold"
-    if answers == {"holds"} and not all(item.necessary for item in outcomes):
+    if answers == {"holds"} and not all(item.check.necessary for item in outcomes):
         return "holds"
     return next((answer for answer in ("inside noise", "disputed") if answer in answers), "untested")
-
-
-def _reproduction(outcomes: Sequence[CheckOutcome]) -> str:
-    answers = {item.answer for item in outcomes}
-    if "fails" in answers:
-        return "not reproduced"
-    return "reproduced" if answers == {"holds"} else "inside noise" if "inside noise" in answers else ""
 
 
 def number(value: float, unit: str = "") -> str:

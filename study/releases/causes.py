@@ -1,8 +1,4 @@
-"""Known causes of divergence from DDP by release, read from causes.yaml.
-
-Each entry lists the affected releases and strategies, and whether the cause needs several micro-batches per step.
-`blame` is the engine, or the pairing of releases that were not made for each other.
-"""
+"""Known causes of divergence from DDP by release, read from causes.yaml, whose head explains their keys."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import pandas as pd
 
 from study.host.stacks import deepspeed_release, is_of_today, release_key
-from study.records.frames import Records, real_runs, steps_by_run
+from study.records.frames import Records, real_runs
 from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, find_causes
-from study.releases.verdict import Reference, TrainingTrace, Verdict, reference_precision
+from study.releases.verdict import Reference, TrainingTrace, Verdict, make_trace, reference_precision
 
 # Verdicts from worst to best; a cell has the worst verdict of its runs.
 _WORST = ("different", "crashes", "not judged", "refuses", "not installable", "equal")
@@ -112,16 +111,14 @@ def release_cells(records: Records) -> tuple[ReleaseCell, ...]:
     runs = runs[runs["stack"].notna()]
     if runs.empty:
         return ()
-    steps = steps_by_run(records)
+    figures = records.steps[["run", "loss", "grad_norm", "lr", "samples_hash"]].astype(object)
+    figures = figures.where(figures.notna(), None)
+    steps = {run: table.to_dict("records") for run, table in figures.groupby("run", sort=False)}
     rows: list[Row] = runs.to_dict("records")
     # Package versions by stack, from all of its runs: a run that never began has recorded none.
-    versions: dict[str, dict[str, str | None]] = {}
-    for row in rows:
-        unknown = dict.fromkeys(PACKAGES) | {"deepspeed": deepspeed_release(row["stack"])}
-        packages = versions.setdefault(row["stack"], unknown)
-        for name in PACKAGES[1:]:
-            if isinstance(version := row[f"{name}_version"], str):
-                packages[name] = version
+    recorded = runs.groupby("stack")[[f"{name}_version" for name in PACKAGES[1:]]].last().set_axis(PACKAGES[1:], axis=1)
+    packages = recorded.astype(object).where(recorded.notna(), None).to_dict("index")
+    versions = {str(stack): {"deepspeed": deepspeed_release(str(stack)), **packages[stack]} for stack in packages}
     repeats_by_cell: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     ended_by_work: defaultdict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
@@ -136,16 +133,14 @@ def release_cells(records: Records) -> tuple[ReleaseCell, ...]:
         cell if cell.is_contemporary else dataclasses.replace(cell, contemporary=contemporary.get(_but_stack(cell), ""))
         for cell in cells
     ]
-    return tuple(sorted(cells, key=_place))
+    return tuple(sorted(cells, key=lambda cell: (
+        release_key(cell.release), cell.is_contemporary, cell.precision, strategy_order(cell.strategy),
+        cell.micro_steps, cell.max_norm, cell.trainer, cell.optimizer,
+    )))  # fmt: skip
 
 
 def _but_stack(cell: ReleaseCell) -> tuple[Any, ...]:
     return cell.release, cell.strategy, cell.precision, cell.micro_steps, cell.max_norm, cell.trainer, cell.optimizer
-
-
-def _place(cell: ReleaseCell) -> tuple[Any, ...]:
-    order = (release_key(cell.release), cell.is_contemporary, cell.precision, strategy_order(cell.strategy))
-    return *order, cell.micro_steps, cell.max_norm, cell.trainer, cell.optimizer
 
 
 def _cell(
@@ -160,11 +155,10 @@ def _cell(
     else:
         candidates.sort(key=lambda candidate: candidate["stack"] != first["stack"])
     single = next((candidate for candidate in candidates if candidate["strategy"] == "single"), None)
-    reference = Reference(first["precision"], TrainingTrace([], [], [], state="missing"))
-    if single is not None:
-        same_stack = (candidate for candidate in candidates if candidate["stack"] == single["stack"])
-        ddp = tuple(_trace(candidate, steps) for candidate in same_stack if candidate["strategy"] == "ddp")
-        reference = Reference(first["precision"], _trace(single, steps), ddp)
+    ddp = tuple(_trace(candidate, steps) for candidate in candidates
+                if single and candidate["stack"] == single["stack"] and candidate["strategy"] == "ddp")  # fmt: skip
+    trace = _trace(single, steps) if single else make_trace([], None, "missing", "", None, 0.0)
+    reference = Reference(first["precision"], trace, ddp)
     return ReleaseCell(
         first["stack"], first["strategy"], first["precision"], _micro_steps(first), _number(first["max_grad_norm"]),
         str(first["trainer"]), str(first["optimizer"]), versions[first["stack"]],
@@ -173,20 +167,11 @@ def _cell(
     )  # fmt: skip
 
 
-def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> TrainingTrace:
-    table = steps.get(row["run"])
-    columns: dict[str, list[Any]] = {"loss": [], "grad_norm": [], "lr": [], "samples_hash": []}
-    if table is not None:
-        columns = {key: table[key].tolist() for key in columns}
-    if row["optimizer"] == "muon":
-        # DeepSpeed's stages report the norm of Muon's updates instead of the gradients.
-        columns["grad_norm"] = [math.nan] * len(columns["loss"])
-    losses, norms = ([None if math.isnan(value) else value for value in columns[key]] for key in ("loss", "grad_norm"))
-    weights = row["initial_weights_sha256"]
-    return TrainingTrace(
-        losses, norms, columns["lr"], row["status_state"], row["status_reason"] or "",
-        weights if isinstance(weights, str) else None, columns["samples_hash"], _number(row["max_grad_norm"]),
-    )  # fmt: skip
+def _trace(row: Row, steps: Mapping[str, Sequence[Row]]) -> TrainingTrace:
+    weights = row["initial_weights_sha256"] if isinstance(row["initial_weights_sha256"], str) else None
+    reason, max_norm = row["status_reason"] or "", _number(row["max_grad_norm"])
+    rows = steps.get(row["run"], ())
+    return make_trace(rows, row["optimizer"], row["status_state"], reason, weights, max_norm)
 
 
 def _micro_steps(row: Row) -> int:

@@ -12,9 +12,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from study.records.directory import read_run
 from study.records.schema import RecordError
@@ -106,13 +106,17 @@ def trace_at(folder: Path) -> TrainingTrace:
     except RecordError as error:
         # The sweep has already reported why.
         return TrainingTrace([], [], [], "failed", f"it left no record ({error.reason})")
-    # With Muon, DeepSpeed's stages report the norm of the updates instead of the gradients.
-    norms = [None if run.config.get("optimizer") == "muon" else row["grad_norm"] for row in run.steps]
-    return TrainingTrace(
-        [row["loss"] for row in run.steps], norms, [row["lr"] for row in run.steps],
-        run.state, run.status["reason"], run.engine.get("initial_weights_sha256"),
-        [row["samples_hash"] for row in run.steps], run.config.get("max_grad_norm") or 0.0,
-    )  # fmt: skip
+    weights, max_norm = run.engine.get("initial_weights_sha256"), run.config.get("max_grad_norm") or 0.0
+    return make_trace(run.steps, run.config.get("optimizer"), run.state, run.status["reason"], weights, max_norm)
+
+
+def make_trace(
+    steps: Sequence[Mapping[Any, Any]], optimizer: Any, state: str, reason: str, weights: str | None, max_norm: float
+) -> TrainingTrace:
+    """Return the trace of these steps; with Muon, DeepSpeed's stages report the norm of updates, not of gradients."""
+    losses, norms, rates, samples = ([row[key] for row in steps] for key in ("loss", "grad_norm", "lr", "samples_hash"))
+    norms = [None] * len(steps) if optimizer == "muon" else norms
+    return TrainingTrace(losses, norms, rates, state, reason, weights, samples, max_norm)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,10 +169,18 @@ def run(options: argparse.Namespace) -> int:
         for number, strategy in enumerate(strategies, start=1):
             rows = list(matrix.rows(strategy))
             verification.rows += rows
-            print_page([f"[{number}/{len(strategies)}] {_line(strategy, rows)}"], sys.stderr)
-    untested = _untested(stack, strategies, box.gpus > 0)
+            wrong = [f"{row.option} {row.place}: {row.says}".lstrip() for row in rows if row.kind != "equal"]
+            outcome = " | ".join(wrong) or "reproduces one process"
+            print_page([f"[{number}/{len(strategies)}] {strategy}: {outcome}"], sys.stderr)
+    untested = [f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
+                for cause in known_faults(stack, box.gpus > 0)
+                if not set(cause.strategies) & set(strategies)]  # fmt: skip
     answer = f"{verification.answer} ({format_duration(time.monotonic() - started)})"
-    page: tuple[str | TextTable, ...] = (answer, f"tested: {_stack_text(stack)}", *untested, "", _table(verification))
+    places = list(dict.fromkeys(row.place for row in verification.rows))
+    kinds = {(row.name, row.place): row.kind for row in verification.rows}
+    lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in verification.names]
+    table = TextTable(["strategy", *places], lines)
+    page: tuple[str | TextTable, ...] = (answer, f"tested: {_stack_text(stack)}", *untested, "", table)
     print_result(options.json, lambda: _document(stack, matrix, verification) | {"not_tested": untested}, page)
     if verification.agrees is False:
         return 1
@@ -266,13 +274,6 @@ def _fault(cause: Cause) -> str:
     letter = json.loads(GRID.read_text(encoding="utf-8"))["letters"].get(cause.id, cause.id)
     limits = ["on CPUs only"] * (cause.gpu == "hidden") + [f"fixed in {cause.left.release}"] * bool(cause.left.release)
     return "; ".join([f"cause {letter}: {cause.title}", *limits])
-
-
-def _untested(stack: Mapping[str, str | None], strategies: Sequence[str], on_gpu: bool) -> list[str]:
-    return [
-        f"not tested: {', '.join(cause.strategies)} ({_fault(cause)})"
-        for cause in known_faults(stack, on_gpu) if not set(cause.strategies) & set(strategies)
-    ]  # fmt: skip
 
 
 class VerifyMatrix:
@@ -388,20 +389,6 @@ def _check_same_stack(root: Path, stack: dict[str, str | None], box: Machine) ->
 
 def _stack_text(stack: dict[str, str | None]) -> str:
     return ", ".join(f"{name} {version or 'not installed'}" for name, version in stack.items())
-
-
-def _line(strategy: str, rows: Sequence[VerifyRow]) -> str:
-    if all(row.kind == "equal" for row in rows):
-        return f"{strategy}: reproduces one process"
-    wrong = (row for row in rows if row.kind != "equal")
-    return f"{strategy}: " + " | ".join(f"{row.option} {row.place}: {row.says}".lstrip() for row in wrong)
-
-
-def _table(verification: Verification) -> TextTable:
-    places = list(dict.fromkeys(row.place for row in verification.rows))
-    kinds = {(row.name, row.place): row.kind for row in verification.rows}
-    lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in verification.names]
-    return TextTable(["strategy", *places], lines)
 
 
 def _document(stack: dict[str, str | None], matrix: VerifyMatrix, verification: Verification) -> dict[str, Any]:

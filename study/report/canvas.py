@@ -275,8 +275,9 @@ def letter_settings(arms: Iterable[str]) -> tuple[list[str], list[str]]:
 def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:
     """Label one row per strategy, the first at the top; the figure grows if labels have several lines."""
     names = [format_label(arm, notes) for arm in arms]
-    lines = max((name.count("\n") + 1 for name in names), default=1)
-    _grow(axes, 0.75 + (0.04 + 0.16 * lines) * len(names))
+    lines, figure = max((name.count("\n") + 1 for name in names), default=1), axes.figure
+    assert isinstance(figure, Figure)
+    figure.set_figheight(max(figure.get_figheight(), 0.75 + (0.04 + 0.16 * lines) * len(names)))
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -394,10 +395,3 @@ def label_points(
     axes.margins(x=0.1, y=0.1)
     axes.set(xlim=(0 if axes.dataLim.x0 < axes.dataLim.x1 / 2 else None, None), ylim=(0, None))
     label_ends(axes, ends)
-
-
-def _grow(axes: Axes, height_in: float) -> None:
-    """Give the figure at least this height."""
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-    figure.set_figheight(max(figure.get_figheight(), height_in))

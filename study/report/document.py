@@ -121,14 +121,6 @@ class Picture(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Note:
-    """A line of a list, with HTML below it that Markdown omits."""
-
-    text: str
-    below: Markup | str = ""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class PageSection:
     """A heading and its content. Every field but `text` may quote a record, and is escaped."""
 
@@ -139,7 +131,8 @@ class PageSection:
     verdict: str = ""
     sentence: str = ""
     table: pd.DataFrame | None = None
-    notes: Sequence[str | Note] = ()
+    # Markup is HTML, for a page that is not rendered as Markdown.
+    notes: Sequence[str] = ()
     # HTML folds the table below them.
     drawings: Sequence[Picture] = ()
     # Further tables by title; folded in HTML.
@@ -204,12 +197,8 @@ _CODE = re.compile(r"`([\w.,:=+/() -]+)`")
 def markdown_text(text: str) -> str:
     """Return one line that Markdown shows literally, except names between backticks: a record cannot inject markup."""
     parts = _CODE.split(" ".join(text.split()))
-    return "".join(f"`{part}`" if turn % 2 else _plain(part) for turn, part in enumerate(parts))
-
-
-def _plain(text: str) -> str:
-    escaped = html.escape(text, quote=False)
-    return "".join(f"\\{sign}" if sign in "\\`*[]|~$" else sign for sign in escaped)
+    plain = [re.sub(r"[\\`*\[\]|~$]", r"\\\g<0>", html.escape(part, quote=False)) for part in parts]
+    return "".join(f"`{part}`" if turn % 2 else plain[turn] for turn, part in enumerate(parts))
 
 
 # HTML
@@ -248,6 +237,8 @@ def slug(words: str) -> str:
 
 def code_html(text: str) -> Markup:
     """Return the escaped text with names between backticks as code; a number and its % stay on one line."""
+    if isinstance(text, Markup):
+        return text
     parts = [Markup("<code>{}</code>").format(part) if turn % 2 else Markup.escape(part)
              for turn, part in enumerate(_CODE.split(text.replace(" %", "\u00a0%")))]  # fmt: skip
     return Markup("").join(parts)
@@ -266,9 +257,8 @@ def png_html(picture: Picture) -> Markup:
 
 def table_html(frame: pd.DataFrame) -> Markup:
     """Return a table in a scrolling container; a header row names the workload of the rows below it."""
-    is_grouped = _GROUPS in frame.columns
-    groups = [cell_text(value) for value in frame[_GROUPS]] if is_grouped else [""] * len(frame)
-    frame = frame.drop(columns=_GROUPS) if is_grouped else frame
+    groups = [cell_text(value) for value in frame.get(_GROUPS, [""] * len(frame))]
+    frame = frame.drop(columns=_GROUPS, errors="ignore")
     classes = [_class_of_column(frame.iloc[:, place].map(cell_text)) for place in range(frame.shape[1])]
     rows = [
         (group, [_cell(*cell) for cell in zip(row, classes, strict=True)])

@@ -143,25 +143,23 @@ class Comparison:
             return None
         return arm.differences(self.figure).get((base, arm.name) if self.is_inverse else (arm.name, base))
 
-    def significant(self, arms: Iterable[StrategyRuns]) -> list[float]:
-        """Return the ratios that differ significantly from 1."""
-        return [difference.ratio.center for arm in arms if (difference := self.of(arm)) and difference.is_significant]
-
-    def only(self, arms: Sequence[StrategyRuns]) -> str:
-        """Return the strategy and workload of the only significant ratio; empty if there is none or are several."""
-        unequal = [arm for arm in arms if self.significant([arm])]
-        return f", for `{unequal[0].name}` in {unequal[0].workload} alone" if len(unequal) == 1 < len(arms) else ""
+    def significant(self, arms: Sequence[StrategyRuns]) -> tuple[list[float], str]:
+        """Return the ratios that differ significantly from 1, and the strategy and workload of a single one."""
+        unequal = [(arm, ratio.ratio.center) for arm in arms if (ratio := self.of(arm)) and ratio.is_significant]
+        only = (
+            f", for `{unequal[0][0].name}` in {unequal[0][0].workload} alone" if len(unequal) == 1 < len(arms) else ""
+        )
+        return [ratio for _, ratio in unequal], only
 
     def sentence(
         self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str, none: str
     ) -> str:
         """Return lead, range of the significant ratios, end and number of others; `none` if none is significant."""
-        ratios = self.significant(arms)
-        end += self.only(arms)
-        rest = len(arms) - len(ratios)
-        remainder = f"; {rest} of {len(arms)} comparisons are {NOT_SIGNIFICANT}" if rest else ""
+        ratios, only = self.significant(arms)
         if ratios:
-            return f"{lead} {span_text(ratios, form)}{end}{remainder}."
+            rest = len(arms) - len(ratios)
+            remainder = f"; {rest} of {len(arms)} comparisons are {NOT_SIGNIFICANT}" if rest else ""
+            return f"{lead} {span_text(ratios, form)}{end}{only}{remainder}."
         is_tested = any((difference := self.of(arm)) is not None and difference.p is not None for arm in arms)
         return none if is_tested else NOT_TESTED
 

@@ -17,7 +17,7 @@ from study.records.outcome import has_diverged
 from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
-from study.report.questions.comparison import Comparison, arm_notes, arm_table, fair_arms, real_arms, workloads
+from study.report.questions.comparison import arm_notes, arm_table, fair_arms, real_arms, workloads
 from study.report.questions.memory import format_scope
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
@@ -82,12 +82,10 @@ class _LossComparison(NamedTuple):
 
 def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_LossComparison]:
     """Compare each strategy with the baseline step by step; by seeds if dropout masks differ between strategies."""
-    by_seed = Comparison({strategies[0].workload: strategies}, _EVALUATION, lambda arm: arm.baseline)
     chance = _CHANCE * largest_rerun_difference(strategies[0].workload_runs, steps).ratio
     rows = []
     for arm in (arm for arm in strategies if arm.baseline is not None and not arm.is_baseline):
-        pairs, test = _evaluations(arm), _test(arm)
-        is_bf16 = str(arm.value("precision")).startswith("bf16")
+        test, is_bf16 = _test(arm), str(arm.value("precision")).startswith("bf16")
         margin = max(LOSS_MARGIN, BF16_SPACING) if is_bf16 else LOSS_MARGIN
         if _diverged_seeds(arm):
             rows.append(_LossComparison(arm, math.inf, margin, NAN, "other", test, "end"))
@@ -99,9 +97,8 @@ def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_L
                 verdict: Verdict = "same" if largest.ratio <= margin else "open" if largest.ratio <= chance else "other"
                 reducible = _reducible_fraction(margin, largest.loss, arm.ok_runs["floor_loss"])
                 rows.append(_LossComparison(arm, largest.ratio, margin, reducible, verdict, test, "steps"))
-        elif test.mean_difference is not None and (base := pairs["baseline"].mean()) > 0:
-            difference = by_seed.of(arm)
-            is_other = difference is not None and difference.is_significant
+        elif test.mean_difference is not None and (base := test.margin / LOSS_MARGIN) > 0:
+            is_other = arm.differences(_EVALUATION)[arm.name, arm.baseline or ""].is_significant
             verdict = "same" if test.verdict == "equivalent" else "other" if is_other else "open"
             reducible = _reducible_fraction(LOSS_MARGIN, base, arm.ok_runs["floor_eval_loss"])
             fraction = abs(test.mean_difference) / base
@@ -109,12 +106,8 @@ def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_L
     return rows
 
 
-def _evaluations(arm: StrategyRuns) -> pd.DataFrame:
-    return paired(arm.workload_runs, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)
-
-
 def _test(arm: StrategyRuns) -> Equivalence:
-    pairs = _evaluations(arm)
+    pairs = paired(arm.workload_runs, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)
     return equivalence_test(pairs["value"].tolist(), pairs["baseline"].tolist())
 
 
@@ -134,52 +127,44 @@ def answer(records: Records) -> Answer | None:
     rows, asides = list[Row](), list[str]()
     for workload, group in by_workload.items():
         if group:
-            worst = max(group, key=lambda comparison: comparison.difference)
+            worst = max(group, key=lambda row: row.difference)
             rerun = largest_rerun_difference(grouped[workload][0].workload_runs, steps).ratio
-            beyond = [
-                comparison.verdict for comparison in group if comparison.by == "steps" and comparison.verdict != "same"
-            ]
+            beyond = [row.verdict for row in group if row.by == "steps" and row.verdict != "same"]
             if beyond and math.isnan(rerun):
                 asides.append("There are no reruns, so the run-to-run variation of the loss is unknown.")
             elif "open" in beyond:
                 asides.append(f"Inconclusive: above the margin, but below {_CHANCE:g} times the difference of reruns.")
-            tested = [comparison.test for comparison in group if comparison.test.verdict != "no test"]
-            equal = sum(test.verdict == "equivalent" for test in tested)
+            tested = [row.test.verdict == "equivalent" for row in group if row.test.verdict != "no test"]
             rows.append({
                 "Workload": workload,
-                "Same loss": f"{sum(comparison.verdict == 'same' for comparison in group)} of {len(group)}",
+                "Same loss": f"{sum(row.verdict == 'same' for row in group)} of {len(group)}",
                 "Worst strategy": worst.arm.name,
                 "Max difference": "NaN" if math.isinf(worst.difference) else percent(worst.difference),
                 "Rerun": format_or_dash(rerun, percent),
                 "Margin": percent(worst.margin),
-                "Equivalent": f"{equal} of {len(tested)}" if tested else "one seed",
+                "Equivalent": f"{sum(tested)} of {len(tested)}" if tested else "one seed",
             })  # fmt: skip
     table = pd.DataFrame(rows)
-    in_table = {id(comparison.arm) for comparison in comparisons}
+    in_table = {id(row.arm) for row in comparisons}
     alone = [arm.name for group in grouped.values() for arm in fair_arms(group, _CONFOUND) if id(arm) not in in_table]
     if alone:
         asides.append(f"Not compared, because the baseline has no run with any of their seeds: {format_names(alone)}.")
-    sentence, words, *notes = _words(comparisons)
-    notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
-    largest = max(comparisons, key=lambda comparison: comparison.difference)
-    number = (percent(largest.difference), words) if math.isfinite(largest.difference) else None
-    table = table.loc[:, (table != NOT_MEASURED).any()]
-    return Answer(sentence, table, tuple(notes), number, subject=largest.arm.workload)
-
-
-def _words(comparisons: Sequence[_LossComparison]) -> list[str]:
-    """Return the sentence of the answer, the words of its number, and its notes."""
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
-    worst = max(different, key=lambda row: row.difference / row.margin, default=None)
-    tested = sorted({row.test.n for row in comparisons if row.test.verdict != "no test"})
-    return paragraphs(
-        "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=worst, percent=percent,
-        diverged=_diverged_seeds(worst.arm) if worst and math.isinf(worst.difference) else [],
-        largest=max(comparisons, key=lambda row: row.difference), seeds=tested[:1] + tested[-1:],
+    most = max(different, key=lambda row: row.difference / row.margin, default=None)
+    largest = max(comparisons, key=lambda row: row.difference)
+    counts = sorted({row.test.n for row in comparisons if row.test.verdict != "no test"})
+    sentence, words, *notes = paragraphs(
+        "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
+        diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [],
+        largest=largest, seeds=counts[:1] + counts[-1:],
         reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),
         loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
     )  # fmt: skip
+    notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
+    number = (percent(largest.difference), words) if math.isfinite(largest.difference) else None
+    table = table.loc[:, (table != NOT_MEASURED).any()]
+    return Answer(sentence, table, tuple(notes), number, subject=largest.arm.workload)
 
 
 def loss_table(records: Records) -> pd.DataFrame:

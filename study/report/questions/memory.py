@@ -16,20 +16,10 @@ from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, scarce_memory, state_bytes
-from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text, versus_text
-from study.report.questions.comparison import (
-    Columns,
-    Comparison,
-    Workloads,
-    arm_table,
-    by_arms,
-    compare_with_reference,
-    fair_arms,
-    real_arms,
-    side_by_side,
-    without_offload,
-    workloads,
-)
+from study.report import document
+from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text
+from study.report.questions import comparison
+from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
 from study.virtual.summaries import STAGES, read_ring_bytes
 
 STEP = "step_time_s_median"
@@ -47,7 +37,7 @@ def sent_mib(arm: StrategyRuns) -> float:
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
 
-def format_scope(by_workload: Workloads) -> str:
+def format_scope(by_workload: comparison.Workloads) -> str:
     """Return the only workload, the size of the largest model, and whether there was no GPU, in brackets."""
     runs = [strategies[0].workload_runs for strategies in by_workload.values()]
     sizes = [size / 1e6 for some in runs if not pd.isna(size := strategy_runs.parameters(some))]
@@ -59,31 +49,30 @@ def format_scope(by_workload: Workloads) -> str:
 
 
 def _memory_answer(records: Records) -> Answer | None:
-    comparison = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
-    if comparison is None:
+    compared = comparison.compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
+    if compared is None:
         return None
-    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in model state.", None
-    if comparison.ratios:
+    sentence, number = f"No sharding strategy here is comparable with {compared.names} in model state.", None
+    if compared.ratios:
         # ZeRO's own figure, if a stage ran, on the most ranks.
-        stages = [pair for pair in comparison.ratios if pair[1].value("strategy") in STAGES] or comparison.ratios
+        stages = [pair for pair in compared.ratios if pair[1].value("strategy") in STAGES] or compared.ratios
         leanest = max((arm for _, arm in stages), key=lambda arm: arm.ranks)
         ratios, arms = zip(*(pair for pair in stages if pair[1].name == leanest.name), strict=True)
-        state, more = versus_text(ratios)
-        words = f"{more} model state than {comparison.names}"
+        state, more = document.versus_text(ratios)
+        words = f"{more} model state than {compared.names}"
         sentence = f"With `{leanest.name}` one of {leanest.ranks} ranks needs {state} {words}"
-        bases = [comparison.references[arm.workload] for arm in arms]
+        bases = [compared.references[arm.workload] for arm in arms]
         peaks = [arm.peak_gib[0] / base.peak_gib[0] for arm, base in zip(arms, bases, strict=True)]
-        peak = "" if pd.isna(peaks).all() else f", and {' '.join(versus_text(peaks))} peak memory"
-        sentence += f"{peak}{format_scope(comparison.main)}."
-        if comparison.has_largest:
+        peak = "" if pd.isna(peaks).all() else f", and {' '.join(document.versus_text(peaks))} peak memory"
+        sentence += f"{peak}{format_scope(compared.main)}."
+        if compared.has_largest:
             number = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`){peak}")
-    columns: Columns = {
-        f"State, % of {comparison.plain_names}": comparison.cell(percent),
-        "Peak, GiB": lambda arm: arm.peak_gib[0],
-    }
-    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in comparison.references.values()))
-    note = f"State is parameters, gradients and optimizer states; the peak is that of the {peak}."
-    return side_by_side(sentence, without_offload(comparison.workloads), columns, note, number=number)
+    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
+    return side_by_side(
+        sentence, without_offload(compared.workloads),
+        {f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0]},
+        f"State is parameters, gradients and optimizer states; the peak is that of the {peak}.", number=number,
+    )  # fmt: skip
 
 
 def memory_table(records: Records) -> pd.DataFrame:
@@ -122,7 +111,7 @@ def _offload_answer(records: Records) -> Answer | None:
     if not offloaded:
         return None
     times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
-    fair = [arm for arms in offloaded.values() for arm in fair_arms(arms) if arm.unoffloaded]
+    fair = [arm for arms in offloaded.values() for arm in comparison.fair_arms(arms) if arm.unoffloaded]
     freed = [_freed(arm) for arm in fair]
     no_gpu = any(strategy_runs.has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
     sentence = "No strategy with offload is comparable with the same stage without it."
@@ -135,19 +124,18 @@ def _offload_answer(records: Records) -> Answer | None:
                 f"with the optimizer on NVMe it frees {span_text(nvme, percent)} of the model state"
                 if nvme else "to NVMe it was not run"
             )  # fmt: skip
-        unchanged = "It changes no step time significantly."
         sentence += f"{format_scope(offloaded)}. " + times.sentence(
-            fair, lambda ratio: percent(ratio - 1, signed=True), "It changes the step time by", "", unchanged
-        )
-    columns: Columns = {
-        "Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
-        "Step time, x without": times.cell("{:.2f}".format),
-    }
-    notes = ["Compared with the same stage without offload.", *times.notes]
-    if no_gpu:
-        notes += ["Freed: of the memory of the host, which is the device too; negative if offload needs more of it."
-                  " Claims count the engine's device state alone, which offload to the host does reduce."]  # fmt: skip
-    return side_by_side(sentence, offloaded, columns, *notes)
+            fair, lambda ratio: document.change_text(ratio - 1), "It changes the step time by", "",
+            "It changes no step time significantly.",
+        )  # fmt: skip
+    on_host = ("Freed: of the memory of the host, which is the device too; negative if offload needs more of it."
+               " Claims count the engine's device state alone, which offload to the host does reduce.",)  # fmt: skip
+    return side_by_side(
+        sentence, offloaded,
+        {"Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
+         "Step time, x without": times.cell(times_text)},
+        "Compared with the same stage without offload.", *times.notes, *on_host * no_gpu,
+    )  # fmt: skip
 
 
 def _freed(arm: StrategyRuns) -> float:
@@ -188,30 +176,30 @@ OFFLOAD = Question(
 
 
 def _traffic_answer(records: Records) -> Answer | None:
-    comparison = compare_with_reference(records, sent_mib)
-    if comparison is None:
+    compared = comparison.compare_with_reference(records, sent_mib)
+    if compared is None:
         return None
-    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in ring bytes.", None
-    if comparison.ratios:
-        ratios, most = span_text((ratio for ratio, _ in comparison.ratios), times_text), comparison.ratios[-1][1]
+    sentence, number = f"No sharding strategy here is comparable with {compared.names} in ring bytes.", None
+    if compared.ratios:
+        ratios, most = span_text((ratio for ratio, _ in compared.ratios), times_text), compared.ratios[-1][1]
         micro_steps = int(most.value("gradient_accumulation_steps") or 1)
         sentence = (
-            f"With sharded state a rank sends {ratios} times the ring bytes (NCCL) of {comparison.names} per step,"
+            f"With sharded state a rank sends {ratios} times the ring bytes (NCCL) of {compared.names} per step,"
             f" {'most ' * (' to ' in ratios)}with `{most.name}`{f' and {micro_steps} micro-steps' * (micro_steps > 1)}"
-            f"{format_scope(comparison.main)}."
+            f"{format_scope(compared.main)}."
         )
-        if comparison.has_largest:
-            number = (f"{ratios} x", f"the ring bytes (NCCL) of {comparison.names} per step")
-    columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {comparison.plain_names}": comparison.cell(times_text)}
-    notes = [
-        "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs."
-    ]
-    if any(arm.name.partition(" ")[0] == "zero3" and ratio < 1.25 for ratio, arm in comparison.ratios):
-        notes.append(
-            "`zero3` keeps tensors below `stage3_param_persistence_threshold` gathered, in a small model nearly all. It"
-            " sends 1.5 times the bytes of `ddp` if it shards all of them."
-        )
-    return side_by_side(sentence, without_offload(comparison.workloads), columns, *notes, number=number)
+        if compared.has_largest:
+            number = (f"{ratios} x", f"the ring bytes (NCCL) of {compared.names} per step")
+    persistent = (
+        "`zero3` keeps tensors below `stage3_param_persistence_threshold` gathered, in a small model nearly all. It"
+        " sends 1.5 times the bytes of `ddp` if it shards all of them.",
+    ) * any(arm.name.partition(" ")[0] == "zero3" and ratio < 1.25 for ratio, arm in compared.ratios)
+    return side_by_side(
+        sentence, without_offload(compared.workloads),
+        {"Ring bytes (NCCL), MiB": sent_mib, f"x {compared.plain_names}": compared.cell(times_text)},
+        "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs.",
+        *persistent, number=number,
+    )  # fmt: skip
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
@@ -263,7 +251,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
     most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     alternatives = {*_NEIGHBOURS, "fsdp2"}
-    for workload in by_arms(chosen):
+    for workload in comparison.by_arms(chosen):
         arms = [arm for arm in chosen[workload] if arm.ranks > 1]
         least = _leanest(arms, alternatives)
         stage = _leanest([arm for arm in arms if arm.name in STAGES], STAGES) or _leanest(arms, STAGES)
@@ -282,12 +270,13 @@ def _neighbours_answer(records: Records) -> Answer | None:
         sent=sent if len(sent) == 2 else [], ranks=most[workload], workload=workload, with_settings=with_settings,
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
     )  # fmt: skip
-    columns: Columns = {
-        "State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
-        "Calls": lambda arm: arm.median("comm_calls_per_step"),
-    }  # fmt: skip
-    number = None if versus == "more than" else (f"{size} MiB", words)
-    return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes, number=number), subject=workload)
+    screen = side_by_side(
+        sentence, chosen,
+        {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
+         "Calls": lambda arm: arm.median("comm_calls_per_step")},
+        *notes, number=None if versus == "more than" else (f"{size} MiB", words),
+    )  # fmt: skip
+    return dataclasses.replace(screen, subject=workload)
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:

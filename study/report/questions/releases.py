@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
@@ -40,20 +40,18 @@ def answer(records: Records) -> Answer | None:
 
 def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
     """Return one row per group of successive releases that have the same faults in fp32, the newest first."""
-    today = [cell for cell in clipped(cells) if cell.precision == "fp32" and not cell.is_contemporary]
+    today = cells_of_today(cells)
 
     def faults(release: str) -> tuple[str, ...]:
         group = [cell for cell in today if cell.release == release]
-        one, several = ([cell for cell in group if (cell.micro_steps > 1) == many] for many in (False, True))
-        hidden: dict[str, dict[str, None]] = {}
-        for cell in group:
-            for cause in cell.races if cell.is_equal_by_chance else cell.causes:
-                if cause.gpu == "hidden":
-                    hidden.setdefault(lettered()[cause], {})[f"`{cell.strategy}`"] = None
         if all(cell.verdict.kind == "crashes" and not cell.causes for cell in group):
             return ("crashes",) * 3
-        on_gpu = (faults_on_gpu(one), faults_on_gpu(several))
-        return *on_gpu, _by_letter(hidden) or (NOT_RUN if {*on_gpu} == {NOT_RUN} else "no fault")
+        on_gpu = [faults_on_gpu([cell for cell in group if (cell.micro_steps > 1) == many]) for many in (False, True)]
+        hidden = by_letter(
+            (lettered()[cause], f"`{cell.strategy}`") for cell in group
+            for cause in (cell.races if cell.is_equal_by_chance else cell.causes) if cause.gpu == "hidden"
+        )  # fmt: skip
+        return *on_gpu, hidden or (NOT_RUN if {*on_gpu} == {NOT_RUN} else "no fault")
 
     rows = itertools.groupby(dict.fromkeys(cell.release for cell in today), key=faults)
     columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
@@ -64,21 +62,25 @@ def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
 
 def faults_on_gpu(cells: Sequence[ReleaseCell]) -> str:
     """Return the faults of a release, each with its strategies; a dagger marks those found in the source only."""
-    struck: dict[str, list[str]] = {}
+    struck: list[tuple[str, str]] = []
     for cell in cells:
-        kind, name = cell.verdict.kind, f"`{cell.strategy}`"
+        kind = cell.verdict.kind
         if not cell.causes and kind != "equal":
-            struck.setdefault("?" if kind == "different" else NOT_RUN, []).append(name)
-        for cause in gpu_faults(cell) if cell.causes else ():
-            # A CPU bug ends a crashed run before the faults that a GPU shows.
-            struck.setdefault(lettered()[cause], []).append(name + DAGGER * (kind == "crashes"))
-    if len(struck.get(NOT_RUN, ())) == len(cells):
+            struck.append(("?" if kind == "different" else NOT_RUN, f"`{cell.strategy}`"))
+        # A CPU bug ends a crashed run before the faults that a GPU shows.
+        struck += [(lettered()[cause], f"`{cell.strategy}`{DAGGER * (kind == 'crashes')}")
+                   for cause in (gpu_faults(cell) if cell.causes else ())]  # fmt: skip
+    if [letter for letter, _ in struck].count(NOT_RUN) == len(cells):
         return NOT_RUN
-    return _by_letter(struck) or f"no fault{DAGGER * any(cell.verdict.kind == 'crashes' for cell in cells)}"
+    return by_letter(struck) or f"no fault{DAGGER * any(cell.verdict.kind == 'crashes' for cell in cells)}"
 
 
-def _by_letter(struck: Mapping[str, Iterable[str]]) -> str:
-    return "; ".join(f"{letter}: {', '.join(names)}" for letter, names in struck.items())
+def by_letter(struck: Iterable[tuple[str, str]]) -> str:
+    """Return pairs of a letter and a strategy as text, each letter once."""
+    names: dict[str, dict[str, None]] = {}
+    for letter, name in struck:
+        names.setdefault(letter, {})[name] = None
+    return "; ".join(f"{letter}: {', '.join(group)}" for letter, group in names.items())
 
 
 def gpu_faults(cell: ReleaseCell) -> list[Cause]:
@@ -139,6 +141,11 @@ def clipped(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
     """Return AdamW's cells with gradient clipping, or all if none clips: a figure shows one setting, the table both."""
     all_cells = [cell for cell in cells if cell.optimizer == "adamw"]
     return [cell for cell in all_cells if cell.max_norm] or all_cells
+
+
+def cells_of_today(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
+    """Return the fp32 cells with the other packages of this study."""
+    return [cell for cell in clipped(cells) if cell.precision == "fp32" and not cell.is_contemporary]
 
 
 def lettered() -> dict[Cause, str]:

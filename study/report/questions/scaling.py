@@ -9,32 +9,14 @@ import pandas as pd
 from study.config.text import format_number, percent
 from study.host.memory import MIB
 from study.predictor.run_predictions import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
+from study.records import strategy_runs
 from study.records.fairness import baseline_arm
 from study.records.frames import Records, real_runs
 from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, Interval, interval
-from study.records.strategy_runs import (
-    NAN,
-    Row,
-    StrategyRuns,
-    format_speed_ratio,
-    group_by_strategy,
-    parameters,
-    ratio_text,
-    runs_with_several,
-)
+from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, ratio_text, runs_with_several
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs, span_text, times_text
-from study.report.questions.comparison import (
-    NOT_TESTED,
-    UNSURE,
-    Columns,
-    Comparison,
-    arm_table,
-    format_references,
-    real_arms,
-    side_by_side,
-    without_offload,
-    workloads,
-)
+from study.report.questions import comparison
+from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
 from study.report.questions.memory import STEP, format_scope, sent_mib, step_s, with_settings
 from study.virtual.summaries import STAGES, STRONG, WEAK, over_nodes
 
@@ -46,19 +28,19 @@ def _ranks_answer(records: Records) -> Answer | None:
     several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
     if not several:
         return None
-    one = format_references([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
+    one = comparison.format_references([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
     one += f" on one{format_scope(by_workload)}"
-    ratios = speeds.significant(several) or [NAN]
+    ratios = speeds.significant(several)[0] or [NAN]
     verdict = "No: several" if max(ratios) < 1 else "Yes: several" if min(ratios) > 1 else "In part: several"
     sentence = speeds.sentence(
         several, times_text, f"{verdict} ranks are", f" times as fast as {one}",
         f"Not shown: the speed of several ranks does not differ significantly from that of {one}.",
     )  # fmt: skip
-    columns: Columns = {
-        "x one device": speeds.cell(times_text),
-        "Of the ideal": lambda arm: format_or_dash(_speedup(arm, speeds).center / arm.ranks, percent),
-    }
-    return side_by_side(sentence, without_offload(by_workload), columns, *speeds.notes)
+    return side_by_side(
+        sentence, without_offload(by_workload),
+        {"x one device": speeds.cell(times_text),
+         "Of the ideal": lambda arm: format_or_dash(_speedup(arm, speeds).center / arm.ranks, percent)}, *speeds.notes,
+    )  # fmt: skip
 
 
 def _has_several(arm: StrategyRuns) -> bool:
@@ -148,25 +130,23 @@ NODES = Question(
 
 def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
     """Return the answer for the subject with most strategies; the details have the others."""
-    speed = format_speed_ratio(real_runs(records).runs, column)
+    speed = strategy_runs.format_speed_ratio(real_runs(records).runs, column)
     if speed.empty:
         return None
     subject = speed["subject"].iloc[0]
     chosen = speed[speed["subject"] == subject].sort_values("place", kind="stable")
-    sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
+    sign = (chosen["significant"] | (chosen["arm"] == chosen["baseline"])).map({True: "", False: comparison.UNSURE})
     cells = chosen["percent"].map("{:.0f} %".format) + sign + chosen["note"].map(lambda note: " †" if note else "")
-    table = chosen.assign(cell=cells).pivot_table(
-        index="arm", columns="place", values="cell", aggfunc="first", sort=False
-    )
+    table = chosen.assign(cell=cells).pivot_table("cell", "arm", "place", aggfunc="first", sort=False)
     table.columns = [words.format(place) for place in table.columns]
     fair = chosen[(chosen["note"] == "") & (chosen["arm"] != chosen["baseline"])]
     several = fair[fair.groupby("arm")["place"].transform("nunique") > 1]
     # The sentence is about the strategy that shards most.
     ends = list(several[several["arm"] == several["arm"].iloc[-1]].itertuples()) if len(several) else []
     sentence, *notes = paragraphs(
-        "speed_answer.j2", ends=ends and [ends[0], ends[-1]], references=format_references(chosen["baseline"]),
-        words=words, subject=subject, is_unsure=sign.str.len().any(), not_significant=NOT_SIGNIFICANT,
-        not_tested="" if any(len(end.points) >= MIN_SAMPLE for end in ends) else NOT_TESTED,
+        "speed_answer.j2", references=comparison.format_references(chosen["baseline"]), words=words, subject=subject,
+        ends=ends and [ends[0], ends[-1]], is_unsure=sign.str.len().any(), not_significant=NOT_SIGNIFICANT,
+        not_tested="" if any(len(end.points) >= MIN_SAMPLE for end in ends) else comparison.NOT_TESTED,
         confounded=list(chosen[chosen["note"] != ""].itertuples()), more=speed["subject"].nunique() - 1,
     )  # fmt: skip
     table = table.reset_index(names="Strategy").fillna("-")
@@ -198,7 +178,7 @@ def model_size_table(records: Records) -> pd.DataFrame:
     def figures(arm: StrategyRuns) -> Row:
         return {
             "Model": arm.value("model_name_or_path"),
-            "Parameters, millions": parameters(arm.workload_runs) / 1e6,
+            "Parameters, millions": strategy_runs.parameters(arm.workload_runs) / 1e6,
             "State per rank, MiB": arm.state_mib(),
             "Peak memory, GiB": arm.peak_gib[0],
             "Step time, ms": 1e3 * step_s(arm),

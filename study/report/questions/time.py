@@ -17,47 +17,35 @@ from study.records.schema import PROFILE_CATEGORIES
 from study.records.statistics import MIN_SAMPLE, estimate_noise, seeds_needed
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
 from study.report.document import Answer, Question, format_names, paragraphs, span_text, times_text
-from study.report.questions.comparison import (
-    Columns,
-    Comparison,
-    arm_notes,
-    arm_table,
-    compare_with_reference,
-    least_difference,
-    noise_notes,
-    real_arms,
-    side_by_side,
-    without_offload,
-    workloads,
-)
+from study.report.questions import comparison
+from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
 from study.report.questions.memory import STEP, format_scope, step_s
 
 
 def _time_answer(records: Records) -> Answer | None:
-    comparison = compare_with_reference(records, step_s)
-    if comparison is None:
+    compared = comparison.compare_with_reference(records, step_s)
+    if compared is None:
         return None
-    times = Comparison(comparison.workloads, STEP, lambda arm: comparison.references[arm.workload].name)
-    sentence, number = f"No sharding strategy here is comparable with {comparison.names} in step time.", None
-    if comparison.has_largest and (ratios := times.significant(comparison.sharding)):
-        where = times.only(comparison.sharding) or ", where significant"
-        number = (f"{span_text(ratios, times_text)} x", f"the step time of {comparison.names}{where}")
-    if comparison.sharding:
-        base = f"{comparison.names}{format_scope(comparison.main)}"
-        least = [1 + size for arms in comparison.main.values() if (size := least_difference(arms, STEP)[1]) is not None]
-        unseen = f"; the least that they can show is {span_text(least, times_text)} times as long" if least else ""
+    times = Comparison(compared.workloads, STEP, lambda arm: compared.references[arm.workload].name)
+    sentence, number = f"No sharding strategy here is comparable with {compared.names} in step time.", None
+    ratios, only = times.significant(compared.sharding)
+    if compared.has_largest and ratios:
+        words = f"the step time of {compared.names}{only or ', where significant'}"
+        number = (f"{span_text(ratios, times_text)} x", words)
+    if compared.sharding:
+        base = f"{compared.names}{format_scope(compared.main)}"
+        least = [comparison.least_difference(arms, STEP)[1] for arms in compared.main.values()]
+        known = [1 + size for size in least if size is not None]
+        unseen = f"; the least that they can show is {span_text(known, times_text)} times as long" if known else ""
         sentence = times.sentence(
-            comparison.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
+            compared.sharding, times_text, "A step with sharded state takes", f" times as long as one of {base}",
             f"No sharding strategy's step time differs significantly from that of {base}{unseen}.",
         )  # fmt: skip
-    columns: Columns = {
-        "Step, ms": lambda arm: 1e3 * step_s(arm),
-        f"x {comparison.plain_names}": times.cell(times_text),
-    }
     return side_by_side(
-        sentence, without_offload(comparison.workloads), columns,
+        sentence, without_offload(compared.workloads),
+        {"Step, ms": lambda arm: 1e3 * step_s(arm), f"x {compared.plain_names}": times.cell(times_text)},
         "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
-        *noise_notes(comparison.main, STEP), number=number,
+        *comparison.noise_notes(compared.main, STEP), number=number,
     )  # fmt: skip
 
 
@@ -98,17 +86,15 @@ TIME = Question(
     tables={"runtime": runtime_table}, figures=("step_time",), notebook="runtime",
 )  # fmt: skip
 
-# The kinds of work counted in a model's FLOPs.
-_MODEL_FLOPS_KINDS = ("matmul", "attention")
 _LABELS = {
     "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise and norms",
     "optimizer": "optimizer", "copies": "copies, casts, fills", "collectives": "collectives", "other": "other",
     "idle": "idle",
 }  # fmt: skip
-Profiled = tuple[StrategyRuns, dict[str, Any]]
+_PRODUCTS = "Share in matrix products and attention"
 
 
-def _profiled_arms(records: Records) -> Iterator[Profiled]:
+def _profiled_arms(records: Records) -> Iterator[tuple[StrategyRuns, dict[str, Any]]]:
     """Yield each profiled strategy with the profile of its first run that has one: profiles are not averaged."""
     for arm in group_by_strategy(real_runs(records).runs):
         profiled = arm.ok_runs["profile"].dropna()
@@ -116,24 +102,14 @@ def _profiled_arms(records: Records) -> Iterator[Profiled]:
             yield arm, json.loads(profiled.iloc[0])
 
 
-def _parts_ms(profile: dict[str, Any]) -> dict[str, float]:
-    """Return milliseconds of a step by kind of work, and the idle ones."""
-    seconds = {**profile["categories_s_per_step"], "idle": profile["idle_s_per_step"]}
-    return {kind: 1e3 * seconds[kind] for kind in (*PROFILE_CATEGORIES, "idle")}
-
-
 def _profile_answer(records: Records) -> Answer | None:
-    rows = []
-    for arm, profile in _profiled_arms(records):
-        parts, wall = _parts_ms(profile), 1e3 * profile["wall_s_per_step"]
-        multiplied = sum(parts[kind] for kind in _MODEL_FLOPS_KINDS)
-        rows.append((arm.workload, arm.name, wall, multiplied / wall, parts["idle"] / wall))
-    if not rows:
+    details = step_profile_table(records)
+    if details.empty:
         return None
-    columns = ["Matrix products and attention", "Idle"]
-    table = pd.DataFrame(rows, columns=["Workload", "Strategy", "Step, ms", *columns])
-    products, idle = (span_text(table[column], percent) for column in columns)
-    table[columns] = table[columns].map(percent)
+    step = details["Profiled step, ms"]
+    shares = pd.DataFrame({"Matrix products and attention": details[_PRODUCTS], "Idle": details["Idle, ms"] / step})
+    products, idle = (span_text(share, percent) for _, share in shares.items())
+    table = details[["Workload", "Strategy"]].assign(**{"Step, ms": step}).join(shares.map(percent))
     sentence = f"Matrix products and attention take {products} of a step; {idle} of it is idle."
     return Answer(sentence, table, ("Profiled steps are slower, and excluded from all other times here.",))
 
@@ -142,7 +118,9 @@ def step_profile_table(records: Records) -> pd.DataFrame:
     """Return the time of a step by kind of work, and the FLOP rate of the model's own arithmetic."""
 
     def figures(arm: StrategyRuns, profile: dict[str, Any]) -> Row:
-        seconds = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
+        parts = {**profile["categories_s_per_step"], "idle": profile["idle_s_per_step"]}
+        # The kinds of work counted in a model's FLOPs.
+        seconds = parts["matmul"] + parts["attention"]
         # With gradient checkpointing, that time includes recomputation, which is not counted in the model's FLOPs.
         has_rate = seconds and not arm.ok_runs["gradient_checkpointing"].any()
         rate = arm.median("model_flops_per_step") / arm.ok_runs["world_size"].iloc[0] / seconds if has_rate else NAN
@@ -151,10 +129,10 @@ def step_profile_table(records: Records) -> pd.DataFrame:
         return {
             "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
             "Timed step, ms": 1e3 * step_s(arm),
-            **{f"{_LABELS[kind].capitalize()}, ms": part for kind, part in _parts_ms(profile).items()},
+            **{f"{_LABELS[kind].capitalize()}, ms": 1e3 * parts[kind] for kind in (*PROFILE_CATEGORIES, "idle")},
             "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
             "Model FLOP utilization": arm.median("mfu"),
-            "Share in matrix products and attention": seconds / profile["wall_s_per_step"],
+            _PRODUCTS: seconds / profile["wall_s_per_step"],
             "TFLOP/s in matrix products and attention": rate / 1e12,
             "Of the device's peak": rate / peak if peak else NAN,
         }
@@ -164,17 +142,15 @@ def step_profile_table(records: Records) -> pd.DataFrame:
 
 def kernels_table(records: Records) -> pd.DataFrame:
     """Return the longest kernels or operators of each profiled strategy, the longest first."""
-    rows: list[Row] = [
+    return to_table(
         {
             "Workload": arm.workload, "Strategy": arm.name, "Kernel or operator": entry["name"],
             "Kind": _LABELS[entry["category"]], "Calls per step": entry["calls_per_step"],
             "Per step, ms": 1e3 * entry["s_per_step"],
             "Share of the step": entry["s_per_step"] / profile["wall_s_per_step"],
         }
-        for arm, profile in _profiled_arms(records)
-        for entry in profile["top"]
-    ]  # fmt: skip
-    return to_table(rows)
+        for arm, profile in _profiled_arms(records) for entry in profile["top"]
+    )  # fmt: skip
 
 
 PROFILE = Question(
@@ -201,13 +177,17 @@ def _advice_answer(records: Records) -> Answer | None:
         states = [(size, arm.name) for arm in without_offload({workload: timed})[workload]
                   if not math.isnan(size := arm.state_mib(places))]  # fmt: skip
         least = min(states, default=(0.0, ""))[0]
+        noise = estimate_noise(timed[0].workload_runs, STEP)
+        needed = None if noise is None else seeds_needed(math.log(1.05), noise.log_sd * math.sqrt(2))
+        seeds = "not known" if noise is None else f"{needed or 'over ten thousand'}"
         # State is counted on tensors, not sampled: one run is enough.
         smallest = f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
         rows.append({
             "Workload": workload,
             "Fastest, or not shown to be slower": ", ".join(fastest) or "not judged",
             "Step, ms": ", ".join(f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest) or NOT_MEASURED,
-            "Seeds to find a 5 % difference of two": _seeds(timed[0].workload_runs),
+            # For 80 % power if these two strategies are the only ones; each further pair needs more.
+            "Seeds to find a 5 % difference of two": seeds,
             "Least model state, no offload": smallest if states else NOT_MEASURED,
         })  # fmt: skip
     if not rows:
@@ -224,7 +204,7 @@ def _advice_answer(records: Records) -> Answer | None:
         unjudged=unjudged, scope=format_scope(by_workload),
     )  # fmt: skip
     table = pd.DataFrame(rows)
-    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *arm_notes(arms)))
+    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *comparison.arm_notes(arms)))
 
 
 def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str, str]]:
@@ -242,13 +222,6 @@ def judge_speed(strategies: Iterable[StrategyRuns]) -> tuple[list[str], dict[str
     tests = judged[0].differences(STEP)
     slower = {name for name in ranked[1:] if tests[ranked[0], name].is_significant}
     return [arm.name for arm in judged if arm.name not in slower], few
-
-
-def _seeds(runs: pd.DataFrame) -> str:
-    """Return the seeds for 80 % power if these two strategies are the only ones; each further pair needs more."""
-    estimate = estimate_noise(runs, STEP)
-    needed = None if estimate is None else seeds_needed(math.log(1.05), estimate.log_sd * math.sqrt(2))
-    return "not known" if estimate is None else f"{needed}" if needed else "over ten thousand"
 
 
 ADVICE = Question(

@@ -16,37 +16,18 @@ from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import Summary
 from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text, versus_text
-from study.virtual.summaries import (
-    AS_SHIPPED,
-    BOOKKEEPING,
-    GB,
-    STAGES,
-    buffer_bytes,
-    extrapolate_from_depths,
-    figure_or_nan,
-    full_depth_summary,
-    groups,
-    kind_bytes,
-    provenance_columns,
-    rank_state_bytes,
-    read_ring_bytes,
-    relative_ring_bytes,
-    setting_pairs,
-    setting_text,
-    shares,
-    summaries,
-    table1_rows,
-)
+from study.virtual import summaries
+from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_or_nan, rank_state_bytes
 
 _NEAR = 0.01
 
 
 def _table1_answer(records: Records) -> Answer | None:
-    paper_models = [row for row in table1_rows(records) if not math.isnan(rank_state_bytes(row))]
+    paper_models = [row for row in summaries.table1_rows(records) if not math.isnan(rank_state_bytes(row))]
     # The other models as shipped, with the paper's formula for their parameters: few settings change state.
     rows = paper_models or [
         row | {"paper_bytes": paper_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
-        for row in summaries(records)
+        for row in summaries.summaries(records)
         if row["strategy"] in STAGES and row["precision"] == "bf16-engine" and row["setting"] == AS_SHIPPED
         and not math.isnan(rank_state_bytes(row))
     ]  # fmt: skip
@@ -98,11 +79,11 @@ def table1_table(records: Records) -> pd.DataFrame:
             "Parameters, B": row["model_parameters"] / GB,
             "Bytes per parameter here": rank_state_bytes(row) / row["model_parameters"],
             "Bytes per parameter, paper": paper_state_bytes(1, row["stage"], row["world_size"]),
-            "Buffers, not state, GB": buffer_bytes(row) / GB,
+            "Buffers, not state, GB": summaries.buffer_bytes(row) / GB,
             "Of it persistent parameters, GB": figure_or_nan(row, "kept_whole_bytes") / GB,
-            **provenance_columns(row),
+            **summaries.provenance_columns(row),
         }
-        for row in table1_rows(records)
+        for row in summaries.table1_rows(records)
     )  # fmt: skip
 
 
@@ -121,7 +102,7 @@ _X_PAPER = "Ring bytes (NCCL), x paper"
 
 def _sent_x_paper(row: Summary) -> float:
     paper = paper_traffic(row["stage"], row["world_size"])
-    return relative_ring_bytes(row) / paper if paper else math.nan
+    return summaries.relative_ring_bytes(row) / paper if paper else math.nan
 
 
 # The figures of a setting, in the order of the answer's table.
@@ -130,14 +111,14 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
     "Calls": lambda row: figure_or_nan(row, "comm_calls_per_step"),
     "State, GB": lambda row: rank_state_bytes(row) / GB,
     "Gradients in the bucket, GB": lambda row: figure_or_nan(row, "grads_in_bucket_bytes") / GB,
-    "Buffers, GB": lambda row: buffer_bytes(row) / GB,
+    "Buffers, GB": lambda row: summaries.buffer_bytes(row) / GB,
 }
 
 
 def _settings_answer(records: Records) -> Answer | None:
     shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
     models: list[str] = []
-    for row in summaries(records):
+    for row in summaries.summaries(records):
         if row["setting"] == AS_SHIPPED and row["strategy"] in STAGES:
             shipped[row["strategy"]].append(ratio := _sent_x_paper(row))
             models += [] if math.isnan(ratio) else [row["model"]]
@@ -149,7 +130,7 @@ def _settings_answer(records: Records) -> Answer | None:
         for stage, ratios in shipped.items()
     ]
     changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
-    for before, after in setting_pairs(records):
+    for before, after in summaries.setting_pairs(records):
         changed[after["strategy"], after["setting"]].append((before, after))
     for (strategy, setting), pairs in changed.items():
         effects = {name: effect for name, figure in _FIGURES.items() if (effect := _effect(pairs, figure))}
@@ -197,26 +178,22 @@ def settings_table(records: Records) -> pd.DataFrame:
             "Strategy": row["strategy"],
             "Precision": row["precision"],
             "Setting": row["setting"],
-            **{f"{kind.capitalize()}, GB": kind_bytes(row, kind) / GB for kind in ("params", "grads", "optimizer")},
+            **{f"{kind.capitalize()}, GB": summaries.kind_bytes(row, kind) / GB for kind in STATE_KINDS},
             "Persistent parameters, GB": figure_or_nan(row, "kept_whole_bytes") / GB,
             **{name: _FIGURES[name](row) for name in ("Gradients in the bucket, GB", "Buffers, GB")},
-            "Ring bytes (NCCL), x weights": relative_ring_bytes(row),
+            "Ring bytes (NCCL), x weights": summaries.relative_ring_bytes(row),
             "Paper, x weights": paper_traffic(row["stage"], row["world_size"]),
-            "Payload, x weights": _payloads(row),
+            "Payload, x weights": ", ".join(
+                f"{name} {'?' if multiple is None else f'{multiple:.2f}'}"
+                for name, multiple in summaries.shares(row, "payload_bytes").items()
+                if multiple is None or multiple >= BOOKKEEPING
+            )
+            or "nothing",
             "Calls": _FIGURES["Calls"](row),
-            **provenance_columns(row),
+            **summaries.provenance_columns(row),
         }
-        for row in summaries(records)
+        for row in summaries.summaries(records)
     )
-
-
-def _payloads(row: Summary) -> str:
-    texts = [
-        f"{name} {'?' if multiple is None else f'{multiple:.2f}'}"
-        for name, multiple in shares(row, "payload_bytes").items()
-        if multiple is None or multiple >= BOOKKEEPING
-    ]
-    return ", ".join(texts) or "nothing"
 
 
 SETTINGS = Question(
@@ -227,7 +204,7 @@ SETTINGS = Question(
 
 def _lora_answer(records: Records) -> Answer | None:
     by_case: defaultdict[tuple[float, int, str], list[Summary]] = defaultdict(list)
-    for row in summaries(records):
+    for row in summaries.summaries(records):
         if row["setting"] == "lora" and row["strategy"] in STAGES and not math.isnan(rank_state_bytes(row)):
             by_case[row["model_parameters"], row["world_size"], row["precision"]].append(row)
     # The largest model on the most ranks that ran under a stage that keeps all parameters, and under stage 3.
@@ -236,13 +213,13 @@ def _lora_answer(records: Records) -> Answer | None:
         return None
     whole, divided = pairs[-1][0], pairs[-1][-1]
     sizes = [f"{format_number(rank_state_bytes(row) / MIB)} MiB" for row in (whole, divided)]
-    sent = relative_ring_bytes(divided) / relative_ring_bytes(whole)
+    sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
+    parameters = percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole))
     sends = "" if math.isnan(sent) else f", which sends {format_number(sent)} times as much"
     sentence = (
         f"Mostly frozen parameters, which only `{STAGES[-1]}` divides: one of {whole['world_size']} ranks of"
-        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, of which"
-        f" {percent(kind_bytes(whole, 'params') / rank_state_bytes(whole))} are parameters, and {sizes[1]} with"
-        f" `{STAGES[-1]}`{sends}."
+        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, of which {parameters} are"
+        f" parameters, and {sizes[1]} with `{STAGES[-1]}`{sends}."
     )
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
@@ -272,7 +249,8 @@ def _tuning_answer(records: Records) -> Answer | None:
     runs = runs.assign(**{
         "offload": runs["strategy"].where(is_offloaded, "none"),
         "Model state on the device": sum(runs[f"{kind}_bytes_device"] for kind in STATE_KINDS),
-        "Kept for backward": runs["forward_holds_bytes"], "Ring bytes (NCCL)": runs["collectives"].map(read_ring_bytes),
+        "Kept for backward": runs["forward_holds_bytes"],
+        "Ring bytes (NCCL)": runs["collectives"].map(summaries.read_ring_bytes),
     })  # fmt: skip
     figures, case = list(runs.columns[-3:]), ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
     rows, effects = [], []
@@ -309,7 +287,7 @@ def _layers_answer(records: Records) -> Answer | None:
     runs = virtual_runs(records).runs
     if runs.empty:
         return None
-    cases = summaries(records)
+    cases = summaries.summaries(records)
     lines = sum(row["extrapolated"] is not None for row in cases)
     lost = runs[runs["status_state"] != "ok"]
     sentence = (
@@ -340,10 +318,10 @@ def _layers_answer(records: Records) -> Answer | None:
 def lines_table(records: Records) -> pd.DataFrame:
     """Compare extrapolated models with completely measured ones, for the cases that have both."""
     rows = []
-    for depths in groups(records):
-        complete, line = full_depth_summary(depths), extrapolate_from_depths(depths)
+    for depths in summaries.groups(records):
+        complete, line = summaries.full_depth_summary(depths), summaries.extrapolate_from_depths(depths)
         if complete is not None and line is not None:
-            traffic = relative_ring_bytes(line) / relative_ring_bytes(complete) - 1
+            traffic = summaries.relative_ring_bytes(line) / summaries.relative_ring_bytes(complete) - 1
             rows.append({
                 "Model": complete["model"], "Ranks": complete["world_size"], "Strategy": complete["strategy"],
                 "Setting": complete["setting"],
@@ -361,9 +339,9 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
             "Model": run["model_name_or_path"],
             "Precision": run["engine_precision"],
             "Rank": f"{run['virtual_rank']} of {run['world_size']}" if pd.notna(run["virtual_rank"]) else "",
-            "Setting": setting_text(run) if isinstance(run["engine_override"], str) else "",
+            "Setting": summaries.setting_text(run) if isinstance(run["engine_override"], str) else "",
             "State, GB": sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) / GB,
-            "Ring bytes (NCCL) per step, GB": read_ring_bytes(run["collectives"]) / GB,
+            "Ring bytes (NCCL) per step, GB": summaries.read_ring_bytes(run["collectives"]) / GB,
             "Host peak, GiB": run["host_peak_rss_gib"],
             "Run, s": run["runtime_s"],
             "Outcome": f"{run['status_state']}: {run['status_reason']}" if run["status_state"] != "ok" else "ok",

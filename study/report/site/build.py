@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import errno
 import functools
 import itertools
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.records.strategy_runs import Row
 from study.report.document import Answer, PageSection, Picture, Question, link_html, page_html, page_markdown
 from study.report.questions import answers
-from study.report.site.publishing import FIGURES, LIST, check_place, publish_report
+from study.report.site.publishing import FIGURES, LIST, new_report
 
 START_LIMIT_S = 120
 _ERROR_TAG = "papermill-error-cell-tag"
@@ -115,8 +113,6 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 TIME_LIMIT_S = 600.0
 # Concurrent kernels; each uses a CPU core and half a gigabyte.
 _AT_ONCE = 2
-# The figures of each answered question.
-Drawn = Mapping[Question, Sequence[Picture]]
 
 
 def build(
@@ -135,25 +131,11 @@ def build(
     names = list(dict.fromkeys(question.notebook for question in answered if question.notebook))
     # Figures are checked when the report is published.
     wanted = {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ())}
-    try:
-        check_place(output, wanted | {f"{name}.{kind}" for name in names for kind in ("ipynb", "html")})
-        # On the same file system, even if the output is a link to a folder.
-        target = output.resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
-    except OSError as error:
-        raise UserError(f"--output {output} is not writable ({error.strerror})", "name another") from None
-    try:
+    wanted |= {f"{name}.{kind}" for name in names for kind in ("ipynb", "html")}
+    with new_report(output, wanted) as folder:
         write_parquet(records, folder)
         failures = run_notebooks(names, notebooks, folder, time_limit_s, say)
         _write_pages(records, suite, folder, answered, failures, facts, title or suite)
-        publish_report(folder, output)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(f"the report cannot be written to {output} ({error.strerror})", "make room there") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return failures
 
 
@@ -188,7 +170,7 @@ def _write_pages(
         figures |= take_figures(folder / f"{name}.ipynb")
     drawn = {question: [one for name in question.figures for one in figures.get(name, ())] for question in answered}
     pages = {"index": suite, **{name: head for name, (head, _) in heads.items()}}
-    cards = [_card(question, answer, drawn, records) for question, answer in answered.items()]
+    cards = [_card(question, answer, drawn[question], records) for question, answer in answered.items()]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
     lists = [
         PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),
@@ -209,7 +191,7 @@ def _write_pages(
     }  # fmt: skip
     for name, (_, words) in heads.items():
         chosen = [question for question in answered if question.notebook == name]
-        sections = [part for question in chosen for part in _details(question, answered[question], drawn, records)]
+        sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records)]
         texts[f"{name}.html"] = page_html(
             "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name),
             in_reports=in_reports,
@@ -240,11 +222,11 @@ def write_figures(pictures: Iterable[Picture], folder: Path) -> None:
         (folder / FIGURES / f"{picture.name}.svg").write_text(picture.svg, encoding="utf-8")
 
 
-def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) -> PageSection:
+def _card(question: Question, answer: Answer, drawn: Sequence[Picture], records: Records) -> PageSection:
     """Return a question's section of the first page; its tables are folded there if it has no page."""
     tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
     more = link_html("Figures and details", f"{question.notebook}.html")
-    shown = [picture for picture in drawn[question] if picture.name.rpartition("_")[0] in question.figures[:1]]
+    shown = [picture for picture in drawn if picture.name.rpartition("_")[0] in question.figures[:1]]
     shown.sort(key=lambda picture: f", {answer.subject}: " not in picture.alt)
     return PageSection(
         answer.title or question.title, sentence=answer.sentence, table=answer.table, notes=answer.notes,
@@ -255,12 +237,12 @@ def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) ->
     )  # fmt: skip
 
 
-def _details(question: Question, answer: Answer, drawn: Drawn, records: Records) -> Iterator[PageSection]:
+def _details(question: Question, answer: Answer, drawn: Sequence[Picture], records: Records) -> Iterator[PageSection]:
     """Yield the sections of a question's page: all figures, then all tables."""
-    files = [f"{picture.name}.{kind}" for picture in drawn[question] for kind in ("png", "svg")]
+    files = [f"{picture.name}.{kind}" for picture in drawn for kind in ("png", "svg")]
     links = Markup(" ").join(link_html(name, f"{FIGURES}/{name}") for name in files)
     yield PageSection(
-        answer.title or question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn[question],
+        answer.title or question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawn,
         anchor=question.name, below=Markup('<p class="files">{}</p>').format(links),
     )  # fmt: skip
     for name, make in question.tables.items():

@@ -42,7 +42,6 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
     """Build the report; `claims` returns the published claims that depend on a report's records, given its folder."""
     with require_extra("report"):
         from study.records import frames
-        from study.records.frames import RUNS_FILE, read_parquet, read_runs
         from study.report.site.build import build
         from study.sweep.tables import slice_progress
     runs_dir: Path = options.runs_dir or Path("runs")
@@ -51,28 +50,24 @@ def run(options: argparse.Namespace, claims: Callable[[Records, str, Path], Sequ
     remaining = slice_progress(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
     earlier = dict.fromkeys((output, Path(REPORTS) / name, REPOSITORY / REPORTS / name))
-    report_folder = next((folder for folder in earlier if (folder / RUNS_FILE).exists()), None)
+    report_folder = next((folder for folder in earlier if (folder / frames.RUNS_FILE).exists()), None)
     has_runs = any(next(root.glob("**/status.json"), None) is not None for root in roots)
     if options.runs_dir and not has_runs and not plan:
         raise UserError(f"--runs_dir {runs_dir} has no records of {name}", "name the folder above that of the suite")
     if report_folder is not None and not has_runs and not (plan and frames.is_empty(report_folder)):
-        records = read_parquet(report_folder)
+        records = frames.read_parquet(report_folder)
     elif has_runs or plan or roots[0].is_dir():
-        records = read_runs(runs_dir if plan else roots[0], roots, remaining)
-        if (
-            report_folder is not None
-            and report_folder == output
-            and (lost := frames.runs_only_in(report_folder, records))
-        ):
-            missing = f"{len(lost)} runs of the report in {report_folder} are not below {runs_dir} ({lost[0]})"
+        records = frames.read_runs(runs_dir if plan else roots[0], roots, remaining)
+        if report_folder == output and (lost := frames.runs_only_in(output, records)):
+            missing = f"{len(lost)} runs of the report in {output} are not below {runs_dir} ({lost[0]})"
             if not (options.drop_missing or options.keep_missing):
                 fix = "add --keep_missing or --drop_missing, or name another --output"
                 raise UserError(f"{missing}: the report has their only records", fix)
             print_line(f"notice: {missing}: {'kept' if options.keep_missing else 'dropped'}")
             if options.keep_missing:
-                records = frames.merge_earlier_runs(read_parquet(report_folder), records)
+                records = frames.merge_earlier_runs(frames.read_parquet(output), records)
     else:
-        parquet = Path(REPORTS) / name / RUNS_FILE
+        parquet = Path(REPORTS) / name / frames.RUNS_FILE
         problem = f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there"
         raise UserError(problem, f"run: study run {name}, or name their folder with --runs_dir")
     facts = _facts_of_suite(options.suite, runs_dir, records) if has_runs and not plan else []
@@ -94,10 +89,7 @@ def print_line(line: str) -> None:
 
 
 def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
-    """Return the name of a suite and, if it consists of other suites, its plan.
-
-    A folder of records is enough: the suite file may be gone.
-    """
+    """Return the name of a suite, whose file may be gone if its records are there; and its plan, if it has slices."""
     try:
         read = read_suite(find_suite(suite))
     except UserError:

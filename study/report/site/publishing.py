@@ -6,10 +6,14 @@ user's. While files are replaced the list has the old and the new ones: a report
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -49,6 +53,28 @@ def check_place(output: Path, names: Iterable[str], built: Digests | None = None
                 f"--output {output} has {name}, which is not as a report wrote it",
                 "move it elsewhere, or name another folder",
             )
+
+
+@contextlib.contextmanager
+def new_report(output: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Yield a folder next to `output` for a report with these files, and move them there in the end."""
+    try:
+        check_place(output, names)
+        # On the same file system, even if the output is a link to a folder.
+        target = output.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"--output {output} is not writable ({error.strerror})", "name another") from None
+    try:
+        yield folder
+        publish_report(folder, output)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"the report cannot be written to {output} ({error.strerror})", "make room there") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish_report(folder: Path, output: Path) -> None:
