@@ -33,7 +33,8 @@ SWITCHES = (
         "training_args.deepspeed = ...", ("S2-01", "S2-03", "S2-08"),
     ),
     Switch(
-        "W", "weights", "one model for all arms: the later arm goes on", "each arm from the same initial weights",
+        "W", "weights", "one model for all arms: a later one starts with trained weights",
+        "each arm from the same initial weights",
         "model = ... at the top, model=model in train_model", ("S2-01", "S2-08"),
     ),
     Switch(

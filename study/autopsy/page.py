@@ -108,7 +108,6 @@ def _numbers(study: Autopsy) -> list[tuple[str, str]]:
         f"{row}, as printed": format_or_dash(gaps["as printed"], change_text),
         "the same with every switch corrected": format_or_dash(gaps["corrected"], change_text),
         "sessions in which DeepSpeed ran, of those that set it as the listing does": f"{was_on} of {asked}",
-        "least difference in time that four of five studies find": percent(study.minimum_detectable_effect("whole_s")),
     }
     return [(figure, words) for words, figure in figures.items()]
 

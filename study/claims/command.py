@@ -166,6 +166,7 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
         from study.claims.ledger import read_ledger
         from study.claims.page import address
         from study.claims.scoreboard import REPORTS, judge
+        from study.claims.verdicts import PROXY
         from study.report.document import Link
     rows: list[Row] = []
     evidence = Evidence(REPORTS).with_records(report, records)
@@ -176,12 +177,15 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
         if not (results := [result for result in judged.results if report in result.reports]):
             continue
         shown = judged.lead(results) or results[0]
+        is_undecided = judged.finding.kind == "undecided"
+        # A proxy decides nothing, nor does a check without an answer.
+        decides = any(item.check.basis != PROXY and item.answer in ("holds", "fails") for item in results)
+        elsewhere = "" if decides or is_undecided else ", by other records"
         text = f"{shown.sentence}." + (f" And {len(results) - 1} more." if len(results) > 1 else "")
         if judged.leading and judged.leading.answer != shown.answer:
             text += f" Another check decides: {judged.sentence}"
         rows.append({
             "Claim": Link(claim.id, address(claim.id, output)),
-            "Finding": judged.finding.short, "It says": claim.says,
-            "These records": text,
+            "Finding": f"{judged.finding.short}{elsewhere}", "It says": claim.says, "These records": text,
         })  # fmt: skip
     return rows

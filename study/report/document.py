@@ -61,7 +61,7 @@ def format_names(arms: Sequence[str]) -> str:
     """Return strategies as an English list, with a count after the first three."""
     quoted = [f"`{name}`" for name in dict.fromkeys(arms)]
     more = len(quoted) - _MAX_NAMES
-    if more > 0:
+    if more > 1:
         quoted[_MAX_NAMES:] = [f"{more} more"]
     return " and ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
 

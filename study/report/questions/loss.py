@@ -139,7 +139,7 @@ def answer(records: Records) -> Answer | None:
                 "Workload": workload,
                 "Same loss": f"{sum(row.verdict == 'same' for row in group)} of {len(group)}",
                 "Worst strategy": worst.arm.name,
-                "Max difference": "NaN" if math.isinf(worst.difference) else percent(worst.difference),
+                "Max difference": "NaN" if math.isinf(worst.difference) else _size(worst),
                 "Rerun": format_or_dash(rerun, percent),
                 "Margin": percent(worst.margin),
                 "Equivalent": f"{sum(tested)} of {len(tested)}" if tested else "one seed",
@@ -155,16 +155,22 @@ def answer(records: Records) -> Answer | None:
     counts = sorted({row.test.n for row in comparisons if row.test.verdict != "no test"})
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
-        diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [],
+        size=_size, diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [],
         largest=largest, seeds=counts[:1] + counts[-1:],
         reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),
         loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
     )  # fmt: skip
     notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
-    number = (percent(largest.difference), words) if math.isfinite(largest.difference) else None
+    number = (_size(largest), words) if math.isfinite(largest.difference) else None
     table = table.loc[:, (table != NOT_MEASURED).any()]
     return Answer(sentence, table, tuple(notes), number, subject=largest.arm.workload)
+
+
+def _size(row: _LossComparison) -> str:
+    """Return the difference, with a third decimal if it would read as the margin."""
+    text = percent(row.difference)
+    return text if text != percent(row.margin) else f"{100 * row.difference:.3f} %"
 
 
 def loss_table(records: Records) -> pd.DataFrame:

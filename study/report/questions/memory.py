@@ -66,7 +66,8 @@ def _memory_answer(records: Records) -> Answer | None:
         peak = "" if pd.isna(peaks).all() else f", and {' '.join(document.versus_text(peaks))} peak memory"
         sentence += f"{peak}{format_scope(compared.main)}."
         if compared.has_largest:
-            number = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`){peak}")
+            of = " or ".join(dict.fromkeys(base.peak_gib[1] for base in bases))
+            number = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`){peak} ({of})")
     peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
     return side_by_side(
         sentence, without_offload(compared.workloads),
@@ -189,7 +190,7 @@ def _traffic_answer(records: Records) -> Answer | None:
             f"{format_scope(compared.main)}."
         )
         if compared.has_largest:
-            number = (f"{ratios} x", f"the ring bytes (NCCL) of {compared.names} per step")
+            number = (f"{ratios} x", f"the ring bytes (NCCL) of {compared.names} per step, with sharded state")
     persistent = (
         "`zero3` keeps tensors below `stage3_param_persistence_threshold` gathered, in a small model nearly all. It"
         " sends 1.5 times the bytes of `ddp` if it shards all of them.",
@@ -250,31 +251,32 @@ def _neighbours_answer(records: Records) -> Answer | None:
     # The details have the other numbers of ranks.
     most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
-    alternatives = {*_NEIGHBOURS, "fsdp2"}
     for workload in comparison.by_arms(chosen):
         arms = [arm for arm in chosen[workload] if arm.ranks > 1]
-        least = _leanest(arms, alternatives)
+        least = _leanest(arms, _NEIGHBOURS)
         stage = _leanest([arm for arm in arms if arm.name in STAGES], STAGES) or _leanest(arms, STAGES)
         if least and stage:
             break
     else:
         return None
 
-    size, base = format_number(least.state_mib()), format_number(stage.state_mib())
-    sent = [format_number(sent_mib(arm)) for arm in (least, stage) if not pd.isna(sent_mib(arm))]
-    tied = [arm.name for arm in arms if arm.value("strategy") in alternatives and arm.name != least.name
-            and format_number(arm.state_mib()) == size]  # fmt: skip
-    versus = "as much as" if size == base else "less than" if least.state_mib() < stage.state_mib() else "more than"
+    alternatives = [arm for arm in arms if arm.value("strategy") in _NEIGHBOURS]
+    base, size = format_number(stage.state_mib()), format_number(least.state_mib())
+    tied = [arm.name for arm in alternatives if arm.name != least.name and format_number(arm.state_mib()) == size]
     sentence, words, *notes = paragraphs(
-        "neighbours_answer.j2", least=least, stage=stage, size=size, base=base, tied=tied, versus=versus,
-        sent=sent if len(sent) == 2 else [], ranks=most[workload], workload=workload, with_settings=with_settings,
+        "neighbours_answer.j2", least=least, stage=stage, base=base, size=size, tied=tied,
+        frugal=min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm))),
+        is_only=len(alternatives) == 1,
+        state=lambda arm: format_number(arm.state_mib()), sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
+        ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks", workload=workload,
+        with_settings=with_settings,
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
     )  # fmt: skip
     screen = side_by_side(
         sentence, chosen,
         {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
          "Calls": lambda arm: arm.median("comm_calls_per_step")},
-        *notes, number=None if versus == "more than" else (f"{size} MiB", words),
+        *notes, number=None if least.state_mib() > stage.state_mib() else (f"{size} MiB", words),
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
 

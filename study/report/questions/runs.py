@@ -78,16 +78,18 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
         f"{finding.capitalize()}: {row['Claim']}, {row['It says']}"
         for finding, row in claims if len(rows) > 12
     ]  # fmt: skip
+    decided = sum(finding != "undecided" and "other records" not in str(row["Finding"]) for finding, row in claims)
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
-    sentence = f"Findings on {len(rows)} published claim{'s'[: len(rows) > 1]} that these records test: {listed}."
+    several = f"decide {decided or 'none'} of the {len(rows)} published claims that they test"
+    one = f"{'' if decided else 'do not '}decide the only published claim that they test"
+    sentence = f"These records {several if len(rows) > 1 else one}. By all records: {listed}."
     notes.append(
         "S0 to S3 are the four replicated documents, Z0 is the ZeRO paper; the link has every check of a claim."
-        " Tiny models on CPU ranks (small scale) decide no claim alone. Some claims rest on other records too."
+        " Small scale: a tiny model, another model or fewer ranks, which decide no claim alone."
     )
-    words = {"holds in part": "in part", "does not hold": "not", "contradicts itself": "contradictory"}
-    rest = [f"{count} {words.get(name, name)}" for name, count in counts.items() if name != "holds"]
-    number = (f"{counts['holds']} of {len(rows)}", ", ".join(["published claims hold", *rest]))
-    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), number if "claims" in suite else None)
+    words = f"published claims that these records decide; by all records: {listed}"
+    number = (f"{decided} of {len(rows)}", words) if "claims" in suite else None
+    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), number)
 
 
 _FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")

@@ -30,7 +30,7 @@ def _time_answer(records: Records) -> Answer | None:
     sentence, number = f"No sharding strategy here is comparable with {compared.names} in step time.", None
     ratios, only = times.significant(compared.sharding)
     if compared.has_largest and ratios:
-        words = f"the step time of {compared.names}{only or ', where significant'}"
+        words = f"the step time of {compared.names} with sharded state{only or ', where significant'}"
         number = (f"{span_text(ratios, times_text)} x", words)
     if compared.sharding:
         base = f"{compared.names}{format_scope(compared.main)}"

@@ -15,6 +15,7 @@ from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import Summary
+from study.records.workloads import format_setting
 from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text, versus_text
 from study.virtual import summaries
 from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_or_nan, rank_state_bytes
@@ -47,7 +48,8 @@ def _table1_answer(records: Records) -> Answer | None:
     missing = lost.str.replace(r"-\d+layers$", "", regex=True).value_counts()
     missing = missing.drop([row["model"] for row in rows], errors="ignore")
     sentence, words, note = paragraphs(
-        "table1_answer.j2", agree=agree, before_step=before_step, worst=worst, missing=missing.to_dict(),
+        "table1_answer.j2", agree=agree, extrapolated=sum(row["extrapolated"] is not None for row in rows),
+        before_step=before_step, worst=worst, missing=missing.to_dict(),
         difference=change_text(_difference(worst)),
     )  # fmt: skip
     number = (f"{sum(agree)} of {len(rows)}", words) if len(rows) > 1 else None
@@ -217,7 +219,7 @@ def _lora_answer(records: Records) -> Answer | None:
     parameters = percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole))
     sends = "" if math.isnan(sent) else f", which sends {format_number(sent)} times as much"
     sentence = (
-        f"Mostly frozen parameters, which only `{STAGES[-1]}` divides: one of {whole['world_size']} ranks of"
+        f"Mostly frozen parameters, which only `{STAGES[-1]}` divides: one of {whole['world_size']} virtual ranks of"
         f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, of which {parameters} are"
         f" parameters, and {sizes[1]} with `{STAGES[-1]}`{sends}."
     )
@@ -225,7 +227,9 @@ def _lora_answer(records: Records) -> Answer | None:
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
     # An option that changes none of these bytes gives no further row.
     table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
-    words = f"model state of one of {whole['world_size']} ranks of `{whole['model']}` with LoRA and `{STAGES[-1]}`"
+    words = (
+        f"model state of one of {whole['world_size']} virtual ranks of `{whole['model']}` with LoRA and `{STAGES[-1]}`"
+    )
     number = (sizes[1], f"{words}, {sizes[0]} with `{whole['strategy']}`")
     return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")], number=number)
 
@@ -264,12 +268,13 @@ def _tuning_answer(records: Records) -> Answer | None:
         shown = {
             name: spans[name] if change.abs().max() > _NOTABLE else "no change" for name, change in changes.items()
         }
-        rows.append({"Setting": setting, "Strategies": ", ".join(pairs["strategy then"]), **shown})
+        rows.append({"Setting": setting, "Strategies": ", ".join("`" + pairs["strategy then"] + "`"), **shown})
         # The figure that falls most, in the case where it falls least.
         most = min(figures, key=lambda name: changes[name].max())
         effects.append((changes[most].max(), setting, most[0].lower() + most[1:], *versus_text(changes[most] + 1)))
     effects.sort()
-    place = f"one of {runs['world_size'].iloc[0]} ranks of `{runs['model_name_or_path'].iloc[0]}`"
+    model = format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0])
+    place = f"one of {runs['world_size'].iloc[0]} virtual ranks of `{model}`"
     sentence = "; ".join(f"with {setting} {amount} {more} {name}" for _, setting, name, amount, more in effects)
     _, setting, name, amount, more = effects[0]
     return Answer(
