@@ -9,7 +9,6 @@ import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 SNIPPETS = (
     b'"', b",", b"{", b"}", b"[", b"]", b":", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"0", b".",
@@ -34,22 +33,6 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
     if kind == 4:
         return content[:start] + rng.choice(SNIPPETS) + content[start + 1 :]
     return content[:start] + bytes([content[start] ^ 1 << rng.randrange(8)]) + content[start + 1 :]
-
-
-def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the path and value of each leaf of a JSON document."""
-    if isinstance(tree, (dict, list)) and tree:
-        for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from leaves(branch, (*path, key))
-    else:
-        yield path, tree
-
-
-def set_leaf(tree: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Replace the value at a path of a JSON document."""
-    for key in path[:-1]:
-        tree = tree[key]
-    tree[path[-1]] = value
 
 
 class Trap:
