@@ -240,6 +240,8 @@ WRONG = yaml.safe_load((ROOT / "tests" / "data" / "wrong_records.yaml").read_tex
 
 def test_a_key_or_a_value_that_no_run_writes_is_refused(run_directory: Path) -> None:
     shutil.copytree(run_directory, run_directory.parent / "other")
+    profile = synthetic_records.PROFILE | {"device": "cpu", "steps": [4, 5, 6]}
+    (run_directory / "profile.json").write_text(json.dumps(profile))
     for name, values in WRONG["documents"].items():
         file = run_directory / name
         before = file.read_text()
