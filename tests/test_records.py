@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from operator import methodcaller
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from study.records.directory import RunWriter, end_interrupted_run, is_finished,
 from study.records.frames import read_records
 from study.records.lock import lock_run_directory
 from study.records.schema import SUMMARY_KEYS, RecordError
+from study.run.checkpoint import save_checkpoint
 from study.sweep.cell_outcome import cell_state
+from sweeps import contents
 from synthetic_records import without_seal
 
 STEPS = 6
@@ -168,6 +171,27 @@ def test_an_attempt_is_counted_and_starts_from_nothing_after_any_other(run_direc
     write_run(run_directory)
     assert read_run(run_directory).status["attempt"] == 1
     assert [file.name for file in run_directory.iterdir() if file.name.startswith(".")] == [".summary.json.bak"]
+
+
+def test_a_moved_run_leaves_the_record_and_the_checkpoints_of_its_successor_alone(
+    tmp_path: Path,
+) -> None:
+    first = RunWriter(tmp_path / "run")
+    first.append("steps.jsonl", ROWS[0])
+    first.flush()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    successor = write_run(tmp_path / "run")
+    (successor / "checkpoints" / "step_0000004").mkdir(parents=True)
+    (successor / "checkpoints" / "step_0000004" / "scheduler.bin").write_text("another run's")
+    before = contents(successor)
+    run: Any = SimpleNamespace(output_dir=successor, record=first, launch=None)
+    accelerator: Any = None
+    with pytest.raises(RunFailed, match="was moved or replaced during this run"):
+        save_checkpoint(run, accelerator, None, 4)
+    first.append("evals.jsonl", EVALS[0])
+    first.close("failed", "why")
+    assert contents(successor) == before
+    assert (read_run(tmp_path / "moved").state, len(read_run(tmp_path / "moved").steps)) == ("failed", 1)
 
 
 def test_the_first_reason_of_a_failed_run_stays(tmp_path: Path) -> None:
