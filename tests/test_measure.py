@@ -318,8 +318,8 @@ def states(run: Run) -> list[dict[str, Any]]:
 
 
 CASES = [
-    ("ddp", 2), ("zero0", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("fsdp2", 2), ("hsdp", 4), ("zero2_cpu", 2),
-    ("zero3_cpu", 2), ("zero3_nvme_optimizer", 2),
+    ("ddp", 2), ("zero0", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4),
+    ("zero2_cpu", 2), ("zero3_cpu", 2), ("zero3_nvme_optimizer", 2),
 ]  # fmt: skip
 LONG = [pytest.param("zero3", ranks, marks=pytest.mark.long) for ranks in (1, 4)]
 
