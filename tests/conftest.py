@@ -4,12 +4,11 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import nn
 
 from runs import get_run
 from study.config.errors import UserError
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
     from study.claims.scoreboard import Scoreboard
-    from study.metrics import Meters
 
 __all__ = ["get_run"]
 
@@ -64,43 +62,6 @@ def full_board() -> Scoreboard:
     from study.claims.scoreboard import build_scoreboard
 
     return build_scoreboard()
-
-
-@pytest.fixture
-def train_compiled() -> Iterator[Callable[..., tuple[list[int], int]]]:
-    """Train a compiled model with meters and return the steps that ran its code, and the number of graphs."""
-    torch._dynamo.reset()
-    yield _train_compiled
-    torch._dynamo.reset()
-
-
-def _train_compiled(
-    meters: Meters, steps: int, after: Callable[[int], None] = lambda step: None
-) -> tuple[list[int], int]:
-    graphs, used = 0, []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-
-        def call(*arguments: Any) -> Any:
-            used.append(step)
-            return graph.forward(*arguments)
-
-        return call
-
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend=backend)
-    meters.start(model, optimizer)
-    for step in range(1, steps + 1):
-        with meters.step(step):
-            compiled(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        after(step)
-    meters.finish()
-    return used, graphs
 
 
 @pytest.fixture(scope="module")

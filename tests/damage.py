@@ -8,23 +8,6 @@ import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-
-def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the path and value of each leaf of a JSON document."""
-    if isinstance(tree, (dict, list)) and tree:
-        for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from leaves(branch, (*path, key))
-    else:
-        yield path, tree
-
-
-def set_leaf(tree: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Replace the value at a path of a JSON document."""
-    for key in path[:-1]:
-        tree = tree[key]
-    tree[path[-1]] = value
 
 
 class Trap:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from filelock import FileLock
 
 from forked import fork_ranks
-from study.config.strategies import WITH_REPLICAS
+from study.config.strategies import STRATEGY_DIRECTORY, WITH_REPLICAS, read_yaml
 from study.records.directory import Run, read_run
 
 RunFactory = Callable[..., Run]
@@ -52,6 +53,14 @@ def trained(strategy: str, output_dir: Path, *flags: str, ranks: int | None = No
     written = log.read_text(errors="replace")[-3000:] if log.exists() else "no log"
     assert result.returncode == 0, f"{result.stderr[-3000:]}\n{written}"
     return read_run(output_dir)
+
+
+def write_strategy(folder: Path, name: str, shipped: str, section: str, **settings: Any) -> str:
+    """Write a shipped Accelerate file under another name, with changed keys of a section; return it as a strategy."""
+    document = read_yaml(STRATEGY_DIRECTORY / f"{shipped}.yaml")
+    document[section] |= settings
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(document))
+    return f"{folder}/{name}"
 
 
 @pytest.fixture(scope="session")

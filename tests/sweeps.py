@@ -32,12 +32,8 @@ ENDLESS = {**TINY, "max_steps": 1_000_000, "logging_steps": 1}
 def write_suite(folder: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] = TINY, **grid: Any) -> Path:
     """Write a suite of one grid over these axes and return its file."""
     file = folder / "tiny.yaml"
-    document = {
-        "name": "tiny",
-        "description": "a test's",
-        "fixed": dict(fixed),
-        "grids": [{"axes": dict(axes), **grid}],
-    }
+    grids = [{"axes": dict(axes), **grid}]
+    document = {"name": "tiny", "description": "a test's", "fixed": dict(fixed), "grids": grids}
     file.write_text(yaml.safe_dump(document))
     return file
 
@@ -102,13 +98,11 @@ def start(suite: Path, runs: Path, *arguments: str, stubs: bool = False, **popen
 def run(
     suite: Path, runs: Path, *arguments: str, timeout: float = 500, **popen: Any
 ) -> subprocess.CompletedProcess[str]:
-    process = start(suite, runs, *arguments, **popen)
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
+    with start(suite, runs, *arguments, **popen) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from engines import ROOT
 from forked import fork_ranks
-from runs import FLAGS, RunFactory, trained
+from runs import FLAGS, FP32_RELATIVE, RunFactory, losses, trained, write_strategy
 from study.config.errors import Unsupported
 from study.config.strategies import read_strategy
 from study.engine.audit import audit
@@ -22,37 +20,35 @@ from study.predictor.shape import model_shape
 GPT = ("--task", "gpt-wikitext")
 
 
-def write_fsdp2(folder: Path, **settings: bool) -> str:
-    """Write a config with other settings and return its name as a strategy."""
-    document = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
-    document["fsdp_config"] |= settings
-    (folder / "own.yaml").write_text(yaml.safe_dump(document))
-    return os.path.relpath(folder / "own", ROOT / "accelerate_configs")
-
-
-def test_fsdp2_that_keeps_gathered_weights_has_another_record_than_the_shipped_one(get_run, tmp_path):
-    strategy = write_fsdp2(tmp_path, fsdp_reshard_after_forward=False, fsdp_activation_checkpointing=True)
+def test_the_settings_of_an_own_fsdp2_file_take_effect_and_are_in_the_record(get_run, tmp_path):
+    own: dict[str, Any] = {"fsdp_reshard_after_forward": False, "fsdp_activation_checkpointing": True}
+    own["fsdp_transformer_layer_cls_to_wrap"] = "GPT2MLP, GPT2Attention"
+    strategy = write_strategy(tmp_path, "own", "fsdp2", "fsdp_config", **own)
     runs = get_run("fsdp2", *GPT), trained(strategy, tmp_path / "run", *GPT)
+    assert re.fullmatch(r"fsdp2-custom-[0-9a-f]{8}", runs[1].engine["strategy"])
+    assert runs[1].engine["own_settings"]["fsdp_transformer_layer_cls_to_wrap"] == ["GPT2Attention", "GPT2MLP"]
     live = [{key: value for key, value in run.engine.items() if key.startswith("fsdp_")} for run in runs]
     as_shipped = {
         "fsdp_groups": 4, "fsdp_resharded_groups": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
         "fsdp_activation_checkpointing": False,
     }  # fmt: skip
-    changed = {
-        "fsdp_resharded_groups": 0, "fsdp_reshard_after_forward": False, "fsdp_activation_checkpointing": True,
-    }  # fmt: skip
-    assert live == [as_shipped, as_shipped | changed]
+    # Each of the two layers is two groups instead of one.
+    changed = {"fsdp_groups": 6, "fsdp_resharded_groups": 0, "fsdp_reshard_after_forward": False}
+    assert live == [as_shipped, as_shipped | changed | {"fsdp_activation_checkpointing": True}]
+    once, twice = (run.traffic["collectives"]["reduce_scatter"]["calls"] for run in runs)
+    assert twice - once == runs[0].engine["model_layers"]
     # Layers are gathered once and not twice.
     shape = model_shape("gpt-tiny")
     sent = [run.traffic["collectives"]["all_gather"]["payload_bytes"] for run in runs]
     layers = sum(param.elements for param in shape.params if param.regathered)
     assert sent == [4 * (shape.parameters + layers), 4 * shape.parameters]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=FP32_RELATIVE)
 
 
 def test_fsdp2_offload_without_a_gpu_is_refused_and_not_a_traceback(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU to offload from")
-    strategy = write_fsdp2(tmp_path, fsdp_offload_params=True)
+    strategy = write_strategy(tmp_path, "own", "fsdp2", "fsdp_config", fsdp_offload_params=True)
     result = fork_ranks(strategy, "study/train.py", *GPT, *FLAGS, "--output_dir", str(tmp_path / "run"), ranks=1)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1), result.stderr
     assert "fsdp_offload_params" in result.stderr

@@ -139,7 +139,6 @@ LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
         ("ulysses_zero1", 6, {"task": "bert-imdb"}, "--task bert-imdb has none"),
         ("ulysses_zero1", 6, {"seq_length": 31}, "--seq_length 31 does not divide into 2 equal parts"),
         ("ulysses_zero1", 6, {"attn_implementation": "eager"}, "its attention is eager"),
-        ("ulysses_zero1", 6, {"model_name_or_path": "gpt-neo-2.7b"}, "its attention is eager"),
         (
             "ulysses_zero1", 6, {"seq_length": 48, "group_size": 3, **LLAMA_TINY},
             "4 heads over 2 of keys and values do not divide over 3 ranks",
@@ -167,11 +166,9 @@ def test_training_that_a_group_does_not_support_is_refused(strategy, ranks, case
     assert re.search(words, f"{refusal.value.problem}. {refusal.value.fix}")
 
 
-@pytest.mark.parametrize("strategy", WITH_GROUPS)
-def test_only_ulysses_at_stage_3_resumes_with_another_world_size(strategy: str) -> None:
-    config, launch = make_config(**LLAMA_TINY), Launch(read_strategy(strategy), 4, 0, 0, 4)
-    if strategy == "ulysses_zero3":
-        check_group(config, launch, model_config(config), 2)
-        return
-    with pytest.raises(UserError, match="the world size that saved it, 2"):
-        check_group(config, launch, model_config(config), 2)
+def test_only_ulysses_at_stage_3_resumes_with_another_world_size() -> None:
+    """test_resume.py resumes it."""
+    config = make_config(**LLAMA_TINY)
+    for strategy in {*WITH_GROUPS} - {"ulysses_zero3"}:
+        with pytest.raises(UserError, match="the world size that saved it, 2"):
+            check_group(config, Launch(read_strategy(strategy), 4, 0, 0, 4), model_config(config), 2)

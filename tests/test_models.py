@@ -63,26 +63,22 @@ def test_a_preset_has_the_published_number_of_parameters_and_can_be_built_at_ano
     assert two + (model_config(run_config(name)).num_hidden_layers - 2) * (three - two) == published
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
-    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8},
-    "gpt_neox": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-    **{
-        family: {
-            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "head_dim": 16, "intermediate_size": 64,
-        }
-        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
-    },
-}  # fmt: skip
+# The sizes of a small model under the names that each family has for them.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "dim"), 32),
+    **dict.fromkeys(("intermediate_size", "hidden_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 2),
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "attention_types": [[["global", "local"], 1]],
+}
 
 
 @pytest.mark.parametrize("family", DROPOUT_FIELDS)
 def test_dropout_0_leaves_none_in_any_family_and_dropout_on_takes_effect(family: str, tmp_path: Path) -> None:
-    AutoConfig.for_model(family, vocab_size=100, pad_token_id=0, **FAMILIES[family]).save_pretrained(tmp_path)
+    AutoConfig.for_model(family, vocab_size=100, pad_token_id=0, **SIZES).save_pretrained(tmp_path)
     task: Task = "bert-imdb" if family in ("bert", "distilbert") else "gpt-wikitext"
     config = run_config(str(tmp_path), task, dropout=0.0)
     fields = {name for name in model_config(config).to_dict() if "drop" in name}
@@ -129,14 +125,10 @@ def test_the_configuration_carries_the_run() -> None:
     [
         ({"model": "bert-larg-uncased", "task": "bert-imdb"}, ["unknown model", "bert-large-uncased", "owner/name"]),
         ({"model": "./nowhere"}, ["unknown model './nowhere'", "folder"]),
-        ({"model": "gpt2-0layers"}, ["unknown model"]),
-        ({"model": "~nobody/x"}, ["unknown model"]),
         ({"model": "bert-tiny", "task": "gpt-wikitext"}, ["does not fit --task gpt-wikitext", "gpt2"]),
-        ({"model": "gpt-tiny", "task": "bert-imdb"}, ["does not fit --task bert-imdb", "bert-large-uncased"]),
         ({"model": "bert-tiny", "seq_length": 4097}, ["--seq_length 4097", "4096 or less"]),
         ({"model": "gpt-neo-2.7b", "seq_length": 4096}, ["--seq_length 4096", "2048 or less"]),
         ({"model": "gpt-tiny", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
-        ({"model": "gpt2-3layers", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
         ({"model": "gpt-tiny", "attn_implementation": "paged"}, ["--attn_implementation paged", "sdpa_causal"]),
         ({"model": "bert-tiny", "task": "bert-imdb", "attn_implementation": "sdpa_causal"}, ["bidirectional"]),
         ({"model": "gpt-neo-2.7b", "attn_implementation": "sdpa_causal"}, ["has a custom attention"]),
@@ -222,7 +214,6 @@ def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_pat
     [
         ("model.safetensors", flip_a_bit, "model.safetensors was changed"),
         ("config.json", Path.unlink, "config.json"),
-        (RECORD_NAME, lambda file: file.write_text(file.read_text()[:20]), "Unterminated"),
         (RECORD_NAME, lambda file: file.write_text(file.read_text().replace("0", "1", 1)), "was changed"),
     ],
 )
@@ -246,7 +237,7 @@ def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) 
 
 def local_bert(folder: Path) -> Path:
     torch.manual_seed(7)
-    BertModel(BertConfig(vocab_size=100, **FAMILIES["bert"])).save_pretrained(folder)
+    BertModel(BertConfig(vocab_size=100, **SIZES)).save_pretrained(folder)
     return folder
 
 
@@ -287,7 +278,7 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
     refused(source, "cannot load the weights")
     weights.rename(source / "pytorch_model.bin")
     refused(source, "pickle files are not loaded")
-    three = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **FAMILIES["bert"]))
+    three = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **SIZES))
     three.save_pretrained(tmp_path / "three")
     refused(tmp_path / "three", "cannot load the weights")
     assert not [path for path in (tmp_path / "cache" / "initial_weights").iterdir() if path.is_dir()]
@@ -301,7 +292,6 @@ def test_a_configuration_that_nothing_can_be_trained_from_is_refused(tmp_path: P
         ("quantization_config", {"quant_method": "fp8"}, "quantized weights"),
         ("hidden_act", "nonsense", "cannot be built .*nonsense"),
         ("num_attention_heads", 5, "cannot be built .*attention heads"),
-        ("num_hidden_layers", -1, "-1 layers"),
     ):
         file.write_text(json.dumps(described | {key: value}))
         for weights in ("pretrained", "random"):

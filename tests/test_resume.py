@@ -304,13 +304,3 @@ def test_latest_is_never_a_checkpoint_of_a_run_that_was_overwritten(tmp_path: Pa
     assert f"{run} has no complete checkpoint of its current run" in printed
     assert read_run(run).steps == rows
     assert (run / "checkpoints" / "step_0000004" / "checkpoint.json").exists()
-
-
-def test_a_moved_run_saves_no_checkpoint_in_the_folder_that_replaced_its_own(tmp_path: Path) -> None:
-    flags = (*GPT, "--checkpointing_steps", "2")
-    result = train("ddp", tmp_path / "run", *flags, script="tests/probes/moved_folder.py")
-    moved, replacement = read_run(tmp_path / "moved"), tmp_path / "run"
-    assert (result.returncode, moved.state, len(moved.steps)) == (1, "failed", 4)
-    assert "was moved or replaced during this run" in moved.status["reason"]
-    assert read_status(replacement)["hint"] == "another run's"
-    assert [file.read_text() for file in replacement.rglob("*.bin")] == ["another run's"]

@@ -85,14 +85,3 @@ def test_the_readme_command_trains_under_stage_3_and_prints_progress_alone(tmp_p
     assert len(printed) > 2
     assert all(line.startswith("step ") for line in printed[1:-1])
     assert "DeepSpeed" in (folder / "log.txt").read_text()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_fifty_runs_in_a_row_end_cleanly(tmp_path: Path) -> None:
-    strategies = (
-        "ddp", "zero1", "zero2", "zero3", "zero3_cpu", "zero3_nvme", "zero2_cpu", "zero3_cpu_nvme", "fsdp2", "zero0",
-    )  # fmt: skip
-    for number in range(50):
-        strategy = strategies[number % len(strategies)]
-        assert trained(strategy, tmp_path / str(number), *GPT, "--max_steps", "3").state == "ok"

@@ -142,10 +142,8 @@ def test_the_stanford_archive_is_read_folder_by_folder(nested: bool, tmp_path: P
     assert (len(raw.train.texts), len(raw.eval.texts)) == (16, 4)
 
 
-def test_zero_samples_uses_all_and_too_many_are_refused_with_the_count(tmp_path: Path) -> None:
+def test_too_many_samples_are_refused_with_the_count(tmp_path: Path) -> None:
     copy = write(review_table(), tmp_path / "a.parquet")
-    raw = sources.load_reviews(make_config("bert-imdb", copy, train_samples=0, eval_samples=0), tmp_path)
-    assert (len(raw.train.texts), len(raw.eval.texts)) == (24, 6)
     for flag, requested, most in (("train_samples", 25, 24), ("eval_samples", 7, 6)):
         with pytest.raises(UserError, match=f"--{flag} {requested}: the data has {most}"):
             sources.load_reviews(make_config("bert-imdb", copy, **{flag: requested}), tmp_path)
@@ -249,7 +247,7 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_read_again(tmp_path: Pat
     assert sorted(cache.rglob("*.arrow")) == converted
 
 
-@pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl", "hf:a.jsonl"])
+@pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl"])
 def test_a_file_s_name_is_not_read_as_a_pattern_or_an_address(name: str, tmp_path: Path) -> None:
     write(other_table(), tmp_path / "data" / "abc.jsonl")
     file = write(review_table(), tmp_path / "data" / name)
@@ -320,22 +318,18 @@ TEXT = ["a", "b", "c", "d", "e", "f"]
 ALL = review_table()
 REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no such path": ("bert-imdb", lambda folder: folder / "nowhere", "no such file or folder"),
-    "no user": ("bert-imdb", lambda folder: Path("~nobody-of-that-name/data"), "home"),
     "empty folder": ("bert-imdb", lambda folder: folder, "has no data that this task can read"),
     "text for reviews": ("bert-imdb", text_file("train.txt", b"good\n"), "has no data that this task can read"),
     "no label": ("bert-imdb", table_file({"text": TEXT, "stars": TEXT}), "columns text, stars; needed: text, label"),
     "no text": ("gpt-wikitext", table_file({"content": TEXT}), "columns content; needed: text"),
-    "text of numbers": ("gpt-wikitext", table_file({"text": [1, 2, 3]}), "`text` column of int64"),
     "text with gaps": ("gpt-wikitext", table_file({"text": ["a", None]}), "missing values"),
     "labels of words": ("bert-imdb", table_file({"text": TEXT, "label": ["pos"] * 6}), "`label` column of 'string'"),
     "labels of stars": ("bert-imdb", table_file({"text": TEXT, "label": [1, 2, 3, 4, 5, 0]}), "0, 1, 2, 3, 4"),
     "unlabelled": ("bert-imdb", table_file({"text": TEXT, "label": [-1] * 6}), "`label` column of -1"),
-    "label with gaps": ("bert-imdb", table_file({"text": TEXT, "label": [0, 1, 0, 1, 0, None]}), "None"),
     "too few": ("bert-imdb", table_file({"text": TEXT[:3], "label": [0, 1, 0]}), "too few"),
     "empty table": ("bert-imdb", files(a_parquet=review_table(0)), "cannot read .*a.parquet|a.parquet has no rows"),
     "empty file": ("gpt-wikitext", text_file("wiki.train.raw", b""), "wiki.train.raw is empty"),
     "not parquet": ("bert-imdb", text_file("a.parquet", b"PAR1 nothing of it"), "cannot read .*a.parquet"),
-    "not arrow": ("bert-imdb", text_file("a.arrow", b"nothing of it"), "cannot read .*a.arrow"),
     "not json": ("bert-imdb", text_file("a.jsonl", b'{"text": "a", \n'), "cannot read .*a.jsonl"),
     "json not in UTF-8": ("bert-imdb", text_file("a.jsonl", b'{"text": "\xff\xfe", "label": 0}\n' * 9), "not UTF-8"),
     "not UTF-8": ("gpt-wikitext", text_file("wiki.train.raw", b"\xff\xfe\x00 \n" * 9), "cannot read .*wiki.train.raw"),

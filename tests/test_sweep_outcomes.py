@@ -26,9 +26,6 @@ from study.sweep.suite_file import Requirements, Suite
 from sweeps import ROOT, write_files
 
 MESSAGES = yaml.safe_load((ROOT / "tests" / "data" / "messages.yaml").read_text())
-NCCL_OOM, NCCL_NO_ROOM, CUDA_ERROR, FRAMES = (
-    MESSAGES[name] for name in ("nccl_oom", "nccl_no_room", "cuda_error", "frames")
-)
 ENDINGS = yaml.safe_load((ROOT / "tests" / "data" / "endings.yaml").read_text())
 OPEN, TERMINATED = ENDINGS["statuses"]
 FULL = "the disk is full ("
@@ -56,12 +53,12 @@ def test_the_evidence_decides_how_a_run_ended(case: dict[str, Any]) -> None:
     ("error", "state", "says"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to get 2 GiB"), "oom", "CUDA out of memory. Tried to get"),
-        (torch.distributed.DistBackendError(NCCL_OOM), "oom", "Cuda failure 2 'out of memory'"),
+        (torch.distributed.DistBackendError(MESSAGES["nccl_oom"]), "oom", "Cuda failure 2 'out of memory'"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "oom", "CUBLAS"),
         (RuntimeError("Triton Error [CUDA]: out of memory"), "oom", "the device's memory ran out"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "oom", "device's memory"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), "oom", "the host's memory"),
-        (torch.distributed.DistBackendError(NCCL_NO_ROOM), "failed", "/dev/shm is full"),
+        (torch.distributed.DistBackendError(MESSAGES["nccl_no_room"]), "failed", "/dev/shm is full"),
         (RuntimeError("unable to write to file </torch_7_8_9>: No space left on device (28)"), "failed", "/dev/shm is"),
         (RuntimeError("no\nDefaultCPUAllocator: can't allocate memory: you tried"), "oom", "the host's memory"),
         (RuntimeError("NCCL error: unhandled system error"), "failed", "RuntimeError: NCCL error"),
@@ -91,14 +88,14 @@ LOCKED, EITHER = "no more host memory could be locked", "the device's memory, or
     ("frames", "free", "says", "hint"),
     [
         ("", FreeMemory(61.3, 2.5), LOCKED, "offloads less"),
-        (FRAMES, None, LOCKED, "offloads less"),
-        (FRAMES, FreeMemory(0.2, 2.5), LOCKED, "offloads less"),
+        (MESSAGES["frames"], None, LOCKED, "offloads less"),
+        (MESSAGES["frames"], FreeMemory(0.2, 2.5), LOCKED, "offloads less"),
         ("", FreeMemory(0.2, 90.0), EITHER, "offloads more"),
         ("", None, EITHER, "offloads more"),
     ],
 )
 def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, says, hint):
-    ending = outcome_from_log(CUDA_ERROR, frames, free)
+    ending = outcome_from_log(MESSAGES["cuda_error"], frames, free)
     assert ending is not None
     assert (ending.state, ending.reason.startswith(says), hint in ending.hint) == ("oom", True, True)
     log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {MESSAGES['cuda_error']}"

@@ -26,7 +26,7 @@ from study.sweep.plan import missing_requirement, plan_cells, plan_suite
 from study.sweep.search import Search
 from study.sweep.suite_file import find_suite, read_suite, shrink_suite
 from study.workloads.initial import materialize_initial_weights
-from sweeps import ROOT, TINY, box_for, planned, shipped, write_suite
+from sweeps import ROOT, TINY, shipped, write_suite
 
 CPU_BOX = Machine((), 16.0)
 SHIPPED = [name for name, suite in shipped().items() if not suite.slices]
@@ -61,7 +61,7 @@ BILLION = "".join(f"  - &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("- a\n", r"suite\.yaml"), ("a: !!python/object:os.system {}\n", r"suite\.yaml"), ("\x00", r"suite\.yaml"),
+        ("- a\n", r"suite\.yaml"), ("a: !!python/object:os.system {}\n", r"suite\.yaml"),
         ("", r"suite\.yaml: expected a mapping, got nothing -> .*grids, name"),
         ("loss: 0.7\n" * 110_000, "has more than 1,048,576 bytes"),
         (f"{HEAD}grids:\n  - &a0 [x, x]\n{BILLION}", "has more than 20000 values after its aliases are expanded"),
@@ -161,13 +161,6 @@ def test_each_trainer_has_its_own_script_and_the_flags_of_a_cell_ask_for_exactly
     config = parse_command_line(cell.flags(tmp_path / "out dir"))
     assert config.output_dir == str(tmp_path / "out dir")
     assert resolve_config(config, False).run_id("zero3", 2) == cell.config.run_id("zero3", 2)
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_suite_plans_on_the_smallest_box_that_meets_it(name):
-    assert shipped()[name].name == name
-    assert missing_requirement(shipped()[name], box_for(name)) is None
-    assert planned(name)
 
 
 def launch_kind(cell):

@@ -50,33 +50,26 @@ def write_probe(search: Search, root: Path, place: int, **values: Any) -> None:
     append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
 
 
-@pytest.mark.parametrize("rungs", [2, 3, 7, 16, 100, 512])
-def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
+@pytest.mark.parametrize(
+    ("rungs", "start"), [*((rungs, 0) for rungs in (2, 3, 7, 16, 100, 512)), *((10, start) for start in (1, 4, 8, 9))]
+)
+def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs, start):
+    """A search begins at its guess, and a right one needs two probes."""
     for fitting in {0, 1, rungs - 1, rungs, *random.Random(rungs).sample(range(rungs + 1), min(rungs, 20))}:
         states: dict[int, str] = {}
-        while (place := next_bracket(states, rungs - 1).next) is not None:
+        while (place := next_bracket(states, rungs - 1, start).next) is not None:
             assert place not in states
-            # No probe exceeds twice the largest size that fitted.
-            assert place + 1 <= 2 * max((size + 1 for size, state in states.items() if state == "ok"), default=1)
+            # No probe but the first exceeds twice the largest size that fitted.
+            largest = max((size + 1 for size, state in states.items() if state == "ok"), default=1)
+            assert place + 1 <= 2 * largest or place <= start
             states[place] = "ok" if place < fitting else "oom"
         bracket = next_bracket(states, rungs - 1)
         assert bracket.fits == (fitting - 1 if fitting else None)
         assert bracket.too_large == (fitting if fitting < rungs else None)
-        assert bracket.stopped_by is None
-        assert len(states) <= 2 * max(fitting, 1).bit_length() + 1
-
-
-@pytest.mark.parametrize("start", [0, 1, 4, 8, 9])
-def test_a_search_begins_at_a_guess_and_a_right_one_needs_two_probes(start):
-    for fitting in range(11):
-        states: dict[int, str] = {}
-        while (place := next_bracket(states, 9, start).next) is not None:
-            assert place not in states
-            states[place] = "ok" if place < fitting else "oom"
+        assert (bracket.stopped_by, next(iter(states))) == (None, start)
         distance = abs(fitting - 1 - start)
-        assert (next(iter(states)), next_bracket(states, 9).fits) == (start, fitting - 1 if fitting else None)
         assert len(states) <= 2 + 2 * distance.bit_length()
-        assert distance or len(states) == 2 - (fitting == 10)
+        assert distance or len(states) == 2 - (fitting == rungs)
 
 
 @pytest.mark.parametrize("state", ["failed", "timeout", "unsupported"])

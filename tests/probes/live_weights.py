@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,21 +16,16 @@ save = checkpoint.save_checkpoint
 
 
 def save_and_write(run: Any, accelerator: Any, schedule: Any, step: int) -> None:
+    import deepspeed
+
     save(run, accelerator, schedule, step)
     digests = {}
     for name, parameter in accelerator.unwrap_model(accelerator._models[0]).named_parameters():
-        with _whole(parameter):
+        # Does nothing to a parameter that is not partitioned.
+        with deepspeed.zero.GatheredParameters([parameter]):
             digests[name] = hashlib.sha256(parameter.detach().cpu().numpy().tobytes()).hexdigest()
     if run.launch.is_main:
         (run.output_dir / CHECKPOINTS / "live_weights.json").write_text(json.dumps(digests))
-
-
-def _whole(parameter: Any) -> contextlib.AbstractContextManager[Any]:
-    if not hasattr(parameter, "ds_id"):
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter])
 
 
 checkpoint.save_checkpoint = save_and_write
