@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -62,16 +62,14 @@ def test_every_seed_has_every_cell_once_and_in_a_different_order() -> None:
 
 def synthetic(gap: Callable[[str, int], float]) -> Autopsy:
     """Return rows of sessions whose ZeRO arm has exp(gap) times the standard arm's figure in every response."""
-    cells = {"factorial": FACTORIAL, "corrected": (CORRECTED,), "aa": (AA,)}
-    rows: list[dict[str, Any]] = []
-    for kind, names in cells.items():
-        for cell in names:
-            for seed in SEEDS:
-                about = {"session": f"{seed}-{kind}-{cell}", "kind": kind, "cell": cell, "seed": seed, "state": "ok"}
-                base = 1 + seed / 10
-                for arm, figure in (("standard", base), ("zero", base * math.exp(gap(cell, seed)))):
-                    rows.append(about | {"arm": arm, "deepspeed_enabled": arm == "zero" and "E" in cell}
-                                | {response.name: figure for response in RESPONSES})  # fmt: skip
+    cells = [*(("factorial", cell) for cell in FACTORIAL), ("corrected", CORRECTED), ("aa", AA)]
+    rows = [
+        {"session": f"{seed}-{kind}-{cell}", "kind": kind, "cell": cell, "seed": seed, "state": "ok", "arm": arm,
+         "deepspeed_enabled": arm == "zero" and "E" in cell}
+        | {response.name: ratio * (1 + seed / 10) for response in RESPONSES}
+        for (kind, cell), seed in itertools.product(cells, SEEDS)
+        for arm, ratio in (("standard", 1.0), ("zero", math.exp(gap(cell, seed))))
+    ]  # fmt: skip
     return Autopsy(pd.DataFrame(rows))
 
 

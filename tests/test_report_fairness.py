@@ -102,6 +102,13 @@ def test_times_of_other_code_are_confounded_and_losses_are_not(case: str, tmp_pa
     assert TABLES["runtime"](read_records(tmp_path))["Comparable"].tolist() == ["yes", label or "yes"]
 
 
+def test_more_machines_than_the_baseline_s_confound_times(tmp_path: Path) -> None:
+    write(tmp_path, "ddp")
+    machine = {"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}]}
+    write(tmp_path, "zero2", environment={"other_machines": [machine]})
+    assert labels(tmp_path) == {"ddp": "", "zero2": "machines: 2, baseline 1"}
+
+
 def test_without_plain_training_the_first_strategy_is_the_baseline(tmp_path: Path) -> None:
     strategies = ("zero3", "zero3_cpu", "zero3_nvme")
     write(tmp_path, *strategies)
