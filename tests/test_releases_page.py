@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Sequence
 from importlib.metadata import version
 
 import pytest
@@ -17,18 +16,13 @@ from study.config.places import REPOSITORY
 from study.host.stacks import release_key
 from study.records.frames import Records, read_parquet
 from study.releases.causes import GRID, PACKAGES, read_causes
-from study.releases.release_cells import ReleaseCell, release_cells
+from study.releases.release_cells import release_cells
 from study.report.pages.releases import BARE, DETAILS, PAGE, REPORT, details, document, page
 
 
 @pytest.fixture(scope="module")
 def records() -> Records:
     return read_parquet(REPORT)
-
-
-@pytest.fixture(scope="module")
-def cells(records: Records) -> Sequence[ReleaseCell]:
-    return release_cells(records)
 
 
 def test_the_pages_are_made_of_the_committed_records(records: Records) -> None:
@@ -45,8 +39,8 @@ def test_text_of_a_record_is_no_markup_of_the_page(records: Records) -> None:
     assert "<i>" not in text
 
 
-def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(cells: Sequence[ReleaseCell]) -> None:
-    wrong = [cell for cell in cells if cell.verdict.kind == "different"]
+def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(records: Records) -> None:
+    wrong = [cell for cell in release_cells(records) if cell.verdict.kind == "different"]
     assert [cell.runs[0] for cell in wrong if not cell.causes] == []
     assert {cell.release for cell in wrong} >= {"0.17.6", "0.18.6", "0.19.0"}
     assert "0.19.8" not in {cell.release for cell in wrong}
