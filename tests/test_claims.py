@@ -39,22 +39,15 @@ from synthetic_records import write_run
 ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
 FALSE = ("does not hold", "contradicts itself")
 BOTH = (False, True)
-FORM_OF_BASIS = {"at scale": "virtual", "published": "stated", "derived": "ratio", PROXY: "virtual"}
+LABELS = ("tests", "reading", "proxy", "necessary", "decides", "internal")
 
 
-def outcome(
-    answer: Any, tests: str = "", reading: str = "", basis: str = "at scale", necessary: bool = False,
-    decides: bool = False, internal: bool = False,
-) -> CheckResult:  # fmt: skip
-    """Return the result of a check with these labels."""
-    labels: dict[str, Any] = {"proxy": basis == PROXY, "source": "https://example.org" * (basis == "published")}
-    labels |= {"tests": tests, "reading": reading, "necessary": necessary, "decides": decides, "internal": internal}
-    return CheckResult(ClaimCheck(FORM_OF_BASIS[basis], "it", {}, at_most=1, **labels), answer)
+def outcome(answer: Any, **labels: Any) -> CheckResult:
+    return CheckResult(ClaimCheck("virtual", "it", {}, at_most=1, **labels), answer)
 
 
-OUTCOMES = tuple(itertools.starmap(outcome, itertools.product(
-    ANSWERS, ("P1", "P2"), ("", "R1", "R2"), ("derived", PROXY), BOTH, BOTH, BOTH
-)))  # fmt: skip
+OUTCOMES = [outcome(answer, **dict(zip(LABELS, labels, strict=True))) for answer, *labels in itertools.product(
+    ANSWERS, ("P1", "P2"), ("", "R1", "R2"), BOTH, BOTH, BOTH, BOTH)]  # fmt: skip
 
 
 def list_facts(finding: ClaimFinding) -> set[tuple[str, str]]:

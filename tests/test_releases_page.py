@@ -40,8 +40,7 @@ def test_text_of_a_record_is_no_markup_of_the_page(records: Records) -> None:
 
 
 def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(records: Records) -> None:
-    cells = release_cells(records)
-    wrong = [cell for cell in cells if cell.verdict.kind == "different"]
+    wrong = [cell for cell in release_cells(records) if cell.verdict.kind == "different"]
     assert [cell.runs[0] for cell in wrong if not cell.causes] == []
     assert {cell.release for cell in wrong} >= {"0.17.6", "0.18.6", "0.19.0"}
     assert "0.19.8" not in {cell.release for cell in wrong}
