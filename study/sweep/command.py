@@ -20,7 +20,7 @@ from study.predictor.hardware import to_box
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.forecast import Forecast, earlier_durations, estimate, oom_warnings, pending_items
-from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite
+from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite, smallest_machine
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, pending_runs
 from study.sweep.tables import fit_screen, result_tables, status_tables, status_verdict
 
@@ -167,7 +167,7 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> i
         remaining_of_slice = list(pending_items(part.cells, part.root, options.retry))
         remaining += remaining_of_slice
         parts.append((part.title, estimate(remaining_of_slice, bool(part.searches))))
-        forecast = Forecast(part.suite, box, earlier_durations(part.root), predicted_for)
+        forecast = Forecast(smallest_machine(part.suite, box), earlier_durations(part.root), predicted_for)
         if plan.is_series and not is_short:
             print(f"# {': '.join(parts[-1])}")
         # A screen has only the parts of a series.
