@@ -108,7 +108,7 @@ _MARK = "zero-study: node "
 _LINE = 500
 
 
-# What a node prints of itself: see describe_node.
+# Resources of one node: the keys that describe_node prints.
 Node = types.SimpleNamespace
 
 

@@ -93,9 +93,9 @@ def status_verdict(plan: Plan, options: argparse.Namespace, lack: str = "") -> s
     retry = "; after a fix, study run --retry runs those again" * bool(counts and not remaining_s)
     following = f"next: study report {shlex.join([plan.name if options.rehearse else options.suite, *place])}"
     if remaining_s:
-        again = shlex.join([options.suite, *place, *only, *["--rehearse"] * options.rehearse])
+        run_flags = shlex.join([options.suite, *place, *only, *["--rehearse"] * options.rehearse])
         remaining = f"about {format_duration(sum(remaining_s))} left; " * (sum(remaining_s) > 0)
-        following = remaining + (f"cannot run here: {lack}" if lack else f"next: study run {again}")
+        following = remaining + (f"cannot run here: {lack}" if lack else f"next: study run {run_flags}")
     return f"{plan.name}: {cells} done{other_states}; {following}{retry}"
 
 
