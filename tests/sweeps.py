@@ -15,7 +15,7 @@ import yaml
 
 from study.host.machine import Machine
 from study.sweep.cell import Cell
-from study.sweep.plan import _smallest_box_for, plan_cells
+from study.sweep.plan import plan_cells, smallest_machine
 from study.sweep.search import Search
 from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite
 
@@ -62,7 +62,7 @@ def gpu_suites_with_cells() -> list[str]:
 
 def box_for(name: str) -> Machine:
     """Return the smallest machine that meets the requirements of a shipped suite."""
-    return _smallest_box_for(shipped()[name], Machine((), 0.0))
+    return smallest_machine(shipped()[name], Machine((), 0.0))
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_ne
 @pytest.mark.parametrize("name", gpu_suites_with_cells())
 def test_cells_that_demonstrate_out_of_memory_and_no_others_are_too_large_by_the_lower_ends(name: str) -> None:
     """The forecast uses the smallest GPU that the suite allows."""
-    forecast = Forecast(shipped()[name], box_for(name), {}, None)
+    forecast = Forecast(box_for(name), {}, None)
     for cell in planned_cells(name):
         assert bool(forecast.too_large(cell)) == (cell.expect == "oom"), cell.id
     assert not list(oom_warnings(planned_cells(name), box_for(name)))
@@ -55,7 +55,7 @@ def test_a_rented_suite_fits_the_gpu_it_requires_and_requires_a_large_one_only_i
     suite = shipped()[name]
     # The memory that NVML reports for 80 GB.
     h100 = Machine((81559 / 1024,), suite.requires.host_memory_gib)
-    ahead = Forecast(suite, box_for(name), {}, None)
+    ahead = Forecast(box_for(name), {}, None)
     described = {cell.id: ", ".join(ahead.describe(cell)) for cell in planned_cells(name) if cell.expect is None}
     if suite.requires.gpu_memory_gib <= h100.gpu_memory_gib[0]:
         assert missing_requirement(suite, h100) is None

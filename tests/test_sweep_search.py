@@ -141,7 +141,8 @@ def test_a_probe_that_another_grid_names_too_is_run_once_and_ends_its_search_if_
 ):
     same = {"per_device_train_batch_size": 1, "global_batch_size": 2, "train_samples": 2, "max_steps": 3}
     grids = [{"axes": {"strategy": "zero2"}, **LADDER}, {"axes": {"strategy": "zero2"}, "fixed": same}]
-    file, box, runs = tmp_path / "tiny.yaml", Machine((80.0,), 64.0), tmp_path / "runs"
+    # Without the size of its GPU the search starts at the first rung.
+    file, box, runs = tmp_path / "tiny.yaml", Machine((0.0,), 64.0), tmp_path / "runs"
     document = {"name": "tiny", "description": "a test's", "order_seed": order_seed, "grids": grids}
     file.write_text(yaml.safe_dump({**document, "fixed": {**UNSIZED, "world_size": 2}}))
     cells = plan_cells(read_suite(file), box)

@@ -20,7 +20,6 @@ from study.config.flags import Precision
 from study.config.strategies import STRATEGY_NAMES, read_strategy
 from study.predictor.state import KINDS, State, bytes_per_parameter, paper_state_bytes, paper_traffic, split_by
 from study.records.statistics import Interval, interval
-from study.records.virtual_summary import Summary
 from study.virtual.summaries import AS_SHIPPED
 
 
@@ -391,7 +390,7 @@ def _sessions(arms: pd.DataFrame) -> tuple[tuple[str, ...], str]:
     return tuple(f"{AUTOPSY}/{session}" for session in ended), scale
 
 
-def _known(summary: Summary, figure: str) -> float:
+def _known(summary: dict[str, Any], figure: str) -> float:
     value = virtual_bytes(summary, figure)
     if math.isnan(value):
         where = f"{summary['strategy']} of {summary['model']} at {summary['world_size']} ranks"

@@ -108,7 +108,7 @@ _MARK = "zero-study: node "
 _LINE = 500
 
 
-# Fields that describe_node prints of its node.
+# Resources of one node: the keys that describe_node prints.
 Node = types.SimpleNamespace
 
 

@@ -151,7 +151,13 @@ def run_row(run: Run) -> dict[str, Any]:
     row["searches"] = json.dumps(notes["searches"]) if "searches" in notes else None
     row["probe"] = row["searches"] is not None and notes.get("probe") is not False
     cell = {} if run.config and run.engine else planned_cell(run.path, notes)
-    config = _config(run) if run.config else cell.pop("config", None)
+    config = cell.pop("config", None)
+    if run.config:
+        try:
+            config = RunConfig.from_dict(run.config, "config.json")
+            resolve_config(config, accelerator_visible=False)
+        except UserError as error:
+            raise RecordError(run.path / "config.json", error.problem) from None
     if config is not None:
         row |= {key: value for key, value in vars(config).items() if key in CONFIG_COLUMNS}
         row["engine_override"] = json.dumps(row["engine_override"])
@@ -181,15 +187,6 @@ def run_row(run: Run) -> dict[str, Any]:
     texts |= {key: _FOLDERS.sub("", texts[key]) for key in _MAY_NAME_FOLDERS & texts.keys()}
     row |= {key: replace_unprintable(text) for key, text in texts.items()}
     return {key: row.get(key) for key in RUN_COLUMNS}
-
-
-def _config(run: Run) -> RunConfig:
-    try:
-        config = RunConfig.from_dict(run.config, "config.json")
-        resolve_config(config, accelerator_visible=False)
-    except UserError as error:
-        raise RecordError(run.path / "config.json", error.problem) from None
-    return config
 
 
 def _engine(engine: dict[str, Any]) -> dict[str, Any]:

@@ -155,12 +155,8 @@ class OpenRun:
             remove_incomplete_checkpoints(self.output_dir)
             interval, done = config.checkpointing_steps, self.first_step
             if interval and self.total_steps // interval == done // interval:
-                remaining = (
-                    f"the {self.total_steps} steps of this run"
-                    if not done
-                    else f"steps {done + 1} to {self.total_steps}"
-                )
-                console.print_from_main(f"notice: --checkpointing_steps {interval} saves no checkpoint in {remaining}")
+                steps = f"steps {done + 1} to {self.total_steps}"
+                console.print_from_main(f"notice: --checkpointing_steps {interval} saves no checkpoint in {steps}")
         if launch.strategy.uses_nvme:
             self.swap_folder = self._stack.enter_context(swap_folder(folders.resolve_path(config.nvme_path)))
 

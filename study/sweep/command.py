@@ -20,9 +20,9 @@ from study.predictor.hardware import to_box
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.forecast import Forecast, earlier_durations, estimate, oom_warnings, pending_items
-from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite
+from study.sweep.plan import Plan, Slice, missing_requirement, plan_suite, smallest_machine
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, pending_runs
-from study.sweep.tables import fit_screen, result_tables, series_tables, status_tables, status_verdict
+from study.sweep.tables import fit_screen, result_tables, status_tables, status_verdict
 
 RESUME = """\
 Run it again to resume. Cells in state ok never run again. Cells in state oom, timeout or unsupported run again only
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if plan.is_series:
         passes = list(_passes(parts, options.retry))
         if not passes:
-            print_page([_verdict(plan, options), "", *fit_screen(list(series_tables(plan.slices)), options.details)])
+            print_page([status_verdict(plan, options), "", *fit_screen(list(status_tables(plan)), options.details)])
     for part in {part.root: part for part in parts}.values():
         if notice := part.runs_of_others():
             print(f"notice: {notice}", file=sys.stderr)
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
             print(warning, file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         sweep = run_cells(cells, part.root, box, retry=options.retry, time_budget_s=budget)
-        print_page([_verdict(plan, options), "", *result_tables(part.cells, part.root, options.details)])
+        print_page([status_verdict(plan, options), "", *result_tables(part.cells, part.root, options.details)])
         not_all_was_run |= sweep.stopped or sweep.refused > 0
         if sweep.pending:
             break
@@ -167,7 +167,7 @@ def _dry_run(plan: Plan, options: argparse.Namespace, box: machine.Machine) -> i
         remaining_of_slice = list(pending_items(part.cells, part.root, options.retry))
         remaining += remaining_of_slice
         parts.append((part.title, estimate(remaining_of_slice, bool(part.searches))))
-        forecast = Forecast(part.suite, box, earlier_durations(part.root), predicted_for)
+        forecast = Forecast(smallest_machine(part.suite, box), earlier_durations(part.root), predicted_for)
         if plan.is_series and not is_short:
             print(f"# {': '.join(parts[-1])}")
         # A screen has only the parts of a series.
@@ -249,15 +249,6 @@ def status(options: argparse.Namespace) -> int:
     box = slurm.job_resources()
     plan = _plan(options, box)
     lacks = [missing_requirement(part.suite, box, part.cells) for part in plan.slices]
-    verdict = _verdict(plan, options, lacks[0].problem if lacks[0] is not None and all(lacks) else "")
-    tables = series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0])
-    print_page([verdict, "", *fit_screen(list(tables), options.details)])
+    verdict = status_verdict(plan, options, lacks[0].problem if lacks[0] is not None and all(lacks) else "")
+    print_page([verdict, "", *fit_screen(list(status_tables(plan)), options.details)])
     return 0
-
-
-def _verdict(plan: Plan, options: argparse.Namespace, lack: str = "") -> str:
-    place = [] if options.runs_dir == Path("runs") else ["--runs_dir", str(options.runs_dir)]
-    only = [word for pattern in options.only for word in ("--only", pattern)]
-    run = [options.suite, *place, *only, *["--rehearse"] * options.rehearse]
-    report = [plan.name if options.rehearse else options.suite, *place]
-    return status_verdict(plan, shlex.join(run), shlex.join(report), lack)

@@ -231,13 +231,16 @@ def _without_nodes(words: Sequence[str]) -> list[str]:
 def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
     """Add the attempt to sweep.json, in the folder of the cell's record."""
     file = directory / NOTES
-    before: dict[str, Any] = {}
-    with suppress(schema.RecordError):  # at the first attempt
+    before: dict[str, Any]
+    try:
         before = read_json(file)
+        attempts = list(before["attempts"])
+    except (schema.RecordError, KeyError, TypeError):
+        before, attempts = {}, []
     document = {
         "cell": cell.id, "arm": cell.arm, "strategy": cell.strategy, "trainer": cell.trainer,
         "world_size": cell.world_size, "stack": cell.stack, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
-        "command": list(command), "attempts": [*before.get("attempts", ()), attempt],
+        "command": list(command), "attempts": [*attempts, attempt],
     }  # fmt: skip
     write_json(file, document | {key: before[key] for key in ("searches", "probe") if key in before})
 

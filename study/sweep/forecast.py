@@ -20,7 +20,6 @@ from study.predictor.time import predict_time
 from study.records import directory, schema
 from study.sweep.cell import Cell
 from study.sweep.search import Search, pending_runs
-from study.sweep.suite_file import Requirements, Suite
 
 # The sweep's notes in a record's folder: the command, exit status and time of each attempt.
 NOTES = "sweep.json"
@@ -85,35 +84,27 @@ def estimate(items: Sequence[tuple[Cell | Search, float]], has_searches: bool) -
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Forecasts for the cells of a suite on given hardware."""
+    """Forecasts for cells on given hardware."""
 
-    suite: Suite
+    # The machine that the cells are planned for, without speeds.
     host: Host
     durations: Durations
     # From --hardware, or the GPUs of this machine; None without either.
     box: Hardware | None
 
     def _device_gib(self, cell: Cell) -> float | None:
-        """Return a rank's GPU memory: its cap, else one GPU of the hardware, else one that the suite requires."""
+        """Return a rank's GPU memory: its cap, else that of one GPU; None if it uses host memory."""
         if cell.config.device_memory_cap_gib is not None:
             return cell.config.device_memory_cap_gib
-        if self.box is not None:
-            return self.box.device.memory_gib or None
-        return self.suite.requires.gpu_memory_gib or None
+        return (self.box.device.memory_gib if self.box else min(self.host.gpu_memory_gib, default=0.0)) or None
 
     @property
     def _host_gib(self) -> float:
-        if self.box is not None and self.box.host_gib_per_node is not None:
-            return self.box.host_gib_per_node
-        is_elsewhere = self.suite.requires.gpus > self.host.gpus
-        return self.suite.requires.host_memory_gib if is_elsewhere else self.host.host_memory_gib
+        return (self.box and self.box.host_gib_per_node) or self.host.host_memory_gib
 
     def _nodes(self, cell: Cell) -> int:
         if self.box is not None:
             return -(-cell.world_size // self.box.gpus_per_node)
-        requires = self.suite.requires
-        if requires.gpus > self.host.gpus:
-            return -(-cell.world_size // (requires.gpus_per_node or requires.gpus))
         return self.host.nodes_for(cell.world_size) or 1
 
     def describe(self, cell: Cell) -> list[str]:
@@ -202,8 +193,7 @@ class Forecast:
 
 def oom_warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:
     """Yield a warning for each cell that will run out of memory here, except cells that demonstrate it."""
-    this = Suite("this machine", "", Requirements(gpu_memory_gib=min(host.gpu_memory_gib, default=0.0)))
-    forecast = Forecast(this, host, {}, None)
+    forecast = Forecast(host, {}, None)
     for cell in cells:
         if cell.expect != "oom" and (memory := forecast.too_large(cell)):
             yield (

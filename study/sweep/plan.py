@@ -92,7 +92,7 @@ def plan_suite(name: str, box: Machine, runs_dir: Path, only: Sequence[str] = ()
     slices = []
     planned_ids: set[tuple[str, str]] = set()
     members = {member.name: member for member, _ in parts}
-    planned = {name: plan_cells(member, _smallest_box_for(member, box)) for name, member in members.items()}
+    planned = {name: plan_cells(member, smallest_machine(member, box)) for name, member in members.items()}
     for member, part in parts:
         chosen = filter_cells(planned[member.name], part.only)
         if not chosen:
@@ -152,15 +152,14 @@ def missing_requirement(suite: Suite, box: Machine, cells: Sequence[Cell | Searc
     return UserError(f"{suite.name} needs {lacks}", fix)
 
 
-def _smallest_box_for(suite: Suite, box: Machine) -> Machine:
+def smallest_machine(suite: Suite, box: Machine) -> Machine:
     """Return this machine, or the smallest with the suite's GPUs, as a plan depends on the GPUs that it runs on."""
     requires = suite.requires
     if box.gpus >= requires.gpus:
         return box
     nodes = max(1, requires.gpus // (requires.gpus_per_node or requires.gpus))
-    return Machine(
-        (requires.gpu_memory_gib,) * requires.gpus, max(box.host_memory_gib, requires.host_memory_gib), nodes
-    )
+    host_memory_gib = requires.host_memory_gib or box.host_memory_gib
+    return Machine((requires.gpu_memory_gib,) * requires.gpus, host_memory_gib, nodes)
 
 
 def plan_cells(suite: Suite, box: Machine) -> list[Cell | Search]:
@@ -244,7 +243,7 @@ def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Searc
             if grid.ladder is None:
                 yield _cell(values, repeat, box, grid.place)
             else:
-                yield _search(suite, values, list(grid.axes), grid.ladder, repeat, box, grid.place)
+                yield _search(values, list(grid.axes), grid.ladder, repeat, box, grid.place)
     for number, rule in enumerate([*rules, *grid.exclude]):
         # The machine may decide the number of ranks.
         if number not in matched and ("world_size" not in rule or "world_size" in grid_keys):
@@ -253,7 +252,7 @@ def _grid_cells(suite: Suite, grid: Grid, box: Machine) -> Iterator[Cell | Searc
 
 
 def _search(
-    suite: Suite, values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Machine, place: str
+    values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Machine, place: str
 ) -> Search:
     rung_key = "model_name_or_path" if ladder.axis == "largest_model" else "per_device_train_batch_size"
 
@@ -277,7 +276,7 @@ def _search(
         rungs=ladder.rungs,
         label=", ".join(f"{key} {values[key]}" for key in axes if key in values.keys() - id_keys),
         probe_at=probe_of,
-        guess=lambda: forecast.Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
+        guess=lambda: forecast.Forecast(box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
     )
 
 

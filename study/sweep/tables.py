@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,7 +15,7 @@ from study.config.printing import TextTable
 from study.config.text import format_duration
 from study.host.memory import MIB
 from study.records import directory, schema
-from study.records.outcome import Outcome, SliceProgress
+from study.records.outcome import SliceProgress
 from study.sweep import cell_outcome, forecast
 from study.sweep.cell import Cell
 from study.sweep.plan import Plan, Slice
@@ -76,8 +78,10 @@ def fit_screen(tables: Sequence[TextTable], details: bool) -> Iterator[str | Tex
             yield more if table is tables[-1] else f"{more}\n"
 
 
-def status_verdict(plan: Plan, run_flags: str, report_flags: str, lack: str = "") -> str:
+def status_verdict(plan: Plan, options: argparse.Namespace, lack: str = "") -> str:
     """Return one line with the number of finished cells, the states of the others, and the next command or `lack`."""
+    place = [] if options.runs_dir == Path("runs") else ["--runs_dir", str(options.runs_dir)]
+    only = [word for pattern in options.only for word in ("--only", pattern)]
     counts = Counter(record.state for part in plan.slices for _, record in cell_states(part.cells, part.root))
     remaining_s = [seconds for part in plan.slices for _, seconds in forecast.pending_items(part.cells, part.root)]
     done, _ = counts.pop("ok", 0), counts.pop("to do", 0)
@@ -87,37 +91,37 @@ def status_verdict(plan: Plan, run_flags: str, report_flags: str, lack: str = ""
         other_states = f" (there is no folder {plan.slices[0].root})"
     cells = f"{done} runs" if has_searches else f"{done} of {sum(len(part.cells) for part in plan.slices)} cells"
     retry = "; after a fix, study run --retry runs those again" * bool(counts and not remaining_s)
-    following = f"next: study report {report_flags}"
+    following = f"next: study report {shlex.join([plan.name if options.rehearse else options.suite, *place])}"
     if remaining_s:
+        run_flags = shlex.join([options.suite, *place, *only, *["--rehearse"] * options.rehearse])
         remaining = f"about {format_duration(sum(remaining_s))} left; " * (sum(remaining_s) > 0)
         following = remaining + (f"cannot run here: {lack}" if lack else f"next: study run {run_flags}")
     return f"{plan.name}: {cells} done{other_states}; {following}{retry}"
 
 
-def status_tables(part: Slice) -> Iterator[TextTable]:
-    """Yield a table of the cells that ended but are not ok, with their reasons, and one of the searches."""
-    if reasons := _with_reasons(cell_states(part.cells, part.root)):
-        yield TextTable(("state", "cell", "reason"), sorted(reasons))
-    if part.searches:
-        yield _search_table(part.searches, part.root)
-
-
-def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
-    """Yield a table of the slices in running order, one of the cells that are not ok, and those of begun searches."""
+def status_tables(plan: Plan) -> Iterator[TextTable]:
+    """Yield tables of a series' slices in running order, of the cells that are not ok, and of the searches."""
     rows = [
         [part.suite, part.only or "-", *map(str, (part.planned, part.ok, part.other, len(part.left))),
          format_duration(part.seconds)]
-        for part in map(_progress, slices)
+        for part in map(_progress, plan.slices if plan.is_series else ())
     ]  # fmt: skip
     if len(rows) > _MAX_ROWS:
         rows.sort(key=lambda row: row[5] == "0")
-    yield TextTable(("suite", "part", "cells", "ok", "not ok", "left", "time left"), rows)
-    states = [(part.suite.name, cell_states(part.cells, part.root)) for part in slices]
-    if reasons := [(state, name, *rest) for name, cells in states for state, *rest in _with_reasons(cells)]:
-        yield TextTable(("state", "suite", "cell", "reason"), sorted(reasons))
-    for part in slices:
-        if begun := [search for search in part.searches if search.states(part.root)]:
-            yield _search_table(begun, part.root)
+    if rows:
+        yield TextTable(("suite", "part", "cells", "ok", "not ok", "left", "time left"), rows)
+    reasons = [
+        (record.state, *[part.suite.name] * plan.is_series, cell.id, record.why)
+        for part in plan.slices
+        for cell, record in cell_states(part.cells, part.root)
+        if record.state not in _NEEDS_NO_REASON
+    ]
+    if reasons:
+        yield TextTable(("state", *["suite"] * plan.is_series, "cell", "reason"), sorted(reasons))
+    for part in plan.slices:
+        # Of a series, those that have begun.
+        if searches := [search for search in part.searches if not plan.is_series or search.states(part.root)]:
+            yield _search_table(searches, part.root)
 
 
 def _progress(part: Slice) -> SliceProgress:
@@ -151,10 +155,6 @@ def slice_progress(plan: Plan) -> tuple[SliceProgress, ...]:
         }  # fmt: skip
     parts = [(labels[part.root], _progress(part)) for part in plan.slices]
     return tuple(progress._replace(left=[names[id] for id in progress.left]) for names, progress in parts)
-
-
-def _with_reasons(states: Sequence[tuple[Cell, Outcome]]) -> list[tuple[str, ...]]:
-    return [(record.state, cell.id, record.why) for cell, record in states if record.state not in _NEEDS_NO_REASON]
 
 
 def _search_table(searches: Sequence[Search], root: Path) -> TextTable:

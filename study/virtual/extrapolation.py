@@ -142,7 +142,13 @@ def extrapolate(
     not_linear = set(figures) - set(line)
     not_linear |= {key for key in figures if any(fnmatchcase(key, pattern) for pattern in patterns)}
     not_linear |= {key for key in residual if max(residual[key], at_target[key]) > MAX_NONLINEARITY}
-    _largest_phases(line, not_linear)
+    # A peak is that of the model's largest phase, which may differ from the largest phase at shallow depths.
+    for peak, name in PEAKS.items():
+        keys = {key for key in {*line, *not_linear} if fnmatchcase(key, f"phase.*.{name}")}
+        if keys & not_linear:
+            not_linear.add(peak)
+        elif keys:
+            line[peak] = max(line[key] for key in keys)
     _larger_gradients(figures, line, not_linear)
     linear_figures = {key: None if key in not_linear else value for key, value in line.items()}
     errors = {key: error for key, error in at_target.items() if linear_figures[key] is not None}
@@ -203,16 +209,6 @@ def _figures_by_depth(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
         if not name.startswith(maxima) and any(value is not None for value in values):
             by_name[name] = values
     return by_name
-
-
-def _largest_phases(line: dict[str, float], not_linear: set[str]) -> None:
-    """Set each peak to that of the model's largest phase, which may differ from the largest phase at shallow depths."""
-    for peak, name in PEAKS.items():
-        keys = {key for key in {*line, *not_linear} if fnmatchcase(key, f"phase.*.{name}")}
-        if keys & not_linear:
-            not_linear.add(peak)
-        elif keys:
-            line[peak] = max(line[key] for key in keys)
 
 
 def _larger_gradients(figures: Mapping[str, list[Any]], line: dict[str, float], not_linear: set[str]) -> None:
