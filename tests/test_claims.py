@@ -197,6 +197,11 @@ def test_without_any_record_verdicts_fall_back_to_arithmetic(full_board: Scorebo
     assert find_claim(bare, "S1-15").finding == find_claim(full_board, "S1-15").finding
     assert find_claim(bare, "S1-02").finding.text == "undecided: untested"
     assert "there are no records of paper_table1" in find_claim(bare, "S1-02").sentence
+    # A file without the probe is no record of it.
+    (tmp_path / "engine_keys").mkdir()
+    (tmp_path / "engine_keys" / "keys.json").write_text('{"probes": []}')
+    probed = find_claim(bare, "S1-24")
+    assert judge(probed.claim, Evidence(tmp_path)).finding == probed.finding
 
 
 def test_the_command_prints_one_document_in_time_and_without_torch() -> None:

@@ -47,12 +47,16 @@ def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path:
     reseal(run)
     assert_same_records(read_records(tmp_path / "runs"), today)
     write_parquet(today, tmp_path)
-    file = tmp_path / frames.RUNS_FILE
-    runs = pd.read_parquet(file).rename(columns={new: old for old, new in NEW_NAMES.items()})
-    table = pa.Table.from_pandas(runs, preserve_index=False)
-    digest = {frames._DIGEST: frames._digest(runs, tmp_path / frames.STEPS_FILE)}
-    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), file)
+    runs = pd.read_parquet(tmp_path / frames.RUNS_FILE)
+    write_with_digest(runs.rename(columns={new: old for old, new in NEW_NAMES.items()}), tmp_path)
     assert_same_records(read_parquet(tmp_path), today)
+
+
+def write_with_digest(runs: pd.DataFrame, folder: Path) -> None:
+    """Write a table of runs as a version with other columns does."""
+    table = pa.Table.from_pandas(runs, preserve_index=False)
+    digest = {frames._DIGEST: frames._digest(runs, folder / frames.STEPS_FILE)}
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), folder / frames.RUNS_FILE)
 
 
 def test_every_figure_of_a_record_is_in_its_row(runs: Path) -> None:
@@ -151,6 +155,8 @@ def test_parquet_that_is_damaged_or_was_changed_after_the_report_was_made_is_ref
         ("has no digest", lambda: pd.read_parquet(file).to_parquet(file)),
         ("was changed", lambda: pq.write_table(repeated, file)),
         ("was changed", lambda: pq.write_table(pq.read_table(steps).slice(1), steps)),
+        # A newer version wrote it.
+        ("has other columns", lambda: write_with_digest(pd.read_parquet(file).assign(new_column=1), folder)),
         ("is not readable", file.unlink),
     )
     for words, damage in damages:

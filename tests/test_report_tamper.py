@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from study.records.frames import read_records
-from synthetic_records import reseal, write_run
+from synthetic_records import as_never_started, reseal, write_run
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def test_a_copy_under_another_name_is_one_run_and_two_runs_of_one_name_are_two_r
     shutil.copytree(study / "ddp", study / "a-copy")
     shutil.copytree(study / "ddp", study / "deeper" / "ddp")
     write_run(study / "other", "ddp", name="ddp", started="2026-03-02T10:00:00+00:00", time_factor=1.01)
-    # Runs with the same failure are no copies of each other.
+    # Runs with the same failure before their engine started are no copies of each other.
     for strategy in ("zero2_cpu", "zero3_cpu"):
-        write_run(study, strategy, state="oom", reason="CUDA out of memory", started="2026-03-01T10:00:00+00:00")
+        as_never_started(write_run(study, strategy, state="oom", reason="x", started="2026-03-01T10:00:00+00:00"))
     records = read_records(study)
     assert records.refused == ("a-copy: is a copy of ddp", "deeper/ddp: is a copy of ddp")
     ddp = records.runs[records.runs["strategy"] == "ddp"]

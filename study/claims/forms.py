@@ -295,8 +295,7 @@ def ratio_slope(
     seed, with an interval over the seeds.
     """
     pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
-    logs = _by_level(pairs, figure, lambda both: np.log(both["mine"] / both["its"]))
-    estimate = interval(np.exp(_slopes(logs, np.log)))
+    estimate = interval(np.exp(_slopes(pairs, figure, lambda both: np.log(both["mine"] / both["its"]), np.log)))
     exponential = _estimate(estimate, least_pairs, report, f"seeds with every {along}", *_level_runs(pairs))
     low, high = (math.log(end) for end in (exponential.low, exponential.high) if end is not None)
     return dataclasses.replace(exponential, value=math.log(exponential.value), low=low, high=high, is_slope=True)
@@ -309,9 +308,7 @@ def growth(
 ) -> Figure:  # fmt: skip
     """Return the growth of one strategy's figure with size, length or batch, as a multiple of the other's."""
     pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
-    treatment, control = (
-        _slopes(_by_level(pairs, figure, operator.itemgetter(side)), np.asarray) for side in ("mine", "its")
-    )
+    treatment, control = (_slopes(pairs, figure, operator.itemgetter(side), np.asarray) for side in ("mine", "its"))
     of = f"seeds with every {along}"
     return _estimate(interval(treatment / control), least_pairs, report, of, *_level_runs(pairs))
 
@@ -372,11 +369,11 @@ def _size(run: pd.Series, figure: str) -> float:
     return counted_bytes(run, above) / (counted_bytes(run, below) if below else 1)
 
 
-def _by_level(pairs: Levels, figure: str, select: Callable[[pd.DataFrame], pd.Series]) -> pd.DataFrame:
-    return pd.DataFrame({level: select(pair.by_seed(figure)) for level, pair in pairs.items()}).dropna()
-
-
-def _slopes(table: pd.DataFrame, scale: Callable[[Any], Any]) -> np.ndarray:
+def _slopes(
+    pairs: Levels, figure: str, select: Callable[[pd.DataFrame], pd.Series], scale: Callable[[Any], Any]
+) -> np.ndarray:
+    """Return the slope over the levels for each seed that has all of them."""
+    table = pd.DataFrame({level: select(pair.by_seed(figure)) for level, pair in pairs.items()}).dropna()
     return np.array([np.polyfit(scale(list(table)), row, 1)[0] for row in table.to_numpy(dtype=float)])
 
 

@@ -359,19 +359,15 @@ def _spread_labels(figure: Figure, axes: Axes) -> None:
     # Twice, because the labels shrink the axes, which moves the points.
     for _ in range(2 if notes else 0):
         figure.draw_without_rendering()
-        points = axes.transData.transform([note.xy for note in notes]) * 72 / figure.dpi
-        places = _stack(points[:, 1], np.argsort(points[:, 1], kind="stable"), spaces)
-        for note, size, (_, height), place in zip(notes, sizes, points, places, strict=True):
+        heights = axes.transData.transform([note.xy for note in notes])[:, 1] * 72 / figure.dpi
+        # The places closest to the points that are in their order, each with its space.
+        order, places = np.argsort(heights, kind="stable"), heights.copy()
+        gaps = np.cumsum(spaces[order]) - spaces[order] / 2
+        places[order] = isotonic_regression(heights[order] - gaps).x + gaps
+        for note, size, height, place in zip(notes, sizes, heights, places, strict=True):
             note.set_position((note.get_position()[0], place - height))
             assert note.arrow_patch is not None
             note.arrow_patch.set_visible(abs(place - height) > size / 2)
-
-
-def _stack(heights: np.ndarray, order: np.ndarray, spaces: np.ndarray) -> np.ndarray:
-    """Return the places closest to the heights that are in this order, each with its space."""
-    gaps, places = np.cumsum(spaces[order]) - spaces[order] / 2, heights.copy()
-    places[order] = isotonic_regression(heights[order] - gaps).x + gaps
-    return places
 
 
 def label_points(
