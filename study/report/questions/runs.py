@@ -81,8 +81,8 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     decided = sum(finding != "undecided" and "other records" not in str(row["Finding"]) for finding, row in claims)
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
     several = f"decide {decided or 'none'} of the {len(rows)} published claims that they test"
-    one = f"{'' if decided else 'do not '}decide the only published claim that they test"
-    sentence = f"These records {several if len(rows) > 1 else one}. By all records: {listed}."
+    only = f"{'' if decided else 'do not '}decide the only published claim that they test"
+    sentence = f"These records {several if len(rows) > 1 else only}. By all records: {listed}."
     notes.append(
         "S0 to S3 are the four replicated documents, Z0 is the ZeRO paper; the link has every check of a claim."
         " Small scale: a tiny model, another model or fewer ranks, which decide no claim alone."

@@ -237,7 +237,7 @@ def _lora_answer(records: Records) -> Answer | None:
 LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
 
 
-# What the cases of one model differ in, and the words for a change from the usual value.
+# Settings in which the cases of a model differ, and the words for a change from the usual value.
 _TUNED = {
     "peft": "LoRA", "offload": "offload to the host", "gradient_checkpointing": "gradient checkpointing",
     "micro_batch_size": "half the micro-batch",
@@ -265,11 +265,11 @@ def _tuning_answer(records: Records) -> Answer | None:
             continue
         changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}
         spans = {name: span_text(change, change_text) for name, change in changes.items()}
-        shown = {
+        cells = {
             name: spans[name] if change.abs().max() > _NOTABLE else "no change" for name, change in changes.items()
         }
-        rows.append({"Setting": setting, "Strategies": ", ".join("`" + pairs["strategy then"] + "`"), **shown})
-        # The figure that falls most, in the case where it falls least.
+        rows.append({"Setting": setting, "Strategies": ", ".join("`" + pairs["strategy then"] + "`"), **cells})
+        # The figure that falls most, by the case that falls least.
         most = min(figures, key=lambda name: changes[name].max())
         effects.append((changes[most].max(), setting, most[0].lower() + most[1:], *versus_text(changes[most] + 1)))
     effects.sort()
