@@ -107,8 +107,8 @@ def ask(address: str, file: str) -> int:
     return status if status >= 0 else 1
 
 
-def serve(address: str) -> None:
-    """Import the libraries, then fork a process for each request until standard input closes."""
+def preload() -> None:
+    """Import the libraries of a run; the Makefile compiles them by it, too."""
     from study.config.strategies import read_strategy
     from study.host.stacks import import_libraries, is_engines_only, without_gc
 
@@ -119,6 +119,11 @@ def serve(address: str) -> None:
         # Compiles the patterns of all architectures, which a first model needs. Older releases have none.
         with contextlib.suppress(ImportError):
             importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("gpt2")
+
+
+def serve(address: str) -> None:
+    """Import the libraries, then fork a process for each request until standard input closes."""
+    preload()
     # The address appears when the socket listens: a connection between bind and listen fails.
     with socket.create_server(f"{address}.new", family=socket.AF_UNIX) as listener:
         Path(f"{address}.new").rename(address)
