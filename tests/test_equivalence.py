@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from runs import BF16_FLAGS, FP32_RELATIVE, assert_same_training, by_one_rank, default_ranks, losses
+from runs import BF16_FLAGS, BF16_RELATIVE, FP32_RELATIVE, assert_same_training, by_one_rank, default_ranks, losses
 from study.config.strategies import WITH_REPLICAS, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
@@ -15,13 +15,6 @@ SHARDED = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
     "zero3_nvme", "zero3_cpu_nvme", "fsdp2", "hsdp", "zero3_hpz",
 )  # fmt: skip
-# With autocast a logit has a rounding error of up to 2**-9 of itself (bf16 keeps 8 bits), and cross-entropy changes by
-# at most twice the largest error among a sample's logits. Once runs differ in the last fp32 bit of a weight, single
-# roundings differ. Logits of these models stay near 1, so a sample's loss may change by 2**-8; a step's loss is a mean
-# over many samples or tokens with independent roundings: 2**-9 of it.
-BF16_RELATIVE = 2**-9
-
-
 # Micro-batches per step: some engines have lost some of them with offload.
 ACCUMULATION = {"bert-imdb": 4, "gpt-wikitext": 1}
 # One strategy per kind of engine accumulates in the short tests.

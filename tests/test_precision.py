@@ -10,7 +10,7 @@ import torch
 from test_refusals import assert_refused
 
 from forked import fork_ranks
-from runs import BF16_FLAGS, FLAGS, RunFactory, losses, trained
+from runs import BF16_FLAGS, BF16_RELATIVE, FLAGS, RunFactory, losses, trained
 from study.engine.optimizer import LOSS_SCALER
 from study.records.directory import Run, read_run
 
@@ -19,9 +19,8 @@ FP16, ENGINE = ("--precision", "fp16"), ("--precision", "fp16-engine")
 # So high that gradients overflow at the first loss scale, while losses stay finite.
 OVERFLOWS = ("--learning_rate", "0.3", "--warmup_ratio", "0")
 SAVES = ("--checkpointing_steps", "4")
-# As in test_equivalence.py, with the 11 bits of fp16 instead of the 8 of bf16.
+# As BF16_RELATIVE, with the 11 bits of fp16 instead of the 8 of bf16.
 FP16_RELATIVE = 2**-12
-BF16_RELATIVE = 2**-9
 
 HAS_FP16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported()
 needs_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this CPU has no fp16")

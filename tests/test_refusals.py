@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,51 +38,36 @@ from study.run.checks import check_devices, check_launch_flags, check_room_to_sw
 from study.run.resume import find_checkpoint
 from study.workloads.initial import materialize_initial_weights
 from study.workloads.tasks import load_data
+from sweeps import contents
 
-NO_HUB = "http://127.0.0.1:9"
-CACHES = ("hf", "cache", "xdg")
 LAPTOP = resolve_config(RunConfig(scale="laptop"), accelerator_visible=False)
 NOBODY = "~nobody-of-this-name/x"
-
-
-def run_train(box: Path, *arguments: str, forked: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run study/train.py in an empty folder, with empty caches and no hub; in a fork unless imports matter."""
-    cwd = box / "cwd"
-    cwd.mkdir(exist_ok=True)
-    launchers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
-    starts = ("HF_", "ACCELERATE_", "FSDP_", "TRANSFORMERS_")
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(starts) and key not in launchers}
-    folders = {"HF_HOME": "hf", "ZERO_STUDY_CACHE": "cache", "XDG_CACHE_HOME": "xdg"}
-    inherited |= {key: str(box / folder) for key, folder in folders.items()}
-    environment = inherited | {"HF_ENDPOINT": NO_HUB, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    if forked:
-        # A library reads these at import, so they are the same for all tests of a session.
-        hub = {"HF_HOME": str(box.parent / "hf"), "HF_ENDPOINT": NO_HUB}
-        script = ROOT / "study/train.py"
-        # Libraries would try an unreachable hub for minutes.
-        return fork_script(script, *arguments, folder=cwd, environment=environment, read_at_import=hub, timeout=60)
-    command = [sys.executable, str(ROOT / "study/train.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=120)
-
-
-def contents(box: Path) -> dict[str, bytes | None]:
-    """Return every file below the folder except the caches."""
-    return {
-        str(path.relative_to(box)): path.read_bytes() if path.is_file() else None
-        for path in sorted(box.rglob("*"))
-        if path.relative_to(box).parts[0] not in CACHES
-    }
 
 
 def assert_refused(
     box: Path, *arguments: str, says: tuple[str, ...], fix: str = "", forked: bool = True, **environment: str
 ) -> None:
-    (box / "cwd").mkdir(exist_ok=True)
-    before = contents(box)
-    result = run_train(box, *arguments, forked=forked, **environment)
+    """Run study/train.py in an empty folder without a hub, in a fork unless imports matter; assert that it is refused
+    in one line and leaves nothing.
+    """
+    cwd, command = box / "cwd", [str(ROOT / "study/train.py"), *arguments]
+    cwd.mkdir(exist_ok=True)
+    before = sorted(box.rglob("*")), contents(box)
+    launchers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
+    starts = ("HF_", "ACCELERATE_", "FSDP_", "TRANSFORMERS_")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(starts) and key not in launchers}
+    # Libraries read these at import: a fork has those of all tests. They would try an unreachable hub for minutes.
+    hub = {"HF_HOME": str(box.parent / "hf"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    caches = {key: str(box.parent / "cache") for key in ("ZERO_STUDY_CACHE", "XDG_CACHE_HOME")}
+    environment = inherited | hub | caches | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    if forked:
+        result = fork_script(*command, folder=cwd, environment=environment, read_at_import=hub, timeout=60)
+    else:
+        command = [sys.executable, *command]
+        result = subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=120)
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert_is_one_line(result.stderr, says, fix)
-    assert contents(box) == before
+    assert (sorted(box.rglob("*")), contents(box)) == before
 
 
 def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
@@ -126,19 +111,14 @@ def damaged_run(box: Path) -> None:
     (box / "run/status.json").write_text("{")
 
 
-def matching_checkpoint(box: Path, **manifest: Any) -> None:
+def matching_checkpoint(box: Path, packages: Sequence[tuple[str, str]] = (), **manifest: Any) -> None:
     """Write a checkpoint that matches this run except for the given values."""
-    tokens = load_data(LAPTOP, box / "cache").source["tokens_sha256"]
-    weights = materialize_initial_weights(LAPTOP, box / "cache").sha256
+    tokens = load_data(LAPTOP, box.parent / "cache").source["tokens_sha256"]
+    weights = materialize_initial_weights(LAPTOP, box.parent / "cache").sha256
     environment = describe_environment() | {"threads_per_rank": 1}
+    environment["packages"].update(packages)
     values = {"tokens_sha256": tokens, "initial_weights_sha256": weights, "environment": environment, **manifest}
     write_manifest(write_checkpoint(box / "checkpoint", step=3), **values)
-
-
-def with_other_torch(box: Path) -> None:
-    environment = describe_environment() | {"threads_per_rank": 1}
-    packages = environment["packages"] | {"torch": "2.0.0"}
-    matching_checkpoint(box, environment=environment | {"packages": packages})
 
 
 def nothing(box: Path) -> None:
@@ -158,6 +138,8 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (nothing, ("--global_batch_size", "64", "--train_samples", "32"), ("64", "32"), "--train_samples 64"),
     (nothing, ("--model_name_or_path", "bert-tinny"), ("bert-tinny",), "bert-tiny"),
 
+    (nothing, ("--max_steps", "11", "--profile_steps", "4"), ("--profile_steps 4 needs 12 steps", "11"),
+     "--max_steps 12 or more"),
     (nothing, ("--data", "hub"), ("--data hub", "stanfordnlp/imdb"), "--data builtin"),
     (nothing, ("--engine_override", "gradient_clipping=2"), ("--engine_override", "single"), "zero*"),
     (nothing, ("--device_memory_cap_gib", "8"), ("--device_memory_cap_gib", "no GPU"), "leave"),
@@ -179,7 +161,7 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (lambda box: matching_checkpoint(box, tokens_sha256={}), RESUME, ("eval samples",), "start from scratch"),
     (lambda box: matching_checkpoint(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",),
      "start from scratch"),
-    (with_other_torch, RESUME, ("torch was 2.0.0",), "where it was saved"),
+    (lambda box: matching_checkpoint(box, [("torch", "2.0.0")]), RESUME, ("torch was 2.0.0",), "where it was saved"),
     (lambda box: matching_checkpoint(box, deepspeed={"stage": 1}), RESUME, ("DeepSpeed",), "start from scratch"),
     (lambda box: write_checkpoint(box / "checkpoint", step=3, seed=7), RESUME, ("with seed 7", "42"), "--seed 7"),
     (lambda box: write_checkpoint(box / "checkpoint", step=3, max_steps=3), (*RESUME, "--max_steps", "3"), ("3 of 3",),
@@ -375,7 +357,7 @@ ON_CPU = ("activation_checkpointing.cpu_checkpointing=true",)
 @pytest.mark.parametrize(
     ("strategy", "flags", "says"),
     [
-        ("ddp", {"precision": "fp16-engine"}, "use --precision fp16,"),
+        ("zero0", {"precision": "fp16-engine"}, "use --precision fp16,"),
         ("zero1", {"precision": "fp16"}, "use --precision fp16-engine"),
         ("zero2_cpu", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states needs DeepSpeed's"),
         ("zero3_cpu", {"optimizer": "muon"}, "--optimizer muon: zero3_cpu"),

@@ -42,14 +42,6 @@ def end_probe(search: Search, root: Path, value: int, state: State, reason: str 
     RunWriter(root / search.probe_at(place).id).close(state, reason)
 
 
-def write_probe(search: Search, root: Path, place: int, **values: Any) -> None:
-    """Write the whole record of a probe, and its note of the sweep."""
-    probe = search.probe_at(place)
-    flags = {key: value for key, value in probe.requested.to_dict().items() if key != "scale"}
-    write_run(root, "single", name=probe.id, ranks=1, config=flags, **values)
-    append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
-
-
 @pytest.mark.parametrize(
     ("rungs", "start"), [*((rungs, 0) for rungs in (2, 3, 7, 16, 100, 512)), *((10, start) for start in (1, 4, 8, 9))]
 )
@@ -166,8 +158,11 @@ def test_a_probe_answers_every_search_that_includes_it(tmp_path):
     assert len({search.probe_at(place).id for search in cells for place in (0, 1)}) == 3, "the smallest is shared"
     for search in cells:
         for place, state in ((0, "ok"), (1, "oom")):
-            if not (root / search.probe_at(place).id).exists():
-                write_probe(search, root, place, steps=3, state=state, reason="full")
+            probe = search.probe_at(place)
+            if not (root / probe.id).exists():
+                flags = {key: value for key, value in probe.requested.to_dict().items() if key != "scale"}
+                write_run(root, "single", name=probe.id, config=flags, steps=3, state=state, reason="full")
+                append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
 
     def answers() -> dict[str, str]:
         return {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}

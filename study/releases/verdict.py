@@ -43,7 +43,7 @@ class Tolerance:
 
 # Tolerances for rounding: about ten times the largest difference of the verified pair, over six steps on two ranks.
 # Measured in fp32: 6e-7 of a loss and 1e-5 of a norm; a relevant fault changes the loss by 1e-3 or more. bf16 has 8
-# bits: 3e-4 and 6e-3; tests/test_equivalence.py derives 2**-9. bf16-engine also rounds weights, activations and
+# bits: 3e-4 and 6e-3; tests/runs.py derives 2**-9. bf16-engine also rounds weights, activations and
 # gradients, while `single` uses autocast over fp32: 3e-3 and 2e-2.
 ROUNDING = {"fp32": Tolerance(1e-5, 1e-4), "bf16": Tolerance(2**-9, 2**-6), "bf16-engine": Tolerance(2**-7, 2**-4)}
 # A tolerance is at least _NOISE_FACTOR times the difference of `ddp` to `single`, because the kernels of some machines
