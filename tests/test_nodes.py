@@ -22,7 +22,7 @@ from study.host.slurm import Job, current_job
 from study.records.directory import read_run
 from study.records.lock import LockHeldError
 from study.sweep.cell import srun_command
-from study.sweep.cell_outcome import ExitEvidence, classify_outcome
+from study.sweep.cell_outcome import ExitEvidence
 from study.sweep.launch import lock_sweep_directory, with_supervisor
 from study.sweep.plan import missing_requirement, plan_cells, plan_suite
 from study.sweep.search import representative_cell
@@ -90,7 +90,7 @@ def test_a_job_of_one_node_on_that_node_needs_no_slurm_and_others_need_its_comma
 def test_messages_of_slurm_and_of_other_nodes_decide_how_a_run_ended(message: dict[str, str]) -> None:
     # srun exits with 137 if a launcher itself was killed, as the kernel once did while the launcher imported torch.
     status = 137 if "2 1671" in message["printed"] else 1
-    ending = classify_outcome(ExitEvidence(status, None, 5.0, None, None, message["printed"], "", OomCounts(0, 0)))
+    ending = ExitEvidence(status, None, 5.0, None, None, message["printed"], "", OomCounts(0, 0)).ending
     assert (ending.state, message["says"] in ending.reason) == (message["state"], True), ending
 
 

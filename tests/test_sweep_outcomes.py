@@ -20,7 +20,7 @@ from study.host.machine import detect_machine
 from study.host.memory import GIB, HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
 from study.records.lock import LockHeldError
 from study.records.outcome import FreeMemory, Terminated, outcome_from_exception, outcome_from_log
-from study.sweep.cell_outcome import ExitEvidence, classify_outcome
+from study.sweep.cell_outcome import ExitEvidence
 from study.sweep.plan import missing_requirement
 from study.sweep.suite_file import Requirements, Suite
 from sweeps import ROOT, write_files
@@ -43,7 +43,7 @@ def evidence(
 
 @pytest.mark.parametrize("case", ENDINGS["cases"], ids=lambda case: f"{case['is']} {case['says']}")
 def test_the_evidence_decides_how_a_run_ended(case: dict[str, Any]) -> None:
-    ending = classify_outcome(evidence(**{key: value for key, value in case.items() if key not in ("is", "says")}))
+    ending = evidence(**{key: value for key, value in case.items() if key not in ("is", "says")}).ending
     assert ending.state == case["is"]
     assert case["says"] in ending.reason
     assert ending.hint or case["is"] in ("ok", "failed", "oom")
@@ -100,7 +100,7 @@ def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, say
     assert (ending.state, ending.reason.startswith(says), hint in ending.hint) == ("oom", True, True)
     log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {MESSAGES['cuda_error']}"
     # A log does not include the free memory.
-    assert classify_outcome(evidence(status=OPEN, log=log)).reason.startswith(LOCKED if frames else EITHER)
+    assert evidence(status=OPEN, log=log).ending.reason.startswith(LOCKED if frames else EITHER)
 
 
 def test_free_memory_is_in_the_reason_and_decides_why_cublas_does_not_start():

@@ -16,11 +16,12 @@ from study import cli
 from study.host.machine import Machine, detect_machine
 from study.records.directory import RunWriter, read_run, read_status
 from study.records.frames import read_runs, real_runs
+from study.records.outcome import Outcome
 from study.records.schema import State
 from study.report.questions.fits import fits
 from study.sweep.execute import append_attempt, note_searches, run_cells
 from study.sweep.plan import plan_cells
-from study.sweep.search import Search, cell_states, next_bracket
+from study.sweep.search import Search, SearchAnswer, cell_states, find_answer
 from study.sweep.suite_file import read_suite, shrink_suite
 from sweeps import ROOT, TINY, shipped, write_suite
 from synthetic_records import write_run
@@ -42,6 +43,10 @@ def end_probe(search: Search, root: Path, value: int, state: State, reason: str 
     RunWriter(root / search.probe_at(place).id).close(state, reason)
 
 
+def answer_of(states: dict[int, str], last: int, start: int = 0) -> SearchAnswer:
+    return find_answer({place: Outcome(state) for place, state in states.items()}, last, str, start)
+
+
 @pytest.mark.parametrize(
     ("rungs", "start"), [*((rungs, 0) for rungs in (2, 3, 7, 16, 100, 512)), *((10, start) for start in (1, 4, 8, 9))]
 )
@@ -49,16 +54,16 @@ def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs, st
     """A search begins at its guess, and a right one needs two probes."""
     for fitting in {0, 1, rungs - 1, rungs, *random.Random(rungs).sample(range(rungs + 1), min(rungs, 20))}:
         states: dict[int, str] = {}
-        while (place := next_bracket(states, rungs - 1, start).next) is not None:
+        while (place := answer_of(states, rungs - 1, start).next) is not None:
             assert place not in states
             # No probe but the first exceeds twice the largest size that fitted.
             largest = max((size + 1 for size, state in states.items() if state == "ok"), default=1)
             assert place + 1 <= 2 * largest or place <= start
             states[place] = "ok" if place < fitting else "oom"
-        bracket = next_bracket(states, rungs - 1)
-        assert bracket.fits == (fitting - 1 if fitting else None)
-        assert bracket.too_large == (fitting if fitting < rungs else None)
-        assert (bracket.stopped_by, next(iter(states))) == (None, start)
+        answer = answer_of(states, rungs - 1)
+        assert answer.fits == (fitting - 1 if fitting else None)
+        assert answer.too_large == (fitting if fitting < rungs else None)
+        assert (answer.stopped_by, next(iter(states))) == (None, start)
         distance = abs(fitting - 1 - start)
         assert len(states) <= 2 + 2 * distance.bit_length()
         assert distance or len(states) == 2 - (fitting == rungs)
@@ -66,15 +71,15 @@ def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs, st
 
 @pytest.mark.parametrize("state", ["failed", "timeout", "unsupported"])
 def test_a_probe_that_neither_fits_nor_runs_out_of_memory_ends_the_search(state):
-    bracket = next_bracket({0: "ok", 1: "ok", 3: state}, 511)
-    assert (bracket.next, bracket.stopped_by, bracket.fits, bracket.too_large) == (None, 3, 1, None)
+    answer = answer_of({0: "ok", 1: "ok", 3: state}, 511)
+    assert (answer.next, answer.stopped_by, answer.fits, answer.too_large) == (None, 3, 1, None)
     # A probe that bisection no longer needs does not stop it.
-    assert next_bracket({0: "ok", 1: "oom", 3: state}, 511).stopped_by is None
+    assert answer_of({0: "ok", 1: "oom", 3: state}, 511).stopped_by is None
 
 
 def test_a_size_that_fits_above_one_that_does_not_is_named():
-    bracket = next_bracket({0: "ok", 1: "oom", 3: "ok", 7: "oom"}, 511)
-    assert (bracket.fits, bracket.too_large, bracket.non_monotonic_fits) == (0, 1, (3,))
+    answer = answer_of({0: "ok", 1: "oom", 3: "ok", 7: "oom"}, 511)
+    assert (answer.fits, answer.too_large, answer.non_monotonic_fits) == (0, 1, (3,))
 
 
 def test_a_probe_trains_without_accumulation_on_the_samples_of_a_step_or_with_the_batch_as_given(tmp_path):
@@ -191,4 +196,4 @@ def test_a_rented_suite_runs_from_end_to_end_with_tiny_models(tmp_path, name):
         assert record.state == "ok", f"{cell.id}: {record}"
         assert read_run(root / cell.id).engine["trainer"] == cell.trainer
     for search in (planned for planned in cells if isinstance(planned, Search)):
-        assert search.what_fits(root).bracket.fits == search.last
+        assert search.what_fits(root).fits == search.last

@@ -54,7 +54,40 @@ class ExitEvidence:
 
     @functools.cached_property
     def ending(self) -> Outcome:
-        return classify_outcome(self)
+        """Return the ending of a run by the reports of the run itself, the launcher, Slurm and the kernel."""
+        status, printed = self.status, self.printed
+        reported = Outcome(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
+        if reported is not None and reported.state in ("ok", "oom", "unsupported"):
+            # However the processes exited.
+            return reported
+        if self.stopped_by == "time limit":
+            reason = f"ended after its {self.time_limit_s:g} s"
+            return Outcome("timeout", reason, "raise time_limit_s, or find the cause in log.txt")
+        if self.stopped_by == "user":
+            return Outcome("interrupted", "the sweep was stopped while it ran", "run it again")
+        if self.refusal is not None:
+            return outcome_from_exception(self.refusal)
+        cancelled = _CANCELLED.search(printed)
+        if cancelled and (cancelled[1] or not _BY_SRUN.search(printed[: cancelled.start()])):
+            why = f": {cancelled[1].strip().lower()}" if cancelled[1] else ""
+            return Outcome("interrupted", f"Slurm ended it{why}", "run it again")
+        if _OOM_BY_SLURM.search(printed):
+            return Outcome("oom", "the memory limit of the Slurm job was reached on a node", HOST_OOM_HINT)
+        # Signals of ranks as torchrun and Accelerate report them, and of the launcher: a shell, the supervisor and srun
+        # return 137 if it was killed.
+        killed = {int(next(filter(None, match.groups()))) for match in _SIGNALLED.finditer(printed)}
+        killed |= {-self.launcher_status} if self.launcher_status < 0 else set()
+        if signal.SIGKILL in killed or self.launcher_status == 128 + signal.SIGKILL:
+            return _judge_sigkill(self)
+        if ran_out := outcome_from_log(reported.reason if reported else self.text, self.text):
+            # The run may have reported it itself.
+            return reported if reported and ran_out.reason.partition(" (")[0] in reported.reason else ran_out
+        # When one rank fails, the launcher ends the others, whose reason is not the cause.
+        if reported is not None and not (reported.state == "interrupted" and _EXIT_STATUS.search(printed)):
+            return reported
+        lines = last_lines(self.text, 3)
+        how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {self.launcher_status}"
+        return Outcome("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
 
     def write_end(self, directory: Path) -> None:
         """Write the run's ending to the record if its processes could not, and append its output to the log.
@@ -64,44 +97,6 @@ class ExitEvidence:
         write_outcome(directory, self.attempt_before, self.ending)
         with (directory / "log.txt").open("a", encoding="utf-8") as stream:
             stream.write(self.printed)
-
-
-def classify_outcome(evidence: ExitEvidence) -> Outcome:
-    """Return the ending of a run by the reports of the run itself, the launcher, Slurm and the kernel."""
-    status, printed = evidence.status, evidence.printed
-    reported = Outcome(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
-    if reported is not None and reported.state in ("ok", "oom", "unsupported"):
-        # However the processes exited.
-        return reported
-    if evidence.stopped_by == "time limit":
-        reason = f"ended after its {evidence.time_limit_s:g} s"
-        return Outcome("timeout", reason, "raise time_limit_s, or find the cause in log.txt")
-    if evidence.stopped_by == "user":
-        return Outcome("interrupted", "the sweep was stopped while it ran", "run it again")
-    if evidence.refusal is not None:
-        return outcome_from_exception(evidence.refusal)
-    cancelled = _CANCELLED.search(printed)
-    if cancelled and (cancelled[1] or not _BY_SRUN.search(printed[: cancelled.start()])):
-        why = f": {cancelled[1].strip().lower()}" if cancelled[1] else ""
-        return Outcome("interrupted", f"Slurm ended it{why}", "run it again")
-    if _OOM_BY_SLURM.search(printed):
-        return Outcome("oom", "the memory limit of the Slurm job was reached on a node", HOST_OOM_HINT)
-    # Signals of ranks as torchrun and Accelerate report them, and of the launcher: a shell, the supervisor and srun
-    # return 137 if it was killed.
-    status_of_launcher = evidence.launcher_status
-    killed = {int(next(filter(None, match.groups()))) for match in _SIGNALLED.finditer(printed)}
-    killed |= {-status_of_launcher} if status_of_launcher < 0 else set()
-    if signal.SIGKILL in killed or status_of_launcher == 128 + signal.SIGKILL:
-        return _judge_sigkill(evidence)
-    if ran_out := outcome_from_log(reported.reason if reported else evidence.text, evidence.text):
-        # The run may have reported it itself.
-        return reported if reported and ran_out.reason.partition(" (")[0] in reported.reason else ran_out
-    # When one rank fails, the launcher ends the others, whose reason is not the cause.
-    if reported is not None and not (reported.state == "interrupted" and _EXIT_STATUS.search(printed)):
-        return reported
-    lines = last_lines(evidence.text, 3)
-    how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {status_of_launcher}"
-    return Outcome("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
 
 
 def _judge_sigkill(evidence: ExitEvidence) -> Outcome:

@@ -18,28 +18,73 @@ from study.sweep.cell_outcome import cell_state
 
 
 @dataclasses.dataclass(frozen=True)
-class Bracket:
-    """Result of the probes so far, in positions on the ladder.
+class SearchAnswer:
+    """Answer of a search by its probes so far, in positions on the ladder and as text, for a sweep and for a report.
 
     `next` is the next probe. Without it the search is over: it has the answer, or was `stopped_by` a probe that ended
     neither ok nor out of memory.
     """
 
+    states: Mapping[int, Outcome]
+    last: int
+    # The size at a position of the ladder.
+    size_at: Callable[[int], object]
     fits: int | None
     too_large: int | None
     next: int | None
     stopped_by: int | None
     non_monotonic_fits: tuple[int, ...]
 
+    @property
+    def state(self) -> str:
+        if self.stopped_by is not None:
+            return "stopped"
+        if self.next is not None:
+            return "searching" if self.states else "to do"
+        return "found"
 
-def next_bracket(states: Mapping[int, str], last: int, start: int = 0) -> Bracket:
-    """Return the bracket of the ended probes, whose states are given by position, with the next probe.
+    @property
+    def is_open(self) -> bool:
+        """Whether a larger size might fit: the search is not over, was stopped, or reached the ladder's end."""
+        return self.fits == self.last or self.next is not None or self.stopped_by is not None
+
+    @property
+    def answer(self) -> str:
+        """The largest size that fits, with `at least` if a larger one might; `-` without a result."""
+        fits, too_large = self.fits, self.too_large
+        if fits is not None:
+            return f"{'at least ' if self.is_open else ''}{self.size_at(fits)}"
+        if too_large is None:
+            return "-"
+        return f"none, {self.size_at(0)} is too large" if too_large == 0 else f"under {self.size_at(too_large)}"
+
+    @property
+    def limiting_reason(self) -> str:
+        """The reason that the search ended at this size, and the records that contradict the answer."""
+        reasons = []
+        if self.too_large is not None:
+            reasons.append(f"{self.size_at(self.too_large)}: {self.states[self.too_large].reason}")
+        elif self.fits == self.last:
+            reasons.append("the ladder ends there")
+        if self.stopped_by is not None:
+            probe = self.states[self.stopped_by]
+            reasons.append(f"stopped at {self.size_at(self.stopped_by)}: {probe.state}, {probe.reason}")
+        if self.non_monotonic_fits:
+            larger = ", ".join(str(self.size_at(place)) for place in self.non_monotonic_fits)
+            reasons.append(f"but {larger} did fit, so fit does not depend on size alone here")
+        return "; ".join(reasons)
+
+
+def find_answer(
+    states: Mapping[int, Outcome], last: int, size_at: Callable[[int], object], start: int = 0
+) -> SearchAnswer:
+    """Return the answer by the ended probes, whose states are given by position, with the next probe.
 
     The search takes exponential steps from `start`, the predicted rung: up until a probe runs out of memory, or down
     until one fits. Then it bisects. A right prediction costs two probes; from the first rung on, this is doubling.
     """
-    too_large = min((place for place, state in states.items() if state == "oom"), default=None)
-    oks = sorted(place for place, state in states.items() if state == "ok")
+    too_large = min((place for place, probe in states.items() if probe.state == "oom"), default=None)
+    oks = sorted(place for place, probe in states.items() if probe.state == "ok")
     fits = max((place for place in oks if too_large is None or place < too_large), default=None)
     is_over = fits == last if too_large is None else too_large == (0 if fits is None else fits + 1)
     if fits is not None and too_large is not None:
@@ -51,63 +96,12 @@ def next_bracket(states: Mapping[int, str], last: int, start: int = 0) -> Bracke
     else:
         following = start
     stopped = not is_over and following in states
-    return Bracket(
-        fits=fits,
-        too_large=too_large,
+    return SearchAnswer(
+        states, last, size_at, fits, too_large,
         next=None if is_over or stopped else following,
         stopped_by=following if stopped else None,
         non_monotonic_fits=tuple(place for place in oks if too_large is not None and place > too_large),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchAnswer:
-    """The answer of a search as text, the same for a sweep's table and for a report."""
-
-    bracket: Bracket
-    last: int
-    # The size at a position of the ladder.
-    size_at: Callable[[int], object]
-    states: Mapping[int, Outcome]
-
-    @property
-    def state(self) -> str:
-        if self.bracket.stopped_by is not None:
-            return "stopped"
-        if self.bracket.next is not None:
-            return "searching" if self.states else "to do"
-        return "found"
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a larger size might fit: the search is not over, was stopped, or reached the ladder's end."""
-        return self.bracket.fits == self.last or self.bracket.next is not None or self.bracket.stopped_by is not None
-
-    @property
-    def answer(self) -> str:
-        """The largest size that fits, with `at least` if a larger one might; `-` without a result."""
-        fits, too_large = self.bracket.fits, self.bracket.too_large
-        if fits is not None:
-            return f"{'at least ' if self.is_open else ''}{self.size_at(fits)}"
-        if too_large is None:
-            return "-"
-        return f"none, {self.size_at(0)} is too large" if too_large == 0 else f"under {self.size_at(too_large)}"
-
-    @property
-    def limiting_reason(self) -> str:
-        """The reason that the search ended at this size, and the records that contradict the answer."""
-        bracket, reasons = self.bracket, []
-        if bracket.too_large is not None:
-            reasons.append(f"{self.size_at(bracket.too_large)}: {self.states[bracket.too_large].reason}")
-        elif bracket.fits == self.last:
-            reasons.append("the ladder ends there")
-        if bracket.stopped_by is not None:
-            probe = self.states[bracket.stopped_by]
-            reasons.append(f"stopped at {self.size_at(bracket.stopped_by)}: {probe.state}, {probe.reason}")
-        if bracket.non_monotonic_fits:
-            larger = ", ".join(str(self.size_at(place)) for place in bracket.non_monotonic_fits)
-            reasons.append(f"but {larger} did fit, so fit does not depend on size alone here")
-        return "; ".join(reasons)
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +137,8 @@ class Search:
         states = ((place, cell_state(root / self.probe_at(place).id)) for place in range(len(self.rungs)))
         return {place: probe for place, probe in states if probe.state != "to do" and counts(place, probe)}
 
-    def _examine(self, states: Mapping[int, Outcome]) -> Bracket:
-        return next_bracket({place: probe.state for place, probe in states.items()}, self.last, self.start)
+    def _examine(self, states: Mapping[int, Outcome]) -> SearchAnswer:
+        return find_answer(states, self.last, self.rungs.__getitem__, self.start)
 
     def probes(self, root: Path, retry: bool) -> Iterator[Cell]:
         """Yield the probes that remain; each is chosen from the records of the earlier ones."""
@@ -154,11 +148,11 @@ class Search:
             return place in tried or probe.state == "oom" or probe.is_final(retry)
 
         while True:
-            bracket = self._examine(self.states(root, counts))
-            place = bracket.next
-            if place is None and bracket.stopped_by is None and retry and bracket.too_large not in tried:
+            answer = self._examine(self.states(root, counts))
+            place = answer.next
+            if place is None and answer.stopped_by is None and retry and answer.too_large not in tried:
                 # --retry runs the probe that sets the limit again.
-                place = bracket.too_large
+                place = answer.too_large
             if place is None:
                 return
             tried.add(place)
@@ -166,8 +160,7 @@ class Search:
 
     def what_fits(self, root: Path) -> SearchAnswer:
         # An interrupted run has no result, and runs again.
-        states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "at work"))
-        return SearchAnswer(self._examine(states), self.last, self.rungs.__getitem__, states)
+        return self._examine(self.states(root, lambda place, probe: probe.state not in ("interrupted", "at work")))
 
 
 def representative_cell(item: Cell | Search) -> Cell:

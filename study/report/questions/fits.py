@@ -15,7 +15,7 @@ from study.records.outcome import Outcome
 from study.records.strategy_runs import NAN
 from study.records.workloads import data_name, format_setting, strategy_order
 from study.report.document import Answer, Question
-from study.sweep.search import Bracket, SearchAnswer, next_bracket
+from study.sweep.search import SearchAnswer, find_answer
 
 _MICRO_BATCH = "largest_micro_batch"
 _VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_name_or_path"}
@@ -30,13 +30,12 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """One search: its probes by their position on the ladder, and the resulting bracket."""
+    """One search: its probes by their position on the ladder, and the resulting answer."""
 
     id: str
     axis: str
-    last: int
     rungs: dict[int, Row]
-    bracket: Bracket
+    what_fits: SearchAnswer
     # The model, and the settings other than strategy and memory limit that differ between searches of this kind.
     subject: str
 
@@ -65,21 +64,16 @@ class Fit:
     @property
     def largest(self) -> Row | None:
         """Return the record of the largest probe that fitted; None if none did."""
-        return None if self.bracket.fits is None else self.rungs[self.bracket.fits]
+        return None if self.what_fits.fits is None else self.rungs[self.what_fits.fits]
 
     def value(self, place: int | None) -> str:
         return "" if place is None else f"{self.rungs[place][_VALUE[self.axis]]}"
 
     @property
-    def what_fits(self) -> SearchAnswer:
-        states = {at: Outcome(row["status_state"], row["status_reason"] or "") for at, row in self.rungs.items()}
-        return SearchAnswer(self.bracket, self.last, self.value, states)
-
-    @property
     def size(self) -> float:
         """Return the length of its bar: samples, or millions of parameters; 0 if nothing fits, NaN if unknown."""
         if self.largest is None:
-            return 0.0 if self.bracket.too_large == 0 else NAN
+            return 0.0 if self.what_fits.too_large == 0 else NAN
         if self.axis == _MICRO_BATCH:
             return float(self.largest[_VALUE[self.axis]])
         return float(self.largest["model_parameters"]) / 1e6
@@ -115,15 +109,17 @@ def fits(records: Records) -> list[Fit]:
             words = [format_setting(key, row[key]) for key in differing if not pd.isna(row[key])]
             placed = dict(sorted(rungs[search["id"]].items()))
             # An interrupted probe is not evidence.
-            states = {at: row["status_state"] for at, row in placed.items() if row["status_state"] != "interrupted"}
-            bracket = next_bracket(states, search["last"])
+            states = {at: Outcome(row["status_state"], row["status_reason"] or "") for at, row in placed.items()
+                      if row["status_state"] != "interrupted"}  # fmt: skip
+            sizes = {at: row[_VALUE[search["axis"]]] for at, row in placed.items()}
+            found = find_answer(states, search["last"], sizes.__getitem__)
             # The search may have started at another rung: a failed probe ended it, so there is no next one.
-            low, high = (-1 if bracket.fits is None else bracket.fits), bracket.too_large or search["last"] + 1
-            stopped = [at for at, state in states.items() if low < at < high and state not in ("ok", "oom")]
-            if bracket.next is not None and stopped:
-                bracket = dataclasses.replace(bracket, next=None, stopped_by=stopped[0])
+            low, high = (-1 if found.fits is None else found.fits), found.too_large or search["last"] + 1
+            stopped = [at for at, probe in states.items() if low < at < high and probe.state not in ("ok", "oom")]
+            if found.next is not None and stopped:
+                found = dataclasses.replace(found, next=None, stopped_by=stopped[0])
             subject = ", ".join([kind, *words])
-            results.append(Fit(search["id"], search["axis"], search["last"], placed, bracket, subject))
+            results.append(Fit(search["id"], search["axis"], placed, found, subject))
     return sorted(results, key=lambda fit: (
         fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.probe["strategy"]), fit.arm, fit.id,
     ))  # fmt: skip
@@ -147,7 +143,7 @@ def answer(records: Records) -> Answer | None:
     notes = [
         f"`{fit.arm}` within {fit.limit}: a larger one fits too, so the order of sizes is not the order of memory."
         for fit in results
-        if fit.bracket.non_monotonic_fits
+        if fit.what_fits.non_monotonic_fits
     ]
     return Answer(sentence, table.reset_index().rename_axis(columns=None).fillna("-"), tuple(notes))
 
@@ -163,7 +159,7 @@ def fits_table(records: Records) -> pd.DataFrame:
             "x plain": fit.over_plain(results),
             "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
             "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
-            "Smallest that does not": fit.value(fit.bracket.too_large) or "-",
+            "Smallest that does not": fit.value(fit.what_fits.too_large) or "-",
             "Why not more": fit.what_fits.limiting_reason or "-",
             "Probes": len(fit.rungs),
         }
