@@ -29,7 +29,7 @@ def two_gpus(request, monkeypatch):
     """Set up two GPUs of 80 GiB and a slice of one, with a driver for CUDA 12.4. A handle is a UUID."""
     by_place = {0: FIRST, 1: SECOND}
 
-    def one_of(handles, error):
+    def find_in(handles, error):
         def find(key):
             if key not in handles:
                 raise pynvml.NVMLError(error)
@@ -39,8 +39,8 @@ def two_gpus(request, monkeypatch):
 
     answers = {
         "nvmlInit": lambda: None, "nvmlDeviceGetCount": lambda: len(by_place), "nvmlDeviceGetUUID": lambda uuid: uuid,
-        "nvmlDeviceGetHandleByIndex": one_of(by_place, pynvml.NVML_ERROR_INVALID_ARGUMENT),
-        "nvmlDeviceGetHandleByUUID": one_of({uuid: uuid for uuid in FREE_GIB}, request.param),
+        "nvmlDeviceGetHandleByIndex": find_in(by_place, pynvml.NVML_ERROR_INVALID_ARGUMENT),
+        "nvmlDeviceGetHandleByUUID": find_in({uuid: uuid for uuid in FREE_GIB}, request.param),
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * GIB, free=FREE_GIB[handle] * GIB),
         "nvmlSystemGetDriverVersion": lambda: "550.54.15", "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
     }  # fmt: skip

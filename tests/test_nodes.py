@@ -111,7 +111,9 @@ def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(tm
         "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
     }  # fmt: skip
     environments = [os.environ | ONE_THREAD | job | {"SKYPILOT_NODE_RANK": rank} for rank in ("0", "1")]
-    machines = [subprocess.Popen(["bash", "-c", task["run"]], cwd=ROOT, env=each) for each in environments]
+    machines = [
+        subprocess.Popen(["bash", "-c", task["run"]], cwd=ROOT, env=environment) for environment in environments
+    ]
     assert [machine.wait(240) for machine in machines] == [0, 0]
     run, expected = read_run(tmp_path / "sky" / "ddp"), get_run("ddp", "--task", "gpt-wikitext")
     assert [row["loss"] for row in run.steps] == pytest.approx([row["loss"] for row in expected.steps], rel=1e-6)

@@ -339,8 +339,8 @@ def test_a_reference_model_gathers_as_measured(strategy: str, tied: bool, gather
     alone = dataclasses.replace(request, reference_model=False)
     more = predict_payload(request)["all_gather"] - predict_payload(alone)["all_gather"]
     assert more == 2 * gathered
-    both, one = (predict_time(dataclasses.replace(item, box=to_box("2xH100"))) for item in (request, alone))
-    assert both.parts["compute"] > one.parts["compute"]
+    paired, plain = (predict_time(dataclasses.replace(item, box=to_box("2xH100"))) for item in (request, alone))
+    assert paired.parts["compute"] > plain.parts["compute"]
 
 
 def test_fsdp1_has_a_tensor_between_two_layers_in_its_root() -> None:
@@ -359,7 +359,8 @@ def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embeddin
     shape = model_shape("llama-3.1-8b")
     eager = Request(shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 2, 1, "bf16", False, "sdpa", autocast=False)
     fused = dataclasses.replace(eager, compiled=True)
-    torch_gate, whole_root = (dataclasses.replace(fused, **{name: True}) for name in ("torch_gate", "fsdp_whole_root"))
+    torch_gate = dataclasses.replace(fused, torch_gate=True)
+    whole_root = dataclasses.replace(fused, fsdp_whole_root=True)
     saved = predict_activations(torch_gate).layer - predict_activations(fused).layer
     assert saved == 2 * 512 * 2 * shape.inner
     begun = [gradient_snapshots(request)[0].buffers for request in (fused, whole_root)]

@@ -29,19 +29,19 @@ BUDGETS = {
     "metrics": 1_592,
     "predictor": 5_209,
     "engine": 1_545,
-    "sweep": 2_646,
+    "sweep": 2_639,
     "run": 1_565,
     "virtual": 843,
     "releases": 1_446,
     "advisor": 3_823,
-    "report": 3_991,
+    "report": 3_987,
     "autopsy": 1_138,
     "claims": 2_117,
     "baselines": 425,
     "train": 137,
     "cli": 184,
     "__init__": 3,
-    "tests": 18_368,
+    "tests": 17_774,
 }
 
 
