@@ -110,10 +110,10 @@ def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(tm
         "PATH": path, "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1",
         "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
     }  # fmt: skip
-    environments = [os.environ | ONE_THREAD | job | {"SKYPILOT_NODE_RANK": rank} for rank in ("0", "1")]
-    machines = [
-        subprocess.Popen(["bash", "-c", task["run"]], cwd=ROOT, env=environment) for environment in environments
-    ]
+    machines = []
+    for rank in ("0", "1"):
+        environment = os.environ | ONE_THREAD | job | {"SKYPILOT_NODE_RANK": rank}
+        machines.append(subprocess.Popen(["bash", "-c", task["run"]], cwd=ROOT, env=environment))
     assert [machine.wait(240) for machine in machines] == [0, 0]
     run, expected = read_run(tmp_path / "sky" / "ddp"), get_run("ddp", "--task", "gpt-wikitext")
     assert [row["loss"] for row in run.steps] == pytest.approx([row["loss"] for row in expected.steps], rel=1e-6)

@@ -203,8 +203,10 @@ def test_dropout_keeps_masks_and_scores_a_second_time():
 
 
 def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(tmp_path):
+    names = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    config = {"model_type": "llama"} | {name: SIZES[name] for name in names}
     for name, value in (("head_dim", 0), ("num_hidden_layers", None), ("intermediate_size", None)):
-        (tmp_path / "config.json").write_text(json.dumps({**GROUPED, "model_type": "llama", name: value}))
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
         with pytest.raises(UserError, match=name):
             model_shape(str(tmp_path))
 
