@@ -243,7 +243,8 @@ def test_a_changed_manifest_of_a_checkpoint_is_refused_by_its_key(tmp_path):
 
 def test_another_strategy_and_another_world_size_with_nvme_or_muon_are_refused(tmp_path):
     """test_resume.py resumes with other world sizes."""
-    saved, muon = write_checkpoint(tmp_path / "checkpoint", step=3), {"optimizer": "muon", "max_grad_norm": 0.0}
+    saved = write_checkpoint(tmp_path / "checkpoint", step=3)
+    muon: dict[str, Any] = {"optimizer": "muon", "max_grad_norm": 0.0}
     for saver, strategy, flags, says in (
         ("ddp", "single", {}, "saved by ddp, but this run is single"),
         ("zero3_nvme", "zero3_nvme", {}, "zero3_nvme cannot resume"),
