@@ -41,7 +41,7 @@ def write_suite(folder: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] 
 def write_files(root: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_text(text, encoding="utf-8")
 
 
 @functools.cache

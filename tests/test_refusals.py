@@ -183,6 +183,7 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(prepare, flags, names
     [
         # Each in a separate process: these fail before or at imports.
         ({}, ("--nonsense", "1"), ("--nonsense",), "--help"),
+        ({"PYTHONOPTIMIZE": "2"}, (), ("docstrings",), "unset PYTHONOPTIMIZE"),
         ({"OMP_NUM_THREADS": "abc"}, ("--help",), ("OMP_NUM_THREADS", "abc"), "unset it"),
         # Set by the shell or by the launcher's flag, in no config file.
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, (), ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), "unset"),
@@ -242,13 +243,13 @@ def test_a_changed_manifest_of_a_checkpoint_is_refused_by_its_key(tmp_path):
 
 def test_another_strategy_and_another_world_size_with_nvme_or_muon_are_refused(tmp_path):
     """test_resume.py resumes with other world sizes."""
-    saved, muon = write_checkpoint(tmp_path / "checkpoint", step=3), {"optimizer": "muon", "max_grad_norm": 0.0}
-    cases: list[tuple[str, str, dict[str, Any], str]] = [
+    saved = write_checkpoint(tmp_path / "checkpoint", step=3)
+    muon: dict[str, Any] = {"optimizer": "muon", "max_grad_norm": 0.0}
+    for saver, strategy, flags, says in (
         ("ddp", "single", {}, "saved by ddp, but this run is single"),
         ("zero3_nvme", "zero3_nvme", {}, "zero3_nvme cannot resume"),
         ("zero3", "zero3", muon, r"saved by 8 ranks, .* not Muon's momentum"),
-    ]
-    for saver, strategy, flags, says in cases:
+    ):
         config = dataclasses.replace(LAPTOP, resume_from_checkpoint=str(saved), **flags)
         launch = make_launch(strategy, 1 if strategy == "single" else 4)
         deepspeed = read_strategy(saver).deepspeed

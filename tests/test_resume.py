@@ -25,6 +25,7 @@ from study.host.memory import GIB
 from study.records.directory import Run, read_json, read_run, read_status
 from study.run.checkpoint import file_digests, latest_checkpoint
 from study.run.resume import check_indexes, engine_classes, find_checkpoint
+from sweeps import write_files
 from synthetic_records import write_run
 
 GPT = ("--task", "gpt-wikitext")
@@ -251,11 +252,9 @@ def test_a_changed_flag_is_refused_with_a_valid_command_line(changed, fix, saved
 
 def test_a_run_without_a_checkpoint_prints_a_notice_and_removes_partial_ones(tmp_path: Path) -> None:
     run = write_run(tmp_path, "single", name="run")
-    for name in ("step_0000003/model.safetensors", "step_0000004/pytorch_model/zero_states.pt",
-                 "step_0000005/notes.txt", "step_0000006/checkpoint.json"):  # fmt: skip
-        file = run / "checkpoints" / name
-        file.parent.mkdir(parents=True)
-        file.write_text("partial")
+    incomplete = ("step_0000003/model.safetensors", "step_0000004/pytorch_model/zero_states.pt")
+    kept = ("step_0000005/notes.txt", "step_0000006/checkpoint.json")
+    write_files(run / "checkpoints", dict.fromkeys((*incomplete, *kept), "partial"))
     (run / "photo.jpg").write_text("another program's")
     result = train("single", run, *GPT, "--overwrite_output_dir", "--checkpointing_steps", "100", ranks=1)
     assert result.returncode == 0, result.stderr
@@ -263,7 +262,7 @@ def test_a_run_without_a_checkpoint_prints_a_notice_and_removes_partial_ones(tmp
     # Files of other programs and complete checkpoints stay.
     assert (run / "photo.jpg").exists()
     remaining = {file.relative_to(run / "checkpoints").as_posix() for file in (run / "checkpoints").rglob("*")}
-    assert remaining == {"step_0000005", "step_0000005/notes.txt", "step_0000006", "step_0000006/checkpoint.json"}
+    assert remaining == {"step_0000005", "step_0000006", *kept}
 
 
 def test_latest_is_the_newest_of_the_checkpoints_that_led_to_the_rows(tmp_path: Path) -> None:
@@ -271,9 +270,7 @@ def test_latest_is_the_newest_of_the_checkpoints_that_led_to_the_rows(tmp_path: 
     rows = (run / "steps.jsonl").read_text().splitlines(keepends=True)
     for step in (2, 4):
         folder = run / "checkpoints" / f"step_{step:07d}"
-        folder.mkdir(parents=True)
-        (folder / "checkpoint.json").write_text("{}")
-        (folder / "steps.jsonl").write_text("".join(rows[:step]))
+        write_files(folder, {"checkpoint.json": "{}", "steps.jsonl": "".join(rows[:step])})
     assert latest_checkpoint(run) == folder
 
 

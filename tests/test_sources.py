@@ -27,6 +27,7 @@ from study.config.flags import RunConfig, resolve_config
 from study.workloads import film_reviews, sources
 from study.workloads.builtin import builtin_tokenizer
 from study.workloads.tasks import load_data, pack_rows
+from sweeps import write_files
 
 TEXTS = [f"review {number} über all" for number in range(30)]
 LABELS = [number % 2 for number in range(30)]
@@ -51,12 +52,12 @@ def other_table() -> pa.Table:
     return pa.table({"text": ["never read this"] * 7, "label": [0] * 7})
 
 
-def write(table: pa.Table, file: Path, open_arrow: Callable[..., Any] = pa.ipc.new_stream) -> Path:
+def write(table: pa.Table, file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".parquet":
         pa.parquet.write_table(table, file)
     elif file.suffix == ".arrow":
-        with open_arrow(file, table.schema) as writer:
+        with pa.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()), encoding="utf-8")
@@ -103,8 +104,7 @@ def named_labels(folder: Path) -> Path:
 REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
     "parquet": lambda folder: write(review_table(), folder / "any.parquet"),
     "jsonl": lambda folder: write(review_table(), folder / "any.jsonl"),
-    "arrow stream": lambda folder: write(review_table(), folder / "imdb-train.arrow"),
-    "arrow file": lambda folder: write(review_table(), folder / "imdb-train.arrow", pa.ipc.new_file),
+    "arrow": lambda folder: write(review_table(), folder / "imdb-train.arrow"),
     "class labels": named_labels, "hub clone": hub_clone, "sharded": sharded, "named twice": named_twice,
     "save_to_disk": lambda folder: saved(folder, has_splits=False),
     "save_to_disk with splits": lambda folder: saved(folder, has_splits=True),
@@ -132,10 +132,8 @@ def test_every_local_copy_of_the_reviews_gives_the_documents_own_selection(kind:
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_stanford_archive_is_read_folder_by_folder(nested: bool, tmp_path: Path) -> None:
     root = tmp_path / "aclImdb" if nested else tmp_path
-    for part, name in itertools.product(("train", "test"), ("neg", "pos", "unsup")):
-        (root / part / name).mkdir(parents=True)
-        for number in range(10):
-            (root / part / name / f"{number}_7.txt").write_text(f"{part} {name} {number} ü", encoding="utf-8")
+    for part, name, number in itertools.product(("train", "test"), ("neg", "pos", "unsup"), range(10)):
+        write_files(root, {f"{part}/{name}/{number}_7.txt": f"{part} {name} {number} ü"})
     raw = sources.load_reviews(make_config("bert-imdb", tmp_path, train_samples=0, eval_samples=0), tmp_path / "cache")
     pairs = {*zip(raw.train.texts + raw.eval.texts, raw.train.labels + raw.eval.labels, strict=True)}
     assert pairs == {(f"train {name} {n} ü", label) for label, name in enumerate(("neg", "pos")) for n in range(10)}
@@ -153,10 +151,8 @@ def test_too_many_samples_are_refused_with_the_count(tmp_path: Path) -> None:
 
 
 def raw_files(folder: Path, suffix: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     texts = {f"wiki.train.{suffix}": "".join(TRAIN_LINES), f"wiki.valid.{suffix}": "".join(VALID_LINES)}
-    for name, text in (texts | dict.fromkeys((f"wiki.test.{suffix}", "README.txt"), "never read this\n")).items():
-        (folder / name).write_text(text, encoding="utf-8")
+    write_files(folder, texts | dict.fromkeys((f"wiki.test.{suffix}", "README.txt"), "never read this\n"))
     return folder
 
 
@@ -309,8 +305,7 @@ def files(**tables: pa.Table) -> Callable[[Path], Path]:
 
 
 def half_archive(folder: Path) -> Path:
-    (folder / "train" / "pos").mkdir(parents=True)
-    (folder / "train" / "pos" / "1.txt").write_text("good")
+    write_files(folder, {"train/pos/1.txt": "good"})
     return folder
 
 

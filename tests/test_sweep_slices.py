@@ -23,7 +23,7 @@ from study.sweep.forecast import pending_items
 from study.sweep.plan import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
 from study.sweep.tables import slice_progress
-from sweeps import ROOT, TINY
+from sweeps import ROOT, TINY, write_files
 from synthetic_records import answered, write_run
 
 pytestmark = pytest.mark.engine
@@ -171,8 +171,7 @@ def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeyp
     file = write_series(tmp_path, SEED_FIRST)
     for seed, suite in enumerate(("wide", "narrow", "another")):
         write_run(tmp_path / "runs" / suite, "single", ranks=1, seed=seed)
-    (tmp_path / "runs" / "wide" / "broken").mkdir()
-    (tmp_path / "runs" / "wide" / "broken" / "status.json").write_text("{")
+    write_files(tmp_path, {"runs/wide/broken/status.json": "{"})
     monkeypatch.chdir(tmp_path)
     plan = plan_suite(str(file), CPU_BOX, Path("runs"))
     records = read_runs(Path("runs"), plan.roots(), slice_progress(plan))
