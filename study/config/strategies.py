@@ -332,8 +332,10 @@ def launched_strategy(exported: Mapping[str, str], is_distributed: bool) -> Stra
         kind, normalized = "MULTI_GPU", strategy_names.supported_sizes({"tp_size"}, mesh, "a MULTI_GPU file")
     else:
         return Strategy("ddp", "MULTI_GPU") if is_distributed else Strategy("single", "NO")
-    replicas, group = strategy_names.requested_mesh(normalized), parse_group(normalized)
+    replicas, group = normalized.get("dp_replicate_size"), parse_group(normalized)
+    mesh_of_replicas = (replicas, normalized.get("dp_shard_size", 1)) if replicas else None
     if has_mesh and not has_deepspeed and replicas is None and group is None:
         raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
     name = strategy_names.name_strategy(normalized, file)
-    return Strategy(name, kind, settings, None if name in strategy_names.SHIPPED else normalized, replicas, group)
+    custom_settings = None if name in strategy_names.SHIPPED else normalized
+    return Strategy(name, kind, settings, custom_settings, mesh_of_replicas, group)

@@ -99,16 +99,6 @@ def supported_sizes(supported: set[str], sizes: Mapping[str, int], file: str) ->
     return dict(sizes)
 
 
-def requested_mesh(values: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the number of replicas and the ranks of each; None if the file has one replica."""
-    return (values["dp_replicate_size"], values.get("dp_shard_size", 1)) if "dp_replicate_size" in values else None
-
-
-def config_digest(normalized: Mapping[str, Any]) -> str:
-    """Return a hash of settings that ignores the order of keys, and whether a number is 500000000 or 5e8."""
-    return hashlib.sha256(json.dumps(_plain(normalized), sort_keys=True).encode()).hexdigest()[:8]
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
@@ -119,7 +109,8 @@ def _plain(value: Any) -> Any:
 
 def name_strategy(normalized: Mapping[str, Any], file: Path | None = None) -> str:
     """Return the strategy that has these settings, else a custom name. `file` is the DeepSpeed JSON."""
-    digest = config_digest(normalized)
+    # It ignores the order of keys, and whether a number is 500000000 or 5e8.
+    digest = hashlib.sha256(json.dumps(_plain(normalized), sort_keys=True).encode()).hexdigest()[:8]
     if (shipped := next((name for name, entry in SHIPPED.items() if entry == digest), None)) is not None:
         return shipped
     if file is None:
