@@ -143,7 +143,7 @@ class Strategy:
     def zero_stage(self) -> int | None:
         return self.deepspeed["zero_optimization"]["stage"] if self.deepspeed else None
 
-    def ranks_per_replica(self, world_size: int, per_machine: int = DEFAULT_RANKS_PER_NODE) -> int | None:
+    def ranks_per_replica(self, world_size: int, per_machine: int) -> int | None:
         """Return the ranks per replica of hsdp, or per secondary partition of zero3_hpz; None for other strategies.
 
         The files of the study are written for four ranks and adapt to other numbers; a user's file is used as given.
@@ -152,8 +152,12 @@ class Strategy:
         ranks = self.mesh[1] if self.mesh else zero.get("zero_hpz_partition_size") if isinstance(zero, dict) else None
         if type(ranks) is not int or (ranks < 2 and not self.mesh):
             return None
-        # DeepSpeed uses all ranks if the file sets more than there are (deepspeed/utils/groups.py).
-        return min(ranks, world_size) if self.custom_settings else ranks_per_replica(world_size, per_machine)
+        if self.custom_settings:
+            # DeepSpeed uses all ranks if the file sets more than there are (deepspeed/utils/groups.py).
+            return min(ranks, world_size)
+        # Those of a machine, whose links are fast, or half of a single machine.
+        spans_machines = 1 < per_machine < world_size and world_size % per_machine == 0
+        return per_machine if spans_machines else world_size // 2
 
     def offload_device(self, what: str) -> str | None:
         """Return the device to which `optimizer` or `param` is offloaded: cpu or nvme; None if it is not."""
@@ -262,12 +266,6 @@ class Strategy:
         ):  # fmt: skip
             if is_wrong:
                 raise UserError(problem, fix)
-
-
-def ranks_per_replica(world_size: int, per_machine: int) -> int:
-    """Return the default ranks per replica: those of a machine, whose links are fast, or half of a single machine."""
-    spans_machines = 1 < per_machine < world_size and world_size % per_machine == 0
-    return per_machine if spans_machines else world_size // 2
 
 
 def resolve_repository_path(path: str) -> Path:
