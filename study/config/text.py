@@ -19,7 +19,7 @@ def format_number(value: float, digits: int = 3) -> str:
     size = abs(value)
     if size and not 1e-3 <= size < 1e9:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa}·10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+        return f"{mantissa}·{power_of_ten(int(exponent))}"
     if size >= 1000 or float(value).is_integer():
         return f"{value:,.0f}"
     return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
@@ -29,6 +29,11 @@ def rounded(value: float, digits: int = 2) -> str:
     """Return a prediction with as many significant digits as it is certain, and an integer as a whole number."""
     number = float(f"{value:.{digits}g}")
     return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:#.{digits}g}"
+
+
+def power_of_ten(exponent: int) -> str:
+    """Return 10 with a superscript exponent."""
+    return "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
 def percent(fraction: float, signed: bool = False) -> str:
