@@ -9,9 +9,8 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from study.config import strategies, strategy_names
+from study.config import strategies
 from study.config.errors import UserError
 from study.config.strategies import Strategy
 
@@ -92,7 +91,7 @@ def read_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str,
         _check_stale_launch_variables(environment, shell)
     world_size = int(environment.get("WORLD_SIZE", 1))
     return Launch(
-        strategy=_launched_strategy(environment, world_size),
+        strategy=strategies.launched_strategy(environment, world_size > 1 or "TORCHELASTIC_RUN_ID" in environment),
         world_size=world_size,
         rank=int(environment.get("RANK", 0)),
         local_rank=int(environment.get("LOCAL_RANK", 0)),
@@ -129,45 +128,3 @@ def _check_stale_launch_variables(environment: Mapping[str, str], shell: Mapping
     if leftovers:
         problem = f"the environment variable {leftovers[0]} is set, but not by the launched file"
         raise UserError(problem, f"run: unset {' '.join(leftovers)}")
-
-
-def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strategy:
-    has_mesh, has_megatron, has_deepspeed, has_fsdp = (
-        environment.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
-        for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
-    )
-    if has_megatron:
-        problem = "the launched Accelerate file has a megatron_lm section, which no strategy supports"
-        raise UserError(problem, "leave it out")
-    mesh = strategy_names.read_mesh_sizes(environment) if has_mesh else {}
-    if has_deepspeed:
-        file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-        if not file:
-            fix = "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON"
-            raise UserError("the launched Accelerate file has no deepspeed_config_file", fix)
-        settings = strategies.read_deepspeed_json(strategies.resolve_repository_path(file))
-        zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
-        normalized = strategy_names.normalize_deepspeed_config(settings, zero3_init, mesh)
-        name = strategy_names.name_strategy(normalized, Path(file))
-        return _named(name, "DEEPSPEED", normalized, settings)
-    if not has_fsdp and not has_mesh:
-        is_ddp = world_size > 1 or "TORCHELASTIC_RUN_ID" in environment
-        return Strategy("ddp", "MULTI_GPU") if is_ddp else Strategy("single", "NO")
-    if has_fsdp and environment.get("FSDP_VERSION") != "2":
-        raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
-    if has_fsdp:
-        normalized = strategy_names.normalize_fsdp_config(environment, mesh)
-    else:
-        normalized = strategy_names.normalize_plain_config(mesh)
-    has_replicas = strategy_names.requested_mesh(normalized) is not None
-    if has_mesh and not has_replicas and strategies.parse_group(normalized) is None:
-        raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
-    return _named(strategy_names.name_strategy(normalized), "FSDP" if has_fsdp else "MULTI_GPU", normalized)
-
-
-def _named(
-    name: str, distributed_type: str, normalized: Mapping[str, Any], settings: Mapping[str, Any] | None = None
-) -> Strategy:
-    own_settings = None if name in strategy_names.SHIPPED else normalized
-    mesh, group = strategy_names.requested_mesh(normalized), strategies.parse_group(normalized)
-    return Strategy(name, distributed_type, settings, own_settings, mesh, group)

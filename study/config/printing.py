@@ -64,20 +64,17 @@ def _page_text(page: Iterable[str | TextTable], out: TextIO) -> Iterator[str]:
         if isinstance(part, TextTable):
             text = _table_text(part, width, out)
         else:
-            text = _wrapped(replace_unprintable(part), width)
+            text = replace_unprintable(part)
+            if width is not None:
+                text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
         # The output's encoding may lack characters of a table.
         encoding = out.encoding or "utf-8"
         yield text.encode(encoding, "replace").decode(encoding)
 
 
-def _wrapped(text: str, width: int | None) -> str:
-    if width is None:
-        return text
-    lines = (
-        textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), break_on_hyphens=False)
-        for line in text.split("\n")
-    )
-    return "\n".join(lines)
+def _wrapped(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _table_text(table: TextTable, width: int | None, out: TextIO) -> str:

@@ -18,21 +18,12 @@ from typing import Any, Literal
 
 import yaml
 
+from study.config import strategy_names
 from study.config.errors import UserError, clip, did_you_mean
 from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
 from study.config.registry import REGISTRY
-from study.config.strategy_names import (
-    SHIPPED,
-    apply_overrides,
-    config_digest,
-    normalize_deepspeed_config,
-    normalize_fsdp_config,
-    normalize_plain_config,
-    parse_overrides,
-    read_mesh_sizes,
-    requested_mesh,
-)
+from study.config.strategy_names import apply_overrides, parse_overrides
 
 
 def settings_of_options(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +143,7 @@ class Strategy:
     def zero_stage(self) -> int | None:
         return self.deepspeed["zero_optimization"]["stage"] if self.deepspeed else None
 
-    def ranks_per_replica(self, world_size: int, per_machine: int = DEFAULT_RANKS_PER_NODE) -> int | None:
+    def ranks_per_replica(self, world_size: int, per_machine: int) -> int | None:
         """Return the ranks per replica of hsdp, or per secondary partition of zero3_hpz; None for other strategies.
 
         The files of the study are written for four ranks and adapt to other numbers; a user's file is used as given.
@@ -161,8 +152,12 @@ class Strategy:
         ranks = self.mesh[1] if self.mesh else zero.get("zero_hpz_partition_size") if isinstance(zero, dict) else None
         if type(ranks) is not int or (ranks < 2 and not self.mesh):
             return None
-        # DeepSpeed uses all ranks if the file sets more than there are (deepspeed/utils/groups.py).
-        return min(ranks, world_size) if self.custom_settings else ranks_per_replica(world_size, per_machine)
+        if self.custom_settings:
+            # DeepSpeed uses all ranks if the file sets more than there are (deepspeed/utils/groups.py).
+            return min(ranks, world_size)
+        # Those of a machine, whose links are fast, or half of a single machine.
+        spans_machines = 1 < per_machine < world_size and world_size % per_machine == 0
+        return per_machine if spans_machines else world_size // 2
 
     def offload_device(self, what: str) -> str | None:
         """Return the device to which `optimizer` or `param` is offloaded: cpu or nvme; None if it is not."""
@@ -273,12 +268,6 @@ class Strategy:
                 raise UserError(problem, fix)
 
 
-def ranks_per_replica(world_size: int, per_machine: int) -> int:
-    """Return the default ranks per replica: those of a machine, whose links are fast, or half of a single machine."""
-    spans_machines = 1 < per_machine < world_size and world_size % per_machine == 0
-    return per_machine if spans_machines else world_size // 2
-
-
 def resolve_repository_path(path: str) -> Path:
     """Return a path relative to the working directory, or to REPOSITORY if it does not exist there."""
     local = Path(path)
@@ -291,23 +280,60 @@ def read_strategy(name: str) -> Strategy:
         fix = f"{did_you_mean(name, STRATEGY_NAMES)}{os.path.relpath(STRATEGY_DIRECTORY)}/ has a file for each strategy"
         raise UserError(f"there is no strategy {clip(name)}", fix)
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
-    deepspeed = document.get("deepspeed_config")
-    settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None
-    normalized = normalize_strategy_files(document, settings) if name in SHIPPED else {}
-    if normalized and config_digest(normalized) != SHIPPED[name]:
+    strategy = launched_strategy(exported_variables(document), document["distributed_type"] != "NO")
+    if strategy.name != name:
         problem = f"the files of {name} in accelerate_configs/ do not have the study's settings"
         raise UserError(problem, f"restore {name}.yaml and its JSON, and put custom settings into separate files")
-    return Strategy(
-        name, document["distributed_type"], settings, mesh=requested_mesh(normalized), group=parse_group(normalized)
+    return strategy
+
+
+def exported_variables(document: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that `accelerate launch` exports for a file of accelerate_configs/."""
+    variables = {}
+    for section, switch in (("fsdp_config", "FSDP"), ("parallelism_config", "PARALLELISM_CONFIG")):
+        if section in document:
+            variables[f"ACCELERATE_USE_{switch}"] = "true"
+            variables |= {key.upper(): str(value) for key, value in document[section].items()}
+    if engine := document.get("deepspeed_config"):
+        variables |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / engine["deepspeed_config_file"]),
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(engine.get("zero3_init_flag", True)),
+        }
+    return variables
+
+
+def launched_strategy(exported: Mapping[str, str], is_distributed: bool) -> Strategy:
+    """Return the strategy of a file, from the variables that `accelerate launch` exports for it."""
+    has_mesh, has_megatron, has_deepspeed, has_fsdp = (
+        exported.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
+        for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
     )
-
-
-def normalize_strategy_files(document: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings that `name_strategy` identifies a strategy by, from its files."""
-    mesh = read_mesh_sizes({key.upper(): str(value) for key, value in document.get("parallelism_config", {}).items()})
-    if settings is not None:
-        return normalize_deepspeed_config(settings, document["deepspeed_config"].get("zero3_init_flag", True), mesh)
-    if "fsdp_config" not in document:
-        return normalize_plain_config(mesh)
-    sections = {**document["fsdp_config"], **document.get("parallelism_config", {})}
-    return normalize_fsdp_config({key.upper(): str(value) for key, value in sections.items()}, mesh)
+    if has_megatron:
+        problem = "the launched Accelerate file has a megatron_lm section, which no strategy supports"
+        raise UserError(problem, "leave it out")
+    mesh = strategy_names.read_mesh_sizes(exported) if has_mesh else {}
+    settings = file = None
+    if has_deepspeed:
+        if not (path := exported.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
+            fix = "launch with a file of accelerate_configs/, which sets every value in a DeepSpeed JSON"
+            raise UserError("the launched Accelerate file has no deepspeed_config_file", fix)
+        file, kind = resolve_repository_path(path), "DEEPSPEED"
+        settings = read_deepspeed_json(file)
+        zero3_init = exported.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
+        normalized = strategy_names.normalize_deepspeed_config(settings, zero3_init, mesh)
+    elif has_fsdp:
+        if exported.get("FSDP_VERSION") != "2":
+            raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
+        kind, normalized = "FSDP", strategy_names.normalize_fsdp_config(exported, mesh)
+    elif has_mesh:
+        kind, normalized = "MULTI_GPU", strategy_names.supported_sizes({"tp_size"}, mesh, "a MULTI_GPU file")
+    else:
+        return Strategy("ddp", "MULTI_GPU") if is_distributed else Strategy("single", "NO")
+    replicas, group = normalized.get("dp_replicate_size"), parse_group(normalized)
+    mesh_of_replicas = (replicas, normalized.get("dp_shard_size", 1)) if replicas else None
+    if has_mesh and not has_deepspeed and replicas is None and group is None:
+        raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
+    name = strategy_names.name_strategy(normalized, file)
+    custom_settings = None if name in strategy_names.SHIPPED else normalized
+    return Strategy(name, kind, settings, custom_settings, mesh_of_replicas, group)

@@ -48,12 +48,7 @@ def normalize_deepspeed_config(
             zero[section].pop("nvme_path", None)
     if zero["stage"] == 3:
         normalized["zero3_init_flag"] = zero3_init
-    return normalized | _only({"sp_size"}, mesh, "a DeepSpeed file")
-
-
-def normalize_plain_config(mesh: Mapping[str, int]) -> dict[str, Any]:
-    """Return the settings that identify the strategy of a MULTI_GPU file."""
-    return _only({"tp_size"}, mesh, "a MULTI_GPU file")
+    return normalized | supported_sizes({"sp_size"}, mesh, "a DeepSpeed file")
 
 
 def normalize_fsdp_config(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[str, Any]:
@@ -75,7 +70,7 @@ def normalize_fsdp_config(exported: Mapping[str, str], mesh: Mapping[str, int]) 
     classes = exported.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or exported.get("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
     if normalized["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP" and classes:
         normalized["FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP"] = sorted(name.strip() for name in classes.split(","))
-    sizes: dict[str, Any] = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
+    sizes: dict[str, Any] = supported_sizes({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
     if "cp_size" in sizes:
         sizes["cp_comm_strategy"] = exported.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
     if set(sizes) == {"dp_shard_size"}:
@@ -96,21 +91,12 @@ def read_mesh_sizes(exported: Mapping[str, str]) -> dict[str, int]:
     return sizes
 
 
-def _only(supported: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int]:
+def supported_sizes(supported: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int]:
+    """Return the sizes of a parallelism_config; UserError if this kind of file does not support one of them."""
     if unsupported := [key for key in sizes if key not in supported]:
         problem = f"the launched Accelerate file has {unsupported[0]}: {sizes[unsupported[0]]}, not supported in {file}"
         raise UserError(problem, "leave it out")
     return dict(sizes)
-
-
-def requested_mesh(values: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the number of replicas and the ranks of each; None if the file has one replica."""
-    return (values["dp_replicate_size"], values.get("dp_shard_size", 1)) if "dp_replicate_size" in values else None
-
-
-def config_digest(normalized: Mapping[str, Any]) -> str:
-    """Return a hash of settings that ignores the order of keys, and whether a number is 500000000 or 5e8."""
-    return hashlib.sha256(json.dumps(_plain(normalized), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _plain(value: Any) -> Any:
@@ -123,7 +109,8 @@ def _plain(value: Any) -> Any:
 
 def name_strategy(normalized: Mapping[str, Any], file: Path | None = None) -> str:
     """Return the strategy that has these settings, else a custom name. `file` is the DeepSpeed JSON."""
-    digest = config_digest(normalized)
+    # It ignores the order of keys, and whether a number is 500000000 or 5e8.
+    digest = hashlib.sha256(json.dumps(_plain(normalized), sort_keys=True).encode()).hexdigest()[:8]
     if (shipped := next((name for name, entry in SHIPPED.items() if entry == digest), None)) is not None:
         return shipped
     if file is None:

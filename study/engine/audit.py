@@ -91,17 +91,14 @@ def audit(
         raise RunFailed(problem, "compare the strategy file with engine.json")
     live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
-    trained, ranks = (
-        (parameter for parameter in model.parameters() if parameter.requires_grad),
-        launch.strategy.group_size,
-    )
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
         # Set if a large device emulates a smaller one.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
-        "model_parameters": count_elements(model.parameters(), ranks),
-        "trainable_parameters": count_elements(trained, ranks),
+        "model_parameters": count_elements(model.parameters(), launch.strategy.group_size),
+        "trainable_parameters": count_elements(trained, launch.strategy.group_size),
         "model_layers": unwrapped.config.num_hidden_layers,
         # The preset's depth, which --model_name_or_path may have changed.
         "preset_layers": preset_layers(config.model_name_or_path),

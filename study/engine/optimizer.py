@@ -35,17 +35,13 @@ GRAD_SCALER: dict[str, Any] = {
 def read_loss_scaler(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
     """Return the live engine's settings in the form of LOSS_SCALER; None without a dynamic loss scaler."""
     if (scaler := accelerator.scaler) is not None:
-        return {
-            "initial_scale": scaler.get_scale(), "factor": scaler.get_growth_factor(),
-            "window": scaler.get_growth_interval(), "hysteresis": 1,
-        }  # fmt: skip
-    engine_scaler = getattr(getattr(model, "optimizer", None), "loss_scaler", None)
-    if engine_scaler is None or not engine_scaler.dynamic:
-        return None
-    return {
-        "initial_scale": float(engine_scaler.cur_scale), "factor": engine_scaler.scale_factor,
-        "window": engine_scaler.scale_window, "hysteresis": engine_scaler.delayed_shift,
-    }  # fmt: skip
+        values = scaler.get_scale(), scaler.get_growth_factor(), scaler.get_growth_interval(), 1
+    else:
+        scaler = getattr(getattr(model, "optimizer", None), "loss_scaler", None)
+        if scaler is None or not scaler.dynamic:
+            return None
+        values = float(scaler.cur_scale), scaler.scale_factor, scaler.scale_window, scaler.delayed_shift
+    return dict(zip(LOSS_SCALER, values, strict=True))
 
 
 class SkippedSteps:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig
-from study.workloads.architecture import model_class, resolve_attention, uses_sliding_window
+from study.workloads.architecture import check_heads, model_class, resolve_attention, uses_sliding_window
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -50,12 +50,8 @@ def check_sequence(
             problem = f"{model}: its attention has a window, and the mask would be ignored"
             raise UserError(problem, "use a model without a window")
         return
+    check_heads(model, architecture, ranks, may_repeat=True)
     text = architecture.get_text_config()
-    heads = text.num_attention_heads
-    shared = getattr(text, "num_key_value_heads", None) or heads
-    if heads % ranks or (shared % ranks and ranks % shared):
-        counted = f"{heads} heads" if shared == heads else f"{heads} heads over {shared} of keys and values"
-        raise UserError(f"{model}: {counted} do not divide over {ranks} ranks", "set --group_size to a divisor")
     window = getattr(text, "sliding_window", None)
     if window is not None and getattr(text, "use_sliding_window", True) and config.seq_length > window:
         problem = f"{model}: its attention has a window of {window} tokens, and Ulysses ignores that mask"

@@ -30,7 +30,7 @@ USABLE_HOST_FRACTION = 0.85
 
 
 def check_host_memory(config: RunConfig, launch: Launch, strategy: Strategy) -> None:
-    """Raise CannotBeHeld, with the largest depth that fits, if the model does not fit this machine's host memory."""
+    """Raise ModelTooLarge, with the largest depth that fits, if the model does not fit this machine's host memory."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -177,15 +177,13 @@ def _copy_as_gloo_does() -> Any:
 
     overrides = torch.library.Library("c10d", "IMPL")
 
-    def add_copy(operator: str, argument_index: int, copy: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-        """Wrap an operator; `argument_index` is the position of its large tensor."""
+    def add_copy(operator: str, place: int, copy: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        """Wrap an operator whose argument at this place is its large tensor."""
         backends = torch.library.get_kernel(f"c10d::{operator}", "CPU")
 
         def with_copy(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-            group = torch.distributed.ProcessGroup.unbox(arguments[2]).group_name
-            copied = (
-                copy(arguments[argument_index], group) if _may_be_the_peak(arguments[argument_index].nbytes) else None
-            )
+            large, group = arguments[place], torch.distributed.ProcessGroup.unbox(arguments[2]).group_name
+            copied = copy(large, group) if _may_be_the_peak(large.nbytes) else None
             result = backends.call_boxed(keys, *arguments)
             del copied
             return result
@@ -195,18 +193,14 @@ def _copy_as_gloo_does() -> Any:
     with warnings.catch_warnings():
         # Torch warns of a replaced kernel, which is intended here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        add_copy(
-            "_allgather_base_",
-            0,
-            lambda argument_index, group: next(_group_threads(group)).submit(torch.ones_like, argument_index).result(),
-        )
-        add_copy("_reduce_scatter_base_", 1, lambda argument_index, _: argument_index.clone())
+        add_copy("_allgather_base_", 0, lambda all_, name: next(_threads(name)).submit(torch.ones_like, all_).result())
+        add_copy("_reduce_scatter_base_", 1, lambda all_, _: all_.clone())
     # Kernels stay replaced as long as this object exists.
     return overrides
 
 
 @functools.cache
-def _group_threads(group: str) -> Iterator[ThreadPoolExecutor]:
+def _threads(group: str) -> Iterator[ThreadPoolExecutor]:
     """Return an endless iterator over a gloo group's two threads. Each has a heap, and keeps freed memory in it."""
     return itertools.cycle([ThreadPoolExecutor(1), ThreadPoolExecutor(1)])
 

@@ -100,7 +100,7 @@ class Inventory:
     def claim(self, kind: str, name: str, tensors: Any, offloaded: bool = False) -> None:
         """Count the span of the tensors, not the rest of their storage. `kind` is one of STATE_KINDS or "buffers"."""
         for tensor in tensors_in(tensors):
-            place = self._place(tensor, offloaded)
+            is_on_host = offloaded if self.compute_device.type == "cpu" else tensor.device.type == "cpu"
             storage = tensor.untyped_storage()
             key, size = storage.data_ptr(), storage.nbytes()
             if not key or not size:
@@ -114,7 +114,7 @@ class Inventory:
             covered = sum(min(end, span[1]) - max(start, span[0]) for span in touching)
             merged = (min([start, *(span[0] for span in touching)]), max([end, *(span[1] for span in touching)]))
             self._claimed[key] = [span for span in spans if span not in touching] + [merged]
-            self.claims[kind, place, name] += end - start - covered
+            self.claims[kind, "host" if is_on_host else "device", name] += end - start - covered
 
     def add_files(self, kind: str, name: str, paths: Iterable[str]) -> None:
         self.claims[kind, "nvme", name] += sum(Path(path).stat().st_size for path in paths if Path(path).exists())
@@ -173,11 +173,6 @@ class Inventory:
         python_ids = {id(referent) for referent in gc.get_referents(*holders)}
         cpp_tensors = [tensor for tensor in tensors if tensor.dim() and id(tensor) not in python_ids]
         return sum(_storage_sizes(cpp_tensors)) > sum(self._unreachable)
-
-    def _place(self, tensor: torch.Tensor, offloaded: bool) -> str:
-        if self.compute_device.type == "cpu":
-            return "host" if offloaded else "device"
-        return "host" if tensor.device.type == "cpu" else "device"
 
 
 def _storage_sizes(tensors: list[torch.Tensor]) -> list[int]:

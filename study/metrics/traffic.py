@@ -14,7 +14,6 @@ backend. Gloo uses other algorithms for some collectives; `gloo_bytes_per_rank` 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import defaultdict
@@ -46,17 +45,6 @@ _BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "deepspeed")
 
 
-@dataclasses.dataclass
-class Collective:
-    """Calls and bytes of one kind of collective."""
-
-    calls: int = 0
-    payload_bytes: int = 0
-    # Ring bytes, under the name in records.
-    wire_bytes_per_rank: float = 0.0
-    gloo_bytes_per_rank: float = 0.0
-
-
 class TrafficWatch(TorchDispatchMode):
     """Counter of collectives: `with TrafficWatch(step) as watch:` around exactly one optimizer step."""
 
@@ -69,7 +57,9 @@ class TrafficWatch(TorchDispatchMode):
         self.across_machines_bytes = 0.0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-        self.collectives: defaultdict[str, Collective] = defaultdict(Collective)
+        # Ring bytes have the name that they have in records.
+        zeros = {"calls": 0, "payload_bytes": 0, "wire_bytes_per_rank": 0.0, "gloo_bytes_per_rank": 0.0}
+        self.collectives: defaultdict[str, dict[str, float]] = defaultdict(zeros.copy)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -93,7 +83,7 @@ class TrafficWatch(TorchDispatchMode):
         if group is None:
             return  # it waits for a result, or wraps one
         if name in _BARRIERS:
-            self.collectives["barrier"].calls += 1
+            self.collectives["barrier"]["calls"] += 1
             return
         namespace, _, operator = name.partition("::")
         kind = next((kind for kind, pattern in _KINDS.items() if pattern.search(operator.strip("_"))), None)
@@ -108,9 +98,9 @@ class TrafficWatch(TorchDispatchMode):
         else:
             payload = result if kind == "all_gather" else values[0]
         count = sum(t.numel() * t.element_size() for t in tree_leaves(payload) if isinstance(t, torch.Tensor))
-        collective = self.collectives[kind]
-        collective.calls += 1
-        collective.payload_bytes += count
+        counts = self.collectives[kind]
+        counts["calls"] += 1
+        counts["payload_bytes"] += count
         # c10d operators pass a group boxed, and functional ones its name.
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
@@ -120,17 +110,18 @@ class TrafficWatch(TorchDispatchMode):
             ring = gloo = _all_to_all_bytes(arguments, ranks)
         else:
             ring, gloo = _ring_bytes(kind, count, len(ranks)), _gloo_bytes(kind, count, len(ranks))
-        collective.wire_bytes_per_rank += ring
-        collective.gloo_bytes_per_rank += gloo
+        counts["wire_bytes_per_rank"] += ring
+        counts["gloo_bytes_per_rank"] += gloo
         if self.ranks_per_machine and len({rank // self.ranks_per_machine for rank in ranks}) > 1:
             self.across_machines_bytes += ring
 
     def report(self) -> dict[str, Any]:
-        counts = {kind: dataclasses.asdict(count) for kind, count in sorted(self.collectives.items())}
-        if not self.is_gloo:
-            for count in counts.values():
-                del count["gloo_bytes_per_rank"]
-        report = {"step": self.step, "world_size": self.world_size, "collectives": counts}
+        left_out = () if self.is_gloo else ("gloo_bytes_per_rank",)
+        collectives = {
+            kind: {name: count for name, count in counts.items() if name not in left_out}
+            for kind, counts in sorted(self.collectives.items())
+        }
+        report = {"step": self.step, "world_size": self.world_size, "collectives": collectives}
         if (ranks := self.ranks_per_machine) and self.world_size > ranks:
             report |= {"ranks_per_machine": ranks, "across_machines_bytes_per_rank": self.across_machines_bytes}
         return report

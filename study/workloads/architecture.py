@@ -150,6 +150,16 @@ def uses_sliding_window(architecture: PreTrainedConfig) -> bool:
     return bool(windowed or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)))
 
 
+def check_heads(model: str, architecture: PreTrainedConfig, ranks: int, may_repeat: bool = False) -> None:
+    """Raise UserError if attention heads do not divide over ranks; `may_repeat`: ranks may share a key-value head."""
+    text = architecture.get_text_config()
+    heads = text.num_attention_heads
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    if heads % ranks or (shared % ranks and not (may_repeat and ranks % shared == 0)):
+        counted = f"{heads} heads" if shared == heads else f"{heads} heads over {shared} of keys and values"
+        raise UserError(f"{model}: {counted} do not divide over {ranks} ranks", "set --group_size to a divisor")
+
+
 def _check_mask(architecture: PreTrainedConfig, config: RunConfig) -> None:
     """Raise UserError for models that would silently compute another attention without their mask."""
     cls = model_class(config, architecture)

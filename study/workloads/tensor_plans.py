@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.config.strategies import Strategy
-from study.workloads.architecture import model_class
+from study.workloads.architecture import check_heads, model_class
 
 if TYPE_CHECKING:
     import torch
@@ -62,13 +62,7 @@ def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy:
     if not (has_plan or architecture.model_type in _OWN_PLANS):
         problem = f"{model}: for {architecture.model_type} models there is no tensor-parallel plan"
         raise UserError(problem, "use a gpt2, bert or llama model, or a strategy without tensor parallelism")
-    heads = architecture.num_attention_heads
-    key_value_heads = getattr(architecture, "num_key_value_heads", None) or heads
-    if heads % ranks or key_value_heads % ranks:
-        over = "" if key_value_heads == heads else f" over {key_value_heads} of keys and values"
-        raise UserError(
-            f"{model}: {heads} heads{over} do not divide over {ranks} ranks", "set --group_size to a divisor"
-        )
+    check_heads(model, architecture, ranks)
 
 
 def keep_own_shards(model: torch.nn.Module) -> None:

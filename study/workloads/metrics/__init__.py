@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@functools.cache
-def load_metric(name: str) -> Any:
-    """Load a metric; only at the first evaluation, since importing `evaluate` takes most of a second."""
-    # evaluate.load() would copy the module into HF_HOME first, which may be full or read-only.
-    from study.workloads.metrics import local
-
-    return getattr(local, name.title())(keep_in_memory=True)
 
 
 def summarize_evaluation(
@@ -25,8 +15,12 @@ def summarize_evaluation(
 
     Losses are per sample: batches differ in size, so a mean of batch means is biased.
     """
+    # Imported here, since importing `evaluate` takes most of a second. Its load() would copy the module into HF_HOME
+    # first, which may be full or read-only.
+    from study.workloads.metrics.local import Accuracy, Perplexity
+
     losses = sample_losses.double()
     result = {"eval_loss": float(losses.mean())}
     if task == "bert-imdb":
-        return result | load_metric("accuracy").compute(predictions=predictions, references=references)
-    return result | load_metric("perplexity").compute(predictions=losses)
+        return result | Accuracy(keep_in_memory=True).compute(predictions=predictions, references=references)
+    return result | Perplexity(keep_in_memory=True).compute(predictions=losses)
