@@ -256,8 +256,7 @@ def _largest_option(
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
-    swapped = f"no part of the {unused_nvme} has the 1 MiB that is swapped"
-    reason = timing.why(memory, box) if unused_nvme is None else swapped
+    reason = f"no part of the {unused_nvme} has the 1 MiB that is swapped" if unused_nvme else timing.why(memory, box)
     return Option(name, request, memory, time, reason, cost)
 
 

@@ -113,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
     if len(options.model) != 1:
         problem = "the model is missing" if not options.model else "only --strict accepts several files"
         raise UserError(problem, "give one CONFIG and one MODEL: study explain ds.json gpt2")
-    bandwidths = (options.bus_gb_per_s, options.host_gb_per_s, options.network_gb_per_s, options.host_memory)
-    if not options.hardware and bandwidths != (math.inf, None, None, None):
+    box_options = (options.bus_gb_per_s, options.host_gb_per_s, options.network_gb_per_s, options.host_memory)
+    if not options.hardware and box_options != (math.inf, None, None, None):
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
     file = read_user_file(options.config)
     shape = adapters.apply_lora_options(model_shape(options.model[0], ask_hub=options.hub), options)
