@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from study.records.directory import Run, read_run
+from study.records.directory import read_run
 from study.records.schema import STATE_PLACES, SUMMARY_KEYS
 from study.records.virtual_summary import PEAKS, Extrapolation, RankSummary
 from study.virtual.command import describe, table
@@ -147,19 +147,14 @@ def test_the_residual_of_the_third_depth_grows_on_the_way_to_the_model() -> None
     assert worse.run_figures["host_peak_rss_gib"] is None
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Return the record of one virtual rank."""
-    path = write_run(tmp_path, "zero3", virtual=True, ranks=64, gpu=False, config={"global_batch_size": 64},
-                     engine={"virtual_rank": 0, "model_parameters": 2_500_000, "model_layers": 2, "preset_layers": 2,
-                             "emulated_device_memory_gib": None, "per_device_train_batch_size": 1,
-                             "gradient_accumulation_steps": 1})  # fmt: skip
-    run = read_run(path)
+def test_an_extrapolated_document_has_the_keys_of_a_measured_one(tmp_path: Path) -> None:
+    engine = {
+        "virtual_rank": 0, "model_parameters": 2_500_000, "model_layers": 2, "preset_layers": 2,
+        "emulated_device_memory_gib": None, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    config = {"global_batch_size": 64}
+    run = read_run(write_run(tmp_path, "zero3", virtual=True, ranks=64, gpu=False, config=config, engine=engine))
     run.memory["ranks"][1:] = []
-    return run
-
-
-def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> None:
     measured = RankSummary.from_run(run)
     assert set(SUMMARY_KEYS) <= set(measured.document())
     result = line(*(dataclasses.replace(measured, model_layers=layers) for layers in (2, 3, 4)))
@@ -170,14 +165,9 @@ def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> No
 
 @pytest.mark.parametrize(
     ("after_backward", "expected"),
-    [
-        # One unpartitioned gradient is larger than the shards of three shallow models, but not than those of forty
-        # layers.
-        ((100, 100, 100), 400),
-        # The part that is reduced after backward varies, which matters only if it is the larger one.
-        ((0, 0, 17), 400),
-        ((0, 0, 45), None),
-    ],
+    # One unpartitioned gradient is larger than the shards of three shallow models, but not than those of forty layers.
+    # The part that is reduced after backward varies, which matters only if it is the larger one.
+    [((100, 100, 100), 400), ((0, 0, 17), 400), ((0, 0, 45), None)],
 )
 def test_gradients_are_the_larger_of_two_readings_even_if_the_other_is_larger_in_the_full_model(
     after_backward, expected
