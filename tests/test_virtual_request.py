@@ -53,23 +53,13 @@ def test_of_two_flags_for_one_key_each_setting_is_kept(tmp_path: Path) -> None:
     assert cell.config.precision == "bf16-engine"
 
 
-def make_launch(strategy: str, ranks: int) -> Launch:
-    return Launch(read_strategy(strategy), ranks, 0, 0, 1, virtual=True)
-
-
-def make_config(model: str, ranks: int) -> RunConfig:
-    config = RunConfig(
-        task="gpt-wikitext", scale="laptop", model_name_or_path=model, precision="bf16-engine", virtual_world_size=ranks
-    )
-    return resolve_config(config, accelerator_visible=False)
-
-
 def test_offloaded_state_is_host_memory_on_a_gpu_machine_too() -> None:
-    config = make_config("gpt-20b", 2)
-    shape = model_size(config)
+    flags = {"task": "gpt-wikitext", "model_name_or_path": "gpt-20b", "precision": "bf16-engine"}
+    config = resolve_config(RunConfig.from_dict(flags | {"virtual_world_size": 2}, "this test"), False)
+    strategies = [read_strategy(name) for name in ("zero3_cpu", "zero3", "zero3_nvme")]
     offloaded, on_device, on_nvme = (
-        needed_host_bytes(config, make_launch(name, 2), read_strategy(name), shape, on_gpu=True)
-        for name in ("zero3_cpu", "zero3", "zero3_nvme")
+        needed_host_bytes(config, Launch(item, 2, 0, 0, 1, virtual=True), item, model_size(config), on_gpu=True)
+        for item in strategies
     )
     # Half of the model in bf16, its gradients, and fp32 weights with two moments: 16 bytes per parameter.
     assert offloaded - on_device > 16 * 19.9e9 / 2
