@@ -18,9 +18,7 @@ PULL = "https://github.com/deepspeedai/DeepSpeed/pull"
 
 
 def write_records(root: Path, bad: set[str], strategy: str = "zero2", repeat: int = 1) -> None:
-    """Write runs of `single` and one strategy with four micro-batches per step for each stack, in fp32 with clipping;
-    some differ.
-    """
+    """Write clipped fp32 runs of `single` and of a strategy with accumulation 4 for each stack; some differ."""
     for cell in plan_cells(read_suite(find_suite(SUITE)), detect_machine()):
         if not isinstance(cell, Cell) or cell.config.precision != "fp32" or not cell.config.max_grad_norm:
             continue
@@ -31,14 +29,13 @@ def write_records(root: Path, bad: set[str], strategy: str = "zero2", repeat: in
             with_steps(path, lambda row: row | {"grad_norm": 1.0})
 
 
-def bisected(root: Path, strategy: str, first: str, last: str, *flags: str) -> int:
-    command = ["releases", "bisect", strategy, "--between", first, last, "--runs_dir", str(root)]
-    return cli.main([*command, *flags])
+def bisected(root: Path, request: str) -> int:
+    return cli.main(["releases", "bisect", *request.split(), "--runs_dir", str(root)])
 
 
 def test_changes_between_the_releases_are_named_with_their_pull_requests(tmp_path, capsys):
     write_records(tmp_path, bad={"0.17.6", "0.18.0", "0.18.2"})
-    assert bisected(tmp_path, "zero2", "0.17.5", "0.18.3") == 0
+    assert bisected(tmp_path, "zero2 --between 0.17.5 0.18.3") == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("0.17.5: equal") for line in lines)
     cause = "only the last micro-step's gradient is used"
@@ -51,13 +48,13 @@ def test_changes_between_the_releases_are_named_with_their_pull_requests(tmp_pat
 def test_a_release_that_differs_in_one_of_two_runs_is_bad(tmp_path, capsys):
     write_records(tmp_path, bad=set())
     write_records(tmp_path, bad={"0.18.4"}, repeat=2)
-    assert bisected(tmp_path, "zero2", "0.18.3", "0.18.6", "--repeat", "2") == 0
+    assert bisected(tmp_path, "zero2 --between 0.18.3 0.18.6 --repeat 2") == 0
     assert "first bad: 0.18.4; 0.18.3 is good" in capsys.readouterr().out
 
 
 def test_one_equal_run_does_not_make_a_release_with_a_known_race_good(tmp_path, capsys):
     write_records(tmp_path, bad=set(), strategy="zero3")
-    assert bisected(tmp_path, "zero3", "0.18.3", "0.18.6") == 1
+    assert bisected(tmp_path, "zero3 --between 0.18.3 0.18.6") == 1
     printed = capsys.readouterr().out
     assert printed.count("which proves nothing: the release has a known race condition") == 4
     assert "no release of 0.18.3 to 0.18.6 is bad; 0 were judged, 4 could not be" in printed
