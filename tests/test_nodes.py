@@ -8,12 +8,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from engines import ROOT
+from engines import ONE_THREAD, ROOT
 from runs import FLAGS
 from study.config.errors import UserError
 from study.host.machine import Machine
@@ -51,8 +50,7 @@ def test_a_suite_plans_for_all_gpus_of_a_job_and_may_require_so_many_on_each_nod
     assert [representative_cell(cell).world_size for cell in plan_cells(read_suite(suite), TWO_OF_EIGHT)] == [16]
     assert missing_requirement(Suite("many", "", Requirements(16, 8)), TWO_OF_EIGHT) is None
     refusal = missing_requirement(Suite("many", "", Requirements(16, 16)), TWO_OF_EIGHT)
-    assert refusal is not None
-    assert refusal.problem == "many needs 16 GPUs on each node, and here are 2 nodes of 8 GPUs"
+    assert "many needs 16 GPUs on each node, and here are 2 nodes of 8 GPUs -> " in str(refusal)
 
 
 def test_one_step_starts_a_supervised_launcher_on_each_node(monkeypatch) -> None:
@@ -102,29 +100,18 @@ def test_only_tasks_of_one_array_share_a_folder_of_records(tmp_path: Path, monke
             lock_sweep_directory(tmp_path)
 
 
-SKY = ROOT / "cluster" / "study.sky.yaml"
-
-
-def sky_task() -> dict[str, Any]:
-    return yaml.safe_load(SKY.read_text())
-
-
 @pytest.mark.long
 def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(tmp_path, get_run):
-    flags = " ".join([*FLAGS, "--task", "gpt-wikitext"])
-    settings = {"STRATEGIES": "ddp", "FLAGS": flags, "RUNS": str(tmp_path), "SUITE": "laptop"}
-    assert settings.keys() == sky_task()["envs"].keys()
+    task, flags = yaml.safe_load((ROOT / "cluster/study.sky.yaml").read_text()), [*FLAGS, "--task", "gpt-wikitext"]
+    settings = {"STRATEGIES": "ddp", "FLAGS": " ".join(flags), "RUNS": str(tmp_path), "SUITE": "laptop"}
+    assert settings.keys() == task["envs"].keys()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | settings | {
-        "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+    job = settings | {
+        "PATH": path, "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
     }  # fmt: skip
-    machines = [
-        subprocess.Popen(
-            ["bash", "-c", sky_task()["run"]], cwd=ROOT, env=environment | {"SKYPILOT_NODE_RANK": str(rank)}
-        )
-        for rank in range(2)
-    ]
+    environments = [os.environ | ONE_THREAD | job | {"SKYPILOT_NODE_RANK": rank} for rank in ("0", "1")]
+    machines = [subprocess.Popen(["bash", "-c", task["run"]], cwd=ROOT, env=each) for each in environments]
     assert [machine.wait(240) for machine in machines] == [0, 0]
     run, expected = read_run(tmp_path / "sky" / "ddp"), get_run("ddp", "--task", "gpt-wikitext")
     assert [row["loss"] for row in run.steps] == pytest.approx([row["loss"] for row in expected.steps], rel=1e-6)
@@ -138,5 +125,4 @@ def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_fit(tmp_path: Path)
         assert missing_requirement(part.suite, job_box, part.cells) is None
     (unfiltered,) = plan_suite("scaling", box, tmp_path).slices
     refusal = missing_requirement(unfiltered.suite, box, unfiltered.cells)
-    assert refusal is not None
-    assert refusal.problem == "scaling needs 32 GPUs, and this machine shows 16"
+    assert "scaling needs 32 GPUs, and this machine shows 16 -> " in str(refusal)
