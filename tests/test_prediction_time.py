@@ -11,16 +11,10 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolve_config
 from study.config.places import REPOSITORY
 from study.config.strategies import STRATEGY_NAMES, Strategy, read_strategy
-from study.config.strategy_names import apply_overrides
 from study.metrics.flops import model_flops_per_sample
 from study.predictor import activations as flops
-from study.predictor.communication import (
-    bus_bandwidth_gb_per_s,
-    collective_s,
-    communication_time,
-    predict_payload,
-    sent_bytes,
-)
+from study.predictor import communication
+from study.predictor.communication import collective_s, communication_time, predict_payload
 from study.predictor.hardware import BOX_NAMES, Hardware, known_devices, to_box
 from study.predictor.memory import device_snapshots, predict_memory
 from study.predictor.request import Request
@@ -32,12 +26,9 @@ LLAMA = "layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_h
 
 
 def make_request(**changes: object) -> Request:
-    fields = {
-        "shape": model_shape(LLAMA), "strategy": read_strategy("fsdp2"), "box": to_box("8xH100"),
-        "sequence_length": 2048,
-        "micro_batch": 4, "accumulation": 1, "precision": "bf16", "gradient_checkpointing": False, "attention": "sdpa",
-    }  # fmt: skip
-    return Request(**fields | changes)  # type: ignore[arg-type]
+    shape, box = model_shape(LLAMA), to_box("8xH100")
+    request = Request(shape, read_strategy("fsdp2"), box, 2048, 4, 1, "bf16", False, "sdpa")
+    return dataclasses.replace(request, **changes)  # type: ignore[arg-type]
 
 
 NAMES = yaml.safe_load((REPOSITORY / "tests/data/hardware_names.yaml").read_text())
@@ -103,7 +94,7 @@ def test_checkpointing_adds_hardware_flops_and_no_model_flops() -> None:
     ],
 )  # fmt: skip
 def test_bandwidth_is_the_measured_one_if_there_is_one(box, collective, payload, expected):
-    assert bus_bandwidth_gb_per_s(to_box(box), collective, payload) == pytest.approx(expected)
+    assert communication.bus_bandwidth_gb_per_s(to_box(box), collective, payload) == pytest.approx(expected)
 
 
 def test_a_longer_message_takes_no_less_time_but_for_the_noise_of_the_tables() -> None:
@@ -138,20 +129,18 @@ def test_every_strategy_has_a_time_whose_parts_add_up_and_an_interval_without_of
 def test_replica_groups_keep_gathers_off_the_network_and_divide_the_optimizer() -> None:
     """hsdp shards within a machine, and hpZ gathers there in the backward pass."""
 
-    def parts(name: str, box: Hardware) -> Any:
-        return predict_time(make_request(strategy=read_strategy(name), box=box)).parts
+    def seconds(name: str, box: Hardware, part: str = "communication_exposed") -> float:
+        return predict_time(make_request(strategy=read_strategy(name), box=box)).parts[part]
 
     slow = dataclasses.replace(to_box("8x8xA100"), network_gb_per_s=3.0)
     for grouped, plain in (("hsdp", "fsdp2"), ("zero3_hpz", "zero3")):
-        assert parts(grouped, slow)["communication_exposed"] < parts(plain, slow)["communication_exposed"]
-    two_boxes, single_box = parts("hsdp", to_box("2x8xH100")), parts("fsdp2", to_box("8xH100"))
-    assert two_boxes["compute"] == pytest.approx(single_box["compute"])
+        assert seconds(grouped, slow) < seconds(plain, slow)
+    two_boxes, single_box = (("hsdp", to_box("2x8xH100")), ("fsdp2", to_box("8xH100")))
+    assert seconds(*two_boxes, "compute") == pytest.approx(seconds(*single_box, "compute"))
 
 
 def _with(name: str, *asked_for: str) -> Strategy:
-    strategy = read_strategy(name)
-    assert strategy.deepspeed is not None
-    return dataclasses.replace(strategy, deepspeed=apply_overrides(strategy.deepspeed, asked_for))
+    return read_strategy(name).with_overrides(RunConfig(engine_override=asked_for))
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
@@ -183,7 +172,7 @@ def test_nothing_leaves_a_rank_faster_than_its_link(box: str) -> None:
         request = make_request(strategy=read_strategy(name), box=to_box(box), accumulation=16, precision="fp32")
         exchange, device = communication_time(request, 1.0, 2.0), request.box.device
         link = (device.nvlink_gb_per_s or device.pcie_gb_per_s or 0.0) * 1e9
-        assert sent_bytes(request) <= link * (exchange.overlapped + exchange.exposed), name
+        assert communication.sent_bytes(request) <= link * (exchange.overlapped + exchange.exposed), name
 
 
 def test_adapters_of_16_bit_weights_have_fp32_gradients_in_ddp_s_buckets_and_all_reduce() -> None:
