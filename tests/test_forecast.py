@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 import pytest
 
@@ -14,31 +13,24 @@ from study.sweep.plan import missing_requirement, plan_cells
 from study.sweep.search import representative_cell
 from sweeps import TINY, box_for, gpu_suites_with_cells, planned_cells, shipped, write_suite
 
-GIB = 2**30
-
 
 def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_needs_it(tmp_path, capsys):
     file = write_suite(tmp_path, {"strategy": ["ddp", "zero3_cpu"], "model_name_or_path": ["gpt-tiny", "gpt2"]})
-    arguments = ["run", str(file), "--runs_dir", str(tmp_path), "--dry_run"]
+    arguments = ["run", str(file), "--runs_dir", str(tmp_path)]
 
     def lines(*flags: str) -> list[str]:
-        assert main([*arguments, *flags]) == 0
+        assert main([*arguments, "--dry_run", *flags]) == 0
         return capsys.readouterr().out.splitlines()
 
     without_hardware, with_hardware = lines(), lines("--hardware", "2xT4")
-    assert (len(without_hardware), list(tmp_path.iterdir())) == (4, [file])
+    assert len(without_hardware) == 4
     for line, predicted in zip(without_hardware, with_hardware, strict=True):
-        assert shlex.split(line)[1:3] == ["launch", "--config_file"]
         assert re.search("  # predicted: .* GiB a rank, .*no time without --hardware, fits$", line)
         assert re.search(r" \(of 16\), .* s a step, .*, fits$", predicted)
         assert predicted.split("  # ")[0] == line.split("  # ")[0]
     assert all("  # predicted: 2 ranks need as many GPUs, and T4 has 1, " in line for line in lines("--hardware", "T4"))
-    for wrong, says in (
-        (["--hardware", "T4"], "add --dry_run"),
-        (["--dry_run", "--hardware", "T5"], "did you mean T4"),
-    ):
-        assert main([*arguments[:-1], *wrong]) == 2
-        assert says in capsys.readouterr().err
+    assert main([*arguments, "--hardware", "T4"]) == 2
+    assert "add --dry_run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", gpu_suites_with_cells())
@@ -61,9 +53,9 @@ def test_a_rented_suite_fits_the_gpu_it_requires_and_requires_a_large_one_only_i
         assert missing_requirement(suite, h100) is None
         assert {cell: text for cell, text in described.items() if not text.endswith(", fits")} == {}
     else:
-        needs = (re.search(r"([\d.]+) GiB a rank", text) for text in described.values())
+        needs = map(float, re.findall(r"([\d.]+) GiB a rank", " ".join(described.values())))
         caps = [representative_cell(cell).config.device_memory_cap_gib or 0 for cell in plan_cells(suite, h100)]
-        assert max([*caps, *(float(match[1]) for match in needs if match)]) > h100.gpu_memory_gib[0]
+        assert max([*caps, *needs]) > h100.gpu_memory_gib[0]
 
 
 def test_cells_without_a_prediction_are_named_and_replicas_have_one(tmp_path, capsys):
