@@ -11,15 +11,8 @@ from study.config.places import REPOSITORY
 from study.host.memory import GIB
 from study.predictor import run_predictions
 from study.predictor.time import FITTED
-from study.predictor.validation import (
-    fit,
-    implausibility,
-    predicted_peak,
-    predicted_step_s,
-    published_rows,
-)
+from study.predictor.validation import fit, implausibility, predicted_peak, predicted_step_s, published_rows
 from study.report.pages import prediction as report
-from study.report.pages import prediction as tables
 from study.report.site.build import NOTEBOOKS, execute
 
 ROWS = published_rows()
@@ -29,9 +22,8 @@ COUNTED = [row for row in ROWS if not implausibility(row)]
 def test_no_row_both_fits_a_constant_and_scores_it() -> None:
     fitting, scoring = fit.fit_rows(), [row for row in COUNTED if row.use == "score"]
     # The name of a row does not state its optimizer.
-    assert not {(row.source, row.name, row.step_s) for row in fitting} & {
-        (row.source, row.name, row.step_s) for row in scoring if row.step_s
-    }
+    fitted, scored = ({(row.source, row.name, row.step_s) for row in rows if row.step_s} for rows in (fitting, scoring))
+    assert not fitted & scored
     # No constant is fitted on one row alone.
     assert len(fitting) >= 4 * len(dataclasses.fields(FITTED))
     assert len({row.url for row in fitting}) > 3
@@ -48,9 +40,8 @@ def test_arithmetic_rejects_impossible_rows() -> None:
 def test_the_committed_constants_are_those_of_the_fit() -> None:
     """A search from the committed constants finds no better ones; a full search takes minutes."""
     rows = fit.fit_rows()
-    assert fit.mean_error(rows, FITTED) == pytest.approx(
-        fit.mean_error(rows, fit.minimize_error(rows, FITTED)), abs=0.005
-    )
+    least = fit.mean_error(rows, fit.minimize_error(rows, FITTED))
+    assert fit.mean_error(rows, FITTED) == pytest.approx(least, abs=0.005)
 
 
 def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says() -> None:
@@ -66,12 +57,6 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says
     assert ends[0] == ends[1]
 
 
-def test_no_run_without_a_gpu_is_a_measured_time() -> None:
-    processes = [row for row in run_predictions.study_rows() if row.request.box.is_cpu_only]
-    assert any(row.request.strategy.offloads for row in processes)
-    assert all(row.step_s is None for row in processes)
-
-
 @pytest.mark.parametrize(
     ("names", "rel"), [(("fms-bf16", "torchao-optimizers"), 0.04), (("deepspeed-bf16-states",), 0.01)]
 )
@@ -85,6 +70,7 @@ def test_states_of_16_and_8_bits_have_the_published_sizes(names: tuple[str, ...]
 
 def test_bucketed_gradients_and_gathered_parameters_are_freed_once_they_are_copied() -> None:
     rows = [row for row in run_predictions.study_rows() if row.name.startswith(("virtual_models ", "virtual_tuning "))]
+    assert all(row.step_s is None for row in rows), "a time without a GPU"
     assert {row.request.strategy.zero_stage for row in rows} == {1, 2, 3}
     # The embedding table of these models is 0.25 to 1.2 GiB, which a second time would be 7 to 22 % of a peak. Partly
     # offloaded, its fp64 norm is 4 %.
@@ -107,12 +93,12 @@ def test_the_committed_report_is_of_these_rows() -> None:
 
 
 def test_intervals_cover_the_stated_fraction() -> None:
-    rows = tables.counted(report.scores_frame(report.all_rows()))
-    rows = rows[(rows["source"] != tables.OWN) & (rows["use"] == "score")].dropna(subset=["step_s"])
+    rows = report.counted(report.scores_frame(report.all_rows()))
+    rows = rows[(rows["source"] != report.OWN) & (rows["use"] == "score")].dropna(subset=["step_s"])
     interval = yaml.safe_load(report.intervals_text(rows))["step_s"]
     is_covered = (rows["step_s"] / rows["predicted_step_s"]).between(interval["low"], interval["high"])
-    assert interval["pages"] == tables.page(rows).nunique() > 10
-    assert is_covered.groupby(tables.page(rows)).mean().mean() == pytest.approx(report.INTERVAL_COVERAGE, abs=0.05)
+    assert interval["pages"] == report.page(rows).nunique() > 10
+    assert is_covered.groupby(report.page(rows)).mean().mean() == pytest.approx(report.INTERVAL_COVERAGE, abs=0.05)
 
 
 def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> None:
