@@ -15,8 +15,6 @@ from study.config.strategies import read_strategy
 from tools import bench
 
 HF_TRAINER, BARE_LOOP = "study/baselines/hf_trainer.py", "study/baselines/bare_loop.py"
-
-
 BERT, GPT = "bert-imdb", "gpt-wikitext"
 
 
@@ -47,7 +45,7 @@ def test_a_baseline_trains_as_the_study_does_with_a_complete_record(get_run, scr
     }  # fmt: skip
     assert {key: run.engine[key] for key in expected} == expected
     assert len(run.environment["code_sha256"]) == 64
-    summary, measured = run.summary, {key for key, value in study.summary.items() if value is not None}
+    summary = run.summary
     if trainer == "bare_loop":
         assert min(summary["tokens_per_s"], summary["host_peak_rss_gib"]) > 0
         assert all(row["step_time_s"] is None for row in run.steps)
@@ -57,7 +55,7 @@ def test_a_baseline_trains_as_the_study_does_with_a_complete_record(get_run, scr
         return
     assert all(row["step_time_s"] > 0 for row in run.steps)
     if ranks == 1:
-        assert {key for key, value in summary.items() if value is not None} == measured
+        assert [key for key in summary if (summary[key] is None) != (study.summary[key] is None)] == []
         assert summary["state_bytes_per_rank"] == study.summary["state_bytes_per_rank"]
     else:
         collectives = run.traffic["collectives"].values()
@@ -81,21 +79,14 @@ def test_an_unsupported_request_is_refused_in_one_line(script, strategy, flags, 
     assert not (tmp_path / "run").exists()
 
 
-def make_repeats(study: float, hf_trainer: float, bare_loop: float) -> list[list[dict[str, float]]]:
-    """Return seconds per turn on a machine that slows down by turn and by repeat, equally for all three."""
-    seconds = {"study": study, "hf_trainer": hf_trainer, "bare_loop": bare_loop}
-    return [
-        [{name: value * slow for name, value in seconds.items()} for slow in range(repeat, repeat + 3)]
-        for repeat in (1, 2, 3, 4, 5)
-    ]
-
-
 def test_a_box_that_slows_down_changes_speeds_and_no_ratio() -> None:
-    result = bench.compare("case", 1000, make_repeats(2.0, 2.2, 1.98), overhead=0.001)
+    seconds = {"study": 2.0, "hf_trainer": 2.2, "bare_loop": 1.98}
+    slower = [[{name: value * (repeat + turn) for name, value in seconds.items()} for turn in range(3)]
+              for repeat in (1, 2, 3, 4, 5)]  # fmt: skip
+    result = bench.compare("case", 1000, slower, overhead=0.001)
     assert result["tokens_per_s"]["study"] == pytest.approx([1000 / 2.0 / slow for slow in (2, 3, 4, 5, 6)])
     assert result["tokens_per_s_median"]["study"] == pytest.approx(1000 / 2.0 / 4)
-    assert result["ratio"]["hf_trainer"]["median"] == pytest.approx(1.1)
-    assert result["ratio"]["hf_trainer"]["min"] == pytest.approx(result["ratio"]["hf_trainer"]["max"])
+    assert [result["ratio"]["hf_trainer"][key] for key in ("min", "median", "max")] == pytest.approx([1.1] * 3)
     assert result["ratio"]["bare_loop"]["median"] == pytest.approx(0.99)
     assert result["missed"] == result["undecided"] == []
 
@@ -118,7 +109,6 @@ def test_the_bench_times_all_three_in_turns(capsys, monkeypatch):
         os.sched_setaffinity(0, cores)
     printed = capsys.readouterr()
     (case,) = json.loads(printed.out)["cases"]
-    assert {trainer: len(speeds) for trainer, speeds in case["tokens_per_s"].items()} == dict.fromkeys(bench.SCRIPTS, 1)
-    assert all(speed > 0 for speeds in case["tokens_per_s"].values() for speed in speeds)
-    assert case["ratio"]["bare_loop"]["min"] <= case["ratio"]["bare_loop"]["max"]
+    assert case["tokens_per_s"].keys() == bench.SCRIPTS.keys()
+    assert all(speed > 0 for (speed,) in case["tokens_per_s"].values())
     assert status == (1 if case["missed"] else 0)
