@@ -8,8 +8,6 @@ import json
 import os
 import re
 import sys
-import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +37,12 @@ CPU = {"device": "cpu"}
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 
 
-def make_case(
-    folder: Path, document: Mapping[str, Any] | str, model: str = "gpt2", ranks: int = 4,
-    work: ProgramSettings | None = None,
-) -> ConfigCase:  # fmt: skip
+def make_case(folder: Path, document: Any, model: str = "gpt2", ranks: int = 4, **program: Any) -> ConfigCase:
     # JSON is YAML.
     text = document if isinstance(document, str) else json.dumps(document)
     file = folder / ("user.yaml" if "distributed_type" in text else "user.json")
     file.write_text(text)
-    return resolve(read_user_file(str(file)), model_shape(model), ranks, work or ProgramSettings())
+    return resolve(read_user_file(str(file)), model_shape(model), ranks, ProgramSettings(**program))
 
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
@@ -65,10 +60,8 @@ def mesh(**sizes: int) -> dict[str, Any]:
 
 def name_findings(case: ConfigCase) -> dict[str, str]:
     """Return the findings without what test_what_an_expert_says checks."""
-    return {
-        f"{finding.kind} {finding.key.removeprefix(f'{ZERO}.')}": finding.says
-        for finding in findings(case) if finding.rule not in EXPERTS
-    }  # fmt: skip
+    found = [item for item in findings(case) if item.rule not in EXPERTS]
+    return {f"{item.kind} {item.key.removeprefix(f'{ZERO}.')}": item.says for item in found}
 
 
 def test_boundaries_of_thresholds_buckets_and_saving(tmp_path: Path) -> None:
@@ -92,16 +85,13 @@ def persistent_elements(case: ConfigCase) -> int:
 
 
 def test_every_zero_setting_of_the_engine_is_listed_with_its_default() -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
+    from deepspeed.runtime.zero import config, offload_config
 
     for section, engine in (
-        (ZERO, DeepSpeedZeroConfig), (f"{ZERO}.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
-        (f"{ZERO}.offload_param", DeepSpeedZeroOffloadParamConfig),
-    ):  # fmt: skip
+        (ZERO, config.DeepSpeedZeroConfig),
+        (f"{ZERO}.offload_optimizer", offload_config.DeepSpeedZeroOffloadOptimizerConfig),
+        (f"{ZERO}.offload_param", offload_config.DeepSpeedZeroOffloadParamConfig),
+    ):
         fields = {field.alias or name: field for name, field in engine.model_fields.items()}
         assert KNOWN[section].keys() == fields.keys()
         for name, entry in KNOWN[section].items():
@@ -156,7 +146,7 @@ def test_the_keys_of_accelerate_and_the_optimizers_are_listed() -> None:
     assert set(KNOWN["optimizers"]["torch"]) == torchs
 
 
-def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(tmp_path: Path) -> None:
+def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes() -> None:
     import inspect
 
     import torch
@@ -177,15 +167,6 @@ def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes(t
     assert arguments(FusedLamb) == {**optimizers["lamb"], "max_grad_norm": None}
     assert arguments(FusedLion, DeepSpeedCPULion) == optimizers["lion"]
     assert {name: arguments(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES} == schedulers
-    document = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decy": 0.1, "max_grad_norm": 1.0}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}},
-    }
-    case = make_case(tmp_path, {**PLAIN, **document})
-    wrong = {item.key: item.fix for item in findings(case) if item.rule == "wrong-argument"}
-    assert wrong.pop("optimizer.params.weight_decy") == "did you mean weight_decay?"
-    assert wrong.pop("optimizer.params.max_grad_norm") == "set gradient_clipping"
-    assert list(wrong) == ["scheduler.params"]
 
 
 @pytest.mark.parametrize("key", KNOWN["set_in_json"])
@@ -331,13 +312,15 @@ def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
         assert predict_memory(request).peak_allocated.value == pytest.approx(rank["peak"], rel=within), case
 
 
-def test_a_file_of_fsdp_keeps_weights_gathered_and_shards_over_a_machine(tmp_path: Path) -> None:
+def test_a_file_of_fsdp_keeps_weights_gathered_recomputes_and_shards_over_a_machine(tmp_path: Path) -> None:
     def request(**settings: Any) -> Request:
         return make_case(tmp_path, fsdp(**settings), LLAMA_8B, 16).request
 
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
     full, grad_op, hybrid, hybrid_grad_op = (request(fsdp_sharding_strategy=name) for name in names)
-    not_resharded, resharded = (request(fsdp_version=2, fsdp_reshard_after_forward=value) for value in (False, True))
+    not_resharded, resharded = (request(fsdp_version="2", fsdp_reshard_after_forward=value) for value in (False, True))
+    assert request(fsdp_activation_checkpointing="yes") == dataclasses.replace(full, gradient_checkpointing=True)
+    assert (full.fsdp_version, resharded.fsdp_version) == (1, 2)
     for gathered, freed in ((grad_op, full), (not_resharded, resharded), (hybrid_grad_op, hybrid)):
         assert gathered == dataclasses.replace(freed, fsdp_keeps_gathered=True)
     assert predict_state(hybrid).device == pytest.approx(2 * predict_state(full).device, rel=1e-4)
@@ -351,14 +334,6 @@ def test_a_file_of_fsdp_keeps_weights_gathered_and_shards_over_a_machine(tmp_pat
         assert sent == pytest.approx(2 * times * full.shape.parameters, rel=1e-3)
 
 
-def test_fsdp_recomputes_activations_and_shards_by_version_as_its_file_says(tmp_path: Path) -> None:
-    plain, recomputed = (
-        make_case(tmp_path, fsdp(fsdp_activation_checkpointing=value)).request for value in ("no", "yes")
-    )
-    assert recomputed == dataclasses.replace(plain, gradient_checkpointing=True)
-    assert (plain.fsdp_version, make_case(tmp_path, fsdp(fsdp_version="2")).request.fsdp_version) == (1, 2)
-
-
 def test_fsdp_loads_the_weights_once_by_accelerate_s_default(tmp_path: Path) -> None:
     """The first rank alone has them until the shards are sent (fsdp2_prepare_model); 4-bit weights are all loaded."""
     files = [fsdp(fsdp_version=2), fsdp(fsdp_version=2, fsdp_cpu_ram_efficient_loading=False)]
@@ -368,7 +343,7 @@ def test_fsdp_loads_the_weights_once_by_accelerate_s_default(tmp_path: Path) -> 
         loads = [predict_memory(dataclasses.replace(request, reference_model=models == 2)).host_parts["load"]
                  for request in (once, by_all)]  # fmt: skip
         assert loads[1] - loads[0] == pytest.approx(3 * weights * models)
-    assert not make_case(tmp_path, files[0], work=ProgramSettings(quantized=True)).request.fsdp_loads_once
+    assert not make_case(tmp_path, files[0], quantized=True).request.fsdp_loads_once
 
 
 @pytest.mark.parametrize("most", [0, 250_000_000, 10**9])
@@ -510,33 +485,25 @@ def test_auto_is_filled_in_as_by_accelerate_and_the_engine_agrees_with_explain(t
 def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> None:
     def case(accumulation: int = 1, **settings: Any) -> ConfigCase:
         document = {**zero(1, reduce_bucket_size=525336576), **settings}
-        return make_case(tmp_path, document, LLAMA_8B, 8, ProgramSettings(2048, accumulation=accumulation))
+        return make_case(tmp_path, document, LLAMA_8B, 8, sequence_length=2048, accumulation=accumulation)
 
     auto: dict[str, Any] = {ACCUMULATION: "auto"}
     says = name_findings(case(**auto))[f"filled {ACCUMULATION}"]
-    assert says.endswith("a rank reserves 58.6 GiB instead of 43.8")
-    peaks = [predict_memory(item.request).peak_reserved.value / 2**30 for item in (case(**auto), case(8, **auto))]
-    assert [f"{peak:.2f}" for peak in peaks] == ["43.81", "58.64"]
+    once, often = (predict_memory(case(count, **auto).request).peak_reserved.value / 2**30 for count in (1, 8))
+    assert says.endswith(f"a rank reserves {often:.1f} GiB instead of {once:.1f}")
+    assert often > once + 10
     assert name_findings(case(8, **auto)) == name_findings(case()) == name_findings(case(8, **{ACCUMULATION: 8})) == {}
     assert list(name_findings(case(8))) == [f"conflict {ACCUMULATION}"]
-    # The engine divides the batch.
-    by_batch = make_case(tmp_path, {**zero(1), "train_batch_size": 64}, LLAMA_8B, 8)
-    assert by_batch.request.accumulation == 8
 
 
 def test_a_flag_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
-    for sizes, work, key, says in (
-        (
-            {MICRO_BATCH: 1, ACCUMULATION: 4},
-            ProgramSettings(accumulation=8),
-            ACCUMULATION,
-            "4, and --accumulation is 8",
-        ),
-        ({MICRO_BATCH: 1, ACCUMULATION: 4}, ProgramSettings(micro_batch=2), MICRO_BATCH, "1, and --micro_batch is 2"),
-        ({MICRO_BATCH: None, "train_batch_size": 8}, ProgramSettings(accumulation=4), ACCUMULATION, "1, and --accumul"),
+    for sizes, program, says in (
+        ({ACCUMULATION: 4}, {"accumulation": 8}, f"{ACCUMULATION} 4, and --accumulation is 8"),
+        ({ACCUMULATION: 4}, {"micro_batch": 2}, f"{MICRO_BATCH} 1, and --micro_batch is 2"),
+        ({MICRO_BATCH: None, "train_batch_size": 8}, {"accumulation": 4}, f"{ACCUMULATION} 1, and --accumulation"),
     ):
-        with pytest.raises(UserError, match=f"{key} {says}"):
-            make_case(tmp_path, {**PLAIN, **sizes}, work=work)
+        with pytest.raises(UserError, match=says):
+            make_case(tmp_path, {**PLAIN, **sizes}, "gpt2", 4, **program)
 
 
 def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) -> None:
@@ -595,12 +562,12 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
     ("name", "text", "says"),
     [
         ("a.json", "{", "not readable as JSON"),
+        ("a.json", '{"transformer_layer_cls_to_wrap": ["GPT2Block"], "xla": false}', "an fsdp_config of TrainingArgum"),
         ("a.yaml", "- a\n- b\n", "not a mapping"),
         ("a.yaml", "a: [", "a.yaml:1: not YAML"),
         ("a.yaml", f"a0: &a0 {{k: 1}}\n{NESTED}", "has more than 20000 values"),
-        ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json}\n", "no file"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError) as refusal:
@@ -657,6 +624,7 @@ def test_a_global_batch_is_divided_by_the_ranks_that_do_not_share_samples(tmp_pa
         ({"sequence_parallel_size": 4, "data_parallel_size": 4, "train_batch_size": 8}, None),
         ({"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 9}, None),
         ({"train_batch_size": 64}, [8, 1]),
+        ({"train_batch_size": 64, MICRO_BATCH: 1}, [1, 8]),
         ({"train_batch_size": 64, ACCUMULATION: 2}, [4, 2]),
     ):
         case = make_case(tmp_path, {**settings, ZERO: {"stage": 2}}, ranks=8)
@@ -704,11 +672,10 @@ def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_stage_2_was_to_send_to_nvme_is_in_host_memory(tmp_path: Path) -> None:
-    on_cpu, on_nvme = (
-        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": device}}
-        for device in ("cpu", "nvme")
-    )
-    assert predict_memory(make_case(tmp_path, on_cpu).request) == predict_memory(make_case(tmp_path, on_nvme).request)
+    sections = [{"zero_stage": 2, "offload_optimizer_device": device} for device in ("cpu", "nvme")]
+    documents = [{"distributed_type": "DEEPSPEED", "deepspeed_config": section} for section in sections]
+    on_cpu, on_nvme = (predict_memory(make_case(tmp_path, document).request) for document in documents)
+    assert on_cpu == on_nvme
 
 
 def test_the_precision_that_auto_and_fp8_become_is_named(tmp_path: Path) -> None:
@@ -722,42 +689,24 @@ def test_the_precision_that_auto_and_fp8_become_is_named(tmp_path: Path) -> None
     assert "noted mixed_precision" in name_findings(case)
 
 
-def test_the_command_ends_with_a_status_and_prints_no_control_character(tmp_path, capsys):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({ZERO: {"stage": 2}, "optimizer": {"type": "AdamW\x1b[31m\x07"}}))
-    assert main(["explain", str(file), "gpt2", "--world_size", "2"]) == 1
-    page = capsys.readouterr()
-    assert "\x1b" not in page.out + page.err
-    assert main(["explain", str(file), "gpt2", "--world_size", str(10**12)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("document", "status", "says"),
-    [
-        ({"deepspeed_config": {"zero_stage": 2}}, 0, "peak"),
-        ({"deepspeed_config": {"zero_stage": 2, "offload_optimizer_devise": "cpu"}}, 3, "offload_optimizer_device"),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_foward": False}}, 3,
-         "did you mean fsdp_reshard_after_forward"),
-    ],
-)  # fmt: skip
-def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(document, status, says, tmp_path, capsys):
+def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(tmp_path, capsys):
     file = tmp_path / "accelerate.yaml"
-    file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 2, **document}))
-    assert main(["explain", str(file), "gpt2"]) == 0
-    assert says in capsys.readouterr().out
-    assert main(["explain", str(file), "gpt2", "--strict"]) == status
+    for key, status in (("offload_optimizer_device", 0), ("offload_optimizer_devise", 3)):
+        section = {"zero_stage": 2, key: "cpu"}
+        document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": section}
+        file.write_text(yaml.safe_dump(document))
+        assert [main(["explain", str(file), "gpt2", *flags]) for flags in ((), ("--strict",))] == [0, status]
+    assert "did you mean offload_optimizer_device" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3_cpu", "zero3_nvme", "fsdp2"])
-def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(strategy, capsys):
+def test_the_first_line_is_the_verdict_and_details_have_the_reasons(strategy, capsys):
     def page(*flags: str) -> str:
         file = str(ROOT / "accelerate_configs" / f"{strategy}.yaml")
         assert main(["explain", file, "gpt2", "--world_size", "2", *flags]) == 0
         return str(capsys.readouterr().out)
 
     short, detailed, document = page(), page("--details"), json.loads(page("--json"))
-    assert len([part for line in short.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
     counted = next(line for line in short.splitlines() if re.match(r"\d+ settings? |every setting", line))
     schema = ("id", "severity", "file", "line", "key", "message", "fix")
     assert all(tuple(finding) == schema for finding in document["findings"])
@@ -769,8 +718,7 @@ def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(strategy, caps
     assert re.match(r"Peak ([\d.]+) GiB a GPU in fp32 \(in bf16 [\d.]+ GiB\); host", short)
     assert float(short.split()[1]) == pytest.approx(peak / 2**30, rel=0.05)
     reasons = [line for answer in document["answers"] for line in answer["because"]]
-    assert [[line in text for line in reasons] for text in (short, detailed)] == [[False] * len(reasons),
-                                                                                 [True] * len(reasons)]  # fmt: skip
+    assert [{line in text for line in reasons} for text in (short, detailed)] == [{False}, {True}]
 
 
 BF16 = ("--precision", "bf16")
@@ -802,32 +750,24 @@ def test_with_hardware_the_first_line_says_whether_it_fits_and_in_which_precisio
 
 
 def test_a_strict_check_reports_all_findings_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text(
-        """{"train_batch_size": 30, "train_micro_batch_size_per_gpu": 7, "gradient_accumulation_steps": 2,
- "bf16": true, "gradient_cliping": 1.0,
- "zero_optimization": {"stage": 3, "stge": 2, "reduce_bucket_size": -1,
-   "offload_optimizer": {"device": "disk", "pin": true}}}"""
-    )
-    assert main(["explain", "--strict", str(file)]) == 1
-    *lines, _ = capsys.readouterr().out.splitlines()
-    rows = [tuple(line.removeprefix(f"{file}:").split(": ")[:4]) for line in lines]
-    assert [(line, key) for line, _, _, key in rows] == [
-        ("1", "train_batch_size"), ("2", "gradient_cliping"), ("2", "bf16"), ("3", f"{ZERO}.stge"),
-        ("3", f"{ZERO}.reduce_bucket_size"), ("4", f"{ZERO}.offload_optimizer.pin"),
-        ("4", f"{ZERO}.offload_optimizer.device"),
-    ]  # fmt: skip
-    assert "on any number of ranks: 30 is not a multiple of 7 x 2" in lines[0]
-    assert main(["explain", str(file), "gpt2"]) == 2
+    """Also those of a file that cannot be resolved. tests/test_ship.py has the lines of findings."""
+
+    def found(name: str, text: str) -> dict[str, str]:
+        (tmp_path / name).write_text(text)
+        assert main(["explain", "--strict", str(tmp_path / name)]) == 1
+        return {line.split(": ")[3]: line for line in capsys.readouterr().out.splitlines()[:-1]}
+
+    section = {"stage": 3, "stge": 2, "reduce_bucket_size": -1, "offload_optimizer": {"device": "disk", "pin": True}}
+    wrong = {"train_batch_size": 30, MICRO_BATCH: 7, ACCUMULATION: 2, "bf16": True, "grad_clip": 1.0, ZERO: section}
+    lines = found("ds.json", json.dumps(wrong))
+    in_section = ("stge", "reduce_bucket_size", "offload_optimizer.pin", "offload_optimizer.device")
+    assert set(lines) == {"train_batch_size", "grad_clip", "bf16", *(f"{ZERO}.{key}" for key in in_section)}
+    assert "on any number of ranks: 30 is not a multiple of 7 x 2" in lines["train_batch_size"]
+    assert main(["explain", str(tmp_path / "ds.json"), "gpt2"]) == 2
     assert "and has wrong settings, which study explain --strict" in capsys.readouterr().err
-    # A file that cannot be resolved has its findings, too.
-    outer = tmp_path / "a.yaml"
-    outer.write_text(
-        "distributed_type: DEEPSPEED\nnum_proceses: 2\n"
-        "deepspeed_config: {zero_stge: 2, deepspeed_config_file: no.json}\n"
-    )
-    assert main(["explain", "--strict", str(outer)]) == 1
-    assert [line.split(": ")[3] for line in capsys.readouterr().out.splitlines()[:2]] == ["num_proceses", "zero_stge"]
+    inner = "deepspeed_config: {zero_stge: 2, deepspeed_config_file: no.json}"
+    lines = found("a.yaml", f"distributed_type: DEEPSPEED\nnum_proceses: 2\n{inner}\n")
+    assert list(lines)[:2] == ["num_proceses", "zero_stge"]
 
 
 def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_own_readers(tmp_path, monkeypatch):
@@ -855,13 +795,6 @@ def test_files_like_those_of_public_repositories_are_refused_as_by_the_engines_o
         said = re.sub("[ _]", "", error.lower())
         parts = [re.sub("_", "", key.rpartition(".")[2].removeprefix("fsdp_")) for key in keys]
         assert not error or any(part in said for part in parts) or any(word in error for word in words), (keys, error)
-
-
-def test_an_fsdp_config_of_the_trainer_is_no_file_of_deepspeed(tmp_path, capsys):
-    file = tmp_path / "fsdp.json"
-    file.write_text(json.dumps({"transformer_layer_cls_to_wrap": ["GPT2Block"], "min_num_params": 0, "xla": False}))
-    assert main(["explain", str(file), "gpt2", "--world_size", "8"]) == 2
-    assert "is an fsdp_config of TrainingArguments" in capsys.readouterr().err
 
 
 def test_a_given_host_memory_is_checked_and_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,7 @@ import sys
 
 import torch
 import transformers
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -39,17 +33,17 @@ def measure(case: list[int]) -> dict[str, int]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     half = torch.bfloat16
     if version == 2:
-        policy = MixedPrecisionPolicy(half, half, half) if is_bf16 else MixedPrecisionPolicy()
+        policy = fsdp.MixedPrecisionPolicy(half, half, half) if is_bf16 else fsdp.MixedPrecisionPolicy()
         tail = [model.transformer.ln_f, model.lm_head] + [model.transformer.wte] * tied
         for module in (*model.transformer.h, *[model.transformer.wte] * (not tied)):
-            fully_shard(module, reshard_after_forward=not keeps, mp_policy=policy)
-        fully_shard(tail, reshard_after_forward=False, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            fsdp.fully_shard(module, reshard_after_forward=not keeps, mp_policy=policy)
+        fsdp.fully_shard(tail, reshard_after_forward=False, mp_policy=policy)
+        fsdp.fully_shard(model, mp_policy=policy)
     else:
-        model = FullyShardedDataParallel(
+        model = fsdp.FullyShardedDataParallel(
             model, auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={GPT2Block}),
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD,
-            mixed_precision=MixedPrecision(half, half, half) if is_bf16 else None, device_id=torch.device("cpu"),
+            sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP if keeps else fsdp.ShardingStrategy.FULL_SHARD,
+            mixed_precision=fsdp.MixedPrecision(half, half, half) if is_bf16 else None, device_id=torch.device("cpu"),
             use_orig_params=True,
         )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -70,7 +64,7 @@ def measure(case: list[int]) -> dict[str, int]:
     if version == 2:
         shards = [param.to_local() for param in model.parameters()]
     else:
-        handles = [module._handle for module in FullyShardedDataParallel.fsdp_modules(model)]
+        handles = [module._handle for module in fsdp.FullyShardedDataParallel.fsdp_modules(model)]
         shards = [handle.flat_param._local_shard for handle in handles if handle is not None]
     params = sum(shard.nbytes for shard in shards)
     moments = sum(
