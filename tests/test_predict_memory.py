@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import json
@@ -19,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from study.cli import main
 from study.config.errors import UserError
+from study.config.flags import RunConfig
 from study.config.places import REPOSITORY
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
@@ -41,8 +41,7 @@ from study.predictor.validation import score
 from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 from study.records.frames import read_parquet, write_parquet
 from study.records.outcome import DEVICE_RAN_OUT
-from study.report.pages import prediction as tables
-from study.report.pages.prediction import scores_frame
+from study.report.pages.prediction import headline, scores_frame
 from study.workloads.presets import PRESETS
 from tools import architectures
 
@@ -81,25 +80,22 @@ def test_a_shape_has_every_tensor_of_the_model_and_of_its_adapters_in_their_orde
         assert request.shape.parameters == sum(elements for elements, _, _ in tensors)
 
 
-def test_a_qwen3_by_its_config_and_by_its_sizes_has_its_parameters(tmp_path):
-    """Qwen3-4B: its heads together are wider than the model."""
-    config = {
-        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+def test_a_model_by_its_sizes_has_the_parameters_of_its_type():
     sizes = "layers=36,hidden=2560,heads=32,vocabulary=151936,inner=9728,key_value_heads=8,head_dim=128,tied=true"
-    counts = [model_shape(name).parameters for name in (str(tmp_path), f"{sizes},type=qwen3", sizes)]
+    preset, qwen3, llama = (model_shape(name).parameters for name in ("qwen3-4b", f"{sizes},type=qwen3", sizes))
     # A Llama has no norms of its heads.
-    assert counts == [4_022_468_096, 4_022_468_096, 4_022_468_096 - 36 * 2 * 128]
+    assert (qwen3, llama) == (preset, preset - 36 * 2 * 128)
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt")])
-def test_the_formula_of_activations_matches_the_traced_code(model_type):
+def test_the_formula_of_activations_matches_the_traced_code_also_with_adapters(model_type):
     cases = (("fp32", "sdpa"), ("bf16-engine", "sdpa"), ("bf16", "eager"))
     for (precision, attention), checkpointing in itertools.product(cases, (False, True)):
         request = make_request(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
         assert_activations_as_traced(request, rel=0.03)
+        if model_type in ("bert", "gpt2", "llama"):
+            adapted = dataclasses.replace(request, shape=with_adapters(request.shape, 8))
+            assert_activations_as_traced(adapted, rel=0.01)
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt")])
@@ -114,14 +110,6 @@ def test_a_recomputed_layer_frees_its_activations_as_its_gradients_arrive(model_
         request = dataclasses.replace(request, micro_batch=2, sequence_length=256)
         peak = max(point.total for point in device_snapshots(request) if not point.step)
         assert 0.96 <= peak / trace_activations(request).backward_peak <= 1.06, precision
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-engine"])
-@pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
-def test_the_formula_of_activations_matches_the_traced_code_with_adapters(model_type, precision):
-    for checkpointing, attention in ((False, "sdpa"), (True, "sdpa"), (False, "eager")):
-        request = make_request(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
-        assert_activations_as_traced(dataclasses.replace(request, shape=with_adapters(request.shape, 8)), rel=0.01)
 
 
 def assert_activations_as_traced(request, rel):
@@ -190,8 +178,8 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     scored = score(uncapped)
     assert scored["predicted_fits"] is True
     assert None not in (scored["predicted_peak_gib"], scored["predicted_step_s"])
-    headline = tables.headline(scores_frame(own.study_rows())).set_index("figure")
-    assert headline.index.tolist() == ["peak memory, own GPU runs", "step time, own GPU runs"]
+    figures = headline(scores_frame(own.study_rows()))["figure"]
+    assert figures.tolist() == ["peak memory, own GPU runs", "step time, own GPU runs"]
 
 
 def test_loading_takes_the_predicted_host_memory():
@@ -208,24 +196,18 @@ def test_loading_takes_the_predicted_host_memory():
 
 
 def test_dropout_keeps_masks_and_scores_a_second_time():
-    dropped, plain = (
-        predict_activations(make_request("bert", "fp32", attention="eager", dropout=on)) for on in (True, False)
-    )
+    requests = [make_request("bert", "fp32", attention="eager", dropout=on) for on in (True, False)]
+    dropped, plain = (predict_activations(request).layer for request in requests)
     pairs = 4 * 8 * 512 * 512
-    assert dropped.layer - plain.layer == 2 * 4 * 512 * 256 + pairs * (4 + 1)
+    assert dropped - plain == 2 * 4 * 512 * 256 + pairs * (4 + 1)
 
 
 def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(tmp_path):
     names = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     config = {"model_type": "llama"} | {name: SIZES[name] for name in names}
-    for changed, says in (
-        ({"head_dim": 0}, "head_dim is 0"),
-        ({"tie_word_embeddings": "no"}, "embeddings is 'no'"),
-        ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"intermediate_size": None}, "intermediate_size"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config | changed))
-        with pytest.raises(UserError, match=says):
+    for name, value in (("head_dim", 0), ("num_hidden_layers", None), ("intermediate_size", None)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+        with pytest.raises(UserError, match=name):
             model_shape(str(tmp_path))
 
 
@@ -239,24 +221,19 @@ def test_the_families_that_are_not_modelled_are_those_of_transformers():
 
 def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsys):
     command = "predict --model_name_or_path gpt-7.5b --hardware 8xH100 --strategy fsdp2 --json"
-    documents = []
+    sent, activations = [], []
     for flags in ("", " --autocast"):
         assert main((command + flags).split()) == 0
-        documents.append(json.loads(capsys.readouterr().out))
-    sent, activations = (
-        [document["sent_bytes_per_step"]["value"] for document in documents],
-        [document["memory"]["device_parts"]["activations"] for document in documents],
-    )
+        document = json.loads(capsys.readouterr().out)
+        sent.append(document["sent_bytes_per_step"]["value"])
+        activations.append(document["memory"]["device_parts"]["activations"])
     assert sent[1] / sent[0] == pytest.approx(2, rel=0.001)
-    assert activations[1] - activations[0] > 0.9 * 2 * documents[0]["parameters"]
+    assert activations[1] - activations[0] > 0.9 * 2 * document["parameters"]
 
 
 def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp_path: Path) -> None:
-    config = {**GROUPED, "model_type": "llama", "intermediate_size": 704}
-    file = tmp_path / "config.json"
-
     def positions(**more: object) -> int | None:
-        file.write_text(json.dumps(config | more))
+        (tmp_path / "config.json").write_text(json.dumps({**GROUPED, "model_type": "llama", **more}))
         return model_shape(str(tmp_path)).positions
 
     assert positions() == 512
@@ -270,17 +247,11 @@ def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp
 
 
 def test_published_weights_of_fewer_bits_are_those_of_their_training(tmp_path: Path, capsys: Any) -> None:
-    config = {**GROUPED, "model_type": "llama", "intermediate_size": 704}
-    predict = [
-        "predict",
-        "--model_name_or_path",
-        str(tmp_path),
-        *["--hardware", "8xH100", "--strategy", "fsdp2", "--json"],
-    ]
+    predict = ["predict", str(tmp_path), "--hardware", "8xH100", "--strategy", "fsdp2", "--json"]
 
     def predicted(*flags: str, **quantization: object) -> dict[str, Any]:
-        written = config | ({"quantization_config": quantization} if quantization else {})
-        (tmp_path / "config.json").write_text(json.dumps(written))
+        config = {**GROUPED, "model_type": "llama"} | ({"quantization_config": quantization} if quantization else {})
+        (tmp_path / "config.json").write_text(json.dumps(config))
         assert main([*predict, *flags]) == 0
         return dict(json.loads(capsys.readouterr().out))
 
@@ -317,9 +288,8 @@ def test_pinned_parts_that_a_flat_buffer_took_over_stay_in_the_pool() -> None:
     base = offloaded()
     pinned = sum(pinned_bytes(param.elements * 2) for param in base.shape.params)
     assert pinned > 2 * base.shape.parameters
-    settings = copy.deepcopy(dict(base.strategy.deepspeed or {}))
-    settings["zero_optimization"]["offload_param"]["pin_memory"] = False
-    plain = dataclasses.replace(base, strategy=dataclasses.replace(base.strategy, deepspeed=settings))
+    config = RunConfig(engine_override=("zero_optimization.offload_param.pin_memory=false",))
+    plain = dataclasses.replace(base, strategy=base.strategy.with_overrides(config))
     parts = [predict_memory(request).host_parts["pinned"] for request in (base, plain)]
     assert parts[0] - parts[1] >= pinned
 
@@ -361,12 +331,9 @@ def test_a_reference_model_gathers_as_measured(strategy: str, tied: bool, gather
     prepare_fsdp shard (deepspeed 0.19.8, torch 2.13): the payload, and the most allocated at once."""
     sizes = architectures.TEXT | {"head_dim": 16, "tie_word_embeddings": tied}
     box = dataclasses.replace(box_of_ranks("2", ANY_DEVICE, 2), gloo_copies_gathers=True)
-    strategies = read_strategy(strategy)
-    request = Request(
-        shape_of_architecture("qwen3", "qwen3", sizes),
-        strategies.with_overrides(architectures.make_config(strategies.zero_stage)), box, 64, 2, 2, "fp32", False,
-        "sdpa", reference_model=True,
-    )  # fmt: skip
+    shape, file = shape_of_architecture("qwen3", "qwen3", sizes), read_strategy(strategy)
+    file = file.with_overrides(architectures.make_config(file.zero_stage))
+    request = Request(shape, file, box, 64, 2, 2, "fp32", False, "sdpa", reference_model=True)
     trace = reference_gathers(request)
     assert 4 * trace.elements == gathered
     activations_without_gradients = 336384
@@ -374,10 +341,8 @@ def test_a_reference_model_gathers_as_measured(strategy: str, tied: bool, gather
     alone = dataclasses.replace(request, reference_model=False)
     more = predict_payload(request)["all_gather"] - predict_payload(alone)["all_gather"]
     assert more == 2 * gathered
-    seconds = [
-        predict_time(dataclasses.replace(item, box=to_box("2xH100"))).parts["compute"] for item in (request, alone)
-    ]
-    assert seconds[0] > seconds[1]
+    both, one = (predict_time(dataclasses.replace(item, box=to_box("2xH100"))) for item in (request, alone))
+    assert both.parts["compute"] > one.parts["compute"]
 
 
 def test_fsdp1_has_a_tensor_between_two_layers_in_its_root() -> None:
@@ -394,12 +359,10 @@ def test_fsdp1_has_a_tensor_between_two_layers_in_its_root() -> None:
 
 def test_a_gate_of_torch_saves_its_product_and_a_whole_root_gathers_the_embedding() -> None:
     shape = model_shape("llama-3.1-8b")
-    fused = Request(
-        shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 2, 1, "bf16", False, "sdpa", autocast=False, compiled=True
-    )
-    torch_gate, whole_root = (
-        dataclasses.replace(fused, torch_gate=True), dataclasses.replace(fused, fsdp_whole_root=True)
-    )  # fmt: skip
+    eager = Request(shape, read_strategy("fsdp2"), to_box("8xH100"), 512, 2, 1, "bf16", False, "sdpa", autocast=False)
+    fused = dataclasses.replace(eager, compiled=True)
+    torch_gate = dataclasses.replace(fused, torch_gate=True)
+    whole_root = dataclasses.replace(fused, fsdp_whole_root=True)
     saved = predict_activations(torch_gate).layer - predict_activations(fused).layer
     assert saved == 2 * 512 * 2 * shape.inner
     begun = [gradient_snapshots(request)[0].buffers for request in (fused, whole_root)]
