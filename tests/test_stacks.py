@@ -75,38 +75,31 @@ def test_the_stacks_have_every_minor_since_0_14_and_each_archive_is_pinned():
 def test_a_stack_is_an_axis_of_a_suite_and_part_of_a_cell_s_name(tmp_path):
     cells = planned(tmp_path, {"strategy": ["single", "zero1"], "stack": "today"})
     today = [name for name in stacks() if is_of_today(name)]
-    assert sorted((cell.strategy, cell.stack) for cell in cells) == sorted(
-        (strategy, stack) for strategy in ("single", "zero1") for stack in today
-    )
-    assert len({cell.id for cell in cells}) == len(cells)
+    assert {(cell.strategy, cell.stack) for cell in cells} == set(itertools.product(("single", "zero1"), today))
+    assert len({cell.id for cell in cells}) == len(cells) == 2 * len(today)
     assert all(f"-{cell.strategy}-ds{cell.stack}-" in cell.id for cell in cells)
     # The cells of a stack are consecutive, so a process with its libraries serves all of them.
-    changes = sum(first_cell.stack != next_cell.stack for first_cell, next_cell in itertools.pairwise(cells))
-    assert changes == len(today) - 1
+    assert len(list(itertools.groupby(cells, lambda cell: cell.stack))) == len(today)
     with pytest.raises(UserError, match=r"tiny\.yaml:\d+: stack is '0\.1\.0'"):
         read_suite(write_suite(tmp_path, {"strategy": "zero1", "stack": "0.1.0"}))
 
 
 def test_a_layer_is_made_once_and_from_then_on_from_the_pinned_archive_alone(index, cache, capsys):
-    def install() -> Any:
-        failed = prepare.install(["deepspeed-0.17.6"])
-        return failed, layer_state(cache, "deepspeed-0.17.6")
-
-    folder = layer_folder(cache, "deepspeed-0.17.6")
-    failed, first = install()
-    assert failed == set()
-    assert prepare.read_pins() == {"deepspeed-0.17.6": {"deepspeed==0.17.6": first.sha256}}
+    name = "deepspeed-0.17.6"
+    folder = layer_folder(cache, name)
+    assert prepare.install([name]) == set()
+    first = layer_state(cache, name).sha256
+    assert prepare.read_pins() == {name: {"deepspeed==0.17.6": first}}
     (folder / "marked").touch()
-    install()
+    prepare.install([name])
     assert (folder / "marked").exists(), "an existing layer is not changed"
     shutil.rmtree(folder)
-    assert install()[1].sha256 == first.sha256
+    assert (prepare.install([name]), layer_state(cache, name).sha256) == (set(), first)
     shutil.rmtree(folder)
     write_release(index, "0.17.6", "# Another archive under the same name.\n")
-    failed, changed = install()
-    assert (failed, "HASHES" in capsys.readouterr().out, "HASHES" in str(changed.problem)) == (
-        {"deepspeed-0.17.6"}, True, True
-    )  # fmt: skip
+    assert prepare.install([name]) == {name}
+    assert "HASHES" in capsys.readouterr().out
+    assert "HASHES" in str(layer_state(cache, name).problem)
 
 
 def test_without_a_network_prepare_ends_in_one_line(tmp_path, cache, monkeypatch, capsys):
@@ -138,18 +131,12 @@ def test_a_missing_stack_is_refused_with_the_command_that_makes_it(tmp_path, cac
         stacks()["0.18.0"].install_error()
 
 
-def prepare_stack(stack: str) -> None:
-    """Prepare a stack in this machine's cache, with one request to the network."""
-    assert cli.main(["prepare", "releases", "--only", f"stack={stack}"]) == 0
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("stack", ["0.14.5", "0.16.9"])
 def test_under_an_older_release_the_trainer_runs_and_unavailable_figures_are_null(tmp_path, stack):
-    prepare_stack(stack)
+    assert cli.main(["prepare", "releases", "--only", f"stack={stack}"]) == 0
     for precision in ("fp32", "bf16"):
-        axes = {"strategy": ["single", "zero2"], "stack": stack}
-        cells = planned(tmp_path, axes, {**TINY, "precision": precision})
+        cells = planned(tmp_path, {"strategy": ["single", "zero2"], "stack": stack}, {**TINY, "precision": precision})
         run_cells(cells, tmp_path / "runs", detect_machine())
         runs = {cell.strategy: read_run(tmp_path / "runs" / cell.id) for cell in cells}
         if precision == "bf16":
@@ -158,8 +145,7 @@ def test_under_an_older_release_the_trainer_runs_and_unavailable_figures_are_nul
             continue
         assert {run.state for run in runs.values()} == {"ok"}
         engine = runs["zero2"].engine
-        assert engine["deepspeed"] == stack
-        assert engine["precision"] == "fp32"
+        assert (engine["deepspeed"], engine["precision"]) == (stack, "fp32")
         assert "use_multi_rank_bucket_allreduce" in engine["buckets"]
         assert [rank["state"] for rank in runs["zero2"].memory["ranks"]] == [None, None]
         assert runs["single"].memory["ranks"][0]["state"] is not None
@@ -169,8 +155,9 @@ def test_under_an_older_release_the_trainer_runs_and_unavailable_figures_are_nul
 
 @pytest.mark.long
 def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path):
-    prepare_stack(VERIFIED[-1][1])
-    (cell,) = planned(tmp_path, {"strategy": "zero1", "stack": VERIFIED[-1][1]})
+    stack = VERIFIED[-1][1]
+    assert cli.main(["prepare", "releases", "--only", f"stack={stack}"]) == 0
+    (cell,) = planned(tmp_path, {"strategy": "zero1", "stack": stack})
     launched = run_cell(cell, tmp_path / "launched")
     launched.write_end(tmp_path / "launched" / cell.id)
     run_cells([cell], tmp_path / "forked", detect_machine())
@@ -179,7 +166,7 @@ def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path)
     assert [row["loss"] for row in runs[0].steps] == [row["loss"] for row in runs[1].steps]
     for key in ("stack", "packages"):
         assert runs[0].environment[key] == runs[1].environment[key]
-    assert runs[0].environment["stack"]["name"] == VERIFIED[-1][1]
+    assert runs[0].environment["stack"]["name"] == stack
     notes = read_json(tmp_path / "forked" / cell.id / "sweep.json")
     assert notes["attempts"][-1]["launcher"] == ("accelerate" if detect_machine().gpus else "forked")
     assert notes["command"] == [word.replace("/launched/", "/forked/") for word in launched.command]
