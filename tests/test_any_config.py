@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,10 +102,8 @@ def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
     sizes = FAMILIES[model_type]
     names = ("vocab_size", "n_embd", "n_head", "n_layer") if model_type == "gpt2" else sizes
     document = {name: sizes[name] for name in names}
-    table, live = (
-        shape_of_architecture(model_type, model_type, document),
-        live_shape("", {**document, "model_type": model_type}),
-    )
+    table = shape_of_architecture(model_type, model_type, document)
+    live = live_shape("", {**document, "model_type": model_type})
     for strategy in ("zero2", "zero3", "ddp", "fsdp2"):
         for checkpointing in (False, True):
             a, b = (make_request(shape, strategy, checkpointing=checkpointing) for shape in (table, live))  # type: ignore[arg-type]
@@ -159,13 +154,8 @@ MEASURED = [
 def test_two_ranks_have_the_predicted_state_traffic_and_peak(strategy, sort, kinds, tmp_path) -> None:
     is_virtual, file = sort == "virtual", tmp_path / "measured.json"
     arguments = ["ranks", *kinds, "--file", str(file), *(["--virtual"] if is_virtual else [])]
-    result = fork_ranks(
-        strategy,
-        "tools/architectures.py",
-        *arguments,
-        ranks=1 if is_virtual else 2,
-        timeout=180 if len(kinds) < 9 else 590,
-    )
+    ranks, limit_s = 1 if is_virtual else 2, 180 if len(kinds) < 9 else 590
+    result = fork_ranks(strategy, "tools/architectures.py", *arguments, ranks=ranks, timeout=limit_s)
     assert result.returncode == 0, result.stderr[-2000:]
     name = f"{strategy}, virtual" if is_virtual else strategy
     assert_as_predicted(compare({name: json.loads(file.read_text())}))
@@ -204,7 +194,7 @@ def folder(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def test_what_cannot_be_traced_gets_no_verdict_and_is_named(folder, capsys, tmp_path) -> None:
+def test_what_cannot_be_traced_gets_no_verdict_and_is_named(folder, capsys) -> None:
     model = ["--model_name_or_path", folder("qwen2_5_vl"), "--hardware", "8xH100"]
     assert main(["predict", *model, "--strategy", "zero3"]) == 0
     first = capsys.readouterr().out.partition("\n")[0]
@@ -214,11 +204,8 @@ def test_what_cannot_be_traced_gets_no_verdict_and_is_named(folder, capsys, tmp_
     assert json.loads(capsys.readouterr().out)["fits"] is None
     assert main(["advise", *model]) == 1
     assert "no verdict: " in capsys.readouterr().out.partition("\n")[0]
-    file = tmp_path / "ds.json"
-    file.write_text(
-        '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 1}'
-    )
-    assert main(["explain", str(file), folder("qwen2_5_vl"), "--hardware", "8xH100"]) == 0
+    file = str(ROOT / "accelerate_configs/zero2.yaml")
+    assert main(["explain", file, model[1], "--hardware", "8xH100", "--precision", "bf16"]) == 0
     assert capsys.readouterr().out.startswith("No verdict: ")
 
 
@@ -234,12 +221,9 @@ def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(folder, capsys, tmp_p
         assert (refusal in capsys.readouterr().out) == (version == 2)
     assert main(["advise", "--model_name_or_path", folder("mixtral"), "--hardware", "8xH100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recommended"]
-    experts = 4 * (2 * 128 * 64 + 64 * 128) + 4 * 64
-    sharded = RunConfig(engine_override=("zero_optimization.stage3_param_persistence_threshold=0",))
-    request = make_request(read_shape("mixtral"), "zero3")
-    request = dataclasses.replace(request, strategy=request.strategy.with_overrides(sharded))
-    forward, _ = module_call_order(request.shape, False)
+    forward, _ = module_call_order(read_shape("mixtral"), False)
     # DeepSpeed's leaf: the router and all experts of a layer at once.
+    experts = 4 * (2 * 128 * 64 + 64 * 128) + 4 * 64
     assert max(sum(param.elements for param in call.params) for call in forward) == experts
 
 
@@ -290,20 +274,6 @@ def test_adapters_are_those_of_peft_on_the_live_model() -> None:
     layer = 4 * (64 * 4 + 32 * 2 + 64 * 2 + 128 * 0) + 4 * (3 * (64 + 128))
     assert shape.trained_parameters == 3 * layer
     assert predict_memory(make_request(shape, "zero2")).missing is None  # type: ignore[arg-type]
-
-
-def test_without_torch_a_class_outside_the_table_names_the_installation(folder, tmp_path) -> None:
-    blocked = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from study.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
-    command = ["predict", "--model_name_or_path", folder("olmo2"), "--hardware", "H100", "--strategy", "single"]
-    result = subprocess.run(
-        [sys.executable, "-c", blocked, *command], cwd=ROOT, capture_output=True, text=True, check=False,
-        env=os.environ | {"ZERO_STUDY_CACHE": str(tmp_path / "empty"), "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert result.returncode == 2, result.stderr
-    assert "pip install" in result.stderr
 
 
 def test_of_composite_configs_the_part_that_is_trained_is_counted(tmp_path, capsys):

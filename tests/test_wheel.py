@@ -80,13 +80,9 @@ def study(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Com
         ("predict --model_name_or_path gpt2 --strategy zero3 --hardware 8xH100", "MFU"),
         ("advise --model_name_or_path gpt2 --hardware 8xH100", "Use zero1"),
         ("status laptop", "0 of 44 cells done (there is no folder "),
-        (
-            "releases",
-            "deepspeed 0.19.8 with accelerate 1.15.0: not installed here, but the newest tested; no fault found",
-        ),
+        ("releases", "deepspeed 0.19.8 with accelerate 1.15.0: not installed here, but the newest tested; no fault"),
         ("doctor", "pip install 'zero-study[train]'"),
     ],
-    ids=lambda text: text.split()[0],
 )
 def test_a_command_needs_no_checkout(study: Command, arguments: str, printed: str) -> None:
     result = study(*arguments.split())
@@ -147,3 +143,9 @@ def test_a_missing_extra_is_named_with_its_install_command(study: Command, argum
     assert result.returncode == 2
     assert result.stderr.count(f"pip install 'zero-study[{extra}]'") == 1, result.stderr
     assert result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_class_outside_the_table_needs_transformers_to_be_predicted(study: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "olmo2"}')
+    result = study("predict", str(tmp_path), "--strategy", "zero3", "--hardware", "8xH100")
+    assert (result.returncode, "pip install 'zero-study[train]'" in result.stderr) == (2, True), result.stderr
