@@ -17,7 +17,7 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from engines import ROOT, launch
+from engines import ONE_THREAD, ROOT, launch
 from runs import FLAGS, losses
 from study.config.errors import Unsupported, UserError
 from study.config.launch_context import Launch, read_launch
@@ -26,26 +26,9 @@ from study.records.directory import read_json, read_run
 from study.records.outcome import Outcome
 from study.run import rendezvous
 from study.run.checks import check_devices
+from sweeps import wait_until
 
 GPT = ("--task", "gpt-wikitext")
-
-
-def start(tmp_path: Path, machine: int, port: int, strategy: str, *flags: str) -> subprocess.Popen[str]:
-    """Start the README's command for several machines in one machine's checkout; the second has a separate cache."""
-    checkout = tmp_path / f"machine{machine}"
-    shutil.copytree(ROOT / "accelerate_configs", checkout / "accelerate_configs")
-    (checkout / "study").symlink_to(ROOT / "study")
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-        "--num_machines", "2", "--machine_rank", str(machine), "--main_process_ip", "127.0.0.1",
-        "--main_process_port", str(port), "--num_processes", "2", "study/train.py", *FLAGS, *GPT, *flags,
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if machine:
-        environment["ZERO_STUDY_CACHE"] = str(tmp_path / "cache")
-    return subprocess.Popen(
-        command, cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
 
 
 def free_port() -> int:
@@ -54,9 +37,22 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def on_two(tmp_path: Path, strategy: str, first: tuple[str, ...], second: tuple[str, ...]) -> list[tuple[int, str]]:
-    port = free_port()
-    launchers = [start(tmp_path, machine, port, strategy, *flags) for machine, flags in enumerate((first, second))]
+def on_two(tmp_path: Path, strategy: str, *flags_by_machine: tuple[str, ...]) -> list[tuple[int, str]]:
+    """Run the README's command for several machines, each in its own checkout; the second has a separate cache."""
+    port, launchers = str(free_port()), []
+    for machine, flags in enumerate(flags_by_machine):
+        checkout = tmp_path / f"machine{machine}"
+        shutil.copytree(ROOT / "accelerate_configs", checkout / "accelerate_configs")
+        (checkout / "study").symlink_to(ROOT / "study")
+        command = [
+            sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+            "--num_machines", "2", "--machine_rank", str(machine), "--main_process_ip", "127.0.0.1",
+            "--main_process_port", port, "--num_processes", "2", "study/train.py", *FLAGS, *GPT, *flags,
+        ]  # fmt: skip
+        environment = os.environ | ONE_THREAD | ({"ZERO_STUDY_CACHE": str(tmp_path / "cache")} if machine else {})
+        launchers.append(subprocess.Popen(
+            command, cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ))  # fmt: skip
     try:
         printed = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     finally:
@@ -199,17 +195,14 @@ def test_the_command_for_fewer_gpus_is_for_all_machines(monkeypatch) -> None:
     assert f"accelerate_configs/zero3.yaml {place} --num_processes 16 study/train.py" in refusal.value.fix
 
 
-@pytest.mark.parametrize(
-    "shell", [{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "old.json"}]
-)
-def test_variables_left_over_from_another_launch_are_refused(shell: dict[str, str]) -> None:
+def test_variables_left_over_from_another_launch_are_refused() -> None:
     launched = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert read_launch(launched, shell={"HOME": "/root"}).strategy.name == "ddp"
+    fsdp, deepspeed = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "old"}
     # Without a launcher they are also left over.
-    for environment in (launched | shell, shell):
-        with pytest.raises(UserError, match="not by the launched file") as refusal:
+    for environment, shell in ((launched | fsdp, fsdp), (launched | deepspeed, deepspeed), (fsdp, fsdp)):
+        with pytest.raises(UserError, match=f"not by the launched file.*unset {' '.join(shell)}"):
             read_launch(environment, shell=shell)
-        assert f"unset {' '.join(shell)}" in refusal.value.fix
 
 
 def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
@@ -218,16 +211,14 @@ def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
     with pytest.raises(UserError, match="the launch asks for --cpu") as refusal:
         read_launch(exported, shell={"HOME": "/root"})
     assert "unset" not in refusal.value.fix
-    with pytest.raises(UserError, match="ACCELERATE_USE_CPU is set") as refusal:
+    with pytest.raises(UserError, match=r"ACCELERATE_USE_CPU is set, .*run: unset ACCELERATE_USE_CPU$"):
         read_launch(exported, shell={"ACCELERATE_USE_CPU": "1"})
-    assert refusal.value.fix == "run: unset ACCELERATE_USE_CPU"
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}])
-def test_a_rank_that_no_launcher_set_is_refused(variables: dict[str, str]) -> None:
-    with pytest.raises(UserError) as refusal:
-        read_launch(variables, shell=variables)
-    assert next(iter(variables)) in refusal.value.problem
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE"])
+def test_a_rank_that_no_launcher_set_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=name):
+        read_launch({name: "2"}, shell={name: "2"})
 
 
 def test_a_left_over_variable_is_found_among_those_of_the_launcher(tmp_path, monkeypatch):
@@ -253,7 +244,7 @@ def small_disk(tmp_path: Path):
 @pytest.mark.long
 def test_a_full_disk_is_named_before_a_run_and_at_its_end(small_disk: Path) -> None:
     command = [sys.executable, "study/train.py", *FLAGS, *GPT, "--output_dir", str(small_disk / "run")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | ONE_THREAD
     checkpoints = [*command, "--checkpointing_steps", "4"]
     early = subprocess.run(checkpoints, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert early.returncode == 2
@@ -261,17 +252,13 @@ def test_a_full_disk_is_named_before_a_run_and_at_its_end(small_disk: Path) -> N
 
     long = [*command, "--max_steps", "100000", "--eval_steps", "0", "--logging_steps", "1"]
     with subprocess.Popen(long, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE) as running:
-        rows, deadline = small_disk / "run" / "steps.jsonl", time.monotonic() + 60
-        while not (rows.exists() and rows.stat().st_size):
-            assert running.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        rows = small_disk / "run" / "steps.jsonl"
+        wait_until(lambda: rows.exists() and rows.stat().st_size)
         (small_disk / "filler").write_bytes(b"x" * shutil.disk_usage(small_disk).free)
         _, printed = running.communicate(timeout=120)
     assert running.returncode == 1
     status = read_json(small_disk / "run" / "status.json")
-    assert status["state"] == "failed"
+    assert (status["state"], status["hint"]) == ("failed", "free some space, and run it again")
     assert "the disk is full" in status["reason"]
-    assert status["hint"] == "free some space, and run it again"
     assert "failed: the disk is full" in printed
     assert not list((small_disk / "run").glob(".status.json.*"))
