@@ -9,25 +9,23 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 from test_refusals import assert_is_one_line
 
-from engines import ONE_THREAD, ROOT, launch
+from engines import ONE_THREAD, ROOT
 from forked import fork_ranks, fork_script
+from runs import FLAGS as RUN_FLAGS
 from study.config.errors import UserError
+from study.host.folders import swap_folder
 from study.records.directory import read_run, read_status
-from study.records.lock import LOCK_NAME, check_is_run_directory
+from study.records.lock import LOCK_NAME, SWAP_PREFIX, check_is_run_directory, lock_run_directory
 from sweeps import TINY, contents, run, wait_until, write_suite
+from synthetic_records import write_run
 
-FLAGS = (
-    "--task", "gpt-wikitext", "--scale", "laptop", "--max_steps", "4", "--seq_length", "32", "--global_batch_size", "4",
-    "--train_samples", "32", "--eval_samples", "8", "--logging_steps", "1",
-)  # fmt: skip
+FLAGS = (*RUN_FLAGS, "--task", "gpt-wikitext")
 PHOTO = b"not a swap file"
 
 
@@ -88,19 +86,6 @@ def test_a_folder_with_another_program_s_status_json_is_not_overwritten(tmp_path
     assert contents(tmp_path) == before
 
 
-def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(tmp_path):
-    photo = write_photo(tmp_path / "box" / "output")
-    before = contents(tmp_path)
-    result = fork_ranks(
-        "zero3_nvme", "study/train.py", *FLAGS, "--output_dir", str(photo.parent / "new" / ".."),
-        "--nvme_path", str(tmp_path / "box" / "drive"), ranks=1,
-    )  # fmt: skip
-    assert result.returncode != 0
-    assert contents(tmp_path) == before
-    assert f"--output_dir {photo.parent} contains files, but no run" in result.stderr
-    assert not (photo.parent / "new").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "is_written"),
     [("log.txt", True), ("checkpoints/step_0000001", True), ("checkpoints/step_0000001/model", True),
@@ -117,26 +102,27 @@ def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name, is_writte
         check_is_run_directory(tmp_path / "run", "the folder", "")
 
 
-def test_ctrl_c_prints_the_command_that_resumes_from_the_last_checkpoint(tmp_path):
-    run = tmp_path / "run"
-    flags = (*FLAGS, "--max_steps", "2000", "--checkpointing_steps", "3", "--output_dir", str(run))
-    process = subprocess.Popen(
-        [sys.executable, "study/train.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+def start_interruptible(*flags: str) -> subprocess.Popen[str]:
+    """Start a run that Ctrl-C reaches: a background shell ignores SIGINT, and its children inherit that."""
+    return subprocess.Popen(
+        [sys.executable, "study/train.py", *FLAGS, *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
+
+
+def test_ctrl_c_prints_the_command_that_resumes_from_the_last_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    process = start_interruptible("--max_steps", "2000", "--checkpointing_steps", "3", "--output_dir", str(run))
     wait_until(lambda: any(run.glob("checkpoints/step_*/checkpoint.json")))
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 1
+    process.communicate(timeout=60)
     last = max(file.parent.name for file in run.glob("checkpoints/step_*/checkpoint.json"))
-    assert read_status(run)["hint"] == f"--resume_from_checkpoint latest resumes from {last}"
+    hint = f"--resume_from_checkpoint latest resumes from {last}"
+    assert (process.returncode, read_status(run)["hint"]) == (1, hint)
 
 
 def test_ctrl_c_before_there_is_a_record_is_one_line_and_leaves_nothing(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "study/train.py", *FLAGS, "--output_dir", str(tmp_path / "run")],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    process = start_interruptible("--output_dir", str(tmp_path / "run"))
     # During the import of torch, which takes seconds, an interruption may end in any error.
     wait_until(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text())
     process.send_signal(signal.SIGINT)
@@ -145,84 +131,19 @@ def test_ctrl_c_before_there_is_a_record_is_one_line_and_leaves_nothing(tmp_path
     assert not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def orphans(tmp_path: Path) -> Iterator[list[psutil.Process]]:
-    """Start two ranks that still train in tmp_path/run after their launcher was killed."""
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml",
-        "--num_processes", "2", "--main_process_port", "0", "study/train.py", *FLAGS, "--max_steps", "1000000",
-        "--output_dir", str(tmp_path / "run"),
-    ]  # fmt: skip
-    launcher = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    rows = tmp_path / "run" / "steps.jsonl"
-    ranks: list[psutil.Process] = []
-    try:
-        wait_until(lambda: rows.exists() and rows.read_text())
-        ranks = [child for child in psutil.Process(launcher.pid).children(recursive=True) if _trains(child)]
-        launcher.kill()
-        launcher.wait()
-        assert len(ranks) == 2
-        yield ranks
-    finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGTERM)
-        _kill(ranks)
-
-
-def _trains(process: psutil.Process) -> bool:
-    return any(part.endswith("study/train.py") for part in process.cmdline()[1:3])
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        if process.is_running():
-            process.kill()
-    psutil.wait_procs(processes, timeout=20)
-
-
-@pytest.mark.long
-def test_a_folder_is_locked_until_its_last_process_is_gone(tmp_path, orphans):
-    folder = tmp_path / "run"
-    # The launcher is gone, but the ranks still train.
-    rows = (folder / "steps.jsonl").read_text()
-    wait_until(lambda: (folder / "steps.jsonl").read_text() != rows, 20)
-    # Suspended ranks hold the lock as well, and free the cores.
-    for rank in orphans:
-        rank.suspend()
-    unchanging = {"status.json", "config.json", "environment.json", "engine.json"}
-    before = {name: text for name, text in contents(folder).items() if name in unchanging}
-    command = ("--output_dir", str(folder), "--overwrite_output_dir")
-
-    refused = train_alone(*command)
-    assert refused.returncode == 2, refused.stderr
-    assert_is_one_line(refused.stderr, (f"another run is active in --output_dir {folder}: pid",), "wait for it")
-    assert any(f"kill {rank.pid}" in refused.stderr for rank in orphans)
-    # Two ranks: the other one writes nothing into the other launch's record.
-    launched = launch("ddp", "study/train.py", *FLAGS, *command)
-    assert launched.returncode != 0
-    assert launched.stderr.count("another run is active in") == 1
-    assert {name: text for name, text in contents(folder).items() if name in unchanging} == before
-    assert read_status(folder)["attempt"] == 1
-    assert all(rank.is_running() for rank in orphans)
-
-    _kill(orphans)
-    next_run = train_alone(*command)
-    assert next_run.returncode == 0, next_run.stderr[-3000:]
+def test_a_folder_in_use_is_refused_to_every_rank_of_another_launch(tmp_path):
+    folder = write_run(tmp_path, "single")
+    flags = ("--output_dir", str(folder), "--overwrite_output_dir")
+    with lock_run_directory(folder, "it"):
+        before = contents(folder)
+        alone, launched = train_alone(*flags), fork_ranks("ddp", "study/train.py", *FLAGS, *flags)
+        says = f"another run is active in --output_dir {folder}: pid {os.getpid()} on"
+        assert_is_one_line(alone.stderr, (says,), f"wait for it, end it (kill {os.getpid()})")
+        # The other rank prints and writes nothing.
+        assert (alone.returncode, launched.returncode != 0, launched.stderr.count(says)) == (2, True, 1)
+        assert contents(folder) == before
+    assert train_alone(*flags).returncode == 0
     assert (read_run(folder).state, read_status(folder)["attempt"]) == ("ok", 2)
-
-
-HOLDER = """
-import sys
-import tarfile
-from pathlib import Path
-from study.records.lock import lock_run_directory
-lock = lock_run_directory(Path(sys.argv[1]), "it")
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 def test_a_sweep_skips_folders_with_other_files_or_another_run_and_continues(tmp_path):
@@ -231,74 +152,45 @@ def test_a_sweep_skips_folders_with_other_files_or_another_run_and_continues(tmp
     cells = [words for line in commands if "--output_dir" in (words := shlex.split(line))]
     noted, locked, free = [ROOT / words[words.index("--output_dir") + 1] for words in cells]
     write_photo(noted)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(locked)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+    with lock_run_directory(locked, "it"):
         result = run(suite, runs)
-    finally:
-        holder.communicate()
     assert contents(noted) == {"photo.jpg": PHOTO}
     assert f"{noted} contains files, but no run (move them away, or name another --runs_dir)" in result.stderr
     assert [path.name for path in locked.iterdir()] == [".zero-study-run.lock"]
-    assert f"another run is active in {locked}: pid {holder.pid} on" in result.stderr
+    assert f"another run is active in {locked}: pid {os.getpid()} on" in result.stderr
     assert read_run(free).state == "ok"
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
 
 
-LEFT = """
-import os, sys
-from pathlib import Path
-from study.host.folders import swap_folder
-held = swap_folder(Path(sys.argv[1]))
-folder = held.__enter__()
-(folder / "zero_stage_3").mkdir()
-(folder / "zero_stage_3" / "0.tensor.swp").write_bytes(b"state")
-print(folder, flush=True)
-if sys.argv[2] == "stays":
-    sys.stdin.read()
-os._exit(9)
-"""
+def leave_swap_folder(drive: Path) -> None:
+    """Use a swap folder in a process that is killed."""
+    if (child := os.fork()) == 0:
+        with swap_folder(drive) as folder:
+            (folder / "0.tensor.swp").write_bytes(b"state")
+            os._exit(9)
+    os.waitpid(child, 0)
 
 
 def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_likeness_are_not(tmp_path):
-    from study.host.folders import swap_folder
-    from study.records.lock import SWAP_PREFIX
-
-    def process(what: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", LEFT, str(tmp_path), what]
-        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    living = process("stays")
-    assert living.stdout is not None
-    theirs = Path(living.stdout.readline().strip())
-    dead = process("dies")
-    leftover = Path(dead.communicate()[0].strip())
-    assert leftover.is_dir()
     likeness, link = write_photo(tmp_path / f"{SWAP_PREFIX}mine"), tmp_path / f"{SWAP_PREFIX}link"
-    link.symlink_to(theirs)
-    try:
+    with swap_folder(tmp_path) as theirs:
+        (theirs / "0.tensor.swp").write_bytes(b"state")
+        link.symlink_to(theirs)
+        leave_swap_folder(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 4
         with swap_folder(tmp_path) as swap:
             assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link, swap}
-            assert (theirs / "zero_stage_3" / "0.tensor.swp").read_bytes() == b"state"
+            assert (theirs / "0.tensor.swp").read_bytes() == b"state"
             # Another rank of the same run, which fails on a full disk, for example.
-            assert Path(process("dies").communicate()[0].strip()).is_dir()
-    finally:
-        living.communicate()
-    assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link}
-    # The living process has ended by now, and a link to a folder is not a folder.
-    with swap_folder(tmp_path):
-        pass
+            leave_swap_folder(tmp_path)
+        assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link}
+    # A link to a folder is not a folder.
     assert set(tmp_path.iterdir()) == {likeness.parent, link}
     assert likeness.read_bytes() == PHOTO
 
 
 def test_the_swap_folder_of_another_machine_is_left_to_it(tmp_path):
-    from study.host.folders import swap_folder
-
     with swap_folder(tmp_path) as swap:
         theirs = shutil.copytree(swap, tmp_path / f"{swap.name}-theirs")
         (marker,) = theirs.iterdir()
