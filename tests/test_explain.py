@@ -497,14 +497,13 @@ def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> N
 
 
 def test_a_flag_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
-    cases: list[tuple[Any, dict[str, Any], str]] = [
+    for sizes, program, says in (
         ({ACCUMULATION: 4}, {"accumulation": 8}, f"{ACCUMULATION} 4, and --accumulation is 8"),
         ({ACCUMULATION: 4}, {"micro_batch": 2}, f"{MICRO_BATCH} 1, and --micro_batch is 2"),
         ({MICRO_BATCH: None, "train_batch_size": 8}, {"accumulation": 4}, f"{ACCUMULATION} 1, and --accumulation"),
-    ]
-    for sizes, program, says in cases:
+    ):
         with pytest.raises(UserError, match=says):
-            make_case(tmp_path, {**PLAIN, **sizes}, **program)
+            make_case(tmp_path, {**PLAIN, **sizes}, "gpt2", 4, **program)
 
 
 def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) -> None:
