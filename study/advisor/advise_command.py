@@ -240,7 +240,12 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         gap = runner_up.tokens_per_s / best.tokens_per_s - 1
         if -gap > advise.SPEED_TOLERANCE:
             yield f"next {runner_up.name}, {-gap:.0%} slower{advise.explain_slowdown(runner_up, best)}"
-    yield from _with_less_host_memory(advice, best)
+    limit = _LIGHTER * best.memory.host_peak.value
+    lighter = [option for option in advice.fitting if option.memory.host_peak.value < limit]
+    if best.request.strategy.offloads and advice.question.box.host_gib_per_node is None and lighter:
+        option = max(lighter, key=lambda option: (option.is_safe, option.tokens_per_s))
+        lower, slower = option.memory.host_peak.value / GIB, 1 - option.tokens_per_s / best.tokens_per_s
+        yield f"with less host memory: {_named(option)}, {lower:,.0f} GiB of host memory, {slower:.0%} slower"
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1
         yield "; ".join([f"{faster:.0%} faster, but its 90 % bound does not fit: {_named(riskier)}",
@@ -263,15 +268,6 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         yield LORA_NOTE
     yield from live_notes(shape)
     yield from request_notes(best.request)
-
-
-def _with_less_host_memory(advice: Advice, best: Option) -> Iterator[str]:
-    needed = best.memory.host_peak.value
-    lighter = [option for option in advice.fitting if option.memory.host_peak.value < _LIGHTER * needed]
-    if best.request.strategy.offloads and advice.question.box.host_gib_per_node is None and lighter:
-        option = max(lighter, key=lambda option: (option.is_safe, option.tokens_per_s))
-        host, slower = option.memory.host_peak.value / GIB, 1 - option.tokens_per_s / best.tokens_per_s
-        yield f"with less host memory: {_named(option)}, {host:,.0f} GiB of host memory, {slower:.0%} slower"
 
 
 def _least_release(option: Option) -> str:

@@ -294,7 +294,8 @@ def _cost_rows(setting_costs: Sequence[SettingCost], details: bool) -> list[tupl
         sizes = [sum(getattr(cost, place) for cost in group) for place in ("device", "host", "nvme")]
         cost = group[0]
         text = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
-        rows.append((max(map(abs, sizes)), (*map(_size, sizes), f"{text}: {cost.says}" if details else text)))
+        columns = ("-" if abs(size) < MIB / 2 else gib(size) for size in sizes)
+        rows.append((max(map(abs, sizes)), (*columns, f"{text}: {cost.says}" if details else text)))
     if not details:
         # The state comes first: the offloads move parts of it.
         largest = max(size for size, _ in rows)
@@ -309,10 +310,6 @@ def gib(size: float) -> str:
 
 def _about(size: float) -> str:
     return f"{rounded(size / GIB)} GiB"
-
-
-def _size(size: float) -> str:
-    return "-" if abs(size) < MIB / 2 else gib(size)
 
 
 # Memory that each setting accounts for.

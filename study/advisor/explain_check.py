@@ -68,7 +68,9 @@ def check_file(name: str, model: ModelShape | None, ranks: int | None, work: Pro
         for item in early:
             yield replace(item, file=name, line=find_line(text, item.key) or 1)
         problem = refusal.problem.removeprefix(name)
-        line = _line_of_refusal(text, problem)
+        line = next((line for word in re.findall(r"[\w.]+", problem) if (line := find_line(text, word))), 1)
+        if match := re.search(r"^:(\d+):|\bline (\d+)\b", problem):
+            line = int(match[1] or match[2])
         yield Finding("refused", "", problem.lstrip(":0123456789 "), refusal.fix, "unreadable", name, line)
         return
     by_case = [{(finding.kind, finding.key): finding for finding in findings(case)} for case in cases]
@@ -118,12 +120,6 @@ def find_line(text: str, key: str) -> int | None:
         if match:
             place, line = match.end(), text.count("\n", 0, match.end()) + 1
     return line
-
-
-def _line_of_refusal(text: str, problem: str) -> int:
-    if match := re.search(r"^:(\d+):|\bline (\d+)\b", problem):
-        return int(match[1] or match[2])
-    return next((line for word in re.findall(r"[\w.]+", problem) if (line := find_line(text, word))), 1)
 
 
 def check_files(

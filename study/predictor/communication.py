@@ -136,9 +136,11 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
     scattered = calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
     groups = request.box.ranks // outer.ranks
     if groups > 1:
-        scattered += calls_s(
-            _across(request.box, outer, groups), "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks
-        )
+        # Ranks with the same position in every replica group: one per machine if a group fills at least one.
+        in_machine = outer.ranks < request.box.gpus_per_node and request.box.nodes == 1
+        nodes, gpus = (1, groups) if in_machine else (groups, 1)
+        across = dataclasses.replace(request.box, nodes=nodes, gpus_per_node=gpus)
+        scattered += calls_s(across, "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks)
     can_hide = settings is None or settings.overlap_comm
     one_call = calls_s(outer, "all_gather", chunk, chunk)
     first *= gather_passes(request)
@@ -162,14 +164,6 @@ def _within(box: Hardware, ranks: int | None) -> Hardware:
     if ranks <= box.gpus_per_node:
         return dataclasses.replace(box, nodes=1, gpus_per_node=ranks)
     return dataclasses.replace(box, nodes=ranks // box.gpus_per_node)
-
-
-def _across(box: Hardware, group: Hardware, groups: int) -> Hardware:
-    """Return the hardware of the ranks with the same position in every replica group: one per machine if a group fills
-    at least one."""
-    if group.ranks < box.gpus_per_node and box.nodes == 1:
-        return dataclasses.replace(box, gpus_per_node=groups)
-    return dataclasses.replace(box, nodes=groups, gpus_per_node=1)
 
 
 def calls_s(box: Hardware, collective: Collective, total: float, chunk: float) -> float:

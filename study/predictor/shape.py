@@ -189,17 +189,10 @@ def in_4_bits(shape: ModelShape, width: int) -> ModelShape:
     return dataclasses.replace(shape, params=tuple(map(packed, shape.params)))
 
 
-def _peft(text: str) -> str:
-    if text.lower() == "qlora":
-        raise argparse.ArgumentTypeError("QLoRA is --peft lora --quantization 4bit")
-    return text
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of LoRA."""
-    parser.add_argument(
-        "--peft", type=_peft, choices=("none", "lora"), default="none", help="lora: train only adapters"
-    )
+    qlora = "lora: train only adapters (QLoRA: with --quantization 4bit)"
+    parser.add_argument("--peft", choices=("none", "lora"), default="none", help=qlora)
     rank = f"rank of the LoRA adapters; by default {RunConfig.lora_rank}"
     parser.add_argument("--lora_rank", type=int, metavar="R", help=rank)
     parser.add_argument("--quantization", choices=("none", "4bit"), default="none", help="4bit: QLoRA")

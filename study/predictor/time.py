@@ -242,7 +242,11 @@ def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: fl
     adapted += sum(matrix.count * matrix.out for matrix in adapters[1::2]) * _ADAPTER_PASSES_OUT
     traffic = (constants.compiled_traffic if request.compiled else constants.eager_traffic) * widths + adapted
     elementwise = tokens * loose_bytes * traffic / bandwidth
-    attention = _attention_s(request, rate, bandwidth, loose_bytes)
+    attention_flops = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
+    attention = _fused_attention_s(request, attention_flops, rate)
+    if not is_fused(request):
+        scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
+        attention = attention_flops / rate + scores * loose_bytes * _SCORE_PASSES / 3 / bandwidth
     head = outside + activations.head_flops(shape) * request.micro_batch / rate
     is_frozen_head = shape.lora_rank and shape.family == "causal-lm"
     logits = casts = 0.0
@@ -276,16 +280,6 @@ def _traced_s(request: Request, constants: Constants, rate: float, bandwidth: fl
     backward = (traced.backward - 2 * traced.attention) / rate + attention * _FUSED_BACKWARD_OVER_FORWARD
     recomputed = traced.layers_forward / rate + elementwise / 3 if request.gradient_checkpointing else 0.0
     return forward, backward + elementwise * 2 / 3 + logits * 2 / 3 + recomputed / request.checkpoint_every
-
-
-def _attention_s(request: Request, rate: float, bandwidth: float, loose_bytes: int) -> float:
-    """Return forward seconds of attention in all layers."""
-    shape = request.shape
-    flops = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
-    if not is_fused(request):
-        scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
-        return flops / rate + scores * loose_bytes * _SCORE_PASSES / 3 / bandwidth
-    return _fused_attention_s(request, flops, rate)
 
 
 def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
