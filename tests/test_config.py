@@ -4,7 +4,6 @@ import dataclasses
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig, parse_command_line, resolve_config
 from study.config.strategy_names import apply_overrides, parse_overrides
 
-ROOT = Path(__file__).resolve().parent.parent
 # Another value of every field, and whether it makes a different run.
 OTHER_VALUES: dict[str, tuple[Any, bool]] = {
     "task": ("gpt-wikitext", True), "scale": ("paper", True), "model_name_or_path": ("bert-base-uncased", True),
@@ -105,11 +103,8 @@ def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None
     assert RunConfig.from_dict(config.to_dict(), "the test") == config
 
 
-def test_auto_is_paper_with_an_accelerator_and_laptop_without() -> None:
+def test_auto_is_paper_with_an_accelerator_and_has_the_settings_of_the_studied_documents() -> None:
     assert [resolve_config(RunConfig(), visible).scale for visible in (True, False)] == ["paper", "laptop"]
-
-
-def test_the_paper_scale_has_the_settings_of_the_studied_documents() -> None:
     bert = resolve_config(RunConfig(scale="paper"), accelerator_visible=False)
     assert (bert.model_name_or_path, bert.weights, bert.data) == ("bert-large-uncased", "pretrained", "hub")
     assert (bert.train_samples, bert.eval_samples, bert.seq_length, bert.global_batch_size) == (800, 200, 128, 8)
@@ -204,10 +199,13 @@ def test_null_and_an_integer_for_a_float_are_accepted() -> None:
     assert type(config.learning_rate) is float
 
 
-def test_overrides_are_json_and_whole_floats_become_integers() -> None:
+def test_overrides_are_json_and_whole_floats_become_integers_and_other_settings_stay() -> None:
     # The second key has the beginning of the first.
     parsed = parse_overrides(["a.bc=5e6", "a.b=2", "c=true", 'd="x"', "e=0.5", "f=[1]"])
     assert json.dumps(parsed) == '{"a.bc": 5000000, "a.b": 2, "c": true, "d": "x", "e": 0.5, "f": [1]}'
+    settings = {"zero_optimization": {"stage": 2}}
+    assert apply_overrides(settings, ["zero_optimization.stage=3"]) == {"zero_optimization": {"stage": 3}}
+    assert settings == {"zero_optimization": {"stage": 2}}
 
 
 @pytest.mark.parametrize(
@@ -218,12 +216,6 @@ def test_overrides_are_json_and_whole_floats_become_integers() -> None:
 def test_an_empty_or_contradictory_override_is_refused(overrides: list[str]) -> None:
     with pytest.raises(UserError, match="--engine_override"):
         parse_overrides(overrides)
-
-
-def test_an_override_leaves_the_settings_that_it_is_given() -> None:
-    settings = {"zero_optimization": {"stage": 2}}
-    assert apply_overrides(settings, ["zero_optimization.stage=3"]) == {"zero_optimization": {"stage": 3}}
-    assert settings == {"zero_optimization": {"stage": 2}}
 
 
 def test_a_flag_is_accepted_with_hyphens_and_listed_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
