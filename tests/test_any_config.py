@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 import transformers
-from test_predict_memory import FAMILIES
+from test_predict_memory import FAMILIES, assert_recomputed_as_traced
 
 from engines import ROOT
 from forked import fork_ranks
@@ -24,7 +24,7 @@ from study.predictor.communication import sent_bytes
 from study.predictor.hardware import CPU_CORE, box_of_ranks, to_box
 from study.predictor.live import LiveShape, live_shape
 from study.predictor.live_trace import quiet, trace_activations
-from study.predictor.memory import device_snapshots, predict_memory
+from study.predictor.memory import predict_memory
 from study.predictor.request import Request, request_for
 from study.predictor.shape import shape_of_architecture, with_adapters
 from study.predictor.state import predict_state
@@ -86,15 +86,11 @@ def test_every_class_has_the_parameters_of_the_model_and_a_prediction(model_type
         assert layers + saved.cast_head + saved.outside + saved.logits == pytest.approx(traced_bytes, rel=0.03)
         traced = trace(make_request(shape, "zero2"))
         assert traced.backward >= 1.5 * traced.forward - traced.attention > 0
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "bart", "vit", "gemma3_text", "mamba2"])
-def test_a_recomputed_layer_frees_its_activations_as_its_gradients_arrive(model_type: str) -> None:
-    for precision in ("fp32", "bf16-engine", "bf16"):
-        request = make_request(read_shape(model_type), "single", checkpointing=True)
-        request = dataclasses.replace(request, precision=precision)
-        peak = max(point.total for point in device_snapshots(request) if not point.step)
-        assert 0.96 <= peak / trace_activations(request).backward_peak <= 1.06, precision
+    # A recomputed layer frees its activations as its gradients arrive.
+    if model_type in ("mixtral", "deepseek_v3", "gpt_oss", "bart", "vit", "gemma3_text", "mamba2"):
+        for precision in ("fp32", "bf16-engine", "bf16"):
+            request = make_request(shape, "single", checkpointing=True)
+            assert_recomputed_as_traced(dataclasses.replace(request, precision=precision))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3"])
@@ -125,10 +121,8 @@ def test_a_family_of_the_table_is_equal_to_its_trace(model_type: str) -> None:
      ("gemma3_text", "fsdp2", ()), ("roberta", "fsdp2", ("--task", "bert-imdb"))],
 )  # fmt: skip
 def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(model_type, strategy, flags, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIGS[model_type], "model_type": model_type}))
     task = () if "--task" in flags else ("--task", "gpt-wikitext")
-    model = ("--model_name_or_path", str(tmp_path / "model"), "--weights", "random", "--dropout", "-1")
+    model = ("--model_name_or_path", write_config(tmp_path, model_type), "--weights", "random", "--dropout", "-1")
     run = trained(strategy, tmp_path / "run", *model, *task, *flags, "--per_device_train_batch_size", "2")
     names = ("model_name_or_path", "seq_length", "precision", "gradient_checkpointing", "attn_implementation", "task")
     config = RunConfig(**{name: run.config[name] for name in names})
@@ -140,8 +134,6 @@ def test_real_ranks_have_the_predicted_state_and_send_the_predicted_bytes(model_
     assert run.summary["sent_bytes_per_step"] == pytest.approx(sent_bytes(request), rel=0.006)
 
 
-# Parameters without a gradient (a norm of LLaVA's tower), and gradients that do not arrive in the parameters' order.
-UNEQUAL_STATE = {"llava", "siglip", "qwen2_5_vl"}
 MEASURED = [
     *(pytest.param(strategy, sort, tuple(CONFIGS), marks=pytest.mark.long)
       for strategy in STRATEGIES for sort in ("real", "virtual")),
@@ -168,8 +160,8 @@ def assert_as_predicted(rows: pd.DataFrame) -> None:
     refused = rows["refused"].notna() & ~unused
     assert refused.equals(rows["predicted refusal"].notna() & ~unused)
     ran = rows[rows["refused"].isna()]
-    unequal = ran[ran["state"] > 0]
-    assert set(unequal["kind"]) <= UNEQUAL_STATE
+    # Parameters without a gradient (a norm of LLaVA's tower), and gradients that arrive in another order.
+    assert set(ran.loc[ran["state"] > 0, "kind"]) <= {"llava", "siglip", "qwen2_5_vl"}
     assert (ran["sent"].abs() < 0.01).all()
     peaks = ran["peak"].astype(float).dropna().abs()
     assert peaks.max() < 0.10
@@ -185,21 +177,15 @@ def test_the_page_of_architectures_has_today_s_predictions() -> None:
     assert (OUTPUT / "summary.md").read_text() == page(rows)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Callable[[str], str]:
-    def write(model_type: str) -> str:
-        (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[model_type], "model_type": model_type}))
-        return str(tmp_path)
-
-    return write
+def write_config(folder: Path, model_type: str) -> str:
+    (folder / "config.json").write_text(json.dumps({**CONFIGS[model_type], "model_type": model_type}))
+    return str(folder)
 
 
-def test_what_cannot_be_traced_gets_no_verdict_and_is_named(folder, capsys) -> None:
-    model = ["--model_name_or_path", folder("qwen2_5_vl"), "--hardware", "8xH100"]
+def test_what_cannot_be_traced_gets_no_verdict_and_is_named(capsys, tmp_path) -> None:
+    model = ["--model_name_or_path", write_config(tmp_path, "qwen2_5_vl"), "--hardware", "8xH100"]
     assert main(["predict", *model, "--strategy", "zero3"]) == 0
-    first = capsys.readouterr().out.partition("\n")[0]
-    assert first.startswith("No verdict: ")
-    assert "without activations of its images" in first
+    assert re.match("No verdict: .*without activations of its images", capsys.readouterr().out)
     assert main(["predict", *model, "--strategy", "zero3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is None
     assert main(["advise", *model]) == 1
@@ -209,17 +195,18 @@ def test_what_cannot_be_traced_gets_no_verdict_and_is_named(folder, capsys) -> N
     assert capsys.readouterr().out.startswith("No verdict: ")
 
 
-def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(folder, capsys, tmp_path) -> None:
-    assert main(["predict", "--model_name_or_path", folder("t5"), "--hardware", "8xH100", "--strategy", "fsdp2"]) == 2
+def test_an_expert_s_gather_and_an_fsdp2_refusal_are_named(capsys, tmp_path) -> None:
+    model = write_config(tmp_path, "t5")
+    assert main(["predict", model, "--hardware", "8xH100", "--strategy", "fsdp2"]) == 2
     refusal = "torch refuses shared.weight, which modules of two FSDP2 groups share"
     assert refusal in capsys.readouterr().err
     # Version 1 has one group of all that is outside the layers.
     for version, status in ((1, 0), (2, 1)):
         file = tmp_path / f"fsdp{version}.yaml"
         file.write_text(f"distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {{fsdp_version: {version}}}\n")
-        assert main(["explain", str(file), folder("t5")]) == status
+        assert main(["explain", str(file), model]) == status
         assert (refusal in capsys.readouterr().out) == (version == 2)
-    assert main(["advise", "--model_name_or_path", folder("mixtral"), "--hardware", "8xH100", "--json"]) == 0
+    assert main(["advise", write_config(tmp_path, "mixtral"), "--hardware", "8xH100", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recommended"]
     forward, _ = module_call_order(read_shape("mixtral"), False)
     # DeepSpeed's leaf: the router and all experts of a layer at once.
@@ -264,9 +251,7 @@ def test_a_class_that_cannot_be_created_is_named_with_what_is_missing(capsys, tm
     ):
         (tmp_path / "config.json").write_text(json.dumps(document))
         assert main(command) == 2
-        printed = capsys.readouterr().err
-        assert says in printed
-        assert printed.count("\n") == 1
+        assert re.fullmatch(f".*{says}.*\n", capsys.readouterr().err)
 
 
 def test_adapters_are_those_of_peft_on_the_live_model() -> None:

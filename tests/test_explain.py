@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from engines import ROOT, printed_json
@@ -53,18 +55,13 @@ def fsdp(**settings: Any) -> dict[str, Any]:
     return {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4, "fsdp_config": settings}
 
 
-def mesh(**sizes: int) -> dict[str, Any]:
-    section = {f"parallelism_config_{key}_size": size for key, size in sizes.items()}
-    return {**fsdp(fsdp_version=2), "parallelism_config": section}
-
-
 def name_findings(case: ConfigCase) -> dict[str, str]:
     """Return the findings without what test_what_an_expert_says checks."""
     found = [item for item in findings(case) if item.rule not in EXPERTS]
     return {f"{item.kind} {item.key.removeprefix(f'{ZERO}.')}": item.says for item in found}
 
 
-def test_boundaries_of_thresholds_buckets_and_saving(tmp_path: Path) -> None:
+def test_boundaries_of_thresholds_buckets_saving_and_sub_groups(tmp_path: Path) -> None:
     at, below = (make_case(tmp_path, zero(3, stage3_param_persistence_threshold=size)) for size in (768, 767))
     assert persistent_elements(at) > persistent_elements(below)
     # With overlap, stages 1 and 2 have a second bucket.
@@ -78,6 +75,12 @@ def test_boundaries_of_thresholds_buckets_and_saving(tmp_path: Path) -> None:
         case = make_case(tmp_path, settings, LLAMA_8B, 8)
         memory = predict_memory(case.request)
         assert memory.host_peak.value - memory.host_parts["train"] == case.shape.parameters * 2 * gathers
+    # A ratio moves whole sub-groups.
+    half = {"device": "cpu", "ratio": 0.5}
+    single, many = (make_case(tmp_path, zero(3, offload_optimizer=half, sub_group_size=n)) for n in (10**9, 5_000_000))
+    assert (len(sub_groups(single.request)), sub_groups_on_host(single)) == (1, 1)
+    count = len(sub_groups(many.request))
+    assert sub_groups_on_host(many) == count - count // 2 > 2
 
 
 def persistent_elements(case: ConfigCase) -> int:
@@ -104,35 +107,22 @@ def test_every_key_that_the_engine_reads_is_listed() -> None:
 
     requested: set[str] = set()
 
-    class Watched(dict[str, Any]):
-        def get(self, key: str, default: Any = None) -> Any:
+    def watched(name: str) -> Any:
+        def read(self: Any, key: str, *default: Any) -> Any:
             requested.add(key)
-            return super().get(key, default)
+            return getattr(dict, name)(self, key, *default)
 
-        def __contains__(self, key: object) -> bool:
-            requested.add(str(key))
-            return super().__contains__(key)
+        return read
 
-        def __getitem__(self, key: str) -> Any:
-            requested.add(key)
-            return super().__getitem__(key)
-
-        # The engine reads some keys with `in param_dict.keys()`.
-        def keys(self) -> Any:
-            return self
-
-        def __copy__(self) -> Watched:
-            return Watched(self)
-
-    DeepSpeedConfig(Watched({"train_micro_batch_size_per_gpu": 1}))
+    reads = {name: watched(name) for name in ("get", "__contains__", "__getitem__")}
+    # The engine reads some keys with `in param_dict.keys()`, and copies the rest.
+    copies = {"keys": lambda self: self, "__copy__": lambda self: type(self)(self)}
+    DeepSpeedConfig(type("Watched", (dict,), reads | copies)({"train_micro_batch_size_per_gpu": 1}))
     assert {"zero_optimization", "aio", "bf16", "optimizer"} < requested
     assert requested <= {*KNOWN["top"], *KNOWN["others"], *KNOWN["removed"]}
 
 
 def test_the_keys_of_accelerate_and_the_optimizers_are_listed() -> None:
-    import inspect
-
-    import torch
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -147,9 +137,6 @@ def test_the_keys_of_accelerate_and_the_optimizers_are_listed() -> None:
 
 
 def test_the_arguments_of_optimizers_and_schedulers_are_those_of_their_classes() -> None:
-    import inspect
-
-    import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.ops.lamb import FusedLamb
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -257,7 +244,10 @@ def test_a_file_has_these_findings_and_no_others(entry: dict[str, Any], tmp_path
     if "plain" in entry:
         document = PLAIN | entry["plain"]
     elif document is None:
-        document = fsdp(**entry["fsdp"]) if "fsdp" in entry else mesh(**entry["mesh"])
+        document = fsdp(**entry.get("fsdp", {"fsdp_version": 2}))
+        if "mesh" in entry:
+            sizes = {f"parallelism_config_{key}_size": size for key, size in entry["mesh"].items()}
+            document["parallelism_config"] = sizes
     model, ranks = entry.get("model", "gpt2"), entry.get("ranks", 4)
     case = make_case(tmp_path, document, model, ranks)
     assert sorted(name_findings(case)) == sorted(entry["finds"])
@@ -270,7 +260,7 @@ def test_a_file_has_these_findings_and_no_others(entry: dict[str, Any], tmp_path
         assert as_much == (entry["fsdp"] == {"fsdp_sharding_strategy": "NO_SHARD"})
 
 
-def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> None:
+def test_fsdp_has_its_offload_in_host_memory_and_loads_the_weights_once_by_accelerate_s_default(tmp_path) -> None:
     plain, offloaded = (make_case(tmp_path, fsdp(fsdp_version=2, fsdp_offload_params=value)) for value in (False, True))
     assert offloaded.state.device == plain.state.host == 0
     assert offloaded.state.host == plain.state.device
@@ -278,6 +268,14 @@ def test_fsdp_with_its_offload_has_its_state_in_host_memory(tmp_path: Path) -> N
     state = sum(memories[0].device_parts[part] for part in ("parameters", "optimizer"))
     assert memories[0].peak_allocated.value - memories[1].peak_allocated.value == pytest.approx(state, rel=0.01)
     assert memories[1].host_peak.value > memories[0].host_parts["train"] + state
+    # The first rank alone has them until the shards are sent (fsdp2_prepare_model); 4-bit weights are all loaded.
+    files = fsdp(fsdp_version=2), fsdp(fsdp_version=2, fsdp_cpu_ram_efficient_loading=False)
+    once, by_all = (make_case(tmp_path, file).request for file in files)
+    for models in (1, 2):
+        loads = [predict_memory(dataclasses.replace(request, reference_model=models == 2)).host_parts["load"]
+                 for request in (once, by_all)]  # fmt: skip
+        assert loads[1] - loads[0] == pytest.approx(3 * 4 * once.shape.parameters * models)
+    assert not make_case(tmp_path, files[0], quantized=True).request.fsdp_loads_once
 
 
 def test_the_bytes_of_fsdp_are_those_of_a_virtual_rank() -> None:
@@ -332,18 +330,6 @@ def test_a_file_of_fsdp_keeps_weights_gathered_recomputes_and_shards_over_a_mach
     for gathered, times in ((grad_op, 1), (not_resharded, 4)):
         sent = predict_payload(dataclasses.replace(gathered, accumulation=4))["all_gather"]
         assert sent == pytest.approx(2 * times * full.shape.parameters, rel=1e-3)
-
-
-def test_fsdp_loads_the_weights_once_by_accelerate_s_default(tmp_path: Path) -> None:
-    """The first rank alone has them until the shards are sent (fsdp2_prepare_model); 4-bit weights are all loaded."""
-    files = [fsdp(fsdp_version=2), fsdp(fsdp_version=2, fsdp_cpu_ram_efficient_loading=False)]
-    once, by_all = (make_case(tmp_path, file).request for file in files)
-    weights = 4 * once.shape.parameters
-    for models in (1, 2):
-        loads = [predict_memory(dataclasses.replace(request, reference_model=models == 2)).host_parts["load"]
-                 for request in (once, by_all)]  # fmt: skip
-        assert loads[1] - loads[0] == pytest.approx(3 * weights * models)
-    assert not make_case(tmp_path, files[0], quantized=True).request.fsdp_loads_once
 
 
 @pytest.mark.parametrize("most", [0, 250_000_000, 10**9])
@@ -417,13 +403,12 @@ def test_explain_matches_the_measured_settings(probe: dict[str, Any], tmp_path: 
         "zero_allow_untested_optimizer false": "noted zero_allow_untested_optimizer",
         "the guide's settings and AdamW": "noted zero_force_ds_cpu_optimizer",
     }
-    if probe["error"] and probe["name"] not in program_errors and not probe["name"].startswith("pipeline"):
-        assert any(key.startswith("refused") for key in name_findings(make_case(tmp_path, probe["given"])))
-        return
     case = make_case(tmp_path, probe["given"])
-    assert not [finding for finding in name_findings(case) if finding.startswith("refused")]
-    assert probe["name"] not in program_errors or program_errors[probe["name"]] in name_findings(case)
-    for setting, expected in probe["says"].items():
+    found, by_the_file = name_findings(case), probe["name"] not in program_errors
+    is_refused = bool(probe["error"]) and by_the_file and not probe["name"].startswith("pipeline")
+    assert any(finding.startswith("refused") for finding in found) == is_refused
+    assert by_the_file or program_errors[probe["name"]] in found
+    for setting, expected in () if is_refused else probe["says"].items():
         if setting in ("bf16_enabled", "fp16_enabled"):
             assert case.request.precision == f"{setting[:4]}-engine"
         elif setting.startswith("zero."):
@@ -482,7 +467,9 @@ def test_auto_is_filled_in_as_by_accelerate_and_the_engine_agrees_with_explain(t
     assert engine["sub_groups"] > 2
 
 
-def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> None:
+def test_accumulation_that_the_file_leaves_open_is_reported_and_a_flag_that_contradicts_it_refused(
+    tmp_path: Path,
+) -> None:
     def case(accumulation: int = 1, **settings: Any) -> ConfigCase:
         document = {**zero(1, reduce_bucket_size=525336576), **settings}
         return make_case(tmp_path, document, LLAMA_8B, 8, sequence_length=2048, accumulation=accumulation)
@@ -494,9 +481,6 @@ def test_accumulation_that_the_file_leaves_open_is_reported(tmp_path: Path) -> N
     assert often > once + 10
     assert name_findings(case(8, **auto)) == name_findings(case()) == name_findings(case(8, **{ACCUMULATION: 8})) == {}
     assert list(name_findings(case(8))) == [f"conflict {ACCUMULATION}"]
-
-
-def test_a_flag_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
     for sizes, program, says in (
         ({ACCUMULATION: 4}, {"accumulation": 8}, f"{ACCUMULATION} 4, and --accumulation is 8"),
         ({ACCUMULATION: 4}, {"micro_batch": 2}, f"{MICRO_BATCH} 1, and --micro_batch is 2"),
@@ -527,14 +511,6 @@ def test_costs_of_state_and_offloads_add_up_to_the_state_of_a_rank(name: str, tm
     state_costs = [cost for cost in costs(case) if cost.key in keys]
     for place in ("device", "host", "nvme"):
         assert sum(getattr(cost, place) for cost in state_costs) == pytest.approx(getattr(case.state, place))
-
-
-def test_a_ratio_moves_whole_sub_groups(tmp_path: Path) -> None:
-    half = {"device": "cpu", "ratio": 0.5}
-    single, many = (make_case(tmp_path, zero(3, offload_optimizer=half, sub_group_size=n)) for n in (10**9, 5_000_000))
-    assert (len(sub_groups(single.request)), sub_groups_on_host(single)) == (1, 1)
-    count = len(sub_groups(many.request))
-    assert sub_groups_on_host(many) == count - count // 2 > 2
 
 
 @pytest.mark.parametrize(
@@ -595,7 +571,7 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: 
         read_user_file(str(file))
 
 
-def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
+def test_yaml_and_the_file_that_it_names_are_read_as_accelerate_reads_them(tmp_path, monkeypatch) -> None:
     """A bare `no` is false, which is no precision, and an explicit key overrides a merged one."""
     file = tmp_path / "a.yaml"
     for line, key in (("mixed_precision: no", "mixed_precision"), ("num_proceses: 2", "num_proceses")):
@@ -604,9 +580,7 @@ def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
         assert (read.distributed_type, [finding.key for finding in read.findings]) == ("NO", [key])
     file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  <<: {zero_stage: 2}\n  zero_stage: 3\n")
     assert resolve(read_user_file(str(file)), model_shape("gpt2"), 2, ProgramSettings()).stage == 3
-
-
-def test_a_file_that_another_one_names_is_searched_as_accelerate_does(tmp_path, monkeypatch):
+    # A file that another one names is searched for in the working directory.
     config = ROOT / "accelerate_configs" / "zero3_cpu.yaml"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"deepspeed_config_file: .*zero3_cpu.json', and there is no file") as refusal:
@@ -671,22 +645,17 @@ def test_settings_that_are_not_modelled_are_noted(tmp_path: Path) -> None:
                 assert notes or predict_memory(case.request) != baseline, name
 
 
-def test_an_optimizer_that_stage_2_was_to_send_to_nvme_is_in_host_memory(tmp_path: Path) -> None:
-    sections = [{"zero_stage": 2, "offload_optimizer_device": device} for device in ("cpu", "nvme")]
-    documents = [{"distributed_type": "DEEPSPEED", "deepspeed_config": section} for section in sections]
-    on_cpu, on_nvme = (predict_memory(make_case(tmp_path, document).request) for document in documents)
-    assert on_cpu == on_nvme
-
-
-def test_the_precision_that_auto_and_fp8_become_is_named(tmp_path: Path) -> None:
+def test_the_precision_that_auto_and_fp8_become_is_named_and_stage_2_sends_nothing_to_nvme(tmp_path: Path) -> None:
     """The config file in Hugging Face's documentation names fp16 alone."""
     plain = {key: value for key, value in PLAIN.items() if key != "bf16"}
     assert make_case(tmp_path, {**plain, "fp16": {"enabled": "auto"}}).request.precision == "fp16-engine"
     assert make_case(tmp_path, {**plain, "fp16": {"enabled": False}}).request.precision == "fp32"
-    accelerate = {"distributed_type": "DEEPSPEED", "mixed_precision": "fp8", "deepspeed_config": {"zero_stage": 2}}
-    case = make_case(tmp_path, accelerate)
-    assert case.request.precision == "bf16-engine"
-    assert "noted mixed_precision" in name_findings(case)
+    accelerate = {"distributed_type": "DEEPSPEED", "mixed_precision": "fp8"}
+    sections = [{"zero_stage": 2, "offload_optimizer_device": device} for device in ("cpu", "nvme")]
+    on_cpu, on_nvme = (make_case(tmp_path, {**accelerate, "deepspeed_config": section}) for section in sections)
+    assert on_cpu.request.precision == "bf16-engine"
+    assert "noted mixed_precision" in name_findings(on_cpu)
+    assert predict_memory(on_cpu.request) == predict_memory(on_nvme.request)
 
 
 def test_a_setting_that_accelerate_drops_fails_a_strict_check_alone(tmp_path, capsys):

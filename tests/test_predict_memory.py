@@ -88,7 +88,8 @@ def test_a_model_by_its_sizes_has_the_parameters_of_its_type():
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt")])
-def test_the_formula_of_activations_matches_the_traced_code_also_with_adapters(model_type):
+def test_the_formula_of_activations_matches_the_traced_code_with_adapters_and_as_a_layer_is_recomputed(model_type):
+    """Wide layers, few tokens: all gradients of a layer and all that it recomputed would be 10 to 18 % too much."""
     cases = (("fp32", "sdpa"), ("bf16-engine", "sdpa"), ("bf16", "eager"))
     for (precision, attention), checkpointing in itertools.product(cases, (False, True)):
         request = make_request(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
@@ -96,20 +97,18 @@ def test_the_formula_of_activations_matches_the_traced_code_also_with_adapters(m
         if model_type in ("bert", "gpt2", "llama"):
             adapted = dataclasses.replace(request, shape=with_adapters(request.shape, 8))
             assert_activations_as_traced(adapted, rel=0.01)
-
-
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in ("mistral", "mpt")])
-def test_a_recomputed_layer_frees_its_activations_as_its_gradients_arrive(model_type):
-    """Wide layers, few tokens: all gradients of a layer and all that it recomputed would be 10 to 18 % too much."""
     wide = {
         "hidden_size": 512, "n_embd": 512, "intermediate_size": 2048, "n_inner": 2048, "head_dim": 64, "rotary_dim": 32
     }  # fmt: skip
     shape = shape_of_architecture(model_type, model_type, FAMILIES[model_type] | wide)
     for precision in ("fp32", "bf16-engine"):
         request = make_request(model_type, precision, True, shape=shape, strategy=read_strategy("single"))
-        request = dataclasses.replace(request, micro_batch=2, sequence_length=256)
-        peak = max(point.total for point in device_snapshots(request) if not point.step)
-        assert 0.96 <= peak / trace_activations(request).backward_peak <= 1.06, precision
+        assert_recomputed_as_traced(dataclasses.replace(request, micro_batch=2, sequence_length=256))
+
+
+def assert_recomputed_as_traced(request):
+    peak = max(point.total for point in device_snapshots(request) if not point.step)
+    assert 0.96 <= peak / trace_activations(request).backward_peak <= 1.06, request.precision
 
 
 def assert_activations_as_traced(request, rel):
@@ -122,16 +121,13 @@ def assert_activations_as_traced(request, rel):
     assert 0.95 <= max(points) / trace.backward_peak <= (1.1 if request.gradient_checkpointing else 1.2), request
 
 
-def test_every_own_record_has_the_predicted_state_and_traffic():
+def test_every_own_record_has_the_predicted_state_and_traffic_and_unmodelled_runs_have_no_figure():
     table = own.table().set_index("figure")
     assert table.loc[own.ALL_STATE, "records"] > 300
     assert table["worst error"].drop(own.SENT).max() < 1e-6
     assert table.loc[own.SENT, "worst error"] < 1e-3
     lora_strategies = {run.strategy for run, _ in own.ended_runs() if run.peft == "lora"}
     assert lora_strategies >= {"single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu", "fsdp2", "hsdp"}
-
-
-def test_unmodelled_runs_have_no_predicted_figure():
     runs = read_parquet(REPOSITORY / "reports" / "neighbours").runs
     for column, value in (("optimizer", "muon"), ("strategy", "ulysses_zero1")):
         run = next(runs[runs[column] == value].itertuples())
@@ -166,15 +162,12 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     write_parquet(dataclasses.replace(laptop, runs=runs, steps=steps), tmp_path / own.GPU)
     for name, value in {"REPORTS": tmp_path, "SUITES": (), "_records": own._records.__wrapped__}.items():
         monkeypatch.setattr(own, name, value)
-    uncapped, capped, nvme, ran_out = own.study_rows()
-    assert [row.peak_bytes for row in (uncapped, capped, ran_out)] == [3 * GIB, 4 * GIB, None]
-    assert [row.fits for row in (uncapped, capped, ran_out)] == [True, True, False]
-    times = [row.step_s for row in (uncapped, capped, nvme, ran_out)]
-    assert times == [runs["step_time_s_median"].iloc[0], None, None, None]
-    assert {row.peak_kind for row in (uncapped, capped, ran_out)} == {"allocated"}
+    rows = uncapped, capped, nvme, ran_out = own.study_rows()
+    assert [row.step_s for row in rows] == [runs["step_time_s_median"].iloc[0], None, None, None]
+    in_memory = [(row.peak_bytes, row.fits, row.peak_kind) for row in rows if row is not nvme]
+    assert in_memory == [(3 * GIB, True, "allocated"), (4 * GIB, True, "allocated"), (None, False, "allocated")]
     visible = [row.request.box.device.visible_gib for row in (uncapped, capped, ran_out)]
-    assert visible[0] > 70
-    assert 16 < visible[1] == visible[2] < 18
+    assert visible[0] > 70 > 18 > visible[1] == visible[2] > 16
     scored = score(uncapped)
     assert scored["predicted_fits"] is True
     assert None not in (scored["predicted_peak_gib"], scored["predicted_step_s"])
@@ -202,15 +195,6 @@ def test_dropout_keeps_masks_and_scores_a_second_time():
     assert dropped - plain == 2 * 4 * 512 * 256 + pairs * (4 + 1)
 
 
-def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(tmp_path):
-    names = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    config = {"model_type": "llama"} | {name: SIZES[name] for name in names}
-    for name, value in (("head_dim", 0), ("num_hidden_layers", None), ("intermediate_size", None)):
-        (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
-        with pytest.raises(UserError, match=name):
-            model_shape(str(tmp_path))
-
-
 def test_the_families_that_are_not_modelled_are_those_of_transformers():
     plain = {re.sub("[^a-z0-9]", "", kind): kind for kind in CONFIG_MAPPING_NAMES}
     for beginning in OTHER_FAMILIES:
@@ -231,9 +215,12 @@ def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsy
     assert activations[1] - activations[0] > 0.9 * 2 * document["parameters"]
 
 
-def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp_path: Path) -> None:
+def test_a_config_sets_stretched_positions_and_refuses_values_that_are_not_modelled(tmp_path: Path) -> None:
+    # Without the names of other families.
+    sizes = {name: size for name, size in GROUPED.items() if not name.startswith(("n_", "num_layers"))}
+
     def positions(**more: object) -> int | None:
-        (tmp_path / "config.json").write_text(json.dumps({**GROUPED, "model_type": "llama", **more}))
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": "llama", **more}))
         return model_shape(str(tmp_path)).positions
 
     assert positions() == 512
@@ -244,6 +231,9 @@ def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp
     assert positions(rope_scaling={"rope_type": "llama3", "factor": 8.0}) == 512
     with pytest.raises(UserError, match="'gptq' weights are not modelled"):
         positions(quantization_config={"quant_method": "gptq", "bits": 4})
+    for name, value in (("head_dim", 0), ("num_hidden_layers", None), ("intermediate_size", None)):
+        with pytest.raises(UserError, match=name):
+            positions(**{name: value})
 
 
 def test_published_weights_of_fewer_bits_are_those_of_their_training(tmp_path: Path, capsys: Any) -> None:
@@ -267,14 +257,10 @@ def test_published_weights_of_fewer_bits_are_those_of_their_training(tmp_path: P
     assert "add --peft lora --quantization 4bit" in capsys.readouterr().err
 
 
-def offloaded() -> Request:
-    shape, box = model_shape("gpt2-xl"), to_box("H100")
-    return Request(shape, read_strategy("zero3_cpu"), box, 1024, 1, 1, "bf16-engine", False, "sdpa")
-
-
-def test_one_gpu_copies_offloaded_parameters_to_itself() -> None:
+def test_one_gpu_copies_offloaded_parameters_to_itself_and_pinned_parts_stay_in_the_pool() -> None:
     """NoGatherHandle calls `.to(device)` on each partition: on a CPU the same tensor, on a GPU a copy."""
-    base = offloaded()
+    shape, box = model_shape("gpt2-xl"), to_box("H100")
+    base = Request(shape, read_strategy("zero3_cpu"), box, 1024, 1, 1, "bf16-engine", False, "sdpa")
     in_memory = dataclasses.replace(base.box, device=dataclasses.replace(base.box.device, memory_gib=0.0))
     # Parameters that are used again within the reuse distance stay gathered for the backward pass.
     assert simulate_gathers(base).max_live_elements > 0.6 * base.shape.parameters
@@ -282,10 +268,7 @@ def test_one_gpu_copies_offloaded_parameters_to_itself() -> None:
     for request in (dataclasses.replace(base, box=in_memory), on_device):
         assert simulate_gathers(request).max_live_elements == 0
     assert "all_gather" not in predict_payload(base)
-
-
-def test_pinned_parts_that_a_flat_buffer_took_over_stay_in_the_pool() -> None:
-    base = offloaded()
+    # Pinned parts stay there when a flat buffer took them over.
     pinned = sum(pinned_bytes(param.elements * 2) for param in base.shape.params)
     assert pinned > 2 * base.shape.parameters
     config = RunConfig(engine_override=("zero_optimization.offload_param.pin_memory=false",))

@@ -43,13 +43,9 @@ def make_config(task: str, data: Path | str, **options: object) -> RunConfig:
 # Reviews
 
 
-def review_table(count: int = 30) -> pa.Table:
-    return pa.table({"text": TEXTS[:count], "label": LABELS[:count]})
-
-
-def other_table() -> pa.Table:
-    """Return rows that must not be read as training data."""
-    return pa.table({"text": ["never read this"] * 7, "label": [0] * 7})
+ALL = pa.table({"text": TEXTS, "label": LABELS})
+# Rows that must not be read as training data.
+OTHER = pa.table({"text": ["never read this"] * 7, "label": [0] * 7})
 
 
 def write(table: pa.Table, file: Path) -> Path:
@@ -65,24 +61,24 @@ def write(table: pa.Table, file: Path) -> Path:
 
 
 def hub_clone(folder: Path) -> Path:
-    write(review_table(), folder / "plain_text" / "train-00000-of-00001.parquet")
+    write(ALL, folder / "plain_text" / "train-00000-of-00001.parquet")
     for split in ("test", "unsupervised"):
-        write(other_table(), folder / "plain_text" / f"{split}-00000-of-00001.parquet")
+        write(OTHER, folder / "plain_text" / f"{split}-00000-of-00001.parquet")
     (folder / "README.md").write_text("a card\n")
     (folder / "dataset_infos.json").write_text("{}\n")
     return folder
 
 
 def sharded(folder: Path) -> Path:
-    write(review_table().slice(0, 11), folder / "train-0.jsonl")
-    write(review_table().slice(11), folder / "train-1.jsonl")
-    write(other_table(), folder / "validation-0.jsonl")
+    write(ALL.slice(0, 11), folder / "train-0.jsonl")
+    write(ALL.slice(11), folder / "train-1.jsonl")
+    write(OTHER, folder / "validation-0.jsonl")
     return folder
 
 
 def named_twice(folder: Path) -> Path:
     """Write a copy that load_dataset(folder) would read twice, with a README that names a URL to fetch."""
-    write(review_table(), folder / "my-train" / "train" / "rows.parquet")
+    write(ALL, folder / "my-train" / "train" / "rows.parquet")
     card = "configs:\n- config_name: default\n  data_files:\n  - {split: train, path: 'http://127.0.0.1:9/x.parquet'}\n"
     (folder / "README.md").write_text(f"---\n{card}---\n")
     return folder
@@ -102,9 +98,9 @@ def named_labels(folder: Path) -> Path:
 
 
 REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
-    "parquet": lambda folder: write(review_table(), folder / "any.parquet"),
-    "jsonl": lambda folder: write(review_table(), folder / "any.jsonl"),
-    "arrow": lambda folder: write(review_table(), folder / "imdb-train.arrow"),
+    "parquet": lambda folder: write(ALL, folder / "any.parquet"),
+    "jsonl": lambda folder: write(ALL, folder / "any.jsonl"),
+    "arrow": lambda folder: write(ALL, folder / "imdb-train.arrow"),
     "class labels": named_labels, "hub clone": hub_clone, "sharded": sharded, "named twice": named_twice,
     "save_to_disk": lambda folder: saved(folder, has_splits=False),
     "save_to_disk with splits": lambda folder: saved(folder, has_splits=True),
@@ -141,7 +137,7 @@ def test_the_stanford_archive_is_read_folder_by_folder(nested: bool, tmp_path: P
 
 
 def test_too_many_samples_are_refused_with_the_count(tmp_path: Path) -> None:
-    copy = write(review_table(), tmp_path / "a.parquet")
+    copy = write(ALL, tmp_path / "a.parquet")
     for flag, requested, most in (("train_samples", 25, 24), ("eval_samples", 7, 6)):
         with pytest.raises(UserError, match=f"--{flag} {requested}: the data has {most}"):
             sources.load_reviews(make_config("bert-imdb", copy, **{flag: requested}), tmp_path)
@@ -150,7 +146,7 @@ def test_too_many_samples_are_refused_with_the_count(tmp_path: Path) -> None:
 # Wikitext
 
 
-def raw_files(folder: Path, suffix: str) -> Path:
+def raw_files(folder: Path, suffix: str = "raw") -> Path:
     texts = {f"wiki.train.{suffix}": "".join(TRAIN_LINES), f"wiki.valid.{suffix}": "".join(VALID_LINES)}
     write_files(folder, texts | dict.fromkeys((f"wiki.test.{suffix}", "README.txt"), "never read this\n"))
     return folder
@@ -184,8 +180,7 @@ ROW_COPIES: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("kind", ROW_COPIES)
 def test_every_local_copy_of_wikitext_gives_the_published_rows(kind: str, tmp_path: Path) -> None:
     raw = sources.load_rows(make_config("gpt-wikitext", ROW_COPIES[kind](tmp_path / "data")), tmp_path / "cache")
-    assert list(raw.train) == as_published(TRAIN_LINES)
-    assert list(raw.eval) == as_published(VALID_LINES)
+    assert [[*raw.train], [*raw.eval]] == [as_published(TRAIN_LINES), as_published(VALID_LINES)]
 
 
 def test_a_single_file_holds_out_its_first_rows(tmp_path: Path) -> None:
@@ -220,17 +215,15 @@ def test_packing_joins_rows_cuts_blocks_and_reads_no_further_than_needed() -> No
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
 def test_local_data_become_tokens_of_the_tokenizer_asked_for(task: str, tmp_path: Path) -> None:
     builtin_tokenizer(frame=task == "bert-imdb").save_pretrained(tmp_path / "tokenizer")
-    copies = {"bert-imdb": lambda: hub_clone(tmp_path / "data"), "gpt-wikitext": lambda: row_tables(tmp_path / "data")}
+    copy = (hub_clone if task == "bert-imdb" else row_tables)(tmp_path / "data")
     options = {"tokenizer_name": str(tmp_path / "tokenizer"), "seq_length": 4}
-    data = load_data(make_config(task, copies[task](), **options), tmp_path / "cache")
-    assert data.floor is None
-    assert data.train.tensors["input_ids"].shape == (10, 4)
-    assert data.source["samples"] == {"train": 10, "eval": 4}
-    assert data.source["data"] == "local"
+    data = load_data(make_config(task, copy, **options), tmp_path / "cache")
+    assert (data.floor, data.train.tensors["input_ids"].shape) == (None, (10, 4))
+    assert (data.source["samples"], data.source["data"]) == ({"train": 10, "eval": 4}, "local")
 
 
 def test_a_file_replaced_by_one_of_its_size_and_time_is_read_again(tmp_path: Path) -> None:
-    file = write(review_table(), tmp_path / "a.jsonl")
+    file = write(ALL, tmp_path / "a.jsonl")
     config, cache = make_config("bert-imdb", file), tmp_path / "cache"
     first, before = sources.load_reviews(config, cache).train.texts, file.stat()
     file.write_bytes(file.read_bytes().replace(b"review", b"verdic"))
@@ -245,8 +238,8 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_read_again(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl"])
 def test_a_file_s_name_is_not_read_as_a_pattern_or_an_address(name: str, tmp_path: Path) -> None:
-    write(other_table(), tmp_path / "data" / "abc.jsonl")
-    file = write(review_table(), tmp_path / "data" / name)
+    write(OTHER, tmp_path / "data" / "abc.jsonl")
+    file = write(ALL, tmp_path / "data" / name)
     raw = sources.load_reviews(make_config("bert-imdb", file, train_samples=0), tmp_path / "cache")
     assert len(raw.train.texts) == 24
 
@@ -262,12 +255,12 @@ def test_a_local_file_is_read_without_a_request(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    sources.load_reviews(make_config("bert-imdb", write(review_table(), tmp_path / "a.jsonl")), tmp_path / "cache")
+    sources.load_reviews(make_config("bert-imdb", write(ALL, tmp_path / "a.jsonl")), tmp_path / "cache")
     assert requests == []
 
 
 def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: Path) -> None:
-    file = write(review_table(), tmp_path / "a.jsonl")
+    file = write(ALL, tmp_path / "a.jsonl")
     config, cache = make_config("bert-imdb", file), tmp_path / "cache"
     with no_file_larger_than(500), pytest.raises(UserError, match="ZERO_STUDY_CACHE"):
         sources.load_reviews(config, cache)
@@ -281,10 +274,11 @@ def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: 
 # Rejected data.
 
 
-def text_file(name: str, content: bytes) -> Callable[[Path], Path]:
+def text_file(name: str, content: bytes, *, is_alone: bool = True) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-        return folder / name
+        return folder / name if is_alone else folder
 
     return write
 
@@ -304,13 +298,7 @@ def files(**tables: pa.Table) -> Callable[[Path], Path]:
     return write_all
 
 
-def half_archive(folder: Path) -> Path:
-    write_files(folder, {"train/pos/1.txt": "good"})
-    return folder
-
-
 TEXT = ["a", "b", "c", "d", "e", "f"]
-ALL = review_table()
 REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no such path": ("bert-imdb", lambda folder: folder / "nowhere", "no such file or folder"),
     "empty folder": ("bert-imdb", lambda folder: folder, "has no data that this task can read"),
@@ -329,9 +317,9 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "not UTF-8": ("gpt-wikitext", text_file("wiki.train.raw", b"\xff\xfe\x00 \n" * 9), "cannot read .*wiki.train.raw"),
     "mixed types": ("bert-imdb", files(train_parquet=ALL, train_jsonl=ALL), "mixes json and parquet"),
     "only a test split": ("bert-imdb", files(test_parquet=ALL), "no training split"),
-    "half an archive": ("bert-imdb", half_archive, "neg has no reviews"),
+    "half an archive": ("bert-imdb", text_file("train/pos/1.txt", b"good", is_alone=False), "neg has no reviews"),
     "unlike shards": ("bert-imdb", files(train0_parquet=ALL, train1_parquet=ALL.drop(["label"])), "differ in their"),
-    "broken save_to_disk": ("bert-imdb", lambda folder: text_file("state.json", b"{}")(folder).parent, "cannot read"),
+    "broken save_to_disk": ("bert-imdb", text_file("state.json", b"{}", is_alone=False), "cannot read"),
 }
 
 
