@@ -197,7 +197,7 @@ def test_without_any_record_verdicts_fall_back_to_arithmetic(full_board: Scorebo
     assert find_claim(bare, "S1-15").finding == find_claim(full_board, "S1-15").finding
     assert find_claim(bare, "S1-02").finding.text == "undecided: untested"
     assert "there are no records of paper_table1" in find_claim(bare, "S1-02").sentence
-    # A file without the probe is no record of it.
+    # A file without the probe has no record of it.
     (tmp_path / "engine_keys").mkdir()
     (tmp_path / "engine_keys" / "keys.json").write_text('{"probes": []}')
     probed = find_claim(bare, "S1-24")

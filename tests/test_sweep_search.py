@@ -43,7 +43,7 @@ def end_probe(search: Search, root: Path, value: int, state: State, reason: str 
     RunWriter(root / search.probe_at(place).id).close(state, reason)
 
 
-def find_answer_of(states: dict[int, str], last: int, start: int = 0) -> SearchAnswer:
+def answer_to(states: dict[int, str], last: int, start: int = 0) -> SearchAnswer:
     return find_answer({place: Outcome(state) for place, state in states.items()}, last, str, start)
 
 
@@ -54,13 +54,13 @@ def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs, st
     """A search begins at its guess, and a right one needs two probes."""
     for fitting in {0, 1, rungs - 1, rungs, *random.Random(rungs).sample(range(rungs + 1), min(rungs, 20))}:
         states: dict[int, str] = {}
-        while (place := find_answer_of(states, rungs - 1, start).next) is not None:
+        while (place := answer_to(states, rungs - 1, start).next) is not None:
             assert place not in states
             # No probe but the first exceeds twice the largest size that fitted.
             largest = max((size + 1 for size, state in states.items() if state == "ok"), default=1)
             assert place + 1 <= 2 * largest or place <= start
             states[place] = "ok" if place < fitting else "oom"
-        answer = find_answer_of(states, rungs - 1)
+        answer = answer_to(states, rungs - 1)
         assert answer.fits == (fitting - 1 if fitting else None)
         assert answer.too_large == (fitting if fitting < rungs else None)
         assert (answer.stopped_by, next(iter(states))) == (None, start)
@@ -71,14 +71,14 @@ def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs, st
 
 @pytest.mark.parametrize("state", ["failed", "timeout", "unsupported"])
 def test_a_probe_that_neither_fits_nor_runs_out_of_memory_ends_the_search(state):
-    answer = find_answer_of({0: "ok", 1: "ok", 3: state}, 511)
+    answer = answer_to({0: "ok", 1: "ok", 3: state}, 511)
     assert (answer.next, answer.stopped_by, answer.fits, answer.too_large) == (None, 3, 1, None)
     # A probe that bisection no longer needs does not stop it.
-    assert find_answer_of({0: "ok", 1: "oom", 3: state}, 511).stopped_by is None
+    assert answer_to({0: "ok", 1: "oom", 3: state}, 511).stopped_by is None
 
 
 def test_a_size_that_fits_above_one_that_does_not_is_named():
-    answer = find_answer_of({0: "ok", 1: "oom", 3: "ok", 7: "oom"}, 511)
+    answer = answer_to({0: "ok", 1: "oom", 3: "ok", 7: "oom"}, 511)
     assert (answer.fits, answer.too_large, answer.non_monotonic_fits) == (0, 1, (3,))
 
 

@@ -200,7 +200,7 @@ def test_three_depths_are_extrapolated_and_the_json_is_one_document_with_the_fit
 @pytest.mark.long
 def test_a_refusal_halfway_keeps_the_measured_depths(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    flags = f"--strategy ddp,zero3_nvme --world_size 2 --nvme_path {tmp_path}/file/drive --json"
+    flags = f"--strategy ddp,zero3_nvme --world_size 2 --nvme_path {tmp_path}/file/nvme --json"
     result = study(tmp_path / "runs", flags)
     assert result.returncode == 1
     document = json.loads(result.stdout)

@@ -22,18 +22,18 @@ PACKAGE = "study"
 # Maximal lines of Python, and of the tests' data. Raise one in a separate commit that explains it; lower it when a room
 # becomes smaller.
 BUDGETS = {
-    "config": 1_586,
+    "config": 1_553,
     "records": 2_551,
     "host": 1_373,
-    "workloads": 1_797,
-    "metrics": 1_592,
-    "predictor": 5_209,
-    "engine": 1_545,
+    "workloads": 1_795,
+    "metrics": 1_578,
+    "predictor": 5_198,
+    "engine": 1_528,
     "sweep": 2_639,
     "run": 1_565,
     "virtual": 843,
     "releases": 1_446,
-    "advisor": 3_823,
+    "advisor": 3_815,
     "report": 3_987,
     "autopsy": 1_138,
     "claims": 2_117,
@@ -41,7 +41,7 @@ BUDGETS = {
     "train": 137,
     "cli": 184,
     "__init__": 3,
-    "tests": 17_778,
+    "tests": 17_623,
 }
 
 
