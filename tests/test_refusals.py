@@ -183,7 +183,6 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(prepare, flags, names
     [
         # Each in a separate process: these fail before or at imports.
         ({}, ("--nonsense", "1"), ("--nonsense",), "--help"),
-        ({"PYTHONOPTIMIZE": "2"}, (), ("docstrings",), "unset PYTHONOPTIMIZE"),
         ({"OMP_NUM_THREADS": "abc"}, ("--help",), ("OMP_NUM_THREADS", "abc"), "unset it"),
         # Set by the shell or by the launcher's flag, in no config file.
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, (), ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), "unset"),
