@@ -64,6 +64,10 @@ def _memory_answer(records: Records) -> Answer | None:
         bases = [compared.references[arm.workload] for arm in arms]
         peaks = [arm.peak_gib[0] / base.peak_gib[0] for arm, base in zip(arms, bases, strict=True)]
         peak = "" if pd.isna(peaks).all() else f", and {' '.join(document.versus_text(peaks))} peak memory"
+        fsdp2 = [ratio for ratio, arm in compared.ratios if arm.value("strategy") == "fsdp2"]
+        if fsdp2 and max(fsdp2) < min(ratios):
+            less = " ".join(document.versus_text(fsdp2))
+            sentence += f" (with `fsdp2`, which also shards small tensors, {less})"
         sentence += f"{peak}{format_scope(compared.main)}."
         if compared.has_largest:
             of = " or ".join(dict.fromkeys(base.peak_gib[1] for base in bases))
@@ -182,25 +186,28 @@ def _traffic_answer(records: Records) -> Answer | None:
         return None
     sentence, number = f"No sharding strategy here is comparable with {compared.names} in ring bytes.", None
     if compared.ratios:
-        ratios, most = span_text((ratio for ratio, _ in compared.ratios), times_text), compared.ratios[-1][1]
-        micro_steps = int(most.value("gradient_accumulation_steps") or 1)
-        sentence = (
-            f"With sharded state a rank sends {ratios} times the ring bytes (NCCL) of {compared.names} per step,"
-            f" {'most ' * (' to ' in ratios)}with `{most.name}`{f' and {micro_steps} micro-steps' * (micro_steps > 1)}"
-            f"{format_scope(compared.main)}."
-        )
+        # Of equal ends, the first.
+        ends = {times_text(ratio): arm for ratio, arm in (compared.ratios[-1], compared.ratios[0])}
+        ratios = " to ".join(f"{text} ({_sender(arm, float(text))})" for text, arm in reversed(ends.items()))
+        sent = f"the ring bytes (NCCL) of {compared.names} per step"
+        sentence = f"With sharded state a rank sends {ratios} times {sent}{format_scope(compared.main)}."
         if compared.has_largest:
-            number = (f"{ratios} x", f"the ring bytes (NCCL) of {compared.names} per step, with sharded state")
-    persistent = (
-        "`zero3` keeps tensors below `stage3_param_persistence_threshold` gathered, in a small model nearly all. It"
-        " sends 1.5 times the bytes of `ddp` if it shards all of them.",
-    ) * any(arm.name.partition(" ")[0] == "zero3" and ratio < 1.25 for ratio, arm in compared.ratios)
+            number = (f"{' to '.join(reversed(ends))} x", f"{sent} with sharded state: {ratios}")
     return side_by_side(
         sentence, without_offload(compared.workloads),
         {"Ring bytes (NCCL), MiB": sent_mib, f"x {compared.plain_names}": compared.cell(times_text)},
         "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs.",
-        *persistent, number=number,
+        number=number,
     )  # fmt: skip
+
+
+def _sender(arm: StrategyRuns, ratio: float) -> str:
+    """Return a strategy with the reason for its ring bytes over those of plain training."""
+    accumulation = int(arm.value("gradient_accumulation_steps") or 1)
+    reason = f" with {accumulation} micro-batches" * (accumulation > 1)
+    if arm.value("strategy") == "zero3" and ratio < 1.25:
+        reason += ", which does not shard small tensors; 1.50 if it does"
+    return f"`{arm.name}`{reason}"
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
@@ -229,6 +236,8 @@ TRAFFIC = Question(
 )  # fmt: skip
 
 _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
+# FSDP2 alone makes no study of alternatives.
+_ALTERNATIVES = {*_NEIGHBOURS, "fsdp2"}
 
 
 def with_settings(arm: str) -> str:
@@ -240,7 +249,7 @@ def with_settings(arm: str) -> str:
 def _leanest(arms: Iterable[StrategyRuns], strategies: Container[str]) -> StrategyRuns | None:
     """Return the strategy with the least model state, of several the one that sends least; None if none has it."""
     measured = [arm for arm in arms if arm.value("strategy") in strategies and not pd.isna(arm.state_mib())]
-    return min(measured, key=lambda arm: (arm.state_mib(), sent_mib(arm)), default=None)
+    return min(measured, key=lambda arm: (round(arm.state_mib(), 2), sent_mib(arm)), default=None)
 
 
 def _neighbours_answer(records: Records) -> Answer | None:
@@ -253,21 +262,21 @@ def _neighbours_answer(records: Records) -> Answer | None:
     chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
     for workload in comparison.by_arms(chosen):
         arms = [arm for arm in chosen[workload] if arm.ranks > 1]
-        least = _leanest(arms, _NEIGHBOURS)
+        least = _leanest(arms, _ALTERNATIVES)
         stage = _leanest([arm for arm in arms if arm.name in STAGES], STAGES) or _leanest(arms, STAGES)
         if least and stage:
             break
     else:
         return None
 
-    alternatives = [arm for arm in arms if arm.value("strategy") in _NEIGHBOURS]
-    base, size = format_number(stage.state_mib()), format_number(least.state_mib())
+    alternatives = [arm for arm in arms if arm.value("strategy") in _ALTERNATIVES]
+    size = format_number(least.state_mib())
     tied = [arm.name for arm in alternatives if arm.name != least.name and format_number(arm.state_mib()) == size]
-    sentence, words, *notes = paragraphs(
-        "neighbours_answer.j2", least=least, stage=stage, base=base, size=size, tied=tied,
-        frugal=min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm))),
-        is_only=len(alternatives) == 1,
+    frugal = min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm)))
+    sentence, number, words, *notes = paragraphs(
+        "neighbours_answer.j2", least=least, stage=stage, tied=tied, frugal=frugal, is_only=len(alternatives) == 1,
         state=lambda arm: format_number(arm.state_mib()), sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
+        kept=lambda arm: format_or_dash(_kept_mib(arm), format_number),
         ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks", workload=workload,
         with_settings=with_settings,
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
@@ -276,7 +285,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
         sentence, chosen,
         {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
          "Calls": lambda arm: arm.median("comm_calls_per_step")},
-        *notes, number=None if least.state_mib() > stage.state_mib() else (f"{size} MiB", words),
+        *notes, number=(number, words) if sent_mib(frugal) < sent_mib(stage) else None,
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
 

@@ -30,14 +30,13 @@ def answer(records: Records) -> Answer | None:
     wrong_on_gpu = {cell.release for cell in bad if not cell.hides_on_gpu}
     on_a_gpu = sorted(ran - wrong_on_gpu, key=release_key)
     plain = ran - {cell.release for cell in bad if cell.micro_steps == 1 and not cell.hides_on_gpu}
-    sentence, *notes = paragraphs(
+    good = sorted(ran - wrong, key=release_key)
+    sentence, words, *notes = paragraphs(
         "releases_answer.j2", cells=cells, ran=ran, plain=plain, rounding=ROUNDING,
         no_gpu=(records.runs["devices"].dropna() == "[]").all(),
-        percent=percent, good=sorted(ran - wrong, key=release_key), on_a_gpu=on_a_gpu,
+        percent=percent, good=good, on_a_gpu=on_a_gpu,
     )  # fmt: skip
-    words = "releases compute the gradients of one process on a GPU, also with gradient accumulation, judged from the"
-    words += f" source of the faults; {len(plain)} do without it"
-    return Answer(sentence, fault_table(cells), tuple(notes), (f"{len(on_a_gpu)} of {len(ran)}", words))
+    return Answer(sentence, fault_table(cells), tuple(notes), (f"{len(good)} of {len(ran)}", words))
 
 
 def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
@@ -156,7 +155,7 @@ def lettered() -> dict[Cause, str]:
 
 
 QUESTION = Question(
-    "releases", "Which releases compute the gradients of one process?", answer,
+    "releases", "Which releases compute the same gradients as one process?", answer,
     tables={"causes": lambda _records: cause_table(), "verdicts": verdict_table},
     figures=("release_grid", "fault_curves"), notebook="releases",
 )  # fmt: skip

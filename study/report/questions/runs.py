@@ -73,16 +73,25 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     claims = [(str(row["Finding"]).partition(" (")[0], row) for row in rows]
     claims.sort(key=lambda item: _FINDINGS.index(item[0]))
     counts = Counter(finding for finding, _ in claims)
+    texts = [str(row["Finding"]) for _, row in claims]
     # The page folds a table of more than 12 rows.
     notes = [
-        f"{finding.capitalize()}: {row['Claim']}, {row['It says']}"
-        for finding, row in claims if len(rows) > 12
+        f"{text[0].upper()}{text[1:]}: {row['Claim']}, {row['It says']}"
+        for text, (finding, row) in zip(texts, claims, strict=True)
+        if len(rows) > 12 and (finding != "undecided" or "reproduced" in text)
     ]  # fmt: skip
-    decided = sum(finding != "undecided" and "other records" not in str(row["Finding"]) for finding, row in claims)
+    elsewhere = sum("other records" in text for text in texts)
+    decided = len(rows) - counts["undecided"] - elsewhere
+    reproduced = Counter(text[11:-1] for text in texts if text.endswith("reproduced at small scale)"))
+    listed = ", ".join([*(f"{count} {words}" for words, count in reproduced.items()), "the others open"])
+    sentence = (
+        f"These records decide {decided or 'none'} of the {len(rows)} published claims that they test; other records"
+        f" decide {elsewhere or 'none'}. Undecided: {counts['undecided'] or 'none'}{f' ({listed})' * bool(reproduced)}."
+    )
+    if len(rows) == 1:
+        lead = f"{'One' if decided else 'None'}: the only published claim that they test"
+        sentence = f"{lead}, {rows[0]['Claim']}, is {texts[0]}."
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
-    several = f"decide {decided or 'none'} of the {len(rows)} published claims that they test"
-    only = f"{'' if decided else 'do not '}decide the only published claim that they test"
-    sentence = f"These records {several if len(rows) > 1 else only}. By all records: {listed}."
     notes.append(
         "S0 to S3 are the four replicated documents, Z0 is the ZeRO paper; the link has every check of a claim."
         " Small scale: a tiny model, another model or fewer ranks, which decide no claim alone."

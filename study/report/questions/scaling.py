@@ -92,8 +92,12 @@ def _nodes_answer(records: Records) -> Answer | None:
         stages = largest[largest["line"].isin(STAGES)]
         chosen = {row["line"]: row for row in ((stages if len(stages) else largest).iloc[-1], largest.iloc[0])}
         frugal = largest.loc[largest["across"].idxmin()]
+        releasing = largest[
+            (largest["strategy"] == next(iter(chosen))) & largest["line"].str.contains("max_live_parameters=0")
+        ]
         state, words, sentence, *notes = paragraphs(
             "nodes_virtual_answer.j2", chosen=chosen, frugal=None if frugal["line"] in chosen else frugal,
+            again=releasing["across"].max(),
             ranks=largest["world_size"].max(), with_settings=with_settings,
             mib=lambda size: f"{format_number(size / MIB)} MiB", models=largest["model"].unique(),
             planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),

@@ -14,7 +14,7 @@ from study.config.text import NOT_MEASURED, percent
 from study.predictor.hardware import peak_flops
 from study.records.frames import Records, real_runs
 from study.records.schema import PROFILE_CATEGORIES
-from study.records.statistics import MIN_SAMPLE, estimate_noise, seeds_needed
+from study.records.statistics import MIN_SAMPLE, NOT_SIGNIFICANT, estimate_noise, seeds_needed
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, has_no_gpu, scarce_memory, to_table
 from study.report.document import Answer, Question, format_names, paragraphs, span_text, times_text
 from study.report.questions import comparison
@@ -30,7 +30,9 @@ def _time_answer(records: Records) -> Answer | None:
     sentence, number = f"No sharding strategy here is comparable with {compared.names} in step time.", None
     ratios, only = times.significant(compared.sharding)
     if compared.has_largest and ratios:
-        words = f"the step time of {compared.names} with sharded state{only or ', where significant'}"
+        total = len(compared.sharding)
+        rest = f"; {total - len(ratios)} of {total} comparisons are {NOT_SIGNIFICANT}" if len(ratios) < total else ""
+        words = f"the step time of {compared.names} with sharded state{only}{rest}"
         number = (f"{span_text(ratios, times_text)} x", words)
     if compared.sharding:
         base = f"{compared.names}{format_scope(compared.main)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import Summary
 from study.records.workloads import format_setting
-from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text, versus_text
+from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text
 from study.virtual import summaries
 from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_or_nan, rank_state_bytes
 
@@ -44,15 +45,19 @@ def _table1_answer(records: Records) -> Answer | None:
     agree = [abs(_difference(row)) <= _NEAR for row in rows]
     # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
     before_step = [abs(_difference(row, before_step=True)) <= _NEAR for row in rows if abs(_difference(row)) > _NEAR]
-    lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")["model_name_or_path"]
-    missing = lost.str.replace(r"-\d+layers$", "", regex=True).value_counts()
-    missing = missing.drop([row["model"] for row in rows], errors="ignore")
+    lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")
+    lost_models = lost["model_name_or_path"].str.replace(r"-\d+layers$", "", regex=True)
+    # Models without a case here, and whether each of their runs was too large.
+    too_large = lost["status_reason"].str.contains("of host memory").groupby(lost_models).all()
+    missing = too_large.drop([row["model"] for row in rows], errors="ignore")
+    is_all_before = bool(before_step) and all(before_step)
     sentence, words, note = paragraphs(
         "table1_answer.j2", agree=agree, extrapolated=sum(row["extrapolated"] is not None for row in rows),
-        before_step=before_step, worst=worst, missing=missing.to_dict(),
+        before_step=before_step, is_all_before=is_all_before, worst=worst, missing=missing.to_dict(),
         difference=change_text(_difference(worst)),
+        is_whole=figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0,
     )  # fmt: skip
-    number = (f"{sum(agree)} of {len(rows)}", words) if len(rows) > 1 else None
+    number = (f"{len(rows) if is_all_before else sum(agree)} of {len(rows)}", words) if len(rows) > 1 else None
     return Answer(sentence, state_by_stage(rows), (note,), number)
 
 
@@ -138,28 +143,35 @@ def _settings_answer(records: Records) -> Answer | None:
         effects = {name: effect for name, figure in _FIGURES.items() if (effect := _effect(pairs, figure))}
         rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
     rows.sort(key=lambda entry: entry["Strategy"])
-    other: defaultdict[str, list[str]] = defaultdict(list)
+    after_changes: defaultdict[str, list[str]] = defaultdict(list)
     sent: list[float] = []
     for (strategy, setting), pairs in changed.items():
-        if all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
+        # Options such as LoRA have no "=".
+        is_setting = strategy in shipped and "=" in setting
+        if is_setting and all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
             sent += (ratios_after := [_sent_x_paper(after) for _, after in pairs])
-            state = f"; {size} GB of model state" if (size := _effect(pairs, _FIGURES["State, GB"])) else ""
-            other[setting].append(f"{span_text(ratios_after, _THREE_DIGITS)} (`{strategy}`{state})")
+            first, *more = setting.split(", ")
+            words = f"`{first}`{f' and {len(more)} more' if more else ''}"
+            after_changes[strategy].append(f"{span_text(ratios_after, _THREE_DIGITS)} with {words}")
     multiples = [ratio for ratios in shipped.values() for ratio in ratios if not math.isnan(ratio)]
+    # Stages with equal figures are named together.
+    stages: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for stage, ratios in shipped.items():
+        stages[(_of_known(ratios), *after_changes[stage])].append(stage)
     sentence, words, *notes = paragraphs(
-        "settings_answer.j2", ratios=", ".join(_of_known(ratios, f"`{stage}`") for stage, ratios in shipped.items()),
-        models=format_names(models), other=other, changed=changed, sent=span_text(sent, _THREE_DIGITS) if sent else "",
+        "settings_answer.j2", stages={figures: format_names(names) for figures, names in stages.items()},
+        gathers_once=any(ratio < 1 - _NOTABLE for ratio in shipped.get("zero3", ())),
+        models=format_names(models), changed=changed, sent=span_text(sent, _THREE_DIGITS) if sent else "",
     )  # fmt: skip
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
     number = (f"{span_text(multiples, _THREE_DIGITS)} x", words)
     return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), number, title=title)
 
 
-def _of_known(ratios: Sequence[float], *words: str) -> str:
-    """Return the range of the known ratios; in brackets the words and, if some are unknown, the number of cases."""
-    known = [ratio for ratio in ratios if not math.isnan(ratio)]
-    words += (f"{len(known)} of {len(ratios)} cases",) * (len(known) < len(ratios))
-    return span_text(known, _THREE_DIGITS) + (f" ({', '.join(words)})" if words else "")
+def _of_known(ratios: Sequence[float]) -> str:
+    """Return the range of the known ratios, with the number of the unknown ones."""
+    unknown = sum(map(math.isnan, ratios))
+    return span_text(ratios, _THREE_DIGITS) + (f" ({unknown} of {len(ratios)} cases not known)" if unknown else "")
 
 
 def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
@@ -256,8 +268,12 @@ def _tuning_answer(records: Records) -> Answer | None:
         "Kept for backward": runs["forward_holds_bytes"],
         "Ring bytes (NCCL)": runs["collectives"].map(summaries.read_ring_bytes),
     })  # fmt: skip
-    figures, case = list(runs.columns[-3:]), ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
-    rows, effects = [], []
+    figures = dict(zip(runs.columns[-3:], ("the model state on the device", "the memory kept for backward",
+                                           "the ring bytes (NCCL)"), strict=True))  # fmt: skip
+    case = ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
+    rows = []
+    # The effects of the settings, by the figure that each changes most.
+    effects: defaultdict[str, list[tuple[float, str, str]]] = defaultdict(list)
     for key, setting in _TUNED.items():
         usual = runs[key] == runs[key].mode()[0]
         pairs = runs[usual].merge(runs[~usual], on=[name for name in case if name != key], suffixes=("", " then"))
@@ -269,19 +285,28 @@ def _tuning_answer(records: Records) -> Answer | None:
             name: spans[name] if change.abs().max() > _NOTABLE else "no change" for name, change in changes.items()
         }
         rows.append({"Setting": setting, "Strategies": ", ".join("`" + pairs["strategy then"] + "`"), **cells})
-        # The figure that falls most, by the case that falls least.
+        # By the case in which a figure falls least.
         most = min(figures, key=lambda name: changes[name].max())
-        effects.append((changes[most].max(), setting, most[0].lower() + most[1:], *versus_text(changes[most] + 1)))
-    effects.sort()
-    model = format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0])
-    place = f"one of {runs['world_size'].iloc[0]} virtual ranks of `{model}`"
-    sentence = "; ".join(f"with {setting} {amount} {more} {name}" for _, setting, name, amount, more in effects)
-    _, setting, name, amount, more = effects[0]
+        change, by = changes[most], pairs["strategy then"]
+        ends = {percent(-change[at]): by[at] for at in (change.idxmax(), change.idxmin())}
+        amount = " to ".join(f"{size} (`{strategy}`)" for size, strategy in ends.items())
+        effects[figures[most]].append((change.max(), setting, amount))
+    model, run = format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0]), runs.iloc[0]
+    place = f"one of {run['world_size']} virtual ranks of {model}"
+    if run["model_layers"] < run["preset_layers"]:
+        place += f", in which embeddings weigh more than in all {run['preset_layers']:g}"
+    parts = []
+    for name, settings in effects.items():
+        (_, setting, amount), *more = sorted(settings)
+        parts.append(
+            f"{setting} takes {amount} off {name}" + "".join(f", {another} {size}" for _, another, size in more)
+        )
+    (_, setting, amount), name = min((min(settings), name) for name, settings in effects.items())
     return Answer(
-        f"{sentence[0].upper()}{sentence[1:]} ({place}).", pd.DataFrame(rows),
+        f"{'; '.join(parts)} ({place}).", pd.DataFrame(rows),
         ("Cases that differ in this setting alone. Kept for backward: bytes that the forward pass of one micro-batch"
          " leaves allocated, without gathered parameters.",),
-        (amount, f"{more} {name} with {setting} ({place})"),
+        (re.sub(r" \(.*?\)", "", amount), f"off {name} with {setting}: {amount} ({place})"),
     )  # fmt: skip
 
 
