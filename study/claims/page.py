@@ -26,7 +26,7 @@ from study.report.document import Link, PageSection, code_html, link_html, page_
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 FINDINGS: tuple[str, ...] = get_args(FindingKind)
-_TITLE = "Claims: which hold"
+_TITLE = "Which published claims hold?"
 
 
 def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
@@ -64,6 +64,11 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
         ]  # fmt: skip
         columns = ("model", "GPUs", "strategy", "trains", "on one GPU", "verdict", "why")
         yield PageSection(table.title, f"{table.address}. {table.note}", table=_table(rows, *columns), level=3)
+
+
+def _lead(claims: Scoreboard) -> str:
+    counts = claims.counts()["all"]
+    return f"Of {counts.total()} claims: {', '.join(f'{kind} {counts[kind]}' for kind in FINDINGS)}."
 
 
 def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.DataFrame:
@@ -127,7 +132,7 @@ def page(claims: Scoreboard) -> str:
         [name, *(counts[kind] or "-" for kind in FINDINGS), counts.total()] for name, counts in claims.counts().items()
     ]
     return render_markdown(
-        "claims.md.j2", title=_TITLE, documents=claims.ledger.documents, sections=sections(claims),
+        "claims.md.j2", title=_TITLE, lead=_lead(claims), documents=claims.ledger.documents, sections=sections(claims),
         counts=_table(rows, "document", *FINDINGS, "claims"),
     )  # fmt: skip
 
@@ -145,6 +150,7 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
     links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
     text = page_html(
         "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, findings=FINDINGS, marker=marker,
+        lead=_lead(claims),
         documents={item.code: item.title for item in claims.ledger.documents} | {"all": ""},
         counts=claims.counts(), crossed=claims.counts(lambda item: f"{item.finding.kind}, {item.finding.basis[0]}"),
         evidence=get_args(Basis), sections=sections(claims, evidence, links_from),

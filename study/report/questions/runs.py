@@ -75,18 +75,19 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     counts = Counter(finding for finding, _ in claims)
     texts = [str(row["Finding"]) for _, row in claims]
     # The page folds a table of more than 12 rows.
+    noted = [text for text in texts if len(rows) > 12 and (not text.startswith("undecided") or "reproduced" in text)]
     notes = [
-        f"{text[0].upper()}{text[1:]}: {row['Claim']}, {row['It says']}"
-        for text, (finding, row) in zip(texts, claims, strict=True)
-        if len(rows) > 12 and (finding != "undecided" or "reproduced" in text)
-    ]  # fmt: skip
+        f"{text[0].upper()}{text[1:]}: "
+        + " ".join(f"{row['Claim']}, {row['It says']}" for _, row in claims if row["Finding"] == text)
+        for text in dict.fromkeys(noted)
+    ]
     elsewhere = sum("other records" in text for text in texts)
     decided = len(rows) - counts["undecided"] - elsewhere
     reproduced = Counter(text[11:-1] for text in texts if text.endswith("reproduced at small scale)"))
-    listed = ", ".join([*(f"{count} {words}" for words, count in reproduced.items()), "the others open"])
+    kinds = ", ".join([*(f"{count} {words}" for words, count in reproduced.items()), "the others open"])
     sentence = (
         f"These records decide {decided or 'none'} of the {len(rows)} published claims that they test; other records"
-        f" decide {elsewhere or 'none'}. Undecided: {counts['undecided'] or 'none'}{f' ({listed})' * bool(reproduced)}."
+        f" decide {elsewhere or 'none'}. Undecided: {counts['undecided'] or 'none'}{f' ({kinds})' * bool(reproduced)}."
     )
     if len(rows) == 1:
         lead = f"{'One' if decided else 'None'}: the only published claim that they test"
