@@ -129,6 +129,8 @@ def _findings(study: Autopsy) -> list[str]:
         "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)],
         printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
         equal=share("aa", AA), third=share("printed rate", PRINTED), in_both_orders=share_text(largest.average),
+        # The effect in the other order is twice the average less that in this order, in logarithms.
+        turns=math.log(largest.ratio.center) * math.log(largest.average.center**2 / largest.ratio.center) < 0,
         on=[*study.engine_was_on(), *study.engine_was_on(all_as_printed=True)],
         model="BERT-large" if (on_gpu := SCALES[str(study.arms["scale"].iloc[0])].on_gpu) else "a one-layer model",
         on_gpu=on_gpu,

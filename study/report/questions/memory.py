@@ -189,10 +189,14 @@ def _traffic_answer(records: Records) -> Answer | None:
         # Of equal ends, the first.
         ends = {times_text(ratio): arm for ratio, arm in (compared.ratios[-1], compared.ratios[0])}
         ratios = " to ".join(f"{text} ({_sender(arm, float(text))})" for text, arm in reversed(ends.items()))
-        sent = f"the ring bytes (NCCL) of {compared.names} per step"
-        sentence = f"With sharded state a rank sends {ratios} times {sent}{format_scope(compared.main)}."
+        sent = "ring bytes (NCCL)"
+        sentence = (
+            f"With sharded state a rank sends {ratios} times the {sent} of {compared.names} per step"
+            f"{format_scope(compared.main)}."
+        )
         if compared.has_largest:
-            number = (f"{' to '.join(reversed(ends))} x", f"{sent} with sharded state: {ratios}")
+            words = f"{sent} per step with sharded state, in multiples of those of {compared.names}: {ratios}"
+            number = (f"{' to '.join(reversed(ends))} x", words)
     return side_by_side(
         sentence, without_offload(compared.workloads),
         {"Ring bytes (NCCL), MiB": sent_mib, f"x {compared.plain_names}": compared.cell(times_text)},
@@ -277,6 +281,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
         "neighbours_answer.j2", least=least, stage=stage, tied=tied, frugal=frugal, is_only=len(alternatives) == 1,
         state=lambda arm: format_number(arm.state_mib()), sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
         kept=lambda arm: format_or_dash(_kept_mib(arm), format_number),
+        batch=stage.value("global_batch_size"), length=stage.value("seq_length"),
         ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks", workload=workload,
         with_settings=with_settings,
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),

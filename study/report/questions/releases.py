@@ -36,7 +36,7 @@ def answer(records: Records) -> Answer | None:
         no_gpu=(records.runs["devices"].dropna() == "[]").all(),
         percent=percent, good=good, on_a_gpu=on_a_gpu,
     )  # fmt: skip
-    return Answer(sentence, fault_table(cells), tuple(notes), (f"{len(good)} of {len(ran)}", words))
+    return Answer(sentence, fault_table(cells), tuple(notes), (f"{len(on_a_gpu)} of {len(ran)}", words))
 
 
 def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:

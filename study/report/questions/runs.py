@@ -81,6 +81,8 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
         + " ".join(f"{row['Claim']}, {row['It says']}" for _, row in claims if row["Finding"] == text)
         for text in dict.fromkeys(noted)
     ]
+    rest = [str(row["Claim"]) for text, (_, row) in zip(texts, claims, strict=True) if text not in noted]
+    notes += [f"Undecided for another reason: {', '.join(rest)}."] * bool(noted and rest)
     elsewhere = sum("other records" in text for text in texts)
     decided = len(rows) - counts["undecided"] - elsewhere
     reproduced = Counter(text[11:-1] for text in texts if text.endswith("reproduced at small scale)"))

@@ -32,7 +32,7 @@ def _time_answer(records: Records) -> Answer | None:
     if compared.has_largest and ratios:
         total = len(compared.sharding)
         rest = f"; {total - len(ratios)} of {total} comparisons are {NOT_SIGNIFICANT}" if len(ratios) < total else ""
-        words = f"the step time of {compared.names} with sharded state{only}{rest}"
+        words = f"step time with sharded state, in multiples of that of {compared.names}{only}{rest}"
         number = (f"{span_text(ratios, times_text)} x", words)
     if compared.sharding:
         base = f"{compared.names}{format_scope(compared.main)}"

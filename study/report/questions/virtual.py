@@ -57,7 +57,7 @@ def _table1_answer(records: Records) -> Answer | None:
         difference=change_text(_difference(worst)),
         is_whole=figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0,
     )  # fmt: skip
-    number = (f"{len(rows) if is_all_before else sum(agree)} of {len(rows)}", words) if len(rows) > 1 else None
+    number = (f"{sum(agree)} of {len(rows)}", words) if len(rows) > 1 else None
     return Answer(sentence, state_by_stage(rows), (note,), number)
 
 
@@ -66,12 +66,13 @@ def _difference(row: Summary, before_step: bool = False) -> float:
 
 
 def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
-    """Return GB of state per stage by model and number of ranks, and the paper's formula in brackets."""
+    """Return GB of state per stage by model and number of ranks, and in brackets by the paper's formula."""
     table: dict[tuple[str, int], dict[str, object]] = {}
     for row in rows:
         about = "" if row["extrapolated"] is None else "~ "
         line = table.setdefault((row["model"], row["world_size"]), {"Model": row["model"], "Ranks": row["world_size"]})
-        line[f"{row['strategy']}, GB"] = f"{about}{rank_state_bytes(row) / GB:.4g} ({row['paper_bytes'] / GB:.4g})"
+        off = f", {change_text(_difference(row))}" if abs(_difference(row)) > _NEAR else ""
+        line[f"{row['strategy']}, GB"] = f"{about}{rank_state_bytes(row) / GB:.4g} ({row['paper_bytes'] / GB:.4g}{off})"
     return pd.DataFrame(table.values(), columns=["Model", "Ranks", *(f"{stage}, GB" for stage in STAGES)]).fillna("-")
 
 
@@ -125,8 +126,11 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
 def _settings_answer(records: Records) -> Answer | None:
     shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
     models: list[str] = []
+    gathers: list[float] = []
     for row in summaries.summaries(records):
         if row["setting"] == AS_SHIPPED and row["strategy"] in STAGES:
+            if row["strategy"] == "zero3":
+                gathers.append(summaries.shares(row, "payload_bytes").get("all_gather") or math.nan)
             shipped[row["strategy"]].append(ratio := _sent_x_paper(row))
             models += [] if math.isnan(ratio) else [row["model"]]
     shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
@@ -160,7 +164,7 @@ def _settings_answer(records: Records) -> Answer | None:
         stages[(_of_known(ratios), *after_changes[stage])].append(stage)
     sentence, words, *notes = paragraphs(
         "settings_answer.j2", stages={figures: format_names(names) for figures, names in stages.items()},
-        gathers_once=any(ratio < 1 - _NOTABLE for ratio in shipped.get("zero3", ())),
+        gathers="" if all(map(math.isnan, gathers)) else span_text(gathers, _THREE_DIGITS),
         models=format_names(models), changed=changed, sent=span_text(sent, _THREE_DIGITS) if sent else "",
     )  # fmt: skip
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
@@ -280,11 +284,11 @@ def _tuning_answer(records: Records) -> Answer | None:
         if pairs.empty:
             continue
         changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}
-        spans = {name: span_text(change, change_text) for name, change in changes.items()}
-        cells = {
-            name: spans[name] if change.abs().max() > _NOTABLE else "no change" for name, change in changes.items()
-        }
-        rows.append({"Setting": setting, "Strategies": ", ".join("`" + pairs["strategy then"] + "`"), **cells})
+        rows += [
+            {"Setting": setting, "Strategy": f"`{strategy}`"}
+            | {name: change_text(x[at]) if abs(x[at]) > _NOTABLE else "no change" for name, x in changes.items()}
+            for at, strategy in pairs["strategy then"].items()
+        ]
         # By the case in which a figure falls least.
         most = min(figures, key=lambda name: changes[name].max())
         change, by = changes[most], pairs["strategy then"]
@@ -294,7 +298,7 @@ def _tuning_answer(records: Records) -> Answer | None:
     model, run = format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0]), runs.iloc[0]
     place = f"one of {run['world_size']} virtual ranks of {model}"
     if run["model_layers"] < run["preset_layers"]:
-        place += f", in which embeddings weigh more than in all {run['preset_layers']:g}"
+        place += f", not the percentages of all {run['preset_layers']:g}"
     parts = []
     for name, settings in effects.items():
         (_, setting, amount), *more = sorted(settings)
