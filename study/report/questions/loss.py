@@ -164,7 +164,9 @@ def answer(records: Records) -> Answer | None:
     notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
     number = (_size(largest), words) if math.isfinite(largest.difference) else None
     table = table.loc[:, (table != NOT_MEASURED).any()]
-    return Answer(sentence, table, tuple(notes), number, subject=largest.arm.workload)
+    is_offloaded = any(row.arm.is_offloaded for row in comparisons)
+    title = "" if is_offloaded else "Does sharding change the loss?"
+    return Answer(sentence, table, tuple(notes), number, title, largest.arm.workload)
 
 
 def _size(row: _LossComparison) -> str:
