@@ -84,6 +84,7 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
             types.setdefault(type(parameter), []).append(parameter)
         by_type = [{"params": parameters} for parameters in types.values()]
         return torch.optim.AdamW(by_type, betas=BETAS, eps=EPSILON, fused=True, **adam)
+    assert config.optimizer == "muon", config.optimizer
     # Imported here, as its import compiles.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
