@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,17 +17,10 @@ from typing import Any, Literal
 
 from study.config.errors import require_extra
 from study.host.folders import cache_directory
+from study.host.stacks import package_version
 from study.predictor.shape import BEFORE, ModelShape, Parameter
 from study.records.directory import write_json
 from study.workloads.presets import check_depth
-
-LIVE_NOTE = (
-    "this class is outside the table of families: its activations and FLOPs are traced on transformers' code, and no"
-    " published measurement validates its peak or its time"
-)
-EXPERTS_NOTE = (
-    "experts are grouped products without capacity: every token reaches its {} experts, none is dropped or padded"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +38,13 @@ class LiveShape(ModelShape):
 def live_notes(shape: ModelShape) -> Iterator[str]:
     """Yield the assumptions of a class outside the table; none for the families of the table."""
     if isinstance(shape, LiveShape):
-        yield LIVE_NOTE
-        if shape.survey["active"]:
-            yield EXPERTS_NOTE.format(shape.survey["active"])
+        yield (
+            "this class is outside the table of families: its activations and FLOPs are traced on transformers' code,"
+            " and no published measurement validates its peak or its time"
+        )
+        if active := shape.survey["active"]:
+            reach = f"every token reaches its {active} experts, none is dropped or padded"
+            yield f"experts are grouped products without capacity: {reach}"
 
 
 def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) -> LiveShape:
@@ -106,11 +102,6 @@ def answer(kind: Literal["survey", "measure"], document: str, rank: int | None, 
 @functools.cache
 def _libraries() -> str:
     """Return the versions and code on which an answer depends."""
-    versions = []
-    for package in ("torch", "transformers", "peft"):
-        try:
-            versions.append(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            versions.append("")
+    versions = [package_version(package) or "" for package in ("torch", "transformers", "peft")]
     code = Path(__file__).with_name("live_trace.py").read_bytes()
     return " ".join([*versions, hashlib.sha256(code).hexdigest()])
