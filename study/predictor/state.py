@@ -39,17 +39,14 @@ class State:
 
     @property
     def device(self) -> float:
-        """Bytes on the device."""
         return self.params_device + self.grads_device + self.optimizer_device
 
     @property
     def host(self) -> float:
-        """Bytes in host memory."""
         return self.params_host + self.grads_host + self.optimizer_host
 
     @property
     def nvme(self) -> float:
-        """Bytes on NVMe."""
         return self.params_nvme + self.grads_nvme + self.optimizer_nvme
 
 
