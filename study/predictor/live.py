@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import require_extra
+from study.config.errors import UserError, first_line, require_extra
 from study.host.folders import cache_directory
 from study.host.stacks import package_version
 from study.predictor.shape import BEFORE, ModelShape, Parameter
@@ -75,6 +75,17 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
         fsdp_refusal=refusal, fsdp1_refusal=fsdp1_refusal,
         **{key: survey[key] for key in ("hidden", "heads", "key_value_heads", "head_dim", "vocabulary", "positions")},
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | str:
+    """Return the answer of a trace, or why there is none."""
+    try:
+        return answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+    except UserError:
+        raise
+    except Exception as error:  # Any class of transformers, on tensors without data.
+        return f"{type(error).__name__}: {first_line(error)}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from study.config.errors import UserError
 from study.predictor import live
 from study.predictor.families import READS_INPUT, Tree
 from study.predictor.request import Request
@@ -88,17 +86,13 @@ def _live_tree(shape: live.LiveShape) -> tuple[Call, dict[int, Call]]:
     """Return the traced module calls of a forward pass, and the layers among them; in the model's order if it cannot be
     traced."""
     owners, units = shape.survey["owners"], {unit: place for place, unit in enumerate(shape.survey["units"])}
-    options = {"mode": "engine", "dropout": False, "fused": shape.survey["fused"], "cuda": True,
-               "length": min(64, shape.positions or 64)}  # fmt: skip
-    try:
-        answer = live.answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+    fused, length = shape.survey["fused"], min(64, shape.positions or 64)
+    answer = live.measure(shape, mode="engine", dropout=False, fused=fused, cuda=True, length=length)
+    traced, kinds = ["", [], False], dict[str, str]()
+    if not isinstance(answer, str):
         # The towers of images are called before the model.
         *towers, (_, called, _) = answer["calls"][1]
         traced, kinds = ["", [*towers, *called], False], answer["kinds"]
-    except UserError:
-        raise
-    except Exception:  # Any class of transformers, on tensors without data.
-        traced, kinds = ["", [], False], {}
     layers, used = dict[int, Call](), set[int]()
 
     def to_call(entry: Any, source: str = "", target: str = "", unit: int | None = None) -> Call:
