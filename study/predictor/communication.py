@@ -77,7 +77,6 @@ def _interpolated(table: Mapping[float, float], payload: float) -> float:
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    """Read collectives.yaml."""
     return dict(load_package_yaml(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))
 
 

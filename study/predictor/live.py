@@ -25,8 +25,6 @@ from study.workloads.presets import check_depth
 
 @dataclasses.dataclass(frozen=True)
 class LiveShape(ModelShape):
-    """Shape of a live model."""
-
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
 
     def find_layer(self, param: Parameter) -> int:
@@ -58,22 +56,9 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
     survey = answer("survey", text, rank)
-    regathered = set(survey["regathered"])
-    refusal, fsdp1_refusal = (
-        f"torch refuses {shares[0]}, which modules of two FSDP{version} groups share" if shares else None
-        for version, shares in ((2, survey["fsdp_shares"]), (1, survey["fsdp1_shares"]))
-    )
-    rows = zip(survey["parameters"], survey["places"], strict=True)
     return LiveShape(
-        name=name, model_type=str(document["model_type"]), layers=len(survey["units"]),
-        family="causal-lm" if survey["is_language_model"] else "sequence-classification",
-        inner=survey["inner"] * (survey["active"] or 1), gated=True, tied=survey["tied"] is not None,
-        params=tuple(Parameter(index, name, elements, first, place, trained, index in regathered)
-                     for index, ((name, elements, first, trained), place) in enumerate(rows)),
-        lora_rank=rank, document=text, survey=survey, buffer_bytes=survey["buffer_bytes"],
-        embedding_index=survey["tied"] or 0,
-        fsdp_refusal=refusal, fsdp1_refusal=fsdp1_refusal,
-        **{key: survey[key] for key in ("hidden", "heads", "key_value_heads", "head_dim", "vocabulary", "positions")},
+        name=name, model_type=str(document["model_type"]), params=tuple(Parameter(*row) for row in survey["params"]),
+        gated=True, lora_rank=rank, document=text, survey=survey, **survey["shape"],
     )  # fmt: skip
 
 

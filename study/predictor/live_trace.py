@@ -18,6 +18,7 @@ import logging
 import re
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar
@@ -61,7 +62,7 @@ _SIZES = {
 
 
 def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
-    """Return parameters, layers, owners and groups of the model that a config.json describes, with LoRA of a rank."""
+    """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_model(document, rank, "eager", dropout=True)
     units, text = _units(model), model.config.get_text_config()
@@ -70,16 +71,17 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         name: [index[id(parameter)] for parameter in module._parameters.values() if parameter is not None]
         for name, module in model.named_modules(remove_duplicate=False)
     }
-    places, earlier = [], set[str]()
-    for name, _ in model.named_parameters():
-        unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
+
+    def unit_of(name: str) -> str:
+        return next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), "")
+
+    places, earlier, parameters = list[int](), set[str](), list(model.named_parameters())
+    for name, _ in parameters:
+        unit = unit_of(name)
         earlier |= {unit} if unit else set()
         places.append(units.index(unit) if unit else len(earlier) - 1)
     # Parameters outside the layers have the place of the layer before them; those at the end follow all layers.
-    inside = {
-        number for unit in units for name in owners if f"{name}.".startswith(f"{unit}.") for number in owners[name]
-    }
-    last = max(inside, default=0)
+    last = max((number for name, numbers in owners.items() if unit_of(name) for number in numbers), default=0)
     places = [len(units) if number > last else place for number, place in enumerate(places)]
     sizes = {
         what: next((value for name in names if isinstance(value := _read_largest(text, name), int) and value), 1)
@@ -90,17 +92,16 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     is_tied = weight is not None and weight is getattr(head, "weight", None)
     groups = _fsdp_groups(model, embedding, head, is_tied)
     # By parameter, its groups under FSDP2, and under FSDP1, which has one for each layer and one for the rest.
-    members: dict[int, set[str]] = {}
-    flat_members: dict[int, set[str]] = {}
+    members, flat_members = (defaultdict[int, set[str]](set) for _ in range(2))
     for name, numbers in owners.items():
         for number in numbers:
-            members.setdefault(number, set()).add(groups[name])
-            flat = next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), "")
-            flat_members.setdefault(number, set()).add(flat)
-    shared, flat_shared = (
-        [name for number, (name, _) in enumerate(model.named_parameters()) if len(parameter_groups[number]) > 1]
-        for parameter_groups in (members, flat_members)
-    )
+            members[number].add(groups[name])
+            flat_members[number].add(unit_of(name))
+    refusal, fsdp1_refusal = (
+        next((f"torch refuses {name}, which modules of two FSDP{version} groups share"
+              for number, (name, _) in enumerate(parameters) if len(parameter_groups[number]) > 1), None)
+        for version, parameter_groups in ((2, members), (1, flat_members))
+    )  # fmt: skip
     positions = getattr(text, "max_target_positions", getattr(text, "max_position_embeddings", None))
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         # RoBERTa's positions begin after the index of its padding.
@@ -108,18 +109,23 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     if model.main_input_name == "pixel_values":
         image, patch = getattr(text, "image_size", None), getattr(text, "patch_size", None)
         positions = (_pair(image)[0] // _pair(patch)[0]) ** 2 + 1 if image and patch else None
+    active = _read_largest(text, "num_experts_per_tok")
     return {
-        "units": units, "owners": owners, "places": places,
-        "parameters": [[name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, parameter.requires_grad]
-                       for name, parameter in model.named_parameters()],
-        "regathered": sorted(number for number, names in members.items() if not names & {"", "tail"}),
-        "fsdp_shares": shared, "fsdp1_shares": flat_shared, "tied": index[id(weight)] if is_tied else None,
-        "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()), "is_language_model": _head(document)[1],
-        "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
-        "key_value_heads": _read_largest(text, "num_key_value_heads") or sizes["heads"], **sizes,
-        "head_dim": _read_largest(text, "head_dim") or sizes["hidden"] // sizes["heads"],
-        "active": _read_largest(text, "num_experts_per_tok"),
+        "units": units, "owners": owners, "active": active,
         "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
+        "params": [(number, name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, place,
+                    parameter.requires_grad, not members[number] & {"", "tail"})
+                   for number, ((name, parameter), place) in enumerate(zip(parameters, places, strict=True))],
+        "shape": {
+            "family": "causal-lm" if _head(document)[1] else "sequence-classification", "layers": len(units),
+            **sizes, "inner": sizes["inner"] * (active or 1), "tied": is_tied,
+            "embedding_index": index[id(weight)] if is_tied else 0,
+            "key_value_heads": _read_largest(text, "num_key_value_heads") or sizes["heads"],
+            "head_dim": _read_largest(text, "head_dim") or sizes["hidden"] // sizes["heads"],
+            "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
+            "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
+            "fsdp_refusal": refusal, "fsdp1_refusal": fsdp1_refusal,
+        },
     }  # fmt: skip
 
 

@@ -183,7 +183,6 @@ def compare_run_figures(run: Any) -> Iterator[FigureComparison]:
 
 
 def table() -> pd.DataFrame:
-    """Return a table of the number of records and the prediction errors by figure."""
     rows = pd.DataFrame([{**dataclasses.asdict(figure), "error": abs(figure.error)} for figure in compare_figures()])
     # Runs without other communication still send a few bytes of norms and flags.
     rows = rows[~((rows["figure"] == SENT) & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]

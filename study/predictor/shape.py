@@ -183,7 +183,6 @@ def in_4_bits(shape: ModelShape, width: int) -> ModelShape:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of LoRA."""
     qlora = "lora: train only adapters (QLoRA: with --quantization 4bit)"
     parser.add_argument("--peft", choices=("none", "lora"), default="none", help=qlora)
     rank = f"rank of the LoRA adapters; by default {RunConfig.lora_rank}"

@@ -112,7 +112,8 @@ def _unsharded(request: Request, waiting: bool) -> State:
         # The optimizer has the parts of tensors in rank 0's shards, without their padding (fsdp_use_orig_params).
         units = flat_units(request).values()
         stored = trained = sum(unit.size for unit in units) // ranks
-        stepped, steps = sum(sum(unit.local) for unit in units), sum(len(unit.local) for unit in units)
+        local = [size for unit in units for size in unit.local]
+        stepped, steps = sum(local), len(local)
     optimizer = stepped * (master + request.moments_bytes) + STEP_BYTES * steps
     unreduced = accumulated_bytes(request) if request.strategy.is_fsdp and waiting else 0.0
     if request.fsdp_offloads:
@@ -209,8 +210,8 @@ def unswapped_kind(request: Request) -> str | None:
         return None
     state = predict_state(request)
     sizes = {"optimizer": state.optimizer_nvme, "param": state.params_nvme}
-    names = {"optimizer": "optimizer", "param": "parameters"}
-    return next((names[kind] for kind in request.swapped if not sizes[kind]), None)
+    kind = next((kind for kind in request.swapped if not sizes[kind]), None)
+    return "parameters" if kind == "param" else kind
 
 
 def engine_refusal(request: Request) -> tuple[str, str] | None:
@@ -262,14 +263,13 @@ def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
 def last_bucket(request: Request) -> tuple[int, set[Parameter]]:
     """Return the unreduced gradients after the backward pass: elements of those larger than the bucket, and all
     parameters."""
-    filled, last = 0, list[Parameter]()
+    filled, last, most = 0, set[Parameter](), request.settings.reduce_bucket_size
     for param in reversed(request.shape.trained_params):
-        if filled + param.elements > request.settings.reduce_bucket_size:
-            filled, last = 0, []
+        if filled + param.elements > most:
+            filled, last = 0, set()
         filled += param.elements
-        last.append(param)
-    large = sum(param.elements for param in last if param.elements > request.settings.reduce_bucket_size)
-    return large, set(last)
+        last.add(param)
+    return sum(param.elements for param in last if param.elements > most), last
 
 
 def flat_elements(request: Request) -> int:
@@ -311,7 +311,6 @@ def _sub_group_params(request: Request) -> Iterator[list[Parameter]]:
 
 
 def sub_groups(request: Request) -> list[int]:
-    """Return the shard elements of each sub-group."""
     return [shard_elements(request, group) for group in _sub_group_params(request)]
 
 

@@ -87,8 +87,7 @@ FILE = Path(__file__).with_name("intervals.yaml")
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    """Read intervals.yaml; empty if it does not exist."""
-    return load_package_yaml(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    return dict(load_package_yaml(FILE.read_text(encoding="utf-8")))
 
 
 def max_offload_slowdown() -> float:

@@ -26,12 +26,10 @@ _GAIN = 1e-3
 
 
 def fit_rows() -> list[Measurement]:
-    """Return the published times to which constants are fitted."""
     return [row for row in published_rows() if row.use == "fit" and row.step_s and not implausibility(row)]
 
 
 def mean_error(rows: list[Measurement], constants: Constants) -> float:
-    """Return the mean absolute relative error of predicted step times."""
     return float(numpy.mean([abs(predicted_step_s(row, constants) / (row.step_s or 1.0) - 1) for row in rows]))
 
 
