@@ -172,10 +172,8 @@ def fake_tensors(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return the class of the model, and whether it is a causal language model.
-
-    An encoder is a classifier, as in this study's task; other models are what config.json names.
-    """
+    """Return the class of the model, and whether it is a causal language model. An encoder is a classifier, as in this
+    study's task; other models are what config.json names."""
     kind, classes = document["model_type"], document.get("architectures") or [None]
     config, table = _config_class(document), modeling_auto
     is_encoder = kind in table.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not document.get("is_encoder_decoder", False)
@@ -333,11 +331,8 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]]:
-    """Remove layers that are equal to an earlier one of their list.
-
-    Return the remaining layer of each layer's kind, and the number of layers of each remaining one. Equal are layers
-    whose modules have the same classes, shapes and plain attributes.
-    """
+    """Remove layers that are equal to an earlier one of their list, with the same classes, shapes and plain attributes
+    of their modules. Return the remaining layer of each layer's kind, and the number of layers of each."""
     lists = {
         name: children for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)
         and set(children := [f"{name}.{number}" for number in range(len(module))]) <= set(units) and children

@@ -53,9 +53,8 @@ class State:
 @cache_by_request
 def predict_state(request: Request, *, unreduced: bool = True) -> State:
     """Return the model state; `unreduced` includes gradients that are not reduced yet after the backward pass."""
-    if request.strategy.zero_stage in (None, 0):
-        return _unsharded(request, unreduced)
-    return (_stage3 if request.settings.stage == 3 else _stage12)(request, unreduced)
+    by_stage = {None: _unsharded, 0: _unsharded, 1: _stage12, 2: _stage12, 3: _stage3}
+    return by_stage[request.strategy.zero_stage](request, unreduced)
 
 
 def accumulated_bytes(request: Request) -> float:
@@ -364,9 +363,7 @@ def paper_state_bytes(parameters: float, stage: int, ranks: int) -> float:
 
 
 def paper_traffic(stage: int, ranks: int) -> float:
-    """Communication of one rank per step, as a multiple of the weights; gradients have the weights' type.
-
-    An all-reduce is a reduce-scatter and an all-gather. Stages 1 and 2 gather the updated weights instead of the
-    gradients; stage 3 gathers them twice, for the forward and the backward pass.
-    """
+    """Communication of one rank per step, as a multiple of the weights; gradients have the weights' type. An all-reduce
+    is a reduce-scatter and an all-gather. Stages 1 and 2 gather the updated weights instead of the gradients; stage 3
+    gathers them twice, for the forward and the backward pass."""
     return (3 if stage == 3 else 2) * (ranks - 1) / ranks

@@ -283,11 +283,8 @@ def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
 
 
 def _nvme_s(request: Request) -> float:
-    """Return seconds of NVMe traffic. A node's ranks share its NVMe; half of the optimizer's traffic is reads.
-
-    Swapped weights are read in every pass, and written after the optimizer step (_partitioned_params_swap_out in
-    DeepSpeed's stage3.py).
-    """
+    """Return seconds of NVMe traffic. A node's ranks share its NVMe; half of the optimizer's traffic is reads. Swapped
+    weights are read in every pass, and written after the optimizer step (_partitioned_params_swap_out in stage3.py)."""
     shape, box = request.shape, request.box
     state = bytes_per_parameter(request.strategy, request.precision, box.ranks)
     if not state.nvme:

@@ -133,11 +133,9 @@ def _live_tree(shape: live.LiveShape) -> tuple[Call, dict[int, Call]]:
 
 
 def _recomputing_frozen(backward: Sequence[Call], layers: dict[int, list[Call]]) -> Iterator[Call]:
-    """Yield the backward calls; the last adapter's call of a layer triggers its recomputation.
-
-    The frozen parameters that the recomputation gathers are assigned to that adapter's module and freed with it
-    (update_recompute_parameters), so the rest of the backward pass gathers them once more.
-    """
+    """Yield the backward calls; the last adapter's call of a layer triggers its recomputation. The frozen parameters
+    that the recomputation gathers are freed with that adapter's module (update_recompute_parameters), so the rest
+    of the backward pass gathers them once more."""
     for call in backward:
         yield call
         if call.place in layers and any(param.trained for param in call.params):
@@ -337,11 +335,9 @@ def _gathers(
 
 
 def reference_gathers(request: Request) -> GatherTrace:
-    """Return the gathers of a forward pass of TRL's reference model; `live_at_end` stays unsharded for good.
-
-    Stage 3 shards it as the trained model (prepare_deepspeed). Under FSDP2 it is one group, gathered into a buffer and
-    copied (prepare_fsdp); version 1 keeps the unit of all outside the layers.
-    """
+    """Return the gathers of a forward pass of TRL's reference model; `live_at_end` stays unsharded for good. Stage 3
+    shards it as the trained model (prepare_deepspeed). Under FSDP2 it is one group, gathered into a buffer and copied
+    (prepare_fsdp); version 1 keeps the unit of all outside the layers."""
     is_sharded = request.strategy.is_fsdp or request.strategy.zero_stage == 3
     if not (request.reference_model and is_sharded) or request.box.ranks == 1:
         return GatherTrace()
