@@ -10,7 +10,6 @@ GPUs the operations that CUDA's autocast computes in fp32 are in fp32.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -19,9 +18,9 @@ import re
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import transformers
@@ -398,20 +397,19 @@ class Meter(TorchDispatchMode):
     # Width of the values before they were padded, by width of the queries.
     value_widths: ClassVar[dict[int, int]] = {}
 
-    def __init__(self, outside: list[torch.Tensor]) -> None:
+    def __init__(self, outside: Iterable[Any]) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.known: dict[int, Any] = {}
-        for tensor in outside:
-            self.see(tensor)
+        for value in outside:
+            self.see(value)
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.operations += 1
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
+            self.see(leaf)
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product"):
             query, key = args[1:3] if "backward" in name else args[:2]
@@ -427,11 +425,10 @@ class Meter(TorchDispatchMode):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
-    def see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self.known:
+    def see(self, value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or id(storage := value.untyped_storage()) in self.known:
             return
+        key, size = id(storage), storage.nbytes()
 
         def release(_: Any) -> None:
             self.now -= size
@@ -470,8 +467,7 @@ class _Pass:
         self.calls: list[Any] = ["", [], False]
         self.stack = [self.calls]
         inputs, media = make_inputs(model, batch, length)
-        tensors = [value for value in (*inputs.values(), *media.values()) if isinstance(value, torch.Tensor)]
-        self.meter = meter = Meter([*model.parameters(), *model.buffers(), *tensors])
+        self.meter = meter = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
         # By their names in the whole model: the remaining layers have other numbers.
         parameters = {parameter: f"{names[module]}.{key}".lstrip(".") for module in model.modules()
                       for key, parameter in module.named_parameters(recurse=False)}  # fmt: skip
@@ -615,8 +611,7 @@ def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], di
     return inputs, media
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedActivations:
+class TracedActivations(NamedTuple):
     """Traced activation bytes of one micro-batch, without weights."""
 
     # Saved for the backward pass at the end of the forward pass, including logits.
@@ -631,8 +626,7 @@ def trace_activations(request: Request) -> TracedActivations:
     with fake_tensors(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32):
         model = build_meta_model(request)
         inputs, media = make_inputs(model, request.micro_batch, request.sequence_length)
-        tensors = [value for value in (*inputs.values(), *media.values()) if isinstance(value, torch.Tensor)]
-        live = Meter([*model.parameters(), *model.buffers(), *tensors])
+        live = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
         if request.gradient_checkpointing:

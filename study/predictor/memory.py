@@ -37,8 +37,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     """Return host bytes per node by part, and NVMe bytes per node."""
     state, shape, strategy = model_state.predict_state(request), request.shape, request.strategy
     ranks, weight, stage = request.box.gpus_per_node, request.weight_bytes, request.strategy.zero_stage
-    buffers = pinned = saved = 0.0
-    libraries = LIBRARIES_BYTES
+    buffers, pinned, saved, libraries = 0.0, 0.0, 0.0, LIBRARIES_BYTES
     if request.box.is_cpu_only:
         hooked = module_call_order(shape, recomputes=False)[0] if stage == 3 else ()
         libraries = CPU_LIBRARIES_BYTES + (CPU_ENGINE_BYTES if strategy.deepspeed else 0.0)
@@ -49,18 +48,14 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
         if stage == 3 and settings.stage3_gather_16bit_weights_on_model_save:
             # Without this setting Accelerate raises, and the engine saves shards, as this study's checkpoints do.
             saved = weight * float(request.stored.parameters)
-        part = model_state.shard_elements(request, shape.trained_params)
-        if stage < 3:
-            part = -(-shape.trained_parameters // request.box.ranks)
-        locked: list[float] = []
         # DeepSpeed's buffers for swapped state are locked page by page (page_alloc.cpp), and not rounded.
-        swapped = 0.0
+        locked, swapped = list[float](), 0.0
         if optimizer is not None and stage < 3:
-            staged = shape.largest_trained * weight
+            part, staged = -(-shape.trained_parameters // request.box.ranks), shape.largest_trained * weight
             locked += [part * 4.0, part * 4.0, float(part * weight), float(staged)]
             buffers += part * weight + staged
         elif optimizer is not None:
-            locked.append(part * float(weight))
+            locked.append(model_state.shard_elements(request, shape.trained_params) * float(weight))
             groups = model_state.sub_groups(request)
             if optimizer.device == "cpu":
                 locked += [group * 4.0 for group in groups]
@@ -358,11 +353,9 @@ def _stored(request: Request, saved: Activations, layers: int, working: bool = F
     recomputed_layers = layers / request.checkpoint_every if recomputed else 0.0
     full_layers = layers - recomputed_layers
     scores = full_layers * saved.scores
+    activations = recomputed_layers * saved.checkpoint + full_layers * (saved.layer - saved.scores) + saved.outside
     # autocast's copies live as long as the graph; recomputed layers cast again.
-    casts = saved.cast_layer * full_layers + saved.cast_head
-    activations = (
-        recomputed_layers * saved.checkpoint + full_layers * (saved.layer - saved.scores) + saved.outside + casts
-    )
+    activations += saved.cast_layer * full_layers + saved.cast_head
     if working:
         activations += saved.layer_working
         if recomputed:

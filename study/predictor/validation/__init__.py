@@ -84,9 +84,9 @@ def implausibility(row: Measurement) -> str | None:
     return None
 
 
-def predicted_peak(row: Measurement, kind: Kind | None = None) -> float:
-    """Return the predicted peak in bytes, of the row's kind or of another kind."""
-    memory, kind = predict_memory(_recomputing(row)), kind or row.peak_kind
+def predicted_peak(row: Measurement) -> float:
+    """Return the predicted peak in bytes, of the row's kind."""
+    memory, kind = predict_memory(_recomputing(row)), row.peak_kind
     if kind == "allocated":
         return memory.peak_allocated.value
     if kind == "reserved":
