@@ -131,7 +131,7 @@ def test_every_own_record_has_the_predicted_state_and_traffic_and_unmodelled_run
     runs = read_parquet(REPOSITORY / "reports" / "neighbours").runs
     for column, value in (("optimizer", "muon"), ("strategy", "ulysses_zero1")):
         run = next(runs[runs[column] == value].itertuples())
-        assert math.isnan(predict_run(run).state_bytes), column
+        assert math.isnan(predict_run(run)["predicted_state"]), column
 
 
 def test_peaks_of_own_records_are_near_the_prediction():

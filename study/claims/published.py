@@ -15,7 +15,7 @@ from study.config.errors import UserError
 from study.config.strategies import STRATEGY_NAMES
 from study.host.memory import GIB
 from study.predictor.hardware import known_devices
-from study.predictor.shape import shape_of_preset
+from study.predictor.shape import model_shape
 from study.workloads.presets import find_preset
 
 Plausibility = Literal["impossible", "suspicious", "possible"]
@@ -173,7 +173,7 @@ def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -
 
 def _parameters(text: str, place: str) -> float:
     if (preset := find_preset(text)) is not None:
-        return float(shape_of_preset(preset).parameters)
+        return float(model_shape(preset.name).parameters)
     size = re.search(r"(?<![\w.])(\d{1,15}(?:\.\d+)?)\s*([MBT])(?![a-z])", text, re.IGNORECASE)
     if size is None or not float(size[1]):
         fix = "write a preset of this study, or parameters such as 13B"

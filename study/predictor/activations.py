@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from study.config.errors import UserError, first_line
 from study.predictor import live
 from study.predictor.families import READS_INPUT
 from study.predictor.request import Request
@@ -157,7 +155,6 @@ def _mode(request: Request) -> str:
 
 
 def predict_activations(request: Request) -> Activations:
-    """Return the activation memory of one micro-batch of the request."""
     if isinstance(request.shape, live.LiveShape):
         return trace(request).activations
     shape, family, fused = request.shape, request.shape.table, is_fused(request)
@@ -267,27 +264,15 @@ class Trace:
     missing: str | None = None
 
 
-@functools.lru_cache(maxsize=64)
-def _measure(document: str, rank: int | None, options: str) -> dict[str, Any] | str:
-    """Return the answer of a trace, or why there is none."""
-    try:
-        return live.answer("measure", document, rank, options)
-    except UserError:
-        raise
-    except Exception as error:  # Any class of transformers, on tensors without data.
-        return f"{type(error).__name__}: {first_line(error)}"
-
-
 @functools.lru_cache(maxsize=512)
 def trace(request: Request) -> Trace:
     """Return the traced figures. A layer has the mean of all, and its temporaries the difference to the largest one."""
     shape, layers = request.shape, request.shape.layers
     assert isinstance(shape, live.LiveShape)
-    options = {
-        "mode": _mode(request), "dropout": request.dropout, "fused": is_fused(request),
-        "cuda": not request.box.is_cpu_only, "length": request.sequence_length,
-    }  # fmt: skip
-    answer = _measure(shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+    answer = live.measure(
+        shape, mode=_mode(request), dropout=request.dropout, fused=is_fused(request),
+        cuda=not request.box.is_cpu_only, length=request.sequence_length,
+    )  # fmt: skip
     if isinstance(answer, str):
         return Trace(missing=f"activations and FLOPs ({answer})")
     first_pass, second_pass = answer["passes"]
@@ -307,23 +292,21 @@ def trace(request: Request) -> Trace:
         constant = 2 * first - second
         return growth(first, second) + min(constant, max(0.0, constant - gradient))
 
-    pairs = [(layer, second_pass["layers"][name]) for name, layer in first_pass["layers"].items() if layer]
+    pairs = {name: (layer, second_pass["layers"][name]) for name, layer in first_pass["layers"].items() if layer}
     saved = growth(total("saved", first_pass), total("saved", second_pass)) / layers
     constant = (2 * total("saved", first_pass) - total("saved", second_pass)) / layers
     checkpoints = [total("checkpoint", at) / layers for at in (first_pass, second_pass)]
-    largest = max(growth(a["saved"], b["saved"]) * a["recomputed"] for a, b in pairs)
+    grown = {name: growth(layer["saved"], double["saved"]) * layer["recomputed"]
+             for name, (layer, double) in pairs.items()}  # fmt: skip
     # By layer: its part above the mean, and its temporaries from each gradient to the next.
-    above, temporaries = dict[str, float](), dict[str, dict[str, float]]()
-    for name, layer in first_pass["layers"].items():
-        if layer:
-            double = second_pass["layers"][name]
-            grown = growth(layer["saved"], double["saved"]) * layer["recomputed"]
-            above[name] = (grown - saved) * request.gradient_checkpointing
-            temporaries[name] = {at: working(size, double["working"].get(at, size), layer["gradient"])
-                                 for at, size in layer["working"].items()}  # fmt: skip
-            if request.gradient_checkpointing:
-                repeated = growth(layer["recomputing"], double["recomputing"])
-                temporaries[name][""] = max(repeated, temporaries[name].get("", repeated))
+    above = {name: (size - saved) * request.gradient_checkpointing for name, size in grown.items()}
+    temporaries = dict[str, dict[str, float]]()
+    for name, (layer, double) in pairs.items():
+        temporaries[name] = {at: working(size, double["working"].get(at, size), layer["gradient"])
+                             for at, size in layer["working"].items()}  # fmt: skip
+        if request.gradient_checkpointing:
+            repeated = growth(layer["recomputing"], double["recomputing"])
+            temporaries[name][""] = max(repeated, temporaries[name].get("", repeated))
     peak = max(0.0, *(above[name] + max(sizes.values(), default=0.0) for name, sizes in temporaries.items()))
     freed, gradients = dict[str, float](), {param.name: request.weight_bytes * param.elements for param in shape.params}
     for layer, kind in answer["kinds"].items():
@@ -346,7 +329,7 @@ def trace(request: Request) -> Trace:
         logits = _loss(request, tokens * shape.vocabulary, request.computing_bytes)
     activations = Activations(
         layer=saved, checkpoint=checkpoints[0] + (checkpoints[1] - checkpoints[0]) * (batch - 1),
-        outside=first + (second - first) * (batch - 1) + min(0.0, tail), layer_forward=largest,
+        outside=first + (second - first) * (batch - 1) + min(0.0, tail), layer_forward=max(grown.values()),
         # The first layer's input is among the checkpoints.
         tail=(growth(*checkpoints) + min(0.0, tail)) * request.gradient_checkpointing,
         layer_working=peak, freed=freed, cast_layer=constant,
@@ -355,7 +338,8 @@ def trace(request: Request) -> Trace:
         cast_cached=constant * shape.trained_parameters / shape.parameters,
     )  # fmt: skip
     flops = {
-        name: batch * (first_pass[name] - sum(layer[name] for layer, _ in pairs) + total(name, first_pass, False))
+        name: batch
+        * (first_pass[name] - sum(layer[name] for layer, _ in pairs.values()) + total(name, first_pass, False))
         for name in ("forward", "attention", "backward")
     }
     return Trace(activations, layers_forward=batch * total("forward", first_pass), missing=answer["missing"], **flops)

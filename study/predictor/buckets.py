@@ -39,13 +39,10 @@ class Snapshot(NamedTuple):
 @cache_by_request
 def gradient_snapshots(request: Request) -> list[Snapshot]:
     """Return the snapshots of a step's last micro-batch, with the gradients accumulated so far."""
-    stage = request.strategy.zero_stage
     if request.strategy.is_fsdp:
         return list((_fsdp1 if request.fsdp_version == 1 else _fsdp)(request))
-    if stage in (None, 0):
-        snapshots = _unsharded(request)
-    else:
-        snapshots = {1: _stage1, 2: _stage2, 3: _stage3}[request.settings.stage](request)
+    by_stage = {None: _unsharded, 0: _unsharded, 1: _stage1, 2: _stage2, 3: _stage3}
+    snapshots = by_stage[request.strategy.zero_stage](request)
     return list(_with_tied(request, snapshots) if has_tied_gradients(request.shape) else snapshots)
 
 
@@ -55,10 +52,8 @@ def has_tied_gradients(shape: ModelShape) -> bool:
 
 
 def _with_tied(request: Request, snapshots: Iterator[Snapshot]) -> Iterator[Snapshot]:
-    """Add the gradient of a tied head, which stays allocated until the embedding's gradient arrives.
-
-    autograd then allocates a third tensor of that size for the sum: its InputBuffer does not add in place.
-    """
+    """Add the gradient of a tied head, which stays allocated until the embedding's gradient arrives. autograd then
+    allocates a third tensor of that size for the sum: its InputBuffer does not add in place."""
     embedding = request.shape.embedding
     size, is_pending = embedding.elements * float(request.weight_bytes), True
     for snapshot in snapshots:
@@ -73,8 +68,7 @@ def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:
     weight = request.adapter_bytes
     stepped = weight if request.pure else FP32_BYTES
     grads = elements * (weight + (stepped if stepped != weight else 0))
-    temporaries = request.step_copies * elements * stepped
-    return Snapshot(BEFORE, float(grads), buffers + temporaries, step=True)
+    return Snapshot(BEFORE, float(grads), buffers + request.step_copies * elements * stepped, step=True)
 
 
 def _arrivals(shape: ModelShape, find_place: Callable[[Parameter], int]) -> dict[int, list[tuple[Parameter, int]]]:
@@ -99,11 +93,9 @@ def _gathered(request: Request, sizes: dict[int, int], groups: range, root: int)
 
 def _fsdp(request: Request) -> Iterator[Snapshot]:
     """Snapshots of FSDP2 in torch's order (_fsdp_param_group.py of torch 2.13): each layer is a group that is gathered
-    while the next group is prefetched; its gradients stay unpartitioned until they are reduce-scattered.
-
-    Accelerate makes a group of the norm and the head, with a tied embedding (fsdp2_prepare_model); an untied embedding
-    is a group. With accumulation only the last micro-batch reduces: by then all layers have unpartitioned gradients.
-    """
+    while the next group is prefetched; its gradients stay unpartitioned until they are reduce-scattered. Accelerate
+    makes a group of the norm and the head, with a tied embedding (fsdp2_prepare_model); an untied embedding is a group.
+    With accumulation only the last micro-batch reduces: by then all layers have unpartitioned gradients."""
     shape, top, arrivals = request.shape, request.shape.layers, _arrivals(request.shape, lambda param: param.place)
     sizes = dict.fromkeys(arrivals, 0)
     for param in request.stored.params:
@@ -216,17 +208,12 @@ class _Bucket:
     """DeepSpeed's gradient bucket. In host memory only the pages that were written count."""
 
     def __init__(self, request: Request, width: int) -> None:
-        settings = request.settings
-        self.width, self.settings = width, settings
-        self.written = 0
-        self.filled = self.waiting = self.count = 0
-        self.copies = 2 if settings.overlap_comm and settings.stage < 3 else 1
-        self.lazily = request.box.is_cpu_only
-        self.is_alone = request.box.ranks == 1
+        self.width, self.settings = width, request.settings
+        self.lazily, self.is_alone = request.box.is_cpu_only, request.box.ranks == 1
         # With an offloaded optimizer the norm of each gradient is computed when it is copied out of the bucket.
-        copied_out = settings.optimizer is not None and settings.stage < 3
+        copied_out = self.settings.optimizer is not None and self.settings.stage < 3
         self.own = {param.index: size for param, size in rank0_shards(request)} if copied_out else {}
-        self.norm = 0
+        self.written = self.filled = self.waiting = self.count = self.norm = 0
 
     def is_full_with(self, param: Parameter) -> bool:
         return self.filled + param.elements > self.settings.reduce_bucket_size and self.filled > 0
@@ -246,8 +233,8 @@ class _Bucket:
     def bytes(self) -> float:
         if not self.settings.contiguous_gradients:
             return 0.0
-        elements = self.written if self.lazily else self.settings.reduce_bucket_size * self.copies
-        return float(elements * self.width)
+        copies = 2 if self.settings.overlap_comm and self.settings.stage < 3 else 1
+        return float((self.written if self.lazily else self.settings.reduce_bucket_size * copies) * self.width)
 
     @property
     def reduced_bytes(self) -> float:

@@ -77,7 +77,6 @@ def _interpolated(table: Mapping[float, float], payload: float) -> float:
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    """Read collectives.yaml."""
     return dict(load_package_yaml(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))
 
 
@@ -118,10 +117,8 @@ def communication_time(request: Request, forward: float, backward: float) -> Com
 
 
 def _sharded(request: Request, forward: float, backward: float) -> CommunicationTime:
-    """Communication time of FSDP and stage 3, which gather each layer for both passes unless stage 3 still has it.
-
-    hsdp gathers within a replica group, hpz after the first gather within its group.
-    """
+    """Communication time of FSDP and stage 3, which gather each layer for both passes unless stage 3 still has it. hsdp
+    gathers within a replica group, hpz after the first gather within its group."""
     strategy, times = request.strategy, request.accumulation
     width, shape = float(request.gathered_bytes), request.stored
     total, grads = shape.parameters * width, shape.trained_parameters * width
@@ -130,9 +127,7 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
     outer = inner if strategy.is_fsdp else request.box
     settings = None if strategy.is_fsdp else request.settings
     second_bytes = max(0.0, simulate_gathers(request).elements * width - total) if settings else total
-    if request.fsdp_keeps_gathered:
-        second_bytes = 0.0
-    first, second = calls_s(outer, "all_gather", total, chunk), calls_s(inner, "all_gather", second_bytes, chunk)
+    second = 0.0 if request.fsdp_keeps_gathered else calls_s(inner, "all_gather", second_bytes, chunk)
     scattered = calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
     groups = request.box.ranks // outer.ranks
     if groups > 1:
@@ -143,7 +138,7 @@ def _sharded(request: Request, forward: float, backward: float) -> Communication
         scattered += calls_s(across, "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks)
     can_hide = settings is None or settings.overlap_comm
     one_call = calls_s(outer, "all_gather", chunk, chunk)
-    first *= gather_passes(request)
+    first = calls_s(outer, "all_gather", total, chunk) * gather_passes(request)
     first += times * calls_s(inner, "all_gather", reference_gathers(request).elements * width, chunk)
     ahead = _overlap(first, times * forward * can_hide, one_call)
     # FSDP2 reduces only in the last micro-batch.

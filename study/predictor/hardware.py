@@ -200,7 +200,6 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def box_from_args(options: argparse.Namespace) -> Hardware:
-    """Return the hardware of the command-line options, with the given bandwidths and host memory."""
     box, (read, write) = to_box(options.hardware), options.nvme_gb_per_s
     return dataclasses.replace(
         box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write,
@@ -227,7 +226,6 @@ def _spelled(text: str) -> str:
 
 
 def _unknown(name: str) -> UserError:
-    """Return the error of an unknown hardware name, with similar names."""
     if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
         return UserError(f"{clip(name)}: the speed of a MIG slice is not known", "name a whole GPU")
     counts = re.match(rf"(?:{_COUNT})*", name.strip(), flags=re.IGNORECASE)[0]  # type: ignore[index]

@@ -10,31 +10,21 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.config.errors import require_extra
+from study.config.errors import UserError, first_line, require_extra
 from study.host.folders import cache_directory
+from study.host.stacks import package_version
 from study.predictor.shape import BEFORE, ModelShape, Parameter
 from study.records.directory import write_json
 from study.workloads.presets import check_depth
 
-LIVE_NOTE = (
-    "this class is outside the table of families: its activations and FLOPs are traced on transformers' code, and no"
-    " published measurement validates its peak or its time"
-)
-EXPERTS_NOTE = (
-    "experts are grouped products without capacity: every token reaches its {} experts, none is dropped or padded"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class LiveShape(ModelShape):
-    """Shape of a live model."""
-
     survey: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, compare=False)
 
     def find_layer(self, param: Parameter) -> int:
@@ -46,9 +36,13 @@ class LiveShape(ModelShape):
 def live_notes(shape: ModelShape) -> Iterator[str]:
     """Yield the assumptions of a class outside the table; none for the families of the table."""
     if isinstance(shape, LiveShape):
-        yield LIVE_NOTE
-        if shape.survey["active"]:
-            yield EXPERTS_NOTE.format(shape.survey["active"])
+        yield (
+            "this class is outside the table of families: its activations and FLOPs are traced on transformers' code,"
+            " and no published measurement validates its peak or its time"
+        )
+        if active := shape.survey["active"]:
+            reach = f"every token reaches its {active} experts, none is dropped or padded"
+            yield f"experts are grouped products without capacity: {reach}"
 
 
 def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) -> LiveShape:
@@ -62,23 +56,21 @@ def live_shape(name: str, document: Mapping[str, Any], rank: int | None = None) 
             if isinstance(part.get(key), int):
                 check_depth(part[key], name)
     survey = answer("survey", text, rank)
-    regathered = set(survey["regathered"])
-    refusal, fsdp1_refusal = (
-        f"torch refuses {shares[0]}, which modules of two FSDP{version} groups share" if shares else None
-        for version, shares in ((2, survey["fsdp_shares"]), (1, survey["fsdp1_shares"]))
-    )
-    rows = zip(survey["parameters"], survey["places"], strict=True)
     return LiveShape(
-        name=name, model_type=str(document["model_type"]), layers=len(survey["units"]),
-        family="causal-lm" if survey["is_language_model"] else "sequence-classification",
-        inner=survey["inner"] * (survey["active"] or 1), gated=True, tied=survey["tied"] is not None,
-        params=tuple(Parameter(index, name, elements, first, place, trained, index in regathered)
-                     for index, ((name, elements, first, trained), place) in enumerate(rows)),
-        lora_rank=rank, document=text, survey=survey, buffer_bytes=survey["buffer_bytes"],
-        embedding_index=survey["tied"] or 0,
-        fsdp_refusal=refusal, fsdp1_refusal=fsdp1_refusal,
-        **{key: survey[key] for key in ("hidden", "heads", "key_value_heads", "head_dim", "vocabulary", "positions")},
+        name=name, model_type=str(document["model_type"]), params=tuple(Parameter(*row) for row in survey["params"]),
+        gated=True, lora_rank=rank, document=text, survey=survey, **survey["shape"],
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def measure(shape: LiveShape, **options: bool | int | str) -> dict[str, Any] | str:
+    """Return the answer of a trace, or why there is none."""
+    try:
+        return answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+    except UserError:
+        raise
+    except Exception as error:  # Any class of transformers, on tensors without data.
+        return f"{type(error).__name__}: {first_line(error)}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,11 +98,6 @@ def answer(kind: Literal["survey", "measure"], document: str, rank: int | None, 
 @functools.cache
 def _libraries() -> str:
     """Return the versions and code on which an answer depends."""
-    versions = []
-    for package in ("torch", "transformers", "peft"):
-        try:
-            versions.append(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            versions.append("")
+    versions = [package_version(package) or "" for package in ("torch", "transformers", "peft")]
     code = Path(__file__).with_name("live_trace.py").read_bytes()
     return " ".join([*versions, hashlib.sha256(code).hexdigest()])

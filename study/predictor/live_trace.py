@@ -10,7 +10,6 @@ GPUs the operations that CUDA's autocast computes in fp32 are in fp32.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -18,9 +17,10 @@ import logging
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import transformers
@@ -61,7 +61,7 @@ _SIZES = {
 
 
 def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
-    """Return parameters, layers, owners and groups of the model that a config.json describes, with LoRA of a rank."""
+    """Return layers, owners, parameters and shape of the model that a config.json describes, with LoRA of a rank."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_model(document, rank, "eager", dropout=True)
     units, text = _units(model), model.config.get_text_config()
@@ -70,16 +70,17 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         name: [index[id(parameter)] for parameter in module._parameters.values() if parameter is not None]
         for name, module in model.named_modules(remove_duplicate=False)
     }
-    places, earlier = [], set[str]()
-    for name, _ in model.named_parameters():
-        unit = next((unit for unit in units if name.startswith(f"{unit}.")), None)
+
+    def unit_of(name: str) -> str:
+        return next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), "")
+
+    places, earlier, parameters = list[int](), set[str](), list(model.named_parameters())
+    for name, _ in parameters:
+        unit = unit_of(name)
         earlier |= {unit} if unit else set()
         places.append(units.index(unit) if unit else len(earlier) - 1)
     # Parameters outside the layers have the place of the layer before them; those at the end follow all layers.
-    inside = {
-        number for unit in units for name in owners if f"{name}.".startswith(f"{unit}.") for number in owners[name]
-    }
-    last = max(inside, default=0)
+    last = max((number for name, numbers in owners.items() if unit_of(name) for number in numbers), default=0)
     places = [len(units) if number > last else place for number, place in enumerate(places)]
     sizes = {
         what: next((value for name in names if isinstance(value := _read_largest(text, name), int) and value), 1)
@@ -90,17 +91,16 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     is_tied = weight is not None and weight is getattr(head, "weight", None)
     groups = _fsdp_groups(model, embedding, head, is_tied)
     # By parameter, its groups under FSDP2, and under FSDP1, which has one for each layer and one for the rest.
-    members: dict[int, set[str]] = {}
-    flat_members: dict[int, set[str]] = {}
+    members, flat_members = (defaultdict[int, set[str]](set) for _ in range(2))
     for name, numbers in owners.items():
         for number in numbers:
-            members.setdefault(number, set()).add(groups[name])
-            flat = next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), "")
-            flat_members.setdefault(number, set()).add(flat)
-    shared, flat_shared = (
-        [name for number, (name, _) in enumerate(model.named_parameters()) if len(parameter_groups[number]) > 1]
-        for parameter_groups in (members, flat_members)
-    )
+            members[number].add(groups[name])
+            flat_members[number].add(unit_of(name))
+    refusal, fsdp1_refusal = (
+        next((f"torch refuses {name}, which modules of two FSDP{version} groups share"
+              for number, (name, _) in enumerate(parameters) if len(parameter_groups[number]) > 1), None)
+        for version, parameter_groups in ((2, members), (1, flat_members))
+    )  # fmt: skip
     positions = getattr(text, "max_target_positions", getattr(text, "max_position_embeddings", None))
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         # RoBERTa's positions begin after the index of its padding.
@@ -108,18 +108,23 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     if model.main_input_name == "pixel_values":
         image, patch = getattr(text, "image_size", None), getattr(text, "patch_size", None)
         positions = (_pair(image)[0] // _pair(patch)[0]) ** 2 + 1 if image and patch else None
+    active = _read_largest(text, "num_experts_per_tok")
     return {
-        "units": units, "owners": owners, "places": places,
-        "parameters": [[name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, parameter.requires_grad]
-                       for name, parameter in model.named_parameters()],
-        "regathered": sorted(number for number, names in members.items() if not names & {"", "tail"}),
-        "fsdp_shares": shared, "fsdp1_shares": flat_shared, "tied": index[id(weight)] if is_tied else None,
-        "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()), "is_language_model": _head(document)[1],
-        "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
-        "key_value_heads": _read_largest(text, "num_key_value_heads") or sizes["heads"], **sizes,
-        "head_dim": _read_largest(text, "head_dim") or sizes["hidden"] // sizes["heads"],
-        "active": _read_largest(text, "num_experts_per_tok"),
+        "units": units, "owners": owners, "active": active,
         "fused": bool(type(model)._supports_sdpa) and getattr(text, "attn_logit_softcapping", None) is None,
+        "params": [(number, name, parameter.numel(), parameter.shape[0] if parameter.dim() else 1, place,
+                    parameter.requires_grad, not members[number] & {"", "tail"})
+                   for number, ((name, parameter), place) in enumerate(zip(parameters, places, strict=True))],
+        "shape": {
+            "family": "causal-lm" if _head(document)[1] else "sequence-classification", "layers": len(units),
+            **sizes, "inner": sizes["inner"] * (active or 1), "tied": is_tied,
+            "embedding_index": index[id(weight)] if is_tied else 0,
+            "key_value_heads": _read_largest(text, "num_key_value_heads") or sizes["heads"],
+            "head_dim": _read_largest(text, "head_dim") or sizes["hidden"] // sizes["heads"],
+            "vocabulary": getattr(text, "vocab_size", None) or model.config.num_labels, "positions": positions,
+            "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
+            "fsdp_refusal": refusal, "fsdp1_refusal": fsdp1_refusal,
+        },
     }  # fmt: skip
 
 
@@ -166,10 +171,8 @@ def fake_tensors(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _head(document: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return the class of the model, and whether it is a causal language model.
-
-    An encoder is a classifier, as in this study's task; other models are what config.json names.
-    """
+    """Return the class of the model, and whether it is a causal language model. An encoder is a classifier, as in this
+    study's task; other models are what config.json names."""
     kind, classes = document["model_type"], document.get("architectures") or [None]
     config, table = _config_class(document), modeling_auto
     is_encoder = kind in table.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not document.get("is_encoder_decoder", False)
@@ -327,11 +330,8 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _prune(model: Any, units: list[str]) -> tuple[dict[str, str], dict[str, int]]:
-    """Remove layers that are equal to an earlier one of their list.
-
-    Return the remaining layer of each layer's kind, and the number of layers of each remaining one. Equal are layers
-    whose modules have the same classes, shapes and plain attributes.
-    """
+    """Remove layers that are equal to an earlier one of their list, with the same classes, shapes and plain attributes
+    of their modules. Return the remaining layer of each layer's kind, and the number of layers of each."""
     lists = {
         name: children for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)
         and set(children := [f"{name}.{number}" for number in range(len(module))]) <= set(units) and children
@@ -397,20 +397,19 @@ class Meter(TorchDispatchMode):
     # Width of the values before they were padded, by width of the queries.
     value_widths: ClassVar[dict[int, int]] = {}
 
-    def __init__(self, outside: list[torch.Tensor]) -> None:
+    def __init__(self, outside: Iterable[Any]) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.known: dict[int, Any] = {}
-        for tensor in outside:
-            self.see(tensor)
+        for value in outside:
+            self.see(value)
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.operations += 1
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.see(leaf)
+            self.see(leaf)
         name = func.overloadpacket.__name__
         if name.startswith("_scaled_dot_product"):
             query, key = args[1:3] if "backward" in name else args[:2]
@@ -426,11 +425,10 @@ class Meter(TorchDispatchMode):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
-    def see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self.known:
+    def see(self, value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or id(storage := value.untyped_storage()) in self.known:
             return
+        key, size = id(storage), storage.nbytes()
 
         def release(_: Any) -> None:
             self.now -= size
@@ -469,8 +467,7 @@ class _Pass:
         self.calls: list[Any] = ["", [], False]
         self.stack = [self.calls]
         inputs, media = make_inputs(model, batch, length)
-        tensors = [value for value in (*inputs.values(), *media.values()) if isinstance(value, torch.Tensor)]
-        self.meter = meter = Meter([*model.parameters(), *model.buffers(), *tensors])
+        self.meter = meter = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
         # By their names in the whole model: the remaining layers have other numbers.
         parameters = {parameter: f"{names[module]}.{key}".lstrip(".") for module in model.modules()
                       for key, parameter in module.named_parameters(recurse=False)}  # fmt: skip
@@ -614,8 +611,7 @@ def make_inputs(model: Any, batch: int, length: int) -> tuple[dict[str, Any], di
     return inputs, media
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedActivations:
+class TracedActivations(NamedTuple):
     """Traced activation bytes of one micro-batch, without weights."""
 
     # Saved for the backward pass at the end of the forward pass, including logits.
@@ -630,8 +626,7 @@ def trace_activations(request: Request) -> TracedActivations:
     with fake_tensors(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32):
         model = build_meta_model(request)
         inputs, media = make_inputs(model, request.micro_batch, request.sequence_length)
-        tensors = [value for value in (*inputs.values(), *media.values()) if isinstance(value, torch.Tensor)]
-        live = Meter([*model.parameters(), *model.buffers(), *tensors])
+        live = Meter([*model.parameters(), *model.buffers(), *inputs.values(), *media.values()])
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = AsCuda() if autocasts and not request.box.is_cpu_only else contextlib.nullcontext()
         if request.gradient_checkpointing:

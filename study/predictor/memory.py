@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,8 +37,7 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
     """Return host bytes per node by part, and NVMe bytes per node."""
     state, shape, strategy = model_state.predict_state(request), request.shape, request.strategy
     ranks, weight, stage = request.box.gpus_per_node, request.weight_bytes, request.strategy.zero_stage
-    buffers = pinned = saved = 0.0
-    libraries = LIBRARIES_BYTES
+    buffers, pinned, saved, libraries = 0.0, 0.0, 0.0, LIBRARIES_BYTES
     if request.box.is_cpu_only:
         hooked = module_call_order(shape, recomputes=False)[0] if stage == 3 else ()
         libraries = CPU_LIBRARIES_BYTES + (CPU_ENGINE_BYTES if strategy.deepspeed else 0.0)
@@ -48,18 +48,14 @@ def predict_host_memory(request: Request) -> tuple[dict[str, float], float]:
         if stage == 3 and settings.stage3_gather_16bit_weights_on_model_save:
             # Without this setting Accelerate raises, and the engine saves shards, as this study's checkpoints do.
             saved = weight * float(request.stored.parameters)
-        part = model_state.shard_elements(request, shape.trained_params)
-        if stage < 3:
-            part = -(-shape.trained_parameters // request.box.ranks)
-        locked: list[float] = []
         # DeepSpeed's buffers for swapped state are locked page by page (page_alloc.cpp), and not rounded.
-        swapped = 0.0
+        locked, swapped = list[float](), 0.0
         if optimizer is not None and stage < 3:
-            staged = shape.largest_trained * weight
+            part, staged = -(-shape.trained_parameters // request.box.ranks), shape.largest_trained * weight
             locked += [part * 4.0, part * 4.0, float(part * weight), float(staged)]
             buffers += part * weight + staged
         elif optimizer is not None:
-            locked.append(part * float(weight))
+            locked.append(model_state.shard_elements(request, shape.trained_params) * float(weight))
             groups = model_state.sub_groups(request)
             if optimizer.device == "cpu":
                 locked += [group * 4.0 for group in groups]
@@ -143,11 +139,9 @@ class DeviceMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
         return sum(self.parts.values())
 
     def without(self, *names: str) -> float:
-        """Return the bytes of all parts but the named ones."""
         return self.total - sum(self.parts[name] for name in names)
 
 
@@ -157,20 +151,18 @@ def predict_memory(request: Request) -> MemoryUse:
     frozen, frozen_on_host = model_state.frozen_bytes(request)
     frozen += reference_gathers(request).live_at_end * request.gathered_bytes
     constant = {"parameters": state.params_device + frozen, "optimizer": state.optimizer_device}
-    if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
-        # If `ratio` leaves sub-groups on the device, their fp32 gradients are allocated at the start and persist
-        # (initialize_optimizer_states).
-        constant["optimizer"] += model_state.predict_state(request, unreduced=False).grads_device
+    # Between two steps: weights, optimizer, and persistent buffers.
+    steady = sum(constant.values())
+    if request.strategy.zero_stage == 3:
+        # Gradients have a persistent buffer (stage3.py, grad_partitions_flat_buffer). With an offload they are those in
+        # fp32 of sub-groups that `ratio` leaves on the device, allocated at the start (initialize_optimizer_states).
+        grads = model_state.predict_state(request, unreduced=False).grads_device
+        steady += grads
+        constant["optimizer"] += grads if request.strategy.offload_device("optimizer") else 0.0
+    steady += _static_buffer_bytes(request)
     points = device_snapshots(request)
     highest = max(points, key=lambda point: point.total)
     peak = DeviceMemory({**constant, **highest.parts}, highest.step)
-    # Between two steps: weights, optimizer, and persistent buffers. Stage 3's gradients have a persistent buffer
-    # (stage3.py, grad_partitions_flat_buffer).
-    steady = state.params_device + frozen + state.optimizer_device
-    steady += (
-        model_state.predict_state(request, unreduced=False).grads_device if request.strategy.zero_stage == 3 else 0.0
-    )
-    steady += _static_buffer_bytes(request)
     host_parts, nvme = predict_host_memory(request)
     # Outside stage 3 each process creates both models in host memory.
     loaded = float(FP32_BYTES * request.shape.parameters * request.reference_model * (request.strategy.zero_stage != 3))
@@ -346,17 +338,13 @@ def _decisive_snapshots(request: Request, *, recomputes: bool) -> list[Snapshot]
             grads = snapshot.grads - float(count * param.elements * weight)
             buffers += gathers.live_before[param.index] * weight
             snapshots.append(snapshot._replace(grads=grads, buffers=buffers))
-    decisive = set[int]()
-    for sizes in zip(*((at.grads + at.buffers, at.grads, at.buffers) for at in snapshots), strict=True):
-        # By layer, and None for the optimizer step: the first snapshot with the most.
-        largest: dict[tuple[int | None, bool, str], int] = {}
-        for index, snapshot in enumerate(snapshots):
-            part = phase(shape, snapshot.param) if snapshot.param and 0 <= snapshot.place < shape.layers else ""
-            layer = None if snapshot.step else snapshot.place, snapshot.between, part
-            if layer not in largest or sizes[index] > sizes[largest[layer]]:
-                largest[layer] = index
-        decisive.update(largest.values())
-    return [snapshots[index] for index in sorted(decisive)]
+    # By layer, and None for the optimizer step.
+    parts = defaultdict[tuple[int | None, bool, str], list[Snapshot]](list)
+    for snapshot in snapshots:
+        part = phase(shape, snapshot.param) if snapshot.param and 0 <= snapshot.place < shape.layers else ""
+        parts[None if snapshot.step else snapshot.place, snapshot.between, part].append(snapshot)
+    criteria = (lambda at: at.grads + at.buffers), (lambda at: at.grads), (lambda at: at.buffers)
+    return [max(part_snapshots, key=criterion) for part_snapshots in parts.values() for criterion in criteria]
 
 
 def _stored(request: Request, saved: Activations, layers: int, working: bool = False) -> dict[str, float]:
@@ -365,11 +353,9 @@ def _stored(request: Request, saved: Activations, layers: int, working: bool = F
     recomputed_layers = layers / request.checkpoint_every if recomputed else 0.0
     full_layers = layers - recomputed_layers
     scores = full_layers * saved.scores
+    activations = recomputed_layers * saved.checkpoint + full_layers * (saved.layer - saved.scores) + saved.outside
     # autocast's copies live as long as the graph; recomputed layers cast again.
-    casts = saved.cast_layer * full_layers + saved.cast_head
-    activations = (
-        recomputed_layers * saved.checkpoint + full_layers * (saved.layer - saved.scores) + saved.outside + casts
-    )
+    activations += saved.cast_layer * full_layers + saved.cast_head
     if working:
         activations += saved.layer_working
         if recomputed:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
@@ -277,19 +277,13 @@ class Request:
         return self.ranks_per_replica or self.box.ranks
 
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def cache_by_request(func: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
+def cache_by_request(func: Callable[..., _R]) -> Callable[..., _R]:
     """Cache a function across requests with the same `without_batch`."""
     cached = functools.lru_cache(maxsize=256)(func)
-
-    @functools.wraps(func)
-    def cached_call(request: Request, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return cached(request.without_batch, *args, **kwargs)  # type: ignore[arg-type]
-
-    return cached_call
+    return functools.wraps(func)(lambda request, **options: cached(request.without_batch, **options))
 
 
 @dataclasses.dataclass(frozen=True)

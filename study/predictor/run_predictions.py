@@ -52,21 +52,14 @@ _OPTIONS = (
 PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH = "H100", 1024, 2
 
 
-@dataclasses.dataclass(frozen=True)
-class RunPrediction:
-    """Predicted figures of one rank, and the speed of all ranks; NaN if not predicted, as the speed on CPUs."""
-
-    state_bytes: float = math.nan
-    sent_bytes: float = math.nan
-    peak_bytes: float = math.nan
-    tokens_per_s: float = math.nan
-
-
-def predict_run(run: Any) -> RunPrediction:
-    """Predict the figures of a recorded run; all NaN if its settings cannot be predicted."""
+def predict_run(run: Any) -> dict[str, float]:
+    """Predict the figures of one rank of a recorded run, and the speed of all ranks, by column; NaN if not predicted,
+    as the speed on CPUs, or all figures of unsupported settings."""
+    figures = dict.fromkeys(("predicted_state", "predicted_sent", "predicted_peak", "predicted_tokens_per_s"), math.nan)
     if (request := request_if_any(run)) is None:
-        return RunPrediction()
+        return figures
     state, timed = predict_state(request), request
+    figures |= {"predicted_state": state.device + state.host + state.nvme, "predicted_sent": sent_bytes(request)}
     if run.virtual:
         # The same job on machines of eight GPUs, with a batch of realistic size.
         nodes = max(1, request.box.ranks // DEFAULT_RANKS_PER_NODE)
@@ -74,12 +67,11 @@ def predict_run(run: Any) -> RunPrediction:
             request, box=to_box(f"{nodes}x{request.box.ranks // nodes}x{PLANNED_DEVICE}"),
             micro_batch=PLANNED_MICRO_BATCH, sequence_length=resolve_length(request.shape, None, PLANNED_LENGTH),
         )  # fmt: skip
-    peak_bytes = tokens_per_s = math.nan
     if not request.box.is_cpu_only:
-        peak_bytes = predict_memory(request).peak_allocated.value
+        figures["predicted_peak"] = predict_memory(request).peak_allocated.value / GIB
     if not timed.box.is_cpu_only:
-        tokens_per_s = predict_time(timed).tokens_per_s_per_gpu.value * timed.box.ranks
-    return RunPrediction(state.device + state.host + state.nvme, sent_bytes(request), peak_bytes, tokens_per_s)
+        figures["predicted_tokens_per_s"] = predict_time(timed).tokens_per_s_per_gpu.value * timed.box.ranks
+    return figures
 
 
 def request_if_any(run: Any) -> Request | None:
@@ -191,7 +183,6 @@ def compare_run_figures(run: Any) -> Iterator[FigureComparison]:
 
 
 def table() -> pd.DataFrame:
-    """Return a table of the number of records and the prediction errors by figure."""
     rows = pd.DataFrame([{**dataclasses.asdict(figure), "error": abs(figure.error)} for figure in compare_figures()])
     # Runs without other communication still send a few bytes of norms and flags.
     rows = rows[~((rows["figure"] == SENT) & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]

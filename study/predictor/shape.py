@@ -21,7 +21,7 @@ from study.config.errors import UserError, clip, did_you_mean, first_line
 from study.config.flags import RunConfig
 from study.host.folders import resolve_path
 from study.predictor.families import FAMILIES, OTHER_FAMILIES, ModelFamily
-from study.workloads.presets import PRESETS, Family, Preset, check_depth, find_preset, load_from
+from study.workloads.presets import PRESETS, Family, check_depth, find_preset, load_from
 
 # Place of parameters before the layers.
 BEFORE = -1
@@ -86,7 +86,6 @@ class ModelShape:
 
     @property
     def embedding(self) -> Parameter:
-        """The embedding, whose weight a tied output layer shares."""
         return self.params[self.embedding_index]
 
     @property
@@ -98,12 +97,11 @@ class ModelShape:
         return max(sizes[layer] for layer in range(self.layers))
 
     def find_layer(self, param: Parameter) -> int:
-        """Return the layer that contains a parameter; BEFORE if none does."""
+        """The layer that contains a parameter; BEFORE if none does."""
         return param.place if 0 <= param.place < self.layers else BEFORE
 
     @property
     def table(self) -> ModelFamily:
-        """The family's entry in the table of architectures."""
         return FAMILIES[self.model_type]
 
     @functools.cached_property
@@ -113,27 +111,22 @@ class ModelShape:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Number of parameters (elements)."""
         return sum(param.elements for param in self.params)
 
     @functools.cached_property
     def trained_parameters(self) -> int:
-        """Number of trainable parameters (elements)."""
         return sum(param.elements for param in self.trained_params)
 
     @property
     def frozen_parameters(self) -> int:
-        """Number of frozen parameters (elements)."""
         return self.parameters - self.trained_parameters
 
     @functools.cached_property
     def largest(self) -> int:
-        """Number of elements of the largest parameter."""
         return max(param.elements for param in self.params)
 
     @functools.cached_property
     def largest_trained(self) -> int:
-        """Number of elements of the largest trainable parameter."""
         return max(param.elements for param in self.trained_params)
 
 
@@ -190,7 +183,6 @@ def in_4_bits(shape: ModelShape, width: int) -> ModelShape:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of LoRA."""
     qlora = "lora: train only adapters (QLoRA: with --quantization 4bit)"
     parser.add_argument("--peft", choices=("none", "lora"), default="none", help=qlora)
     rank = f"rank of the LoRA adapters; by default {RunConfig.lora_rank}"
@@ -233,7 +225,11 @@ _MAX_SIZE = 2**31 - 1
 # Quantizations of published weights: transformers makes the first two 16-bit for training (dequantize=True), and 4-bit
 # ones of bitsandbytes stay as the frozen base of adapters.
 _TRAINED_FROM = ("mxfp4", "fp8", "4bit")
-_WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "type")
+# Sizes on a command line, and their keys.
+_WORDS = {word: keys[0] for word, keys in _KEYS.items()} | {
+    "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "positions": "n_positions", "tied": "tie_word_embeddings", "type": "model_type",
+}  # fmt: skip
 
 
 def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
@@ -241,7 +237,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     # A tuned model has its base's shape; the trainer would load other weights.
     base = re.sub(r"-(instruct|chat|it)(?=(-hf)?$)", "", name, flags=re.IGNORECASE)
     if (preset := find_preset(name) or find_preset(base.lower()) or find_preset(base)) is not None:
-        return shape_of_preset(preset)
+        return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
     if "=" in name:
         return _shape_of_words(name)
     path = resolve_path(name)
@@ -260,12 +256,12 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     if path.is_absolute() or name.startswith("."):
         raise UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
     # An architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b).
-    plain = name.rpartition("/")[2].lower()
-    hub = ", or add --hub" if name.count("/") == 1 else ""
-    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain) is not None
+    plain, is_id = name.rpartition("/")[2].lower(), name.count("/") == 1
+    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain)
     if has_experts or re.sub("[^a-z0-9]", "", plain).startswith(OTHER_FAMILIES):
-        raise UserError(f"{name!r} is of a family without presets", f"give the folder of its config.json{hub}")
-    hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else "OWNER/NAME with --hub asks the hub; or "
+        fix = f"give the folder of its config.json{', or add --hub' if is_id else ''}"
+        raise UserError(f"{name!r} is of a family without presets", fix)
+    hint = "add --hub to ask the hub for it, or " if is_id else "OWNER/NAME with --hub asks the hub; or "
     longer = [preset for preset in PRESETS if preset.startswith(f"{name.lower()}-")]
     suggestion = did_you_mean(name, PRESETS, cutoff=0.85) or did_you_mean(name.lower(), longer, cutoff=0.1)
     raise UserError(
@@ -291,11 +287,6 @@ def resolve_length(shape: ModelShape, requested: int | None, default: int = USUA
     return requested or min(default, shape.positions)
 
 
-def shape_of_preset(preset: Preset) -> ModelShape:
-    """Return the shape of a preset."""
-    return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
-
-
 def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str, Any]) -> ModelShape:
     """Return the shape of a transformers config; UserError names missing or invalid keys."""
     if (family := FAMILIES.get(model_type)) is None:
@@ -319,9 +310,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
             raise UserError(f"{name}: {key} is {value!r:.40}", f"use a whole number from 1 to {_MAX_SIZE:,}")
         return value
 
-    layers, hidden, heads, vocabulary = (
-        check_size(key, needed[key]) for key in ("layers", "hidden", "heads", "vocabulary")
-    )
+    layers, hidden, heads, vocabulary = (check_size(key, needed[key]) for key in _KEYS)
     inner = check_size("inner", inner)
     check_depth(layers, name)
     key_value_heads = check_size("num_key_value_heads", get.get("num_key_value_heads") or heads)
@@ -333,8 +322,8 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     tied = get.get("tie_word_embeddings", family.tied)
     if tied not in (True, False):
         raise UserError(f"{name}: tie_word_embeddings is {clip(tied)}", "use true or false")
-    positions = _positions(get)
-    positions = None if positions is None else check_size("max_position_embeddings", positions)
+    if (positions := _positions(get)) is not None:
+        check_size("max_position_embeddings", positions)
     is_classifier = model_type == "bert"
     sizes = {
         "h": hidden, "3h": 3 * hidden, "inner": inner, "vocabulary": vocabulary, "query": heads * head_dim,
@@ -392,8 +381,7 @@ def _positions(get: Mapping[str, Any]) -> Any:
     stretched = get.get("rope_parameters") or get.get("rope_scaling") or {}
     if not isinstance(stretched, Mapping) or type(positions) is not int:
         return positions
-    factor = stretched.get("factor")
-    kind = stretched.get("rope_type") or stretched.get("type")
+    factor, kind = stretched.get("factor"), stretched.get("rope_type") or stretched.get("type")
     if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or not 1 <= factor <= 1e4:
         return positions
     first = stretched.get("original_max_position_embeddings")
@@ -446,16 +434,12 @@ def _shape_of_words(text: str) -> ModelShape:
     model_type = words.pop("type", "llama" if {"inner", "key_value_heads", "head_dim"} & words.keys() else "gpt2")
     if "head_dim" in words and model_type in FAMILIES and not FAMILIES[model_type].gated:
         raise UserError(f"{text[:80]}: a {model_type[:20]} divides its width among its heads", "leave head_dim out")
-    keys = {word: keys[0] for word, keys in _KEYS.items()} | {
-        "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions",
-        "head_dim": "head_dim", "tied": "tie_word_embeddings",
-    }  # fmt: skip
     architecture: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     for word, value in words.items():
         try:
-            architecture[keys[word]] = json.loads(value)
+            architecture[_WORDS[word]] = json.loads(value)
         except ValueError:
-            architecture[keys[word]] = value
-    if isinstance(hidden := architecture[keys["hidden"]], int):
+            architecture[_WORDS[word]] = value
+    if isinstance(hidden := architecture[_WORDS["hidden"]], int):
         architecture.setdefault("intermediate_size", 4 * hidden)
     return shape_of_architecture(text, model_type, architecture)

@@ -39,26 +39,22 @@ class State:
 
     @property
     def device(self) -> float:
-        """Bytes on the device."""
         return self.params_device + self.grads_device + self.optimizer_device
 
     @property
     def host(self) -> float:
-        """Bytes in host memory."""
         return self.params_host + self.grads_host + self.optimizer_host
 
     @property
     def nvme(self) -> float:
-        """Bytes on NVMe."""
         return self.params_nvme + self.grads_nvme + self.optimizer_nvme
 
 
 @cache_by_request
 def predict_state(request: Request, *, unreduced: bool = True) -> State:
     """Return the model state; `unreduced` includes gradients that are not reduced yet after the backward pass."""
-    if request.strategy.zero_stage in (None, 0):
-        return _unsharded(request, unreduced)
-    return (_stage3 if request.settings.stage == 3 else _stage12)(request, unreduced)
+    by_stage = {None: _unsharded, 0: _unsharded, 1: _stage12, 2: _stage12, 3: _stage3}
+    return by_stage[request.strategy.zero_stage](request, unreduced)
 
 
 def accumulated_bytes(request: Request) -> float:
@@ -115,7 +111,8 @@ def _unsharded(request: Request, waiting: bool) -> State:
         # The optimizer has the parts of tensors in rank 0's shards, without their padding (fsdp_use_orig_params).
         units = flat_units(request).values()
         stored = trained = sum(unit.size for unit in units) // ranks
-        stepped, steps = sum(sum(unit.local) for unit in units), sum(len(unit.local) for unit in units)
+        local = [size for unit in units for size in unit.local]
+        stepped, steps = sum(local), len(local)
     optimizer = stepped * (master + request.moments_bytes) + STEP_BYTES * steps
     unreduced = accumulated_bytes(request) if request.strategy.is_fsdp and waiting else 0.0
     if request.fsdp_offloads:
@@ -212,8 +209,8 @@ def unswapped_kind(request: Request) -> str | None:
         return None
     state = predict_state(request)
     sizes = {"optimizer": state.optimizer_nvme, "param": state.params_nvme}
-    names = {"optimizer": "optimizer", "param": "parameters"}
-    return next((names[kind] for kind in request.swapped if not sizes[kind]), None)
+    kind = next((kind for kind in request.swapped if not sizes[kind]), None)
+    return "parameters" if kind == "param" else kind
 
 
 def engine_refusal(request: Request) -> tuple[str, str] | None:
@@ -265,14 +262,13 @@ def rank0_shards(request: Request) -> Iterator[tuple[Parameter, int]]:
 def last_bucket(request: Request) -> tuple[int, set[Parameter]]:
     """Return the unreduced gradients after the backward pass: elements of those larger than the bucket, and all
     parameters."""
-    filled, last = 0, list[Parameter]()
+    filled, last, most = 0, set[Parameter](), request.settings.reduce_bucket_size
     for param in reversed(request.shape.trained_params):
-        if filled + param.elements > request.settings.reduce_bucket_size:
-            filled, last = 0, []
+        if filled + param.elements > most:
+            filled, last = 0, set()
         filled += param.elements
-        last.append(param)
-    large = sum(param.elements for param in last if param.elements > request.settings.reduce_bucket_size)
-    return large, set(last)
+        last.add(param)
+    return sum(param.elements for param in last if param.elements > most), last
 
 
 def flat_elements(request: Request) -> int:
@@ -314,7 +310,6 @@ def _sub_group_params(request: Request) -> Iterator[list[Parameter]]:
 
 
 def sub_groups(request: Request) -> list[int]:
-    """Return the shard elements of each sub-group."""
     return [shard_elements(request, group) for group in _sub_group_params(request)]
 
 
@@ -368,9 +363,7 @@ def paper_state_bytes(parameters: float, stage: int, ranks: int) -> float:
 
 
 def paper_traffic(stage: int, ranks: int) -> float:
-    """Communication of one rank per step, as a multiple of the weights; gradients have the weights' type.
-
-    An all-reduce is a reduce-scatter and an all-gather. Stages 1 and 2 gather the updated weights instead of the
-    gradients; stage 3 gathers them twice, for the forward and the backward pass.
-    """
+    """Communication of one rank per step, as a multiple of the weights; gradients have the weights' type. An all-reduce
+    is a reduce-scatter and an all-gather. Stages 1 and 2 gather the updated weights instead of the gradients; stage 3
+    gathers them twice, for the forward and the backward pass."""
     return (3 if stage == 3 else 2) * (ranks - 1) / ranks

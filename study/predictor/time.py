@@ -87,8 +87,7 @@ FILE = Path(__file__).with_name("intervals.yaml")
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    """Read intervals.yaml; empty if it does not exist."""
-    return load_package_yaml(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    return dict(load_package_yaml(FILE.read_text(encoding="utf-8")))
 
 
 def max_offload_slowdown() -> float:
@@ -207,79 +206,70 @@ def predict_time(request: Request, memory: MemoryUse | None = None, constants: C
 
 def _passes_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:
     """Return seconds of the forward and the backward pass of a micro-batch, at FLOP/s of matrix products and bytes/s of
-    memory. Each forward product has two backward products, of a frozen matrix one; the backward pass includes
-    recomputation."""
+    memory; the backward pass includes recomputation."""
     shape, width, tokens = request.shape, request.computing_bytes, request.micro_batch * request.sequence_length
-    is_autocast = request.precision in ("bf16", "fp16")
+    is_autocast, fused = request.precision in ("bf16", "fp16"), is_fused(request)
+    # Operations of the layers other than matrix products and attention; autocast runs norms and softmax in fp32.
+    loose_bytes = 4 if is_autocast and request.autocast else width
+    hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
+    inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
+    traffic = constants.compiled_traffic if request.compiled else constants.eager_traffic
+    traffic *= shape.layers * (hidden * shape.hidden + inner * shape.inner)
+    head = casts = logits = 0.0
+    if shape.family == "causal-lm":
+        logits = (3 * width if request.fused_loss else _LOGIT_BYTES) * tokens * shape.vocabulary / bandwidth
+    if isinstance(shape, live.LiveShape):
+        # All traced products; a fused attention has twice its forward FLOPs in the convention of the trace.
+        traced = activations.trace(request)
+        in_layers, products_backward = (
+            (flops - passes * traced.attention) / rate for flops, passes in ((traced.forward, 1), (traced.backward, 2))
+        )
+        attention, repeated = _fused_attention_s(request, traced.attention, rate), traced.layers_forward / rate
+    else:
+        in_layers, outside, products_backward = _products_s(request, rate, bandwidth)
+        # A and B of adapters alternate: A has the layer's input, and B its output. Their passes are counted one by one;
+        # the rest is the traffic of a fused kernel times the fitted factor of eager kernels.
+        adapters = activations.adapter_products(shape)
+        traffic += sum(matrix.count * matrix.inner for matrix in adapters[::2]) * _ADAPTER_PASSES_IN
+        traffic += sum(matrix.count * matrix.out for matrix in adapters[1::2]) * _ADAPTER_PASSES_OUT
+        flops = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
+        scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
+        scores_s = scores * loose_bytes * _SCORE_PASSES / 3 / bandwidth
+        attention = _fused_attention_s(request, flops, rate) if fused else flops / rate + scores_s
+        head, repeated = outside + activations.head_flops(shape) * request.micro_batch / rate, in_layers + attention
+        if is_autocast and not request.strategy.is_fsdp:
+            # autocast caches its copies for one micro-batch.
+            moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
+            casts = moved / bandwidth
+    elementwise = tokens * loose_bytes * traffic / bandwidth
+    recomputation = (repeated + elementwise / 3) / request.checkpoint_every if request.gradient_checkpointing else 0.0
+    backward = products_backward + attention * (_FUSED_BACKWARD_OVER_FORWARD if fused else 2.0) + elementwise * 2 / 3
+    backward += head * (1 if shape.lora_rank and shape.family == "causal-lm" else 2)
+    forward = in_layers + attention + elementwise / 3 + head + logits / 3 + casts / 2
+    return forward, backward + logits * 2 / 3 + casts / 2 + recomputation
+
+
+def _products_s(request: Request, rate: float, bandwidth: float) -> tuple[float, float, float]:
+    """Return seconds of the matrix products: forward in the layers and outside, and backward in the layers. Each
+    forward product has two backward products, of a frozen matrix one."""
+    shape, width, tokens = request.shape, request.computing_bytes, request.micro_batch * request.sequence_length
 
     def product_s(rows: float, inner: float, out: float) -> float:
         """Return seconds of a matrix product: the larger of compute and memory traffic."""
         return max(2 * rows * inner * out / rate, width * (rows * inner + inner * out + rows * out) / bandwidth)
 
-    if isinstance(shape, live.LiveShape):
-        return _traced_s(request, constants, rate, bandwidth)
-    # Forward seconds in the layers and outside; backward seconds of input gradients and of weight gradients.
     in_layers = outside = input_gradients = weight_gradients = 0.0
-    adapters = activations.adapter_products(shape)
-    base = [(product, bool(shape.lora_rank)) for product in activations.matmuls(shape)]
-    for product, is_frozen in [*base, *((product, False) for product in adapters)]:
+    matmuls = activations.matmuls(shape)
+    for index, product in enumerate((*matmuls, *activations.adapter_products(shape))):
         seconds = product.count * product_s(tokens, product.inner, product.out)
         if not product.in_layer:
             outside += seconds
             continue
         in_layers += seconds
         input_gradients += product.count * product_s(tokens, product.out, product.inner)
-        if not is_frozen:
+        if not shape.lora_rank or index >= len(matmuls):
             weight_gradients += product.count * product_s(product.out, tokens, product.inner)
-    # Operations of the layers other than matrix products and attention; autocast runs norms and softmax in fp32.
-    loose_bytes = 4 if is_autocast and request.autocast else width
-    hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
-    inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
-    widths = shape.layers * (hidden * shape.hidden + inner * shape.inner)
-    # A and B of adapters alternate: A has the layer's input, and B its output. Their passes are counted one by one; the
-    # rest is the traffic of a fused kernel times the fitted factor of eager kernels.
-    adapted = sum(matrix.count * matrix.inner for matrix in adapters[::2]) * _ADAPTER_PASSES_IN
-    adapted += sum(matrix.count * matrix.out for matrix in adapters[1::2]) * _ADAPTER_PASSES_OUT
-    traffic = (constants.compiled_traffic if request.compiled else constants.eager_traffic) * widths + adapted
-    elementwise = tokens * loose_bytes * traffic / bandwidth
-    attention_flops = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
-    attention = _fused_attention_s(request, attention_flops, rate)
-    if not is_fused(request):
-        scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
-        attention = attention_flops / rate + scores * loose_bytes * _SCORE_PASSES / 3 / bandwidth
-    head = outside + activations.head_flops(shape) * request.micro_batch / rate
-    is_frozen_head = shape.lora_rank and shape.family == "causal-lm"
-    logits = casts = 0.0
-    if shape.family == "causal-lm":
-        logits = (3 * width if request.fused_loss else _LOGIT_BYTES) * tokens * shape.vocabulary / bandwidth
-    if is_autocast and not request.strategy.is_fsdp:
-        # autocast caches its copies for one micro-batch.
-        moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
-        casts = moved / bandwidth
-    layers = in_layers + attention + elementwise / 3
-    recomputation = layers / request.checkpoint_every if request.gradient_checkpointing else 0.0
-    attention_backward = attention * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(request) else 2.0)
-    backward = input_gradients + weight_gradients + attention_backward + elementwise * 2 / 3
-    backward += head * (1 if is_frozen_head else 2)
-    return layers + head + logits / 3 + casts / 2, backward + logits * 2 / 3 + casts / 2 + recomputation
-
-
-def _traced_s(request: Request, constants: Constants, rate: float, bandwidth: float) -> tuple[float, float]:
-    """Return seconds of both passes from traced FLOPs: products at the rate, fused attention and memory traffic as in
-    the families of the table."""
-    shape, traced, width = request.shape, activations.trace(request), request.computing_bytes
-    loose_bytes = 4 if request.precision in ("bf16", "fp16") and request.autocast else width
-    widths = shape.layers * (_HIDDEN_PASSES_GATED * shape.hidden + _INNER_PASSES_GATED * shape.inner)
-    traffic = (constants.compiled_traffic if request.compiled else constants.eager_traffic) * widths * loose_bytes
-    tokens = request.micro_batch * request.sequence_length
-    elementwise = tokens * traffic / bandwidth
-    logits = _LOGIT_BYTES * tokens * shape.vocabulary / bandwidth if shape.family == "causal-lm" else 0.0
-    attention = _fused_attention_s(request, traced.attention, rate)
-    forward = (traced.forward - traced.attention) / rate + attention + elementwise / 3 + logits / 3
-    # A fused attention has twice its forward FLOPs in the convention of the trace.
-    backward = (traced.backward - 2 * traced.attention) / rate + attention * _FUSED_BACKWARD_OVER_FORWARD
-    recomputed = traced.layers_forward / rate + elementwise / 3 if request.gradient_checkpointing else 0.0
-    return forward, backward + elementwise * 2 / 3 + logits * 2 / 3 + recomputed / request.checkpoint_every
+    return in_layers, outside, input_gradients + weight_gradients
 
 
 def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
@@ -293,11 +283,8 @@ def _fused_attention_s(request: Request, flops: float, rate: float) -> float:
 
 
 def _nvme_s(request: Request) -> float:
-    """Return seconds of NVMe traffic. A node's ranks share its NVMe; half of the optimizer's traffic is reads.
-
-    Swapped weights are read in every pass, and written after the optimizer step (_partitioned_params_swap_out in
-    DeepSpeed's stage3.py).
-    """
+    """Return seconds of NVMe traffic. A node's ranks share its NVMe; half of the optimizer's traffic is reads. Swapped
+    weights are read in every pass, and written after the optimizer step (_partitioned_params_swap_out in stage3.py)."""
     shape, box = request.shape, request.box
     state = bytes_per_parameter(request.strategy, request.precision, box.ranks)
     if not state.nvme:

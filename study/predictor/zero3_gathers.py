@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from study.config.errors import UserError
 from study.predictor import live
 from study.predictor.families import READS_INPUT, Tree
 from study.predictor.request import Request
@@ -28,20 +27,16 @@ class Call:
     """One call of a module, with the parameters that it owns."""
 
     place: int
-    params: tuple[Parameter, ...]
+    params: tuple[Parameter, ...] = ()
+    # Calls of the modules that it contains.
+    inside: tuple[Call, ...] = ()
     # Released after the call, regardless of the next use.
     releases: tuple[Parameter, ...] = ()
 
-
-@dataclasses.dataclass(frozen=True)
-class _Node:
-    call: Call
-    children: tuple[_Node, ...] = ()
-
-    def calls(self, backward: bool = False) -> list[Call]:
-        """Return the calls in order; a module precedes the modules that it contains in both directions."""
-        children = self.children[::-1] if backward else self.children
-        return [self.call, *(call for child in children for call in child.calls(backward))]
+    def flat(self, backward: bool = False) -> list[Call]:
+        """Return all calls in order; a module precedes the modules that it contains in both directions."""
+        inside = self.inside[::-1] if backward else self.inside
+        return [self, *(each for call in inside for each in call.flat(backward))]
 
 
 @functools.lru_cache(maxsize=64)
@@ -49,105 +44,98 @@ def module_call_order(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, 
     """Return the calls of the forward and the backward pass; a recomputed layer repeats its forward calls."""
     root, layers = _live_tree(shape) if isinstance(shape, live.LiveShape) else _table_tree(shape)
     # With gradient checkpointing transformers makes the word embedding's output require a gradient.
-    without = set[int]() if recomputes else _without_gradient(root.calls())
-    backward = [call for call in root.calls(backward=True) if id(call) not in without]
+    without = set[int]() if recomputes else _without_gradient(root.flat())
+    backward = [call for call in root.flat(backward=True) if id(call) not in without]
     if recomputes and shape.lora_rank:
-        backward = list(_recomputing_frozen(backward, {place: layer.calls() for place, layer in layers.items()}))
+        backward = list(_recomputing_frozen(backward, {place: layer.flat() for place, layer in layers.items()}))
     elif recomputes:
-        repeated = {id(layer.call): layer.calls() for layer in layers.values()}
+        repeated = {id(layer): layer.flat() for layer in layers.values()}
         backward = [step for call in backward for step in (*repeated.get(id(call), ()), call)]
-    return tuple(root.calls()), tuple(backward)
+    return tuple(root.flat()), tuple(backward)
 
 
-def _table_tree(shape: ModelShape) -> tuple[_Node, dict[int, _Node]]:
+def _table_tree(shape: ModelShape) -> tuple[Call, dict[int, Call]]:
     """Return the module calls of a forward pass by the table of families, and the layers among them."""
     owned: dict[tuple[int, str], list[Parameter]] = {}
     for param in shape.params:
         owned.setdefault((param.place, param.name.rpartition(".")[0]), []).append(param)
 
-    def node(tree: str | Tree, place: int) -> _Node:
+    def to_call(tree: str | Tree, place: int) -> Call:
         if not isinstance(tree, str):
-            return _Node(Call(place, ()), tuple(node(child, place) for child in tree))
-        leaf = _Node(Call(place, tuple(owned.get((place, tree), ()))))
+            return Call(place, inside=tuple(to_call(child, place) for child in tree))
+        leaf = Call(place, tuple(owned.get((place, tree), ())))
         adapters = [owned.get((place, f"{tree}{INFIX}{letter}"), ()) for letter in "AB"]
         if not all(adapters):
             return leaf
         # peft wraps the model's layer; its dropout is a module, too.
-        parts = (leaf, _Node(Call(place, ())), *(_Node(Call(place, tuple(params))) for params in adapters))
-        return _Node(Call(place, ()), parts)
+        return Call(place, inside=(leaf, Call(place), *(Call(place, tuple(params)) for params in adapters)))
 
     (before, layer, after), end = shape.table.calls, shape.layers
-    layers = {number: node(layer, number) for number in range(shape.layers)}
-    inside = (*(node(tree, BEFORE) for tree in before), *layers.values(), *(node(tree, end) for tree in after))
+    layers = {number: to_call(layer, number) for number in range(shape.layers)}
+    inside = (*(to_call(tree, BEFORE) for tree in before), *layers.values(), *(to_call(tree, end) for tree in after))
     if shape.family == "sequence-classification":
-        heads: tuple[_Node, ...] = (node("-", end), node("classifier", end))
+        heads = [Call(end), to_call("classifier", end)]
     else:
         # A tied head uses the embedding's parameter.
         tied = owned[BEFORE, str(before[0])] if shape.tied else []
-        heads = (_Node(Call(end, (*tied, *owned.get((end, "lm_head"), ())))),)
-    return _Node(Call(end, ()), (_Node(Call(end, ()), inside), *heads)), layers
+        heads = [Call(end, (*tied, *owned.get((end, "lm_head"), ())))]
+    return Call(end, inside=(Call(end, inside=inside), *heads)), layers
 
 
-def _live_tree(shape: live.LiveShape) -> tuple[_Node, dict[int, _Node]]:
+def _live_tree(shape: live.LiveShape) -> tuple[Call, dict[int, Call]]:
     """Return the traced module calls of a forward pass, and the layers among them; in the model's order if it cannot be
     traced."""
     owners, units = shape.survey["owners"], {unit: place for place, unit in enumerate(shape.survey["units"])}
-    options = {"mode": "engine", "dropout": False, "fused": shape.survey["fused"], "cuda": True,
-               "length": min(64, shape.positions or 64)}  # fmt: skip
-    try:
-        answer = live.answer("measure", shape.document, shape.lora_rank, json.dumps(options, sort_keys=True))
+    fused, length = shape.survey["fused"], min(64, shape.positions or 64)
+    answer = live.measure(shape, mode="engine", dropout=False, fused=fused, cuda=True, length=length)
+    traced, kinds = ["", [], False], dict[str, str]()
+    if not isinstance(answer, str):
         # The towers of images are called before the model.
         *towers, (_, called, _) = answer["calls"][1]
         traced, kinds = ["", [*towers, *called], False], answer["kinds"]
-    except UserError:
-        raise
-    except Exception:  # Any class of transformers, on tensors without data.
-        traced, kinds = ["", [], False], {}
-    layers, used = dict[int, _Node](), set[int]()
+    layers, used = dict[int, Call](), set[int]()
 
-    def node(entry: Any, source: str = "", target: str = "", unit: int | None = None) -> _Node:
+    def to_call(entry: Any, source: str = "", target: str = "", unit: int | None = None) -> Call:
         name, children, is_leaf = entry
         name = target + name[len(source) :]
         unit = units.get(name, unit)
         inside = [numbers for owner, numbers in owners.items() if f"{owner}.".startswith(f"{name}.")] if is_leaf else []
         indexes = dict.fromkeys(index for numbers in (owners.get(name, ()), *inside) for index in numbers)
         used.update(indexes)
-        inner, done = list[_Node](), set[str]()
+        inner, done = list[Call](), set[str]()
         for child in children:
             listed = child[0].rpartition(".")[0]
             if source or child[0] not in units:
-                inner.append(node(child, source, target, unit))
+                inner.append(to_call(child, source, target, unit))
             elif listed not in done:
                 # The layers of a list follow each other, each as the remaining one of its kind.
                 done.add(listed)
                 entries = {entry[0]: entry for entry in children}
-                inner += [node(entries[kind], kind, layer) for layer, kind in kinds.items()
+                inner += [to_call(entries[kind], kind, layer) for layer, kind in kinds.items()
                           if layer.rpartition(".")[0] == listed and kind in entries]  # fmt: skip
         params, place = tuple(shape.params[index] for index in indexes), unit
         if place is None:
             # Modules called after all layers use their parameters there, even those of a tied embedding.
             place = shape.layers if not params or len(layers) == shape.layers else params[0].place
-        call_node = _Node(Call(place, params), tuple(inner))
+        call = Call(place, params, tuple(inner))
         if unit is not None:
-            layers[unit] = call_node
-        return call_node
+            layers[unit] = call
+        return call
 
-    root = node(traced)
+    root = to_call(traced)
     # A tower that cannot be traced is called in the order of its modules.
     missing = [
-        _Node(Call(params[0].place, params))
+        Call(params[0].place, params)
         for numbers in owners.values()
         if (params := tuple(shape.params[index] for index in numbers if index not in used))
     ]
-    return _Node(root.call, (*missing, *root.children)), layers
+    return dataclasses.replace(root, inside=(*missing, *root.inside)), layers
 
 
 def _recomputing_frozen(backward: Sequence[Call], layers: dict[int, list[Call]]) -> Iterator[Call]:
-    """Yield the backward calls; the last adapter's call of a layer triggers its recomputation.
-
-    The frozen parameters that the recomputation gathers are assigned to that adapter's module and freed with it
-    (update_recompute_parameters), so the rest of the backward pass gathers them once more.
-    """
+    """Yield the backward calls; the last adapter's call of a layer triggers its recomputation. The frozen parameters
+    that the recomputation gathers are freed with that adapter's module (update_recompute_parameters), so the rest
+    of the backward pass gathers them once more."""
     for call in backward:
         yield call
         if call.place in layers and any(param.trained for param in call.params):
@@ -224,13 +212,10 @@ class _Coordinator:
         self.together: list[_Group] = []
         self.total = self.gathered = self.gathered_at_once = 0
         self.sums = [0, *itertools.accumulate(sum(param.elements for param in call.params) for call in trace)]
-        # Per call: the next call that uses each of its parameters.
-        self.next_use = list[dict[int, int]]()
-        coming = dict[int, int]()
-        for at, params in reversed(list(enumerate(self.sharded))):
-            self.next_use.append({param: coming[param] for param in params if param in coming})
-            coming |= dict.fromkeys(params, at)
-        self.next_use.reverse()
+        # The calls that use each parameter, in order.
+        self.uses = defaultdict[int, list[int]](list)
+        for at, param in self.order:
+            self.uses[param].append(at)
 
     def gather(self, params: Iterable[int]) -> int:
         """Gather the missing parameters, and return their number of elements."""
@@ -284,7 +269,7 @@ class _Coordinator:
         """Free the parameters of call `at` that have no use within the reuse distance."""
         released = list(self.released_after[at])
         for param in self.sharded[at]:
-            next_call = self.next_use[at].get(param)
+            next_call = next((use for use in self.uses[param] if use > at), None)
             is_near = next_call is not None and self.sums[next_call] - self.sums[at + 1] < self.max_reuse_distance
             if not is_near and self.seen[param] <= at + 1:
                 released.append(param)
@@ -350,11 +335,9 @@ def _gathers(
 
 
 def reference_gathers(request: Request) -> GatherTrace:
-    """Return the gathers of a forward pass of TRL's reference model; `live_at_end` stays unsharded for good.
-
-    Stage 3 shards it as the trained model (prepare_deepspeed). Under FSDP2 it is one group, gathered into a buffer and
-    copied (prepare_fsdp); version 1 keeps the unit of all outside the layers.
-    """
+    """Return the gathers of a forward pass of TRL's reference model; `live_at_end` stays unsharded for good. Stage 3
+    shards it as the trained model (prepare_deepspeed). Under FSDP2 it is one group, gathered into a buffer and copied
+    (prepare_fsdp); version 1 keeps the unit of all outside the layers."""
     is_sharded = request.strategy.is_fsdp or request.strategy.zero_stage == 3
     if not (request.reference_model and is_sharded) or request.box.ranks == 1:
         return GatherTrace()

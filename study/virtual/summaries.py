@@ -16,7 +16,6 @@ from typing import Any
 import pandas as pd
 
 from study.config.text import percent
-from study.host.memory import GIB
 from study.predictor.run_predictions import predict_run
 from study.predictor.state import paper_state_bytes
 from study.records.frames import Records, real_runs, virtual_runs
@@ -227,7 +226,7 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
         # The job that uses all ranks of these machines.
         first = first[first["world_size"] == first["world_size"].max()]
         per_rank = (first["tokens_per_s"] / first["world_size"].astype(float)).median()
-        predicted_per_rank = predict_run(first.iloc[0]).tokens_per_s / int(first["world_size"].iloc[0])
+        predicted_per_rank = predict_run(first.iloc[0])["predicted_tokens_per_s"] / int(first["world_size"].iloc[0])
         for (machines, ranks), runs_of_size in group.groupby(["machines", "world_size"]):
             speed = NAN if scaling == PLANNED else runs_of_size["tokens_per_s"].median()
             prediction = predict_run(runs_of_size.iloc[0])
@@ -237,9 +236,7 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
                 "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
                 "state": state_bytes(runs_of_size), "sent": runs_of_size["collectives"].map(read_ring_bytes).median(),
                 "across": 0.0 if machines == 1 else runs_of_size["across_machines_bytes_per_step"].median(),
-                "peak": runs_of_size["peak_memory_gib_allocated"].median(), "predicted_state": prediction.state_bytes,
-                "predicted_sent": prediction.sent_bytes, "predicted_peak": prediction.peak_bytes / GIB,
-                "predicted_tokens_per_s": prediction.tokens_per_s,
-                "predicted_efficiency": prediction.tokens_per_s / ranks / predicted_per_rank,
+                "peak": runs_of_size["peak_memory_gib_allocated"].median(), **prediction,
+                "predicted_efficiency": prediction["predicted_tokens_per_s"] / ranks / predicted_per_rank,
             })  # fmt: skip
     return rows

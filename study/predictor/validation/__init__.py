@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,9 +84,9 @@ def implausibility(row: Measurement) -> str | None:
     return None
 
 
-def predicted_peak(row: Measurement, kind: Kind | None = None) -> float:
-    """Return the predicted peak in bytes, of the row's kind or of another kind."""
-    memory, kind = predict_memory(_recomputing(row)), kind or row.peak_kind
+def predicted_peak(row: Measurement) -> float:
+    """Return the predicted peak in bytes, of the row's kind."""
+    memory, kind = predict_memory(_recomputing(row)), row.peak_kind
     if kind == "allocated":
         return memory.peak_allocated.value
     if kind == "reserved":
@@ -105,10 +105,6 @@ def _recomputing(row: Measurement) -> Request:
     return dataclasses.replace(row.request, gradient_checkpointing=recomputes, saves_matmul_outputs=row.selective)
 
 
-def predicted_fit(row: Measurement) -> bool:
-    return device_bytes(predict_memory(_recomputing(row))) <= usable_bytes(row.request.box)
-
-
 def predicted_step_s(row: Measurement, constants: Constants = FITTED) -> float:
     """Return predicted seconds; selective recomputation is the mean of full and none."""
     recomputes = (True, False) if row.selective else (row.request.gradient_checkpointing,)
@@ -122,6 +118,7 @@ def score(row: Measurement) -> dict[str, Any]:
     request, refused = row.request, implausibility(row)
     is_peak, is_step = (refused is None and figure is not None for figure in (row.peak_bytes, row.step_s))
     is_judged = refused is None and row.fits is not None and bool(request.box.device.memory_gib)
+    judged_fit = device_bytes(predict_memory(_recomputing(row))) <= usable_bytes(request.box) if is_judged else None
     state, peak_gib = predict_state(request), None if row.peak_bytes is None else row.peak_bytes / GIB
     predicted_gib, step_s = predicted_peak(row) / GIB if is_peak else None, predicted_step_s(row) if is_step else None
     return {
@@ -132,7 +129,7 @@ def score(row: Measurement) -> dict[str, Any]:
         # The exact part of it: weights and optimizer.
         "state_gib": (state.params_device + state.optimizer_device) / GIB if is_peak else None,
         "step_s": row.step_s, "predicted_step_s": step_s, "fits": row.fits,
-        "predicted_fits": predicted_fit(row) if is_judged else None, "url": row.url,
+        "predicted_fits": judged_fit, "url": row.url,
         "peak_error": predicted_gib / peak_gib - 1 if predicted_gib is not None and peak_gib else None,
         "step_error": step_s / row.step_s - 1 if step_s is not None and row.step_s else None,
     }  # fmt: skip
@@ -220,32 +217,25 @@ def distance(first: Request, second: Request) -> float:
     def ratio(a: float, b: float) -> float:
         return abs(math.log(a / b))
 
-    def stage(request: Request) -> int:
-        return 3 if request.strategy.is_fsdp else request.strategy.zero_stage or 0
-
-    def offloads(request: Request) -> list[str | None]:
-        return [request.strategy.offload_device(what) for what in ("optimizer", "param")]
-
     sizes = ratio(first.shape.parameters, second.shape.parameters) + 0.5 * ratio(first.box.ranks, second.box.ranks)
     tokens = ratio(first.micro_batch * first.sequence_length, second.micro_batch * second.sequence_length)
-    kinds = (stage(first) != stage(second)) + (offloads(first) != offloads(second))
-    kinds += first.box.device.name != second.box.device.name
-    return sizes + kinds + 0.3 * (tokens + (first.gradient_checkpointing != second.gradient_checkpointing))
-
-
-def nearest(request: Request, rows: Sequence[Measurement], count: int = 3) -> list[Measurement]:
-    """Return the most similar plausible measurements that no constant was fitted to."""
-    usable = [
-        row for row in rows
-        if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and implausibility(row) is None
-    ]  # fmt: skip
-    return sorted(usable, key=lambda row: distance(request, row.request))[:count]
+    kinds = (
+        (3 if request.strategy.is_fsdp else request.strategy.zero_stage or 0, request.box.device.name,
+         [request.strategy.offload_device(what) for what in ("optimizer", "param")])
+        for request in (first, second)
+    )  # fmt: skip
+    different = sum(kind != other for kind, other in zip(*kinds, strict=True))
+    return sizes + different + 0.3 * (tokens + (first.gradient_checkpointing != second.gradient_checkpointing))
 
 
 def describe_nearest(request: Request) -> Iterator[str]:
-    """Yield lines about the most similar measurements: published ones, then this project's. A request with LoRA is
-    compared only with records of LoRA, since no published row has it."""
-    for row in nearest(request, published_rows()) if not request.shape.lora_rank else []:
+    """Yield lines about the most similar measurements: published ones to which no constant was fitted, then this
+    project's. A request with LoRA is compared only with records of LoRA, since no published row has it."""
+    usable = [
+        row for row in (published_rows() if not request.shape.lora_rank else [])
+        if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and implausibility(row) is None
+    ]  # fmt: skip
+    for row in sorted(usable, key=lambda row: distance(request, row.request))[:3]:
         errors = []
         if row.peak_bytes is not None:
             peak = predicted_peak(row)

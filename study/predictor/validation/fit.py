@@ -26,12 +26,10 @@ _GAIN = 1e-3
 
 
 def fit_rows() -> list[Measurement]:
-    """Return the published times to which constants are fitted."""
     return [row for row in published_rows() if row.use == "fit" and row.step_s and not implausibility(row)]
 
 
 def mean_error(rows: list[Measurement], constants: Constants) -> float:
-    """Return the mean absolute relative error of predicted step times."""
     return float(numpy.mean([abs(predicted_step_s(row, constants) / (row.step_s or 1.0) - 1) for row in rows]))
 
 
@@ -46,12 +44,10 @@ def fit_constants(rows: list[Measurement], start: Constants = _START) -> Constan
 def minimize_error(rows: list[Measurement], start: Constants) -> Constants:
     """Minimize the mean error by Nelder-Mead, over factors of the starting constants."""
     first = dataclasses.asdict(start)
+    most = [1.0 if name in ("sustained", "hidden_share") else numpy.inf for name in first]
 
     def scale_constants(factors: numpy.ndarray) -> Constants:
-        values = {
-            name: float(value * abs(factor)) for (name, value), factor in zip(first.items(), factors, strict=True)
-        }
-        return Constants(**values | {name: min(1.0, values[name]) for name in ("sustained", "hidden_share")})
+        return Constants(*numpy.minimum([*first.values()] * abs(factors), most).tolist())
 
     result = minimize(
         lambda factors: mean_error(rows, scale_constants(factors)), numpy.ones(len(first)), method="Nelder-Mead",
