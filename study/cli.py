@@ -86,7 +86,10 @@ COMMANDS = {
         "explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings without effect",
         "study.advisor.explain",
     ),
-    "configs": Command("write strategies' Accelerate files for any script", "study.advisor.configs_command"),
+    "configs": Command(
+        "write strategies' Accelerate files for any script", "study.advisor.advise_command", "add_configs_arguments",
+        "write_configs", epilog="CONFIGS_EPILOG",
+    ),
     "verify": Command("test which strategies compute the gradients of DDP on this stack", "study.releases.verify"),
     "claims": Command(
         "judge published claims about ZeRO by arithmetic and the committed records", "study.claims.command"
