@@ -123,9 +123,7 @@ def run(options: argparse.Namespace) -> int:
     text = resolve_path(options.config).read_text(encoding="utf-8")
     results = tuple(in_file(finding, file, text) for finding in findings(case))
     case = dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
-    memory = predict_memory(case.request)
-    page = _page(case, memory, options.details, box)
-    print_result(options.json, lambda: _document(case, memory, box), page, options.details)
+    print_result(options.json, lambda: _document(case), _page(case, options.details), options.details)
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
@@ -157,13 +155,14 @@ def _check(options: argparse.Namespace) -> int:
     return 1 if levels["error"] else 3 if levels["warning"] else 0
 
 
-def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> dict[str, Any]:
+def _document(case: ConfigCase) -> dict[str, Any]:
+    box, memory = case.request.box, case.memory
     return {
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
         "model": case.shape.name, "parameters": case.shape.parameters,
         "trained_parameters": case.shape.trained_parameters, "world_size": case.ranks,
-        "hardware": hardware and hardware.name,
-        "fits": fits(memory, case.request.box) if hardware and not memory.missing else None,
+        "hardware": None if box.device is ANY_DEVICE else box.name,
+        "fits": None if box.device is ANY_DEVICE or memory.missing else fits(memory, box),
         "precision": predict_command.precision_name(case.request),
         "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
@@ -174,9 +173,10 @@ def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) ->
     }  # fmt: skip
 
 
-def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> str:
+def _verdict(case: ConfigCase) -> str:
     """Return the peak of a rank, and whether it fits."""
-    request, peak = case.request, device_bytes(memory)
+    request, memory, peak = case.request, case.memory, device_bytes(case.memory)
+    hardware = None if request.box.device is ANY_DEVICE else request.box
     precision, in_half = request.precision.removesuffix("-engine"), ""
     half = predict_command.usual_precision(hardware) if hardware else "bf16"
     if precision == "fp32" and half != "fp32":
@@ -229,12 +229,12 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
     return why(memory, box)
 
 
-def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware | None) -> Iterator[str | TextTable]:
-    request = case.request
+def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
+    request, memory = case.request, case.memory
     engine = f"FSDP{1 if case.file.sharding else 2}" if request.strategy.is_fsdp else request.strategy.name
     if case.file.deepspeed is not None:
         engine = f"DeepSpeed, stage {case.stage}"
-    verdict, refused = _verdict(case, memory, hardware), [item for item in case.findings if item.kind == "refused"]
+    verdict, refused = _verdict(case), [item for item in case.findings if item.kind == "refused"]
     if refused:
         keys = ", ".join(dict.fromkeys(item.key for item in refused))
         verdict = f"Refused by the engine: {keys}. Apart from that: {verdict[0].lower()}{verdict[1:]}"
@@ -423,7 +423,7 @@ _COMPARED = ", without offload_param"
 
 def find_answers(case: ConfigCase) -> Iterator[Explanation]:
     """Yield the answers to the frequent questions that apply to this case."""
-    if case.request.box.device is not ANY_DEVICE and not predict_memory(case.request).missing:
+    if case.request.box.device is not ANY_DEVICE and not case.memory.missing:
         yield _explain_time(case)
     if case.stage in (1, 2) and case.ranks > 1:
         yield _compare_stages(case, 1, 2)
@@ -447,7 +447,7 @@ def _explain_time(case: ConfigCase) -> Explanation:
     short = f"{text}: {', '.join(shares)}"
     if any(map(case.offload, OFFLOADS)):
         bare = case.at(offload_param=None, offload_optimizer=None)
-        short += f"; without an offload {_time_text(bare)[1]}, {_about(device_bytes(predict_memory(bare.request)))}"
+        short += f"; without an offload {_time_text(bare)[1]}, {_about(device_bytes(bare.memory))}"
     elif case.stage == 3:
         short += f"; stage 2 {_time_text(case.at(stage=2))[1]}"
     because = list(time.notes[1:])
@@ -466,7 +466,7 @@ def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
 
 def _explain_loading(case: ConfigCase) -> Iterator[Explanation]:
     """Compare loading a model in shards, as stage 3 does, and whole in each process."""
-    shards, full = (predict_memory(variant.request).host_parts["load"] for variant in (case, case.at(stage=2)))
+    shards, full = (variant.memory.host_parts["load"] for variant in (case, case.at(stage=2)))
     because = (
         "from_pretrained creates shards only if transformers has the configuration: create TrainingArguments, or"
         " HfDeepSpeedConfig in a custom loop, before the model, and keep the object",
@@ -508,10 +508,7 @@ def _at_stage(case: ConfigCase, stage: int, ranks: int | None = None, **zero: An
 
 
 def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
-    def memories(ranks: int) -> list[MemoryUse]:
-        return [predict_memory(_at_stage(case, stage, ranks).request) for stage in (lower, higher)]
-
-    at_lower, at_higher = memories(case.ranks)
+    at_lower, at_higher = (_at_stage(case, stage).memory for stage in (lower, higher))
     before, after = device_bytes(at_lower), device_bytes(at_higher)
     short = f"{'yes' if after >= before else 'no'}: {after / GIB:.1f} GiB, stage {lower} {before / GIB:.1f} GiB"
     short += _COMPARED * (case.offload("offload_param") is not None)
@@ -519,7 +516,7 @@ def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
     count = case.ranks
     while after >= before and count < _MAX_RANKS and "less_from_ranks" not in figures:
         count *= 2
-        lower_bytes, higher_bytes = map(device_bytes, memories(count))
+        lower_bytes, higher_bytes = (device_bytes(_at_stage(case, stage, count).memory) for stage in (lower, higher))
         if higher_bytes < lower_bytes:
             short += f"; no from {count} ranks"
             figures["less_from_ranks"] = count
@@ -534,7 +531,7 @@ def _stage_reasons(case: ConfigCase) -> Iterator[str]:
     """Yield what decides whether the higher stage of a comparison saves memory, from the case at that stage."""
     elements, bucket = case.shape.parameters, case.zero["reduce_bucket_size"]
     if case.stage == 2:
-        parts = predict_memory(case.request).device_parts
+        parts = case.memory.device_parts
         sizes = (elements * case.weight, bucket_bytes(case), parts["activations"] + parts["logits"])
         saved = "stage 2 shards {} of gradients as buckets of {} fill; few exist where activations and logits need {}"
         yield saved.format(*map(gib, sizes))
@@ -559,7 +556,7 @@ def _stage_reasons(case: ConfigCase) -> Iterator[str]:
 def _compare_ranks(case: ConfigCase) -> Explanation:
     """Compare the peak at half, the same and twice the number of ranks."""
     counts = sorted({max(case.ranks // 2, 1), case.ranks, 2 * case.ranks})
-    memories = {count: predict_memory(case.at(count).request) for count in counts}
+    memories = {count: case.at(count).memory for count in counts}
     now, twice = memories[case.ranks], memories[2 * case.ranks]
     fixed = ", ".join(
         f"{part} {gib(size)}" for part, size in sorted(now.device_parts.items(), key=lambda item: -item[1])
@@ -582,8 +579,7 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
 
 def _compare_host_memory(case: ConfigCase) -> Explanation:
     optimizer = {**(case.offload("offload_optimizer") or {}), "device": "cpu", "ratio": 1.0}
-    cases = [_at_stage(case, stage, offload_optimizer=optimizer) for stage in (2, 3)]
-    at_2, at_3 = (predict_memory(variant.request) for variant in cases)
+    at_2, at_3 = (_at_stage(case, stage, offload_optimizer=optimizer).memory for stage in (2, 3))
     peaks = [at_2.host_peak.value, at_3.host_peak.value]
     per_node, largest, phases = case.request.box.gpus_per_node, case.largest.elements, ("load", "train", "save")
     because = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from study.config.errors import UserError
 from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
-from study.predictor.request import OptimizerName, Request, auto_bucket_sizes
+from study.predictor.memory import predict_memory
+from study.predictor.request import MemoryUse, OptimizerName, Request, auto_bucket_sizes
 from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
@@ -59,6 +61,10 @@ class ConfigCase:
     @property
     def shape(self) -> ModelShape:
         return self.request.shape
+
+    @functools.cached_property
+    def memory(self) -> MemoryUse:
+        return predict_memory(self.request)
 
     @property
     def state(self) -> State:
