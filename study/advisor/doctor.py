@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from study.config.errors import UserError
 from study.config.places import IMPORT_ROOT, IS_CHECKOUT, REPOSITORY, WORKING_FOLDER, install_command
@@ -145,8 +148,6 @@ def versions() -> Iterator[Check]:
     """Yield the checks of Python, the packages and known faults of their versions."""
     python = platform.python_version()
     try:
-        from packaging.specifiers import SpecifierSet
-
         required = metadata.metadata("zero-study")["Requires-Python"]
         packages, packages_fix = _compare("that training needs", metadata.requires("zero-study") or [], "train")
     except ImportError as error:
@@ -169,28 +170,20 @@ def versions() -> Iterator[Check]:
 
 def _compare(which: str, requirements: list[str], extra: str = "") -> tuple[str, str]:
     """Return a summary of the packages in the required version, in another one and missing; and the fix."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    applicable = [
-        requirement
-        for requirement in map(Requirement, requirements)
-        if not requirement.marker or requirement.marker.evaluate({"extra": extra})
-    ]
+    evaluated = {"extra": extra}
+    applicable = [item for item in map(Requirement, requirements) if not item.marker or item.marker.evaluate(evaluated)]
     # Python imports the first of several with one name on its path. Remains of an interrupted pip have no name.
     packages = reversed(list(metadata.distributions()))
     installed = {canonicalize_name(package.name): package.version for package in packages if package.name}
-    versions = [(requirement, installed.get(canonicalize_name(requirement.name))) for requirement in applicable]
-    mismatched = [
-        f"{requirement.name} {version}"
-        for requirement, version in versions
-        if version and not requirement.specifier.contains(version, True)
-    ]
-    absent = [requirement.name for requirement, version in versions if version is None]
-    text = (
-        f"{len(applicable) - len(mismatched) - len(absent)} of {len(applicable)} packages {which} are installed in the"
-        " required version"
-    )
+    mismatched, absent = list[str](), list[str]()
+    for item in applicable:
+        version = installed.get(canonicalize_name(item.name))
+        if version is None:
+            absent.append(item.name)
+        elif not item.specifier.contains(version, True):
+            mismatched.append(f"{item.name} {version}")
+    right = len(applicable) - len(mismatched) - len(absent)
+    text = f"{right} of {len(applicable)} packages {which} are installed in the required version"
     text += f"; in another one: {', '.join(mismatched)}" if mismatched else ""
     text += f"; not installed: {', '.join(absent)}" if absent else ""
     return text, INSTALL_ALL if extra and (mismatched or absent) else ""
@@ -200,7 +193,7 @@ def tools() -> Iterator[Check]:
     """Yield the checks of the C++ compiler and of ninja."""
     # As torch selects it.
     compiler = os.environ.get("CXX") or "c++"
-    version = _first_line(compiler, "--version")
+    version = _first_line(compiler)
     problem, fix = "DeepSpeed compiles with it", "apt-get install g++"
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     if version and not has_headers:
@@ -208,18 +201,17 @@ def tools() -> Iterator[Check]:
     text = f"{compiler}: {version or 'not found'}"
     yield needed("compiler", bool(version) and has_headers, text, problem, fix)
     # A run adds the folder of this Python to its PATH (study/host/operators.py).
-    venv_ninja = Path(sys.executable).parent / "ninja"
-    ninja = _first_line("ninja", "--version") or _first_line(str(venv_ninja), "--version")
-    fix = "python -m pip install ninja"
-    yield needed("ninja", bool(ninja), ninja or "not found", "DeepSpeed builds with it", fix)
+    ninja = _first_line("ninja") or _first_line(str(Path(sys.executable).parent / "ninja"))
+    problem, fix = "DeepSpeed builds with it", "python -m pip install ninja"
+    yield needed("ninja", bool(ninja), ninja or "not found", problem, fix)
 
 
-def _first_line(*command: str) -> str | None:
+def _first_line(program: str) -> str:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        result = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return (result.stdout.strip().splitlines() or [""])[0]
+        return ""
+    return result.stdout.strip().partition("\n")[0]
 
 
 def memory() -> Iterator[Check]:

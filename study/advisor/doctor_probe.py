@@ -117,8 +117,7 @@ def _libaio() -> Check:
 def _operators() -> Check:
     from study.config.strategies import STRATEGY_NAMES, read_strategy
 
-    strategies = [strategy for name in STRATEGY_NAMES if (strategy := read_strategy(name)).deepspeed]
-    needed = {builder.name: builder for strategy in strategies for builder in operators.builders(strategy)}
+    needed = {item.name: item for name in STRATEGY_NAMES for item in operators.builders(read_strategy(name))}
     names: dict[str, list[str]] = {}
     for name, builder in needed.items():
         names.setdefault(_operator_state(builder), []).append(name)
