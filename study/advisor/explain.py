@@ -13,7 +13,7 @@ from typing import Any
 
 from study.advisor import predict_command
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
-from study.advisor.explain_check import check_files, in_file
+from study.advisor.explain_check import check_file, in_file, is_config
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import OFFLOADS, ZERO, known_settings, read_user_file
 from study.config.errors import UserError
@@ -142,7 +142,10 @@ def _check(options: argparse.Namespace) -> int:
     for name in names:
         if not resolve_path(name).is_file():
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
-    checked, results = check_files(names, model, options.world_size, _program_settings(options, model))
+    work, checked, results = _program_settings(options, model), [name for name in names if is_config(name)], []
+    for name in checked:
+        problems = check_file(name, model, options.world_size, work)
+        results += sorted(problems, key=lambda problem: problem.line)
     levels = Counter[str](finding.severity for finding in results)
     total = f"errors: {levels['error']}, warnings: {levels['warning']}; {len(checked)} configuration files checked,"
     total += f" {len(names) - len(checked)} other files skipped"
@@ -151,7 +154,8 @@ def _check(options: argparse.Namespace) -> int:
         print("\n".join([*(finding.annotation for finding in results), total]))
     else:
         document = {"checked": checked, "findings": [finding.document for finding in results]}
-        print_result(options.json, lambda: document, [*(finding.line_text for finding in results), total])
+        lines = [f"{item.file}:{item.line}: {item.severity}: {item.kind}: {item.text}" for item in results]
+        print_result(options.json, lambda: document, [*lines, total])
     return 1 if levels["error"] else 3 if levels["warning"] else 0
 
 
