@@ -59,15 +59,11 @@ class AdviceRequest:
     gradient_checkpointing: bool | None = None
     attention: Attention = "sdpa"
     chunked_loss: bool = False
+    # None: each rank has one micro-batch per optimizer step.
     global_batch: int | None = None
     price_per_gpu_hour: float | None = None
     reference_model: bool = False
     quantized: bool = False
-
-    @property
-    def samples_per_rank(self) -> int | None:
-        """Samples per rank and optimizer step; None: one micro-batch."""
-        return None if self.global_batch is None else max(1, round(self.global_batch / self.box.ranks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +203,8 @@ def candidates(question: AdviceRequest) -> list[str]:
 
 def _largest_option(question: AdviceRequest, strategy: Strategy, checkpointing: bool, at_upper_bound: bool) -> Option:
     """Return the largest micro-batch whose upper bound fits, else the largest whose peak fits, else the smallest."""
-    samples, box = question.samples_per_rank, question.box
+    box = question.box
+    samples = None if question.global_batch is None else max(1, round(question.global_batch / box.ranks))
     largest = min(MAX_MICRO_BATCH, samples or MAX_MICRO_BATCH)
     sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
     # With adapters, programs without DeepSpeed load the frozen weights in bf16 too; fp16 would need scaled gradients.

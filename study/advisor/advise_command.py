@@ -149,8 +149,9 @@ def _entry(option: Option) -> dict[str, Any]:
         "device_parts": dict(memory.device_parts),
         "host_bytes_per_node": dataclasses.asdict(memory.host_peak), "nvme_bytes_per_node": memory.nvme,
         "tokens_per_s": option.tokens_per_s, "step_s": time and dataclasses.asdict(time.step_s),
-        "mfu": time and time.mfu, "cost_per_million_tokens": option.cost_per_million_tokens if option.fits else None,
-        "deepspeed": request.strategy.deepspeed, "least_deepspeed_release": _least_release(option) or None,
+        "mfu": time and time.mfu, "cost_per_million_tokens": option.cost_per_million_tokens,
+        "deepspeed": request.strategy.deepspeed,
+        "least_deepspeed_release": least_sound_release(option.name, request.accumulation, request.precision) or None,
     }  # fmt: skip
 
 
@@ -162,12 +163,11 @@ def _page(
     yield _verdict(advice)
     yield from predict_command.pair_notes(best.request) if best else ()
     yield ""
-    batch = "" if question.global_batch is None else f"global batch {question.global_batch}, "
     count = f"{shape.parameters / 1e9:.3g} B" if shape.parameters >= 1e8 else f"{shape.parameters / 1e6:.3g} M"
     yield (
         f"{shape.name} ({count} parameters{adapters.lora_text(shape)}) on {box.name}:"
-        f" {box.ranks} x {box.device.name}, {batch}{question.sequence_length} tokens per sample, {question.precision}"
-        f"{', chunked loss' * question.chunked_loss}\n"
+        f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
+        f" sample, {question.precision}{', chunked loss' * question.chunked_loss}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
     rows = [_row(option, best) for option in listed]
@@ -226,7 +226,7 @@ def _verdict(advice: Advice) -> str:
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
     box, shape, runner_up = advice.question.box, advice.question.shape, advice.runner_up
     yield f"why {best.name}: {advise.explain_best(advice)}"
-    if release := _least_release(best):
+    if release := least_sound_release(best.name, best.request.accumulation, best.request.precision):
         why = "earlier ones compute wrong gradients with these settings (`study releases`)"
         yield f"needs DeepSpeed {release} or later: {why}"
     if runner_up is not None and best.is_safe == runner_up.is_safe:
@@ -262,10 +262,6 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         yield LORA_NOTE
     yield from live_notes(shape)
     yield from request_notes(best.request)
-
-
-def _least_release(option: Option) -> str:
-    return least_sound_release(option.name, option.request.accumulation, option.request.precision)
 
 
 def _row(option: Option, best: Option | None) -> list[str]:

@@ -212,16 +212,14 @@ def _hub(ask: bool) -> Check:
     from study.workloads.sources import IMDB, IMDB_FILES, IMDB_REVISION, WIKITEXT, WIKITEXT_FILES, WIKITEXT_REVISION
 
     # Each data set at the revision that runs use, and its files.
-    pinned = [(IMDB, IMDB, IMDB_REVISION, [*chain(*IMDB_FILES.values())])]
+    pinned = [(IMDB, IMDB, IMDB_REVISION, file) for file in chain(*IMDB_FILES.values())]
     for name, splits in WIKITEXT_FILES.items():
         files = [f"{name}/{file}" for file in chain(*splits.values())]
-        pinned.append((f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, files))
-
-    def is_cached(name: str, revision: str, files: list[str]) -> bool:
-        paths = (try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files)
-        return all(isinstance(file, str) for file in paths)
-
-    absent = [title for title, name, revision, files in pinned if not is_cached(name, revision, files)]
+        pinned += [(f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, file) for file in files]
+    absent = dict.fromkeys(
+        title for title, name, revision, file in pinned
+        if not isinstance(try_to_load_from_cache(name, file, revision=revision, repo_type="dataset"), str)
+    )  # fmt: skip
     offline, is_needed = constants.is_offline_mode(), bool(absent)
     # The addresses of a mirror or a proxy, and the token, are not printed.
     facts = [

@@ -158,13 +158,16 @@ def resolve(
         for name, default in (("fsdp_activation_checkpointing", False), ("fsdp_offload_params", False),
                               ("fsdp_cpu_ram_efficient_loading", True))
     )  # fmt: skip
+    keeps_gathered = (file.fsdp or {}).get("fsdp_reshard_after_forward") is False
+    if file.sharding is not None:
+        keeps_gathered = file.sharding in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
     request = Request(
         shape=shape, strategy=strategy, box=box, sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing or checkpoints, attention="sdpa",
         autocast=not strategy.is_fsdp,
         optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
-        fsdp_keeps_gathered=file.keeps_gathered,
+        fsdp_keeps_gathered=keeps_gathered,
         # Adapters and frozen weights are wrapped apart, as version 2 shards them.
         fsdp_version=1 if file.sharding and not shape.lora_rank else 2,
         reference_model=work.reference_model, quantized=work.quantized,

@@ -106,13 +106,6 @@ class UserFile:
         name = str(self.fsdp.get("fsdp_sharding_strategy", _SHARDINGS[0])).upper()
         return _SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
 
-    @property
-    def keeps_gathered(self) -> bool:
-        """Whether FSDP frees gathered weights only after the backward pass."""
-        if self.sharding is not None:
-            return self.sharding in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-        return self.fsdp is not None and self.fsdp.get("fsdp_reshard_after_forward") is False
-
 
 @functools.cache
 def known_settings() -> dict[str, Any]:
@@ -415,9 +408,6 @@ def removed(key: str, message: str) -> Finding:
     return _refused(key, f"DeepSpeed {release} removed it, and ends with an error", fix, "removed")
 
 
-_BOUNDS = {">": "gt", "<": "lt", ">=": "ge", "<=": "le"}
-
-
 @functools.cache
 def _reader(kind: str) -> Any:
     """Return pydantic's reader of a type of known_settings.yaml: DeepSpeed's settings are pydantic models, too."""
@@ -456,7 +446,8 @@ def _hint(kind: str) -> Any:
                 return _reader("int").validate_python(value)
         return value.lower() if kind.startswith("~") and isinstance(value, str) else value
 
-    limits: dict[str, Any] = {_BOUNDS[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
+    names = {">": "gt", "<": "lt", ">=": "ge", "<=": "le"}
+    limits: dict[str, Any] = {names[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
     limits |= {"allow_inf_nan": False} if marked.startswith("float!") else {}
     hint = Annotated[hint, pydantic.Field(**limits), pydantic.BeforeValidator(before)]
     if marked.endswith("??"):
