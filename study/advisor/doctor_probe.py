@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from study.advisor.doctor import INSTALL, PINS, Check, needed, shown
-from study.config.errors import Unsupported, UserError, first_line
+from study.config.errors import UserError, first_line
 from study.host import operators
 from study.host.environment import check_torch_supports_gpus
 from study.host.folders import cache_directory
@@ -40,11 +40,7 @@ def main() -> None:
     parser.add_argument("--not_measured", default="", help="reason why NVMe is not measured")
     parser.add_argument("--hub", action="store_true")
     options = parser.parse_args()
-    unusable = None
-    try:
-        operators.configure_build_environment(cache_directory())
-    except UserError as refusal:
-        unusable = refusal
+    configure = functools.cache(lambda: operators.configure_build_environment(cache_directory()))
     # DeepSpeed prints to stdout from Python and from C++; from here on that goes to stderr.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
@@ -55,7 +51,10 @@ def main() -> None:
         }  # fmt: skip
         for name, section in sections.items():
             try:
-                check = section() if unusable is None else Check(name, "missing", unusable.problem, unusable.fix)
+                configure()
+                check = section()
+            except UserError as refusal:
+                check = Check(name, "missing", refusal.problem, refusal.fix)
             except Exception as error:  # any exception of a library is the result of its check
                 check = Check(name, "missing", f"{type(error).__name__}: {first_line(error)[:200]}", INSTALL)
             print(json.dumps(dataclasses.asdict(check)), file=lines, flush=True)
@@ -67,10 +66,7 @@ def _gpus() -> Check:
     from study.host.environment import describe_environment
     from study.host.machine import detect_machine
 
-    try:
-        check_torch_supports_gpus()
-    except Unsupported as refusal:
-        return Check("gpus", "missing", refusal.problem, refusal.fix)
+    check_torch_supports_gpus()
     visible = detect_machine().gpus
     environment = describe_environment()
     devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in environment["devices"]]
