@@ -363,7 +363,7 @@ def write_configs(options: argparse.Namespace) -> int:
 
 
 def _strategy_texts(
-    name: str, file: Path, deepspeed: Mapping[str, Any] | None, changes: Mapping[str, Any]
+    name: str, file: Path, deepspeed: Mapping[str, Any] | None, changes: dict[str, Any]
 ) -> dict[Path, str]:
     """Return a strategy's Accelerate file with these changes, and its DeepSpeed JSON next to it, by path."""
     texts, document = dict[Path, str](), read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml") | changes

@@ -46,7 +46,7 @@ _FINDINGS = {
 }  # fmt: skip
 # --details prints the others, too, and those below this fraction of the largest.
 _MAX_COST_ROWS, _MIN_COST = 5, 0.001
-_MORE = "; --details has the reasons"
+_COMPARED = ", without offload_param"
 _COUNT = functools.partial(parse_int, most=1_000_000, what="number")
 _MAX_RANKS = 1024
 _STATES = {"optimizer": "optimizer state", "parameters": "weights"}
@@ -267,7 +267,7 @@ def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
         yield TextTable(("", ""), [(finding.kind, f"{finding.key}: {finding.says}") for finding in listed], indent=2)
     if setting_costs := costs(case):
         legend = "" if all(cost.is_said for cost in setting_costs) else "; * a default, not in your file"
-        yield f"\nmemory of a rank by setting (- none{legend}{'' if details else _MORE})"
+        yield f"\nmemory of a rank by setting (- none{legend}{'' if details else '; --details has the reasons'})"
         yield TextTable(("device", "host", "NVMe", ""), _cost_rows(setting_costs, details), indent=2)
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
     peak = ", ".join(f"{part} {size / GIB:.1f}" for part, size in parts if size > GIB / 20)
@@ -422,8 +422,6 @@ def _offload_costs(case: ConfigCase) -> Iterator[SettingCost]:
 
 # Answers to frequent questions.
 
-_COMPARED = ", without offload_param"
-
 
 def find_answers(case: ConfigCase) -> Iterator[Explanation]:
     """Yield the answers to the frequent questions that apply to this case."""
@@ -566,8 +564,8 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
         f"{part} {gib(size)}" for part, size in sorted(now.device_parts.items(), key=lambda item: -item[1])
         if size > 2**20 and twice.device_parts.get(part, 0) > _FALLS_TO * size
     )  # fmt: skip
-    because = [f"parts that do not fall with more ranks: {fixed}"]
-    because.append("activations depend on the micro-batch of one rank, which more ranks do not change")
+    activations = "activations depend on the micro-batch of one rank, which more ranks do not change"
+    because = [f"parts that do not fall with more ranks: {fixed}", activations]
     bucket = case.zero.get("reduce_bucket_size", 0)
     if case.stage and bucket >= case.shape.parameters:
         because.append(f"the bucket is {bucket:,.0f} elements wide for any model and number of ranks")
