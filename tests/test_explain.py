@@ -74,8 +74,7 @@ def test_boundaries_of_thresholds_buckets_saving_and_sub_groups(tmp_path: Path) 
     for gathers in (False, True):
         settings = zero(3, offload_optimizer=CPU, stage3_gather_16bit_weights_on_model_save=gathers)
         case = make_case(tmp_path, settings, LLAMA_8B, 8)
-        memory = predict_memory(case.request)
-        assert memory.host_peak.value - memory.host_parts["train"] == case.shape.parameters * 2 * gathers
+        assert case.memory.host_peak.value - case.memory.host_parts["train"] == case.shape.parameters * 2 * gathers
     # A ratio moves whole sub-groups.
     half = {"device": "cpu", "ratio": 0.5}
     single, many = (make_case(tmp_path, zero(3, offload_optimizer=half, sub_group_size=n)) for n in (10**9, 5_000_000))
@@ -500,8 +499,7 @@ def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) 
     overrides = [f"--engine_override={ZERO}.{key}={value}" for key, value in changed.items()]
     ended = fork_ranks("zero3", "tests/probes/gathered_at_once.py", *flags, *overrides)
     gathered = simulate_gathers(case.request).gathered_at_once + persistent_elements(case)
-    assert {rank["most"] for rank in printed_json(ended)} == {gathered}
-    assert gathered < case.shape.parameters
+    assert all(rank["most"] == gathered < case.shape.parameters for rank in printed_json(ended))
 
 
 @pytest.mark.parametrize(

@@ -256,11 +256,12 @@ def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iter
         if strategy.zero_stage == 3:
             base = _with_zero(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
         if strategy.offload_device("param") == "nvme":
-            # Several sub-groups fit, and a buffer has room for the largest shard.
+            # Buffers for the largest shard.
             offload = {**strategy.deepspeed["zero_optimization"]["offload_param"], "buffer_size": 1}
             base = _with_zero(base, offload_param=offload).with_swap_buffers(-(-shape.largest * 11 // 10 // box.ranks))
         if strategy.offload_device("optimizer") == "nvme":
             shard, swapped = shape.largest_trained // box.ranks, MIN_SWAPPED_BYTES // FP32_BYTES
+            # Several sub-groups fit.
             least = max(shape.trained_parameters // box.ranks // _FEWEST_SUB_GROUPS, shard, swapped)
             base = _with_zero(base, sub_group_size=min(1_000_000_000, least))
         if (ranks_per_replica := strategy.ranks_per_replica(box.ranks, box.gpus_per_node)) is not None:

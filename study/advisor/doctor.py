@@ -310,14 +310,14 @@ def cluster() -> list[Check]:
         Check("interconnect", "ok", _by_node(nodes, lambda node: ", ".join(node.networks) or "no link was found")),
     ]
     for (what, folder), marker in zip(folders.items(), markers, strict=True):
-        others = ", ".join(node.name for node in nodes if marker not in node.paths)
-        if not others:
+        blind_nodes = ", ".join(node.name for node in nodes if marker not in node.paths)
+        if not blind_nodes:
             checks.append(Check(f"shared {what}", "ok", f"{shown(folder)}, on all nodes"))
         elif what == "cache":
-            text = f"{others} has another one, and draws weights, prepares data and builds operators there"
+            text = f"{blind_nodes} has another one, and draws weights, prepares data and builds operators there"
             checks.append(Check("shared cache", "none", text, "set ZERO_STUDY_CACHE to a folder that all nodes share"))
         else:
-            checks.append(Check(f"shared {what}", "missing", f"{shown(folder)}; {others} has another one", _SHARE))
+            checks.append(Check(f"shared {what}", "missing", f"{shown(folder)}; {blind_nodes} has another one", _SHARE))
     for what, fix in (
         ("operators", "srun --ntasks-per-node=1 python -m study.host.operators"), ("weights", "study weights SUITE"),
     ):  # fmt: skip

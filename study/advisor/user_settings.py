@@ -355,9 +355,9 @@ def _accelerate_deepspeed(
         only_deepspeeds = list[Finding]()
         settings = _read(inner, only_deepspeeds)
         findings += [dataclasses.replace(finding, kind="refused") for finding in only_deepspeeds]
-        message, given = f"Accelerate ends with an error if {inner} is given, too: set it there", set(plugin)
-        given |= {"mixed_precision"} if precision else set()
-        findings += [Finding("refused", key, message) for key in reference["set_in_json"] if key in given]
+        message, outer_keys = f"Accelerate ends with an error if {inner} is given, too: set it there", set(plugin)
+        outer_keys |= {"mixed_precision"} if precision else set()
+        findings += [Finding("refused", key, message) for key in reference["set_in_json"] if key in outer_keys]
         # explain_case._auto does this for ZeRO's settings.
         filled = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
         filled.update(reference["filled_by_accelerate"])
