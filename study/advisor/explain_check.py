@@ -49,9 +49,8 @@ def is_config(name: str) -> bool:
         return False
     reference = user_settings.known_settings()
     is_deepspeed = "train_batch_size" in document and document.keys() <= {*reference["top"], *reference["others"]}
-    return is_deepspeed or any(
-        difflib.get_close_matches(key, document, cutoff=0.85) for key in (*_DEEPSPEED_KEYS, "compute_environment")
-    )
+    keys = (*_DEEPSPEED_KEYS, "compute_environment")
+    return is_deepspeed or any(difflib.get_close_matches(key, document, cutoff=0.85) for key in keys)
 
 
 def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Finding]:

@@ -207,10 +207,8 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
         yield Finding("refused", *problem)
     # With "auto" the program sets it.
     if case.top.get(ACCUMULATION) == "auto" and case.request.accumulation == 1:
-        reserved, reserved_by_two = (
-            predict_memory(dataclasses.replace(case.request, accumulation=count)).peak_reserved.value
-            for count in (1, 2)
-        )
+        by_two = predict_memory(dataclasses.replace(case.request, accumulation=2))
+        reserved, reserved_by_two = case.memory.peak_reserved.value, by_two.peak_reserved.value
         message = "auto: assumed to be 1; --accumulation sets another value"
         if reserved_by_two - reserved >= 2**20:
             message += "; with more, gradients stay in memory during the next micro-batch, and a rank reserves"

@@ -140,9 +140,7 @@ def precision_name(request: Request) -> str:
 
 def usual_precision(box: Hardware) -> str:
     """Return the default precision of the hardware."""
-    if box.is_cpu_only:
-        return "fp32"
-    return "bf16" if box.device.peak_tflops["bf16"] else "fp16"
+    return "fp32" if box.is_cpu_only else "bf16" if box.device.peak_tflops["bf16"] else "fp16"
 
 
 def check_precision(box: Hardware, precision: str) -> None:

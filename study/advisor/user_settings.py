@@ -120,9 +120,7 @@ def section_entries(place: str) -> dict[str, dict[str, Any]]:
     """Return the settings of a section with their types; DeepSpeed accepts those of stage 3 without prefix, too."""
     reference = known_settings()
     entries = reference["strict_sections"].get(place) or reference["sections"].get(place) or reference[place]
-    full = {
-        key: {"type": entry} if isinstance(entry, str) else {"type": "any", **entry} for key, entry in entries.items()
-    }
+    full = {key: {"type": item} if isinstance(item, str) else {"type": "any", **item} for key, item in entries.items()}
     return {key.removeprefix("stage3_"): entry for key, entry in full.items()} | full
 
 
