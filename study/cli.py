@@ -29,14 +29,14 @@ class Command(NamedTuple):
     epilog: str = "EPILOG"
 
     def find(self, name: str) -> Any:
-        """Return the object of this name in the module, or in the module before a colon."""
+        """Return the object of this name in the module, or in the module before a colon; None if it has none."""
         module, _, name = name.rpartition(":")
-        return getattr(importlib.import_module(module or self.module), name)
+        return getattr(importlib.import_module(f"study.{module or self.module}"), name, None)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments and the epilog of this subcommand."""
         self.find(self.add)(parser)
-        parser.epilog = getattr(importlib.import_module(self.module), self.epilog, None)
+        parser.epilog = self.find(self.epilog)
 
     def run(self, options: argparse.Namespace) -> int:
         """Run the subcommand; return the exit status."""
@@ -78,48 +78,34 @@ SHELL_EPILOG = (
 )
 COMMANDS = {
     "advise": Command(
-        "recommend a strategy and its settings for a model on given hardware", "study.advisor.advise_command",
-        extra=("nearest", "study.predictor.validation:describe_nearest"),
+        "recommend a strategy and its settings for a model on given hardware", "advisor.advise_command",
+        extra=("nearest", "predictor.validation:describe_nearest"),
     ),
-    "predict": Command("predict memory, communication and step time of a strategy", "study.advisor.predict_command"),
-    "explain": Command(
-        "explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings without effect",
-        "study.advisor.explain",
-    ),
-    "configs": Command("write strategies' Accelerate files for any script", "study.advisor.configs_command"),
-    "verify": Command("test which strategies compute the gradients of DDP on this stack", "study.releases.verify"),
-    "claims": Command(
-        "judge published claims about ZeRO by arithmetic and the committed records", "study.claims.command"
-    ),
-    "doctor": Command("check the requirements of this machine and print fixes", "study.advisor.doctor"),
-    "run": Command(
-        "run every cell of a suite that is not done yet", "study.sweep.command", "add_run_arguments", epilog="RESUME"
-    ),
-    "status": Command(
-        "count the cells of a suite that are done, and print why others are not", "study.sweep.command",
-        "add_status_arguments", "status",
-    ),
-    "report": Command(
-        "build the report of a suite from its records", "study.report.site.command",
-        extra=("claims", "study.claims.command:dependent_claims"),
-    ),
-    "virtual": Command(
-        "measure memory and communication of one rank of N, without N GPUs", "study.virtual.command"
-    ),
+    "predict": Command("predict memory, communication and step time of a strategy", "advisor.predict_command"),
+    "explain": Command("explain a DeepSpeed or Accelerate config: the cost of each setting, conflicts, and settings"
+                       " without effect", "advisor.explain"),
+    "configs": Command("write strategies' Accelerate files for any script", "advisor.advise_command",
+                       "add_configs_arguments", "write_configs", epilog="CONFIGS_EPILOG"),
+    "verify": Command("test which strategies compute the gradients of DDP on this stack", "releases.verify"),
+    "claims": Command("judge published claims about ZeRO by arithmetic and the committed records", "claims.command"),
+    "doctor": Command("check the requirements of this machine and print fixes", "advisor.doctor"),
+    "run": Command("run every cell of a suite that is not done yet", "sweep.command", "add_run_arguments",
+                   epilog="RESUME"),
+    "status": Command("count the cells of a suite that are done, and print why others are not", "sweep.command",
+                      "add_status_arguments", "status"),
+    "report": Command("build the report of a suite from its records", "report.site.command",
+                      extra=("claims", "claims.command:dependent_claims")),
+    "virtual": Command("measure memory and communication of one rank of N, without N GPUs", "virtual.command"),
     "prepare": Command(
-        "prepare a suite: install other DeepSpeed releases, build operators, create initial weights",
-        "study.sweep.command", "add_timed_arguments", "study.releases.prepare:prepare",
+        "prepare a suite: install other DeepSpeed releases, build operators, create initial weights", "sweep.command",
+        "add_timed_arguments", "releases.prepare:prepare",
     ),
-    "weights": Command(
-        "create the initial weights of a suite's remaining cells, so that no run's time includes it",
-        "study.sweep.command", "add_timed_arguments", "weights",
-    ),
-    "autopsy": Command("measure the effect of each flaw in a published listing", "study.autopsy.run"),
-    "releases": Command("judge a DeepSpeed release, and print the grid of tested ones", "study.releases.command"),
-    "completion": Command(
-        "print a script for completion in bash, zsh or fish", "study.cli", "add_shell", "print_completion",
-        epilog="SHELL_EPILOG",
-    ),
+    "weights": Command("create the initial weights of a suite's remaining cells, so that no run's time includes it",
+                       "sweep.command", "add_timed_arguments", "weights"),
+    "autopsy": Command("measure the effect of each flaw in a published listing", "autopsy.run"),
+    "releases": Command("judge a DeepSpeed release, and print the grid of tested ones", "releases.command"),
+    "completion": Command("print a script for completion in bash, zsh or fish", "cli", "add_shell", "print_completion",
+                          epilog="SHELL_EPILOG"),
 }  # fmt: skip
 
 

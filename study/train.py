@@ -44,13 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.redirect_output_to_log()
         set_seed(config.seed)
         meters = Meters(
-            accelerator.device,
-            run.watched_step,
-            run.warmup_steps,
-            profiled_steps=run.profiled_steps,
-            records_profile=launch.is_main,
-            ranks_per_machine=launch.ranks_per_machine,
-        )
+            accelerator.device, run.watched_step, run.warmup_steps, profiled_steps=run.profiled_steps,
+            records_profile=launch.is_main, ranks_per_machine=launch.ranks_per_machine,
+        )  # fmt: skip
 
         model = load_initial_model(config, run.context.initial, launch.strategy)
         model, optimizer = engine.prepare(accelerator, model, make_optimizer(model, config), config)

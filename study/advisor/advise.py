@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,15 +59,11 @@ class AdviceRequest:
     gradient_checkpointing: bool | None = None
     attention: Attention = "sdpa"
     chunked_loss: bool = False
+    # None: each rank has one micro-batch per optimizer step.
     global_batch: int | None = None
     price_per_gpu_hour: float | None = None
     reference_model: bool = False
     quantized: bool = False
-
-    @property
-    def samples_per_rank(self) -> int | None:
-        """Samples per rank and optimizer step; None: one micro-batch."""
-        return None if self.global_batch is None else max(1, round(self.global_batch / self.box.ranks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,18 +118,15 @@ class Advice:
         """Second option that fits; None if there is none."""
         return self.fitting[1] if len(self.fitting) > 1 else None
 
-    def option(self, name: str) -> Option | None:
-        """Return the option of a strategy; None if it was not tried."""
-        return next((option for option in self.options if option.name == name), None)
-
 
 def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, at_upper_bound: bool = True) -> Advice:
     """Rank strategies: those that fit come first, by their upper bound or, without `at_upper_bound`, by their peak."""
-    options = [_best_option(question, name, at_upper_bound) for name in names or candidates(question)]
-    return Advice(
-        question,
-        rank_options(sorted(options, key=functools.partial(_order, at_upper_bound=at_upper_bound)), at_upper_bound),
-    )
+    checkpointing = (False, True) if question.gradient_checkpointing is None else (question.gradient_checkpointing,)
+    order, options = functools.partial(_order, at_upper_bound=at_upper_bound), list[Option]()
+    for name in names or candidates(question):
+        variants = itertools.product(tuned_variants(read_strategy(name), question.shape, question.box), checkpointing)
+        options.append(min((_largest_option(question, *variant, at_upper_bound) for variant in variants), key=order))
+    return Advice(question, rank_options(sorted(options, key=order), at_upper_bound))
 
 
 def rank_options(options: Sequence[Option], at_upper_bound: bool = True) -> tuple[Option, ...]:
@@ -207,22 +201,10 @@ def candidates(question: AdviceRequest) -> list[str]:
     return [name for name in _SIMPLICITY if name not in left_out]
 
 
-def _best_option(question: AdviceRequest, name: str, at_upper_bound: bool) -> Option:
-    """Return the best option over a strategy's variants, with and without gradient checkpointing."""
-    checkpointing = (False, True) if question.gradient_checkpointing is None else (question.gradient_checkpointing,)
-    options = [
-        _largest_option(question, name, strategy, is_checkpointed, at_upper_bound)
-        for strategy in tuned_variants(read_strategy(name), question.shape,
-         question.box) for is_checkpointed in checkpointing
-    ]  # fmt: skip
-    return min(options, key=functools.partial(_order, at_upper_bound=at_upper_bound))
-
-
-def _largest_option(
-    question: AdviceRequest, name: str, strategy: Strategy, checkpointing: bool, at_upper_bound: bool
-) -> Option:
+def _largest_option(question: AdviceRequest, strategy: Strategy, checkpointing: bool, at_upper_bound: bool) -> Option:
     """Return the largest micro-batch whose upper bound fits, else the largest whose peak fits, else the smallest."""
-    samples, box = question.samples_per_rank, question.box
+    box = question.box
+    samples = None if question.global_batch is None else max(1, round(question.global_batch / box.ranks))
     largest = min(MAX_MICRO_BATCH, samples or MAX_MICRO_BATCH)
     sizes = [size for size in range(1, largest + 1) if not samples or samples % size == 0]
     # With adapters, programs without DeepSpeed load the frozen weights in bf16 too; fp16 would need scaled gradients.
@@ -257,7 +239,7 @@ def _largest_option(
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
     reason = f"no part of the {unused_nvme} has the 1 MiB that is swapped" if unused_nvme else timing.why(memory, box)
-    return Option(name, request, memory, time, reason, cost)
+    return Option(strategy.name, request, memory, time, reason, cost)
 
 
 def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:
@@ -273,7 +255,15 @@ def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iter
         base = _with_zero(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
         if strategy.zero_stage == 3:
             base = _with_zero(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
-        base = _with_offloads(base, shape, box.ranks)
+        if strategy.offload_device("param") == "nvme":
+            # Buffers for the largest shard.
+            offload = {**strategy.deepspeed["zero_optimization"]["offload_param"], "buffer_size": 1}
+            base = _with_zero(base, offload_param=offload).with_swap_buffers(-(-shape.largest * 11 // 10 // box.ranks))
+        if strategy.offload_device("optimizer") == "nvme":
+            shard, swapped = shape.largest_trained // box.ranks, MIN_SWAPPED_BYTES // FP32_BYTES
+            # Several sub-groups fit.
+            least = max(shape.trained_parameters // box.ranks // _FEWEST_SUB_GROUPS, shard, swapped)
+            base = _with_zero(base, sub_group_size=min(1_000_000_000, least))
         if (ranks_per_replica := strategy.ranks_per_replica(box.ranks, box.gpus_per_node)) is not None:
             base = _with_zero(base, zero_hpz_partition_size=ranks_per_replica)
         live = _LIVE_LAYERS * layer
@@ -282,21 +272,6 @@ def tuned_variants(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iter
             yield base
         if strategy.zero_stage == 3 and live < shape.parameters and bucket == small:
             yield _with_zero(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
-
-
-def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strategy:
-    """Return the strategy with NVMe buffers for its largest shard, and sub-groups of which several fit."""
-    assert strategy.deepspeed is not None
-    zero = strategy.deepspeed["zero_optimization"]
-    if strategy.offload_device("param") == "nvme":
-        shard = -(-shape.largest * 11 // 10 // ranks)
-        strategy = _with_zero(strategy, offload_param={**zero["offload_param"], "buffer_size": 1})
-        strategy = strategy.with_swap_buffers(shard)
-    if strategy.offload_device("optimizer") == "nvme":
-        swapped = MIN_SWAPPED_BYTES // FP32_BYTES
-        least = max(shape.trained_parameters // ranks // _FEWEST_SUB_GROUPS, shape.largest_trained // ranks, swapped)
-        strategy = _with_zero(strategy, sub_group_size=min(1_000_000_000, least))
-    return strategy
 
 
 def _with_zero(strategy: Strategy, **settings: Any) -> Strategy:
@@ -313,19 +288,21 @@ def explain_best(advice: Advice) -> str:
     best, runner_up = advice.best, advice.runner_up
     if best is None:
         return _why_nothing_fits(advice)
-    memory = "; ".join([_memory_text(best), *unchecked_needs(best)])
+    box = best.request.box
+    free = f"its 90 % bound leaves {timing.free_fraction(best.memory, box, True):.0%} of the memory"
+    if (best.memory.process_peak or best.memory.peak_reserved).high is None:
+        free = f"{timing.free_fraction(best.memory, box):.0%} of the memory is left, but peaks are not validated here"
+    elif not best.is_safe:
+        free = "it may not fit: its 90 % bound does not"
+    memory, offloads = "; ".join([free, *unchecked_needs(best)]), best.request.strategy.offloads
     if runner_up is None:
         return f"it is the only strategy that fits; {memory}"
     if best.is_safe and not runner_up.is_safe:
         return f"it is the only strategy whose 90 % bound fits; {memory}"
-    gap = best.tokens_per_s / runner_up.tokens_per_s - 1
-    if runner_up.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
-        ahead, slowest = runner_up.tokens_per_s / best.tokens_per_s - 1, timing.max_offload_slowdown()
-        return (
-            f"no offload: one is predicted {ahead:.0%} faster, but measured offload steps took up to {slowest:.1f}"
-            f" times their prediction; {memory}"
-        )
-    offloads = best.request.strategy.offloads
+    ahead = runner_up.tokens_per_s / best.tokens_per_s - 1
+    if runner_up.request.strategy.offloads and not offloads and ahead > 0:
+        slowest = f"measured offload steps took up to {timing.max_offload_slowdown():.1f} times their prediction"
+        return f"no offload: one is predicted {ahead:.0%} faster, but {slowest}; {memory}"
     rivals = [
         option for option in advice.fitting
         if option.request.strategy.offloads == offloads and (option.is_safe or not best.is_safe)
@@ -339,19 +316,13 @@ def explain_best(advice: Advice) -> str:
         return f"{slower}, but simpler ({reason_against(rival, best)}); {memory}"
     if gap <= SPEED_TOLERANCE:
         return f"the fastest that fits, {gap:.1%} ahead of {rival.name}; {memory}"
-    error = None if error_of_time(runner_up) is None else error_of_time(best)
-    if error is None:
+    step, next_time = best.time and best.time.step_s, runner_up.time
+    if not (step and step.low and step.high and next_time and next_time.step_s.high):
         return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"
+    # Half the width of the interval.
+    error = (step.high - step.low) / 2 / step.value
     where = "more than" if gap > error else "within"
     return f"{gap:.0%} faster than the next, {where} the error of a step time ({error:.0%}); {memory}"
-
-
-def error_of_time(option: Option) -> float | None:
-    """Return half the width of the step time's interval, as a fraction; None if step times are not validated here."""
-    time = option.time
-    if time is None or time.step_s.low is None or time.step_s.high is None:
-        return None
-    return (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
 
 
 def _why_nothing_fits(advice: Advice) -> str:
@@ -364,10 +335,8 @@ def _why_nothing_fits(advice: Advice) -> str:
         short = [option for option in advice.options if timing.excess_bytes(option.memory, any_host) <= 0]
         if short:
             nearest = min(short, key=lambda option: option.memory.host_peak.value)
-            needed = nearest.memory.host_peak.value / GIB
-            return (
-                f"nothing fits this host: {nearest.name} needs {needed:,.0f} GiB, the least of all that fit on the GPUs"
-            )
+            needed = f"{nearest.memory.host_peak.value / GIB:,.0f} GiB, the least of all that fit on the GPUs"
+            return f"nothing fits this host: {nearest.name} needs {needed}"
     # Data parallelism shards model state, but not the activations of one sample.
     undivided = {name: parts[name] for name in _PARTS_OF_A_SAMPLE if parts[name]}
     if sum(undivided.values()) <= (usable := timing.usable_bytes(box)):
@@ -383,15 +352,6 @@ def _why_nothing_fits(advice: Advice) -> str:
         f" rank ({breakdown}) of {usable / GIB:.1f}; use {', '.join(helps)}, or split its tokens over ranks"
         " (strategies cp and ulysses_zero1 to ulysses_zero3, which are not predicted)"
     )
-
-
-def _memory_text(best: Option) -> str:
-    memory, box = best.memory, best.request.box
-    if (memory.process_peak or memory.peak_reserved).high is None:
-        return f"{timing.free_fraction(memory, box):.0%} of the memory is left, but peaks are not validated here"
-    if not best.is_safe:
-        return "it may not fit: its 90 % bound does not"
-    return f"its 90 % bound leaves {timing.free_fraction(memory, box, True):.0%} of the memory"
 
 
 def unchecked_needs(option: Option) -> Iterator[str]:
@@ -415,11 +375,9 @@ def explain_slowdown(option: Option, best: Option) -> str:
     if not timing.fits(predict_memory(same), box, at_upper=best.is_safe):
         return f": with {workload_text(ours)}, the settings of {best.name}, it does not fit"
     assert best.time is not None
-    time, best_time = timing.predict_time(same), best.time
-    part = max(_PARTS_OF_A_STEP, key=lambda name: time.parts[name] - best_time.parts[name])
-    fraction, best_fraction = (
-        f"{prediction.parts[part] / prediction.step_s.value:.0%}" for prediction in (time, best_time)
-    )
+    times = timing.predict_time(same), best.time
+    part = max(_PARTS_OF_A_STEP, key=lambda name: times[0].parts[name] - times[1].parts[name])
+    fraction, best_fraction = (f"{time.parts[part] / time.step_s.value:.0%}" for time in times)
     return (
         f": with the settings of {best.name}, {_PARTS_OF_A_STEP[part]} takes {fraction} of its step, and"
         f" {best_fraction} of {best.name}'s"
@@ -448,36 +406,32 @@ def sensitivity_lines(advice: Advice) -> Iterator[str]:
     question, best = advice.question, advice.best
     box = question.box
     more = "twice the nodes" if box.nodes > 1 else "a second such machine" if box.ranks > 1 else "a second GPU"
-    twice: dict[str, Any] = {"gpus_per_node": 2} if box.ranks == 1 else {"nodes": 2 * box.nodes}
-    scenarios: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, **twice)}}
+    change, change_box = functools.partial(dataclasses.replace, question), functools.partial(dataclasses.replace, box)
+    twice = {"gpus_per_node": 2} if box.ranks == 1 else {"nodes": 2 * box.nodes}
+    scenarios = {more: change(box=change_box(**twice))}
     if box.nodes > 1:
-        alone = advise(dataclasses.replace(question, box=dataclasses.replace(box, nodes=1))).best
+        alone = advise(change(box=change_box(nodes=1))).best
         if alone is not None and (best is None or _is_as_good(alone, best)):
             times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
             yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked_needs(alone)])
-        slower = dataclasses.replace(box, network_gb_per_s=box.network_gb_per_s / 8)
-        scenarios["an eighth of the network"] = {"box": slower}
+        slower = change_box(network_gb_per_s=box.network_gb_per_s / 8)
+        scenarios["an eighth of the network"] = change(box=slower)
     longer, positions = 2 * question.sequence_length, question.shape.positions
     if positions is None or longer <= positions:
-        scenarios[f"{longer} tokens per sample"] = {"sequence_length": longer}
+        scenarios[f"{longer} tokens per sample"] = change(sequence_length=longer)
     if box.gpus_per_node > 1:
-        scenarios["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
-    for label, changed in scenarios.items():
-        scenario = dataclasses.replace(question, **changed)
+        scenarios["half the GPUs"] = change(box=change_box(gpus_per_node=box.gpus_per_node // 2))
+    for label, scenario in scenarios.items():
         alternative = advise(scenario, _near(advice, scenario))
-        still = best and alternative.option(best.name)
-        if alternative.best is None:
+        first, still = alternative.best, [item for item in alternative.options if best and item.name == best.name]
+        if first is None:
             if best is not None:
                 yield f"with {label} nothing would fit"
-        elif best is not None and alternative.best.name == best.name:
-            if best.is_safe and not alternative.best.is_safe:
+        elif first in still:
+            if best and best.is_safe and not first.is_safe:
                 yield f"with {label} it may not fit"
-        elif (
-            still is None
-            or not still.is_safe
-            or still.tokens_per_s < (1 - _WORTH_SAYING) * alternative.best.tokens_per_s
-        ):
-            yield f"with {label} it would be {alternative.best.name}"
+        elif not any(item.is_safe and item.tokens_per_s >= (1 - _WORTH_SAYING) * first.tokens_per_s for item in still):
+            yield f"with {label} it would be {first.name}"
 
 
 def _is_as_good(alone: Option, best: Option) -> bool:

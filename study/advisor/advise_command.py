@@ -6,10 +6,9 @@ import argparse
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from study.advisor.advise import Advice, Option
 from study.advisor.explain_findings import request_notes
 from study.config.errors import UserError
 from study.config.printing import TextTable, print_result
-from study.config.strategies import STRATEGY_DIRECTORY, read_yaml
+from study.config.strategies import STRATEGY_DIRECTORY, STRATEGY_NAMES, read_strategy, read_yaml
 from study.config.text import rounded
 from study.host.folders import folder_argument
 from study.host.memory import GIB
@@ -38,12 +37,15 @@ Each strategy of accelerate_configs/ is tried with its settings fitted to the mo
 checkpointing, at the largest micro-batch that fits by the predicted peak. Nothing is run, and nothing is fetched
 without --hub. docs/advice.md has the errors and the limits of the predictions.
 """
+CONFIGS_EPILOG = """\
+A file refers to its DeepSpeed JSON by its full path, so it can be launched from any folder:
+accelerate launch --config_file DIR/zero3.yaml YOUR_PROGRAM.py, or -m study.train.
+"""
 # Default: at least this many samples per optimizer step, with one of these numbers per rank.
 _BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LARGE_HOST_BYTES = 256 * GIB
 # An option that needs at most this fraction of the recommended one's host memory is named as well.
 _LIGHTER = 0.75
-_PORT = 29500
 _COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "check-\npointing", "peak\nGiB", "90 %\nbound",
             "tokens/s,\nall ranks", "host\nGiB", "NVMe\nGiB", "cost/M\ntokens", "")  # fmt: skip
 _DETAILS = """\
@@ -52,19 +54,15 @@ of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks, ≤ und
 host and NVMe: of one node.
 """
 _WIDTH = 120
-ONE_RANK_NOTE = (
-    "ZeRO-1 on one GPU shards nothing, but its weights are 16 bits with fp32 masters of trained parameters;"
-    " single keeps fp32 weights and autocasts"
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvisedFiles:
-    """Files of the recommended strategy, and the commands that launch with them."""
+    """Files of the recommended strategy, and the launch commands of the user's program, and of study/train.py if it can
+    train the same."""
 
     accelerate: Path
     deepspeed: Path | None
-    # Launch commands of the user's program, and of study/train.py if it can train the same.
     command: str
     of_study: str | None
 
@@ -90,13 +88,11 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     # Only a request that prints them reads the records, which takes a third of the time.
-    is_printed = options.json or options.details
-    measured = list(nearest(best.request)) if nearest and best and is_printed else []
+    measured = list(nearest(best.request)) if nearest and best and (options.json or options.details) else []
     riskier, what_ifs = advise.faster_riskier_option(advice), list(advise.sensitivity_lines(advice))
-    page = _page(advice, riskier, what_ifs, measured, files is not None or best is None, options.details)
-    written = _file_lines(files, best.request, options.nvme_path) if files and best else ()
     document = functools.partial(_document, advice, riskier, what_ifs, measured, files)
-    print_result(options.json, document, itertools.chain(page, written), options.details or files is not None)
+    page = _page(advice, riskier, [*what_ifs, *measured] if options.details else what_ifs, files, options)
+    print_result(options.json, document, page, options.details or files is not None)
     return 0 if best else 1
 
 
@@ -153,26 +149,25 @@ def _entry(option: Option) -> dict[str, Any]:
         "device_parts": dict(memory.device_parts),
         "host_bytes_per_node": dataclasses.asdict(memory.host_peak), "nvme_bytes_per_node": memory.nvme,
         "tokens_per_s": option.tokens_per_s, "step_s": time and dataclasses.asdict(time.step_s),
-        "mfu": time and time.mfu, "cost_per_million_tokens": option.cost_per_million_tokens if option.fits else None,
-        "deepspeed": request.strategy.deepspeed, "least_deepspeed_release": _least_release(option) or None,
+        "mfu": time and time.mfu, "cost_per_million_tokens": option.cost_per_million_tokens,
+        "deepspeed": request.strategy.deepspeed,
+        "least_deepspeed_release": least_sound_release(option.name, request.accumulation, request.precision) or None,
     }  # fmt: skip
 
 
 def _page(
-    advice: Advice, riskier: Option | None, what_ifs: Sequence[str], measured: Sequence[str], has_files: bool,
-    details: bool,
-) -> Iterator[str | TextTable]:  # fmt: skip
-    question, best = advice.question, advice.best
+    advice: Advice, riskier: Option | None, lines: list[str], files: AdvisedFiles | None, options: argparse.Namespace
+) -> Iterator[str | TextTable]:
+    question, best, details = advice.question, advice.best, options.details
     shape, box = question.shape, question.box
     yield _verdict(advice)
     yield from predict_command.pair_notes(best.request) if best else ()
     yield ""
-    batch = "" if question.global_batch is None else f"global batch {question.global_batch}, "
     count = f"{shape.parameters / 1e9:.3g} B" if shape.parameters >= 1e8 else f"{shape.parameters / 1e6:.3g} M"
     yield (
         f"{shape.name} ({count} parameters{adapters.lora_text(shape)}) on {box.name}:"
-        f" {box.ranks} x {box.device.name}, {batch}{question.sequence_length} tokens per sample, {question.precision}"
-        f"{', chunked loss' * question.chunked_loss}\n"
+        f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
+        f" sample, {question.precision}{', chunked loss' * question.chunked_loss}\n"
     )
     listed = [option for option in advice.options if option.fits or details or best is None]
     rows = [_row(option, best) for option in listed]
@@ -181,10 +176,8 @@ def _page(
     if details:
         yield f"\n{_DETAILS}"
     else:
-        left_out = [option for option in advice.options if option not in listed]
-        usable = usable_bytes(box)
-        needs: dict[str, list[str]] = {}
-        for option in left_out:
+        usable, needs = usable_bytes(box), dict[str, list[str]]()
+        for option in (option for option in advice.options if option not in listed):
             limit, need = "for another reason", option.why
             if (peak := device_bytes(option.memory)) > usable:
                 limit, need = f"{rounded(usable / GIB)} GiB a rank", rounded(peak / GIB)
@@ -196,10 +189,10 @@ def _page(
         yield ""
     if best is not None:
         yield from _notes(advice, best, riskier)
-    yield from what_ifs
-    if details:
-        yield from measured
-    if not has_files:
+    yield from lines
+    if best and files:
+        yield from _file_lines(files, best.request, options.nvme_path)
+    elif best:
         more = "" if details else "; --details has similar measurements"
         yield f"--output DIR writes files with fitted buckets (`study predict` takes the stock ones){more}"
 
@@ -233,7 +226,7 @@ def _verdict(advice: Advice) -> str:
 def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
     box, shape, runner_up = advice.question.box, advice.question.shape, advice.runner_up
     yield f"why {best.name}: {advise.explain_best(advice)}"
-    if release := _least_release(best):
+    if release := least_sound_release(best.name, best.request.accumulation, best.request.precision):
         why = "earlier ones compute wrong gradients with these settings (`study releases`)"
         yield f"needs DeepSpeed {release} or later: {why}"
     if runner_up is not None and best.is_safe == runner_up.is_safe:
@@ -258,7 +251,8 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
     if (note := host_adam_note(best.request)) is not None:
         yield note
     if best.name == "zero1" and box.ranks == 1:
-        yield ONE_RANK_NOTE
+        precision = "its weights are 16 bits with fp32 masters of trained parameters"
+        yield f"ZeRO-1 on one GPU shards nothing, but {precision}; single keeps fp32 weights and autocasts"
     if box.nodes > 1:
         yield f"each GPU is assumed to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
     if best.request.pure:
@@ -268,13 +262,6 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
         yield LORA_NOTE
     yield from live_notes(shape)
     yield from request_notes(best.request)
-
-
-def _least_release(option: Option) -> str:
-    request = option.request
-    return (
-        least_sound_release(option.name, request.accumulation, request.precision) if request.strategy.deepspeed else ""
-    )
 
 
 def _row(option: Option, best: Option | None) -> list[str]:
@@ -334,7 +321,7 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
     changes: dict[str, Any] = {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
     if request.box.nodes > 1:
         # The machine rank and the main address are flags of the launch.
-        changes["main_process_port"] = _PORT
+        changes["main_process_port"] = 29500
     if request.strategy.mesh is not None:
         shards = request.ranks_per_replica or request.box.ranks
         changes["parallelism_config"] = {
@@ -352,18 +339,34 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
             section = settings["zero_optimization"].get(what)
             if section and section["device"] == "nvme":
                 section["nvme_path"] = nvme_path
-    texts = strategy_texts(option.name, outer, settings, changes)
-    write_texts(texts, folder, "--output")
+    texts = _strategy_texts(option.name, outer, settings, changes)
+    _write_texts(texts, folder, "--output")
     inner = None if settings is None else outer.with_suffix(".json")
     launch = ["accelerate", "launch", "--config_file", str(outer)]
     return AdvisedFiles(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _study_command(request, model, launch))
 
 
-def strategy_texts(
-    name: str, file: Path, deepspeed: Mapping[str, Any] | None, changes: Mapping[str, Any] | None = None
+def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `study configs`."""
+    parser.add_argument("folder", type=folder_argument, metavar="DIR", help="the folder to write; created if missing")
+    parser.add_argument("names", nargs="*", default=(), metavar="NAME", help="strategies; default: all")
+
+
+def write_configs(options: argparse.Namespace) -> int:
+    """Write the Accelerate files of strategies for use with any script, and print their paths; return 0."""
+    folder, texts = options.folder.absolute(), dict[Path, str]()
+    for name in options.names or STRATEGY_NAMES:
+        texts |= _strategy_texts(name, folder / f"{name}.yaml", read_strategy(name).deepspeed, {})
+    _write_texts(texts, folder, "DIR")
+    print("\n".join(map(str, texts)))
+    return 0
+
+
+def _strategy_texts(
+    name: str, file: Path, deepspeed: Mapping[str, Any] | None, changes: dict[str, Any]
 ) -> dict[Path, str]:
     """Return a strategy's Accelerate file with these changes, and its DeepSpeed JSON next to it, by path."""
-    texts, document = dict[Path, str](), read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml") | dict(changes or {})
+    texts, document = dict[Path, str](), read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml") | changes
     if deepspeed is not None:
         inner = file.with_suffix(".json")
         document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
@@ -371,18 +374,18 @@ def strategy_texts(
     return texts | {file: yaml.safe_dump(document, sort_keys=False)}
 
 
-def write_texts(texts: Mapping[Path, str], folder: Path, argument: str) -> None:
+def _write_texts(texts: Mapping[Path, str], folder: Path, argument: str) -> None:
     """Write files into a folder; raise UserError that names the argument rather than change an existing file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            if file.exists() and file.read_text(encoding="utf-8") != text:
+            if file.exists() and file.read_bytes() != text.encode():
                 raise UserError(f"{file} exists with other contents", f"name another {argument}")
         for file, text in texts.items():
             file.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"the files cannot be written to {folder} ({reason})", f"name another {argument}") from None
+    except OSError as error:
+        problem = f"the files cannot be written to {folder} ({error.strerror})"
+        raise UserError(problem, f"name another {argument}") from None
 
 
 def _study_command(request: Request, model: str, launch: list[str]) -> str | None:
@@ -391,14 +394,8 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     study/train.py has no chunked loss, cannot load a model given by its sizes, and gathers fp32 weights under FSDP. It
     keeps fp32 weights without DeepSpeed.
     """
-    preset = find_preset(model)
-    if (
-        request.chunked_loss
-        or request.pure
-        or request.fsdp_gathers_16_bits
-        or "=" in model
-        or Path(model).expanduser().is_file()
-    ):
+    preset, is_loaded = find_preset(model), "=" not in model and not Path(model).expanduser().is_file()
+    if request.chunked_loss or request.pure or request.fsdp_gathers_16_bits or not is_loaded:
         return None
     task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"
     flags = ["--task", task, "--model_name_or_path", model]

@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from study.config.errors import UserError
 from study.config.places import IMPORT_ROOT, IS_CHECKOUT, REPOSITORY, WORKING_FOLDER, install_command
 from study.config.printing import TextTable, print_result
-from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_REPLICAS, Strategy, read_strategy
+from study.config.strategies import MIN_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_REPLICAS, read_strategy
 from study.host.folders import cache_directory, check_writable, folder_argument, home_folder, nearest_existing
 from study.host.machine import detect_machine, visible_gpus
 from study.host.memory import GIB, MIB, can_lock, host_memory, required_pinned_bytes
@@ -51,7 +54,6 @@ _ROOM = 98
 _PROBED = ("gpus", "nccl", "nvcc", "hub", "libaio", "operators", "cpu adam", "nvme bandwidth")
 _AS_ABOVE = "see the lines above"
 _SHARE = "start from a folder that all nodes share"
-_BUILD = "srun --ntasks-per-node=1 python -m study.host.operators"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +93,15 @@ def run(options: argparse.Namespace) -> int:
         is_cut = is_short and check.state != "missing" and len(check.found) > _ROOM
         rows.append((check.state, check.name, f"{check.found[: _ROOM - 3]}..." if is_cut else check.found))
         rows += [("", "", f"-> {check.fix}")] if check.fix else []
-    document = {"checks": [dataclasses.asdict(check) for check in checks]}
     page = (verdict(checks, missing), "", TextTable(("", "", ""), rows))
-    print_result(options.json, lambda: document, page)
+    print_result(options.json, lambda: {"checks": [dataclasses.asdict(check) for check in checks]}, page)
     return 1 if missing else 0
 
 
 def verdict(checks: Sequence[Check], missing: Sequence[str]) -> str:
     """Say whether the study can run here; strategies that lack something end as unsupported, and the others run."""
     gpus = next(check for check in checks if check.name == "gpus")
-    by_missing = _by_missing(checks, map(read_strategy, STRATEGY_NAMES))
+    by_missing = _by_missing(checks, STRATEGY_NAMES)
     needs = {need for lacks in by_missing for need in lacks.split(", ")}
     ready = "Ready for study run laptop"
     if set(missing) - needs - {"strategies"} or not by_missing.get(""):
@@ -110,12 +111,18 @@ def verdict(checks: Sequence[Check], missing: Sequence[str]) -> str:
     return f"{ready}; {'GPUs: ' + gpus.found if gpus.state == 'ok' else 'no GPU found'}"
 
 
-def _by_missing(checks: Sequence[Check], strategies: Iterable[Strategy]) -> dict[str, list[str]]:
-    """Return the strategies by the requirements that they lack; those that lack none under an empty text."""
-    state = {check.name: check.state for check in checks}
-    by_missing: dict[str, list[str]] = {}
-    for strategy in strategies:
-        lacks = [need for need in _needs(strategy, state["gpus"] == "ok") if state.get(need) == "missing"]
+def _by_missing(checks: Sequence[Check], names: Iterable[str]) -> dict[str, list[str]]:
+    """Return strategies by the requirements that they lack; those that lack none under an empty text."""
+    state, by_missing = {check.name: check.state for check in checks}, dict[str, list[str]]()
+    on_gpu = state["gpus"] == "ok"
+    for strategy in map(read_strategy, names):
+        needs = ["pairing", "operators"]
+        # Without a GPU, DeepSpeed's ranks communicate through a compiled operator, too.
+        needs += ["compiler", "ninja"] if strategy.offloads or not on_gpu else []
+        needs += ["nvcc"] if on_gpu and strategy.uses_nvme else []
+        needs += ["shared memory"] if on_gpu else []
+        needs += ["libaio", "nvme path", "pinned memory"] if strategy.uses_nvme else []
+        lacks = [need for need in needs if strategy.deepspeed and state.get(need) == "missing"]
         by_missing.setdefault(", ".join(lacks), []).append(strategy.name)
     return by_missing
 
@@ -141,8 +148,6 @@ def versions() -> Iterator[Check]:
     """Yield the checks of Python, the packages and known faults of their versions."""
     python = platform.python_version()
     try:
-        from packaging.specifiers import SpecifierSet
-
         required = metadata.metadata("zero-study")["Requires-Python"]
         packages, packages_fix = _compare("that training needs", metadata.requires("zero-study") or [], "train")
     except ImportError as error:
@@ -165,28 +170,20 @@ def versions() -> Iterator[Check]:
 
 def _compare(which: str, requirements: list[str], extra: str = "") -> tuple[str, str]:
     """Return a summary of the packages in the required version, in another one and missing; and the fix."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    applicable = [
-        requirement
-        for requirement in map(Requirement, requirements)
-        if not requirement.marker or requirement.marker.evaluate({"extra": extra})
-    ]
+    evaluated = {"extra": extra}
+    applicable = [item for item in map(Requirement, requirements) if not item.marker or item.marker.evaluate(evaluated)]
     # Python imports the first of several with one name on its path. Remains of an interrupted pip have no name.
     packages = reversed(list(metadata.distributions()))
     installed = {canonicalize_name(package.name): package.version for package in packages if package.name}
-    versions = [(requirement, installed.get(canonicalize_name(requirement.name))) for requirement in applicable]
-    mismatched = [
-        f"{requirement.name} {version}"
-        for requirement, version in versions
-        if version and not requirement.specifier.contains(version, True)
-    ]
-    absent = [requirement.name for requirement, version in versions if version is None]
-    text = (
-        f"{len(applicable) - len(mismatched) - len(absent)} of {len(applicable)} packages {which} are installed in the"
-        " required version"
-    )
+    mismatched, absent = list[str](), list[str]()
+    for item in applicable:
+        version = installed.get(canonicalize_name(item.name))
+        if version is None:
+            absent.append(item.name)
+        elif not item.specifier.contains(version, True):
+            mismatched.append(f"{item.name} {version}")
+    right = len(applicable) - len(mismatched) - len(absent)
+    text = f"{right} of {len(applicable)} packages {which} are installed in the required version"
     text += f"; in another one: {', '.join(mismatched)}" if mismatched else ""
     text += f"; not installed: {', '.join(absent)}" if absent else ""
     return text, INSTALL_ALL if extra and (mismatched or absent) else ""
@@ -196,7 +193,7 @@ def tools() -> Iterator[Check]:
     """Yield the checks of the C++ compiler and of ninja."""
     # As torch selects it.
     compiler = os.environ.get("CXX") or "c++"
-    version = _first_line(compiler, "--version")
+    version = _first_line(compiler)
     problem, fix = "DeepSpeed compiles with it", "apt-get install g++"
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     if version and not has_headers:
@@ -204,18 +201,17 @@ def tools() -> Iterator[Check]:
     text = f"{compiler}: {version or 'not found'}"
     yield needed("compiler", bool(version) and has_headers, text, problem, fix)
     # A run adds the folder of this Python to its PATH (study/host/operators.py).
-    venv_ninja = Path(sys.executable).parent / "ninja"
-    ninja = _first_line("ninja", "--version") or _first_line(str(venv_ninja), "--version")
-    fix = "python -m pip install ninja"
-    yield needed("ninja", bool(ninja), ninja or "not found", "DeepSpeed builds with it", fix)
+    ninja = _first_line("ninja") or _first_line(str(Path(sys.executable).parent / "ninja"))
+    problem, fix = "DeepSpeed builds with it", "python -m pip install ninja"
+    yield needed("ninja", bool(ninja), ninja or "not found", problem, fix)
 
 
-def _first_line(*command: str) -> str | None:
+def _first_line(program: str) -> str:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        result = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return (result.stdout.strip().splitlines() or [""])[0]
+        return ""
+    return result.stdout.strip().partition("\n")[0]
 
 
 def memory() -> Iterator[Check]:
@@ -302,14 +298,9 @@ def cluster() -> list[Check]:
         if (job := current_job()) is None:
             return [Check("slurm", "ok", "a job of one node, on which runs start as without Slurm")]
         with ExitStack() as stack:
-            markers = {
-                what: stack.enter_context(tempfile.NamedTemporaryFile(dir=nearest_existing(folder))).name
-                for what, folder in folders.items()
-            }
-            nodes = query_nodes(job, tuple(markers.values()))
-        blind_nodes = {
-            what: ", ".join(node.name for node in nodes if marker not in node.paths) for what, marker in markers.items()
-        }
+            places = map(nearest_existing, folders.values())
+            markers = [stack.enter_context(tempfile.NamedTemporaryFile(dir=place)).name for place in places]
+            nodes = query_nodes(job, tuple(markers))
     except (UserError, OSError) as problem:
         fix = problem.fix if isinstance(problem, UserError) else _SHARE
         return [Check("slurm", "missing", getattr(problem, "problem", str(problem)), fix)]
@@ -318,22 +309,25 @@ def cluster() -> list[Check]:
         Check("nodes", "ok", _by_node(nodes, _hardware_text)),
         Check("interconnect", "ok", _by_node(nodes, lambda node: ", ".join(node.networks) or "no link was found")),
     ]
-    for what in ("repository", "runs"):
-        text = shown(folders[what]) if blind_nodes[what] else f"{shown(folders[what])}, on all nodes"
-        checks.append(
-            needed(f"shared {what}", not blind_nodes[what], text, f"{blind_nodes[what]} has another one", _SHARE)
-        )
-    if blind_nodes["cache"]:
-        text = f"{blind_nodes['cache']} has another one, and draws weights, prepares data and builds operators there"
-        fix = "set ZERO_STUDY_CACHE to a folder that all nodes share"
-        checks.append(Check("shared cache", "none", text, fix))
-    else:
-        checks.append(Check("shared cache", "ok", f"{shown(folders['cache'])}, on all nodes"))
-    return [
-        *checks,
-        _on_each_node("operators of nodes", nodes, lambda node: node.operators, _BUILD),
-        _on_each_node("weights of nodes", nodes, lambda node: node.weights, "study weights SUITE"),
-    ]
+    for (what, folder), marker in zip(folders.items(), markers, strict=True):
+        blind_nodes = ", ".join(node.name for node in nodes if marker not in node.paths)
+        if not blind_nodes:
+            checks.append(Check(f"shared {what}", "ok", f"{shown(folder)}, on all nodes"))
+        elif what == "cache":
+            text = f"{blind_nodes} has another one, and draws weights, prepares data and builds operators there"
+            checks.append(Check("shared cache", "none", text, "set ZERO_STUDY_CACHE to a folder that all nodes share"))
+        else:
+            checks.append(Check(f"shared {what}", "missing", f"{shown(folder)}; {blind_nodes} has another one", _SHARE))
+    for what, fix in (
+        ("operators", "srun --ntasks-per-node=1 python -m study.host.operators"), ("weights", "study weights SUITE"),
+    ):  # fmt: skip
+        on_nodes: dict[str, list[str]] = {node.name: getattr(node, what) for node in nodes}
+        count = len(set().union(*on_nodes.values()))
+        lacking = [f"{node} lacks {count - len(names)}" for node, names in on_nodes.items() if len(names) < count]
+        text = f"{count} on some node; {', '.join(lacking)}" if lacking else f"{count} on each node"
+        is_ok = count > 0 and not lacking
+        checks.append(Check(f"{what} of nodes", "ok" if is_ok else "none", text, "" if is_ok else fix))
+    return checks
 
 
 def _hardware_text(node: Node) -> str:
@@ -349,52 +343,24 @@ def _by_node(nodes: Sequence[Node], describe: Callable[[Node], str]) -> str:
     return "; ".join(f"{', '.join(group)}: {text}" for text, group in names.items())
 
 
-def _on_each_node(name: str, nodes: Sequence[Node], files: Callable[[Node], list[str]], fix: str) -> Check:
-    all_files = {file for node in nodes for file in files(node)}
-    lacking = [
-        f"{node.name} lacks {len(all_files) - len(files(node))}" for node in nodes if len(files(node)) < len(all_files)
-    ]
-    text = f"{len(all_files)} on some node; {', '.join(lacking)}" if lacking else f"{len(all_files)} on each node"
-    return Check(name, "ok", text) if all_files and not lacking else Check(name, "none", text, fix)
-
-
 def strategies(checks: list[Check], gpus: int) -> Check:
     """Return the check of the strategies that can train on `gpus` GPUs, with the missing requirements of the others."""
     state = {check.name: check.state for check in checks}
     # NCCL is `none`, not `missing`, if torch can be imported and has no GPU.
     if missing := [name for name in ("packages", "python", "nccl") if state[name] == "missing"]:
         return Check("strategies", "missing", f"none trains here ({', '.join(missing)}: see above)", _AS_ABOVE)
-    on_gpu = state["gpus"] == "ok"
-    too_large: dict[int, list[str]] = {}
-    able = []
-    for strategy in map(read_strategy, STRATEGY_NAMES):
-        least = strategy.group.ranks if strategy.group else 1
-        if strategy.name in WITH_REPLICAS:
-            least = MIN_RANKS_WITH_REPLICAS
-        if on_gpu and gpus < least:
-            too_large.setdefault(least, []).append(strategy.name)
-        else:
-            able.append(strategy)
-    by_missing = _by_missing(checks, able)
+    on_gpu, by_least = state["gpus"] == "ok", dict[int, list[str]]()
+    for name in STRATEGY_NAMES:
+        least = MIN_RANKS_WITH_REPLICAS if name in WITH_REPLICAS else read_strategy(name).group_size
+        by_least.setdefault(least if on_gpu and gpus < least else 0, []).append(name)
+    by_missing = _by_missing(checks, by_least.pop(0, []))
     trainable = by_missing.pop("", [])
     text = f"{len(trainable)} of {len(STRATEGY_NAMES)} train "
     text += "on its GPUs" if on_gpu else "on its cores, over gloo; suites that require GPUs do not run"
     # Not an error of the machine: the strategies of the study need fewer GPUs.
-    larger = "".join(f"; from {least} GPUs: {', '.join(names)}" for least, names in sorted(too_large.items()))
+    larger = "".join(f"; from {least} GPUs: {', '.join(names)}" for least, names in sorted(by_least.items()))
     if not by_missing:
         return Check("strategies", "ok", text + larger)
     untrainable = "; not ".join(f"{', '.join(names)}, missing: {lacks}" for lacks, names in by_missing.items())
     text += f" ({', '.join(trainable)}); not {untrainable}{larger}"
     return Check("strategies", "missing", text, _AS_ABOVE)
-
-
-def _needs(strategy: Strategy, on_gpu: bool) -> list[str]:
-    if not strategy.deepspeed:
-        return []
-    needs = ["pairing", "operators"]
-    # Without a GPU, DeepSpeed's ranks communicate through a compiled operator, too.
-    needs += ["compiler", "ninja"] if strategy.offloads or not on_gpu else []
-    needs += ["nvcc"] if on_gpu and strategy.uses_nvme else []
-    needs += ["shared memory"] if on_gpu else []
-    needs += ["libaio", "nvme path", "pinned memory"] if strategy.uses_nvme else []
-    return needs

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from study.advisor.doctor import INSTALL, PINS, Check, needed, shown
-from study.config.errors import Unsupported, UserError, first_line
+from study.config.errors import UserError, first_line
 from study.host import operators
 from study.host.environment import check_torch_supports_gpus
 from study.host.folders import cache_directory
@@ -40,11 +40,7 @@ def main() -> None:
     parser.add_argument("--not_measured", default="", help="reason why NVMe is not measured")
     parser.add_argument("--hub", action="store_true")
     options = parser.parse_args()
-    unusable = None
-    try:
-        operators.configure_build_environment(cache_directory())
-    except UserError as refusal:
-        unusable = refusal
+    configure = functools.cache(lambda: operators.configure_build_environment(cache_directory()))
     # DeepSpeed prints to stdout from Python and from C++; from here on that goes to stderr.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
@@ -55,7 +51,10 @@ def main() -> None:
         }  # fmt: skip
         for name, section in sections.items():
             try:
-                check = section() if unusable is None else Check(name, "missing", unusable.problem, unusable.fix)
+                configure()
+                check = section()
+            except UserError as refusal:
+                check = Check(name, "missing", refusal.problem, refusal.fix)
             except Exception as error:  # any exception of a library is the result of its check
                 check = Check(name, "missing", f"{type(error).__name__}: {first_line(error)[:200]}", INSTALL)
             print(json.dumps(dataclasses.asdict(check)), file=lines, flush=True)
@@ -67,10 +66,7 @@ def _gpus() -> Check:
     from study.host.environment import describe_environment
     from study.host.machine import detect_machine
 
-    try:
-        check_torch_supports_gpus()
-    except Unsupported as refusal:
-        return Check("gpus", "missing", refusal.problem, refusal.fix)
+    check_torch_supports_gpus()
     visible = detect_machine().gpus
     environment = describe_environment()
     devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in environment["devices"]]
@@ -117,8 +113,7 @@ def _libaio() -> Check:
 def _operators() -> Check:
     from study.config.strategies import STRATEGY_NAMES, read_strategy
 
-    strategies = [strategy for name in STRATEGY_NAMES if (strategy := read_strategy(name)).deepspeed]
-    needed = {builder.name: builder for strategy in strategies for builder in operators.builders(strategy)}
+    needed = {item.name: item for name in STRATEGY_NAMES for item in operators.builders(read_strategy(name))}
     names: dict[str, list[str]] = {}
     for name, builder in needed.items():
         names.setdefault(_operator_state(builder), []).append(name)
@@ -213,16 +208,14 @@ def _hub(ask: bool) -> Check:
     from study.workloads.sources import IMDB, IMDB_FILES, IMDB_REVISION, WIKITEXT, WIKITEXT_FILES, WIKITEXT_REVISION
 
     # Each data set at the revision that runs use, and its files.
-    pinned = [(IMDB, IMDB, IMDB_REVISION, [*chain(*IMDB_FILES.values())])]
+    pinned = [(IMDB, IMDB, IMDB_REVISION, file) for file in chain(*IMDB_FILES.values())]
     for name, splits in WIKITEXT_FILES.items():
         files = [f"{name}/{file}" for file in chain(*splits.values())]
-        pinned.append((f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, files))
-
-    def is_cached(name: str, revision: str, files: list[str]) -> bool:
-        paths = (try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files)
-        return all(isinstance(file, str) for file in paths)
-
-    absent = [title for title, name, revision, files in pinned if not is_cached(name, revision, files)]
+        pinned += [(f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, file) for file in files]
+    absent = dict.fromkeys(
+        title for title, name, revision, file in pinned
+        if not isinstance(try_to_load_from_cache(name, file, revision=revision, repo_type="dataset"), str)
+    )  # fmt: skip
     offline, is_needed = constants.is_offline_mode(), bool(absent)
     # The addresses of a mirror or a proxy, and the token, are not printed.
     facts = [

@@ -13,7 +13,7 @@ from typing import Any
 
 from study.advisor import predict_command
 from study.advisor.explain_case import ConfigCase, ProgramSettings, resolve
-from study.advisor.explain_check import check_files, in_file
+from study.advisor.explain_check import check_file, in_file, is_config
 from study.advisor.explain_findings import findings
 from study.advisor.user_settings import OFFLOADS, ZERO, known_settings, read_user_file
 from study.config.errors import UserError
@@ -26,7 +26,7 @@ from study.predictor.communication import bus_bandwidth_gb_per_s, calls_s, sent_
 from study.predictor.hardware import ANY_DEVICE, Hardware, box_from_args, parse_int
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, MemoryUse, Request, StepTime
-from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
+from study.predictor.shape import USUAL_LENGTH, ModelShape, model_shape, resolve_length
 from study.predictor.state import persistent_params, sub_groups
 from study.predictor.time import FITTED, device_bytes, fits, predict_time, usable_bytes, why
 from study.predictor.zero3_gathers import simulate_gathers
@@ -46,7 +46,7 @@ _FINDINGS = {
 }  # fmt: skip
 # --details prints the others, too, and those below this fraction of the largest.
 _MAX_COST_ROWS, _MIN_COST = 5, 0.001
-_MORE = "; --details has the reasons"
+_COMPARED = ", without offload_param"
 _COUNT = functools.partial(parse_int, most=1_000_000, what="number")
 _MAX_RANKS = 1024
 _STATES = {"optimizer": "optimizer state", "parameters": "weights"}
@@ -118,23 +118,20 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("a speed or a host memory is one of the hardware", "add --hardware BOX")
     file = read_user_file(options.config)
     shape = adapters.apply_lora_options(model_shape(options.model[0], ask_hub=options.hub), options)
-    length = resolve_length(shape, options.seq_length)
     box = box_from_args(options) if options.hardware else None
-    case = resolve(file, shape, options.world_size, _program_settings(options, length), box)
+    case = resolve(file, shape, options.world_size, _program_settings(options, shape), box)
     text = resolve_path(options.config).read_text(encoding="utf-8")
     results = tuple(in_file(finding, file, text) for finding in findings(case))
     case = dataclasses.replace(case, findings=results, generated_tokens=options.generated_tokens)
-    memory = predict_memory(case.request)
-    document, page = functools.partial(_document, case, memory, box), _page(case, memory, options.details, box)
-    print_result(options.json, document, page, options.details)
+    print_result(options.json, lambda: _document(case), _page(case, options.details), options.details)
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
-def _program_settings(options: argparse.Namespace, length: int) -> ProgramSettings:
-    checkpointing, precision = options.gradient_checkpointing, options.precision
+def _program_settings(options: argparse.Namespace, shape: ModelShape | None) -> ProgramSettings:
+    length = resolve_length(shape, options.seq_length) if shape else options.seq_length or USUAL_LENGTH
     return ProgramSettings(
-        length, options.micro_batch, options.accumulation, checkpointing, precision, options.optimizer,
-        options.with_reference, options.quantization == "4bit",
+        length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision,
+        options.optimizer, options.with_reference, options.quantization == "4bit",
     )  # fmt: skip
 
 
@@ -145,8 +142,10 @@ def _check(options: argparse.Namespace) -> int:
     for name in names:
         if not resolve_path(name).is_file():
             raise UserError(f"there is no file {name}", "name files, and at most one MODEL after them")
-    length = resolve_length(model, options.seq_length) if model else options.seq_length or USUAL_LENGTH
-    checked, results = check_files(names, model, options.world_size, _program_settings(options, length))
+    work, checked, results = _program_settings(options, model), [name for name in names if is_config(name)], []
+    for name in checked:
+        problems = check_file(name, model, options.world_size, work)
+        results += sorted(problems, key=lambda problem: problem.line)
     levels = Counter[str](finding.severity for finding in results)
     total = f"errors: {levels['error']}, warnings: {levels['warning']}; {len(checked)} configuration files checked,"
     total += f" {len(names) - len(checked)} other files skipped"
@@ -155,17 +154,19 @@ def _check(options: argparse.Namespace) -> int:
         print("\n".join([*(finding.annotation for finding in results), total]))
     else:
         document = {"checked": checked, "findings": [finding.document for finding in results]}
-        print_result(options.json, lambda: document, [*(finding.line_text for finding in results), total])
+        lines = [f"{item.file}:{item.line}: {item.severity}: {item.kind}: {item.text}" for item in results]
+        print_result(options.json, lambda: document, [*lines, total])
     return 1 if levels["error"] else 3 if levels["warning"] else 0
 
 
-def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> dict[str, Any]:
+def _document(case: ConfigCase) -> dict[str, Any]:
+    box, memory = case.request.box, case.memory
     return {
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
         "model": case.shape.name, "parameters": case.shape.parameters,
         "trained_parameters": case.shape.trained_parameters, "world_size": case.ranks,
-        "hardware": hardware and hardware.name,
-        "fits": fits(memory, case.request.box) if hardware and not memory.missing else None,
+        "hardware": None if box.device is ANY_DEVICE else box.name,
+        "fits": None if box.device is ANY_DEVICE or memory.missing else fits(memory, box),
         "precision": predict_command.precision_name(case.request),
         "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
@@ -176,9 +177,10 @@ def _document(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) ->
     }  # fmt: skip
 
 
-def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> str:
+def _verdict(case: ConfigCase) -> str:
     """Return the peak of a rank, and whether it fits."""
-    request, peak = case.request, device_bytes(memory)
+    request, memory, peak = case.request, case.memory, device_bytes(case.memory)
+    hardware = None if request.box.device is ANY_DEVICE else request.box
     precision, in_half = request.precision.removesuffix("-engine"), ""
     half = predict_command.usual_precision(hardware) if hardware else "bf16"
     if precision == "fp32" and half != "fp32":
@@ -207,18 +209,14 @@ def _verdict(case: ConfigCase, memory: MemoryUse, hardware: Hardware | None) -> 
 
 def _remedies(request: Request) -> str:
     """Return changes of the program with which the same file fits: checkpointing, a smaller micro-batch, or both."""
-    changes: dict[str, dict[str, Any]] = {}
-    if not request.gradient_checkpointing:
-        changes["--gradient_checkpointing"] = {"gradient_checkpointing": True}
-    if request.micro_batch > 1:
-        changes["micro-batch 1"] = {"micro_batch": 1}
-    if len(changes) == 2:
-        both = {"gradient_checkpointing": True, "micro_batch": 1}
-        changes["both --gradient_checkpointing and micro-batch 1"] = both
-    needed = {words: predict_memory(dataclasses.replace(request, **change)) for words, change in changes.items()}
-    remedies = [
-        f"{words} ({_about(device_bytes(memory))})" for words, memory in needed.items() if fits(memory, request.box)
-    ]
+    recomputed, small, remedies = {"gradient_checkpointing": True}, {"micro_batch": 1}, []
+    for words, changes in (
+        ("--gradient_checkpointing", recomputed), ("micro-batch 1", small),
+        ("both --gradient_checkpointing and micro-batch 1", recomputed | small),
+    ):  # fmt: skip
+        memory = predict_memory(dataclasses.replace(request, **changes))
+        if all(getattr(request, key) != value for key, value in changes.items()) and fits(memory, request.box):
+            remedies.append(f"{words} ({_about(device_bytes(memory))})")
     return f"; it fits with {' or '.join(remedies[:2])}" if remedies else ""
 
 
@@ -235,12 +233,12 @@ def _excess(memory: MemoryUse, box: Hardware) -> str:
     return why(memory, box)
 
 
-def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware | None) -> Iterator[str | TextTable]:
-    request = case.request
+def _page(case: ConfigCase, details: bool) -> Iterator[str | TextTable]:
+    request, memory = case.request, case.memory
     engine = f"FSDP{1 if case.file.sharding else 2}" if request.strategy.is_fsdp else request.strategy.name
     if case.file.deepspeed is not None:
         engine = f"DeepSpeed, stage {case.stage}"
-    verdict, refused = _verdict(case, memory, hardware), [item for item in case.findings if item.kind == "refused"]
+    verdict, refused = _verdict(case), [item for item in case.findings if item.kind == "refused"]
     if refused:
         keys = ", ".join(dict.fromkeys(item.key for item in refused))
         verdict = f"Refused by the engine: {keys}. Apart from that: {verdict[0].lower()}{verdict[1:]}"
@@ -265,18 +263,14 @@ def _page(case: ConfigCase, memory: MemoryUse, details: bool, hardware: Hardware
     ]  # fmt: skip
     yield ", ".join(counted) or "every setting takes effect"
     if listed:
-        order = list(_FINDINGS)
-        rows = [
-            (finding.kind, f"{finding.key}: {finding.says}")
-            for finding in sorted(listed, key=lambda finding: order.index(finding.kind))
-        ]
-        yield TextTable(("", ""), rows, indent=2)
+        listed.sort(key=lambda finding: [*_FINDINGS].index(finding.kind))
+        yield TextTable(("", ""), [(finding.kind, f"{finding.key}: {finding.says}") for finding in listed], indent=2)
     if setting_costs := costs(case):
         legend = "" if all(cost.is_said for cost in setting_costs) else "; * a default, not in your file"
-        yield f"\nmemory of a rank by setting (- none{legend}{'' if details else _MORE})"
+        yield f"\nmemory of a rank by setting (- none{legend}{'' if details else '; --details has the reasons'})"
         yield TextTable(("device", "host", "NVMe", ""), _cost_rows(setting_costs, details), indent=2)
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
-    peak = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts if size > 2**30 / 20)
+    peak = ", ".join(f"{part} {size / GIB:.1f}" for part, size in parts if size > GIB / 20)
     yield f"peak memory of a rank, {_about(device_bytes(memory))}: {peak}"
     yield from (f"  {note}" for note in memory.notes if details)
     for answer in find_answers(case):
@@ -319,7 +313,7 @@ def costs(case: ConfigCase) -> list[SettingCost]:
     """Return the memory that each setting accounts for, the largest first."""
     if case.file.deepspeed is None:
         return []
-    setting_costs = [*_stage_costs(case), *_stage3_costs(case), *_offload_costs(case)]
+    setting_costs = [*_stage_costs(case), *(_stage3_costs(case) if case.stage == 3 else ()), *_offload_costs(case)]
     return sorted(setting_costs, key=lambda cost: -(cost.device + cost.host + cost.nvme))
 
 
@@ -367,28 +361,21 @@ def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
         yield _cost(case, "reduce_bucket_size", reason, float(largest * case.weight))
 
 
-def gathered_elements(case: ConfigCase) -> int:
-    """Return the peak number of elements of stage 3's sharded parameters that are gathered at once."""
-    return simulate_gathers(case.request).gathered_at_once
-
-
 def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
-    if case.stage != 3:
-        return
     elements, weight = case.request.stored.parameters, case.weight
     persistent = sum(param.elements for param in persistent_params(case.request))
     threshold = case.zero["stage3_param_persistence_threshold"]
     reason = f"tensors of up to {threshold:,.0f} elements stay unpartitioned, {persistent:,} elements of this model"
     yield _cost(case, "stage3_param_persistence_threshold", reason, persistent * weight * (1 - 1 / case.ranks))
-    gathered = gathered_elements(case)
-    least = gathered_elements(case.at(stage3_max_live_parameters=0, stage3_max_reuse_distance=0))
+    released = case.at(stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
+    gathers, least = simulate_gathers(case.request), simulate_gathers(released.request).gathered_at_once
     reason = (
-        f"{gathered:,} elements are gathered at once: the current layer, prefetched ones, and those reused soon; the"
-        " figure includes the buffers that they are copied from"
+        f"{gathers.gathered_at_once:,} elements are gathered at once: the current layer, prefetched ones, and those"
+        " reused soon; the figure includes the buffers that they are copied from"
     )
-    if least < gathered:
+    if least < gathers.gathered_at_once:
         reason += f"; {least:,} elements with this and stage3_max_live_parameters at 0, and each is gathered twice"
-    yield _cost(case, "stage3_max_reuse_distance", reason, simulate_gathers(case.request).max_live_elements * weight)
+    yield _cost(case, "stage3_max_reuse_distance", reason, gathers.max_live_elements * weight)
     if (group := min(case.zero["zero_hpz_partition_size"], case.ranks)) > 1:
         reason = f"each {group:,.0f} ranks have a secondary partition of all weights"
         yield _cost(case, "zero_hpz_partition_size", reason, elements * weight / group)
@@ -419,10 +406,10 @@ def _offload_costs(case: ConfigCase) -> Iterator[SettingCost]:
             size = optimizer["buffer_count"] * max(groups) * FP32_BYTES
             yield _cost(case, "offload_optimizer.buffer_count", reason, host=size)
         elif optimizer["ratio"] < 1 and case.stage == 3:
-            remaining = len(groups) - sub_groups_on_host(case)
+            remaining = int((1 - optimizer["ratio"]) * len(groups))
             reason = f"whole sub-groups move, {remaining} of a rank's {len(groups)} stay on the device"
-            after = case.at(offload_param=None)
-            yield _cost(case, "offload_optimizer.ratio", reason, *moved(whole_optimizer, after))
+            figures = moved(whole_optimizer, case.at(offload_param=None))
+            yield _cost(case, "offload_optimizer.ratio", reason, *figures)
     parameters = case.offload("offload_param")
     if parameters is not None and case.stage == 3:
         reason = "this rank's shard of the weights is moved off the device"
@@ -433,21 +420,12 @@ def _offload_costs(case: ConfigCase) -> Iterator[SettingCost]:
             yield _cost(case, "offload_param.buffer_count", reason, host=size)
 
 
-def sub_groups_on_host(case: ConfigCase) -> int:
-    """Return the number of sub-groups whose optimizer `ratio` moves to the host."""
-    optimizer, count = case.offload("offload_optimizer"), len(sub_groups(case.request))
-    assert optimizer is not None
-    return count - int((1 - optimizer["ratio"]) * count)
-
-
 # Answers to frequent questions.
-
-_COMPARED = ", without offload_param"
 
 
 def find_answers(case: ConfigCase) -> Iterator[Explanation]:
     """Yield the answers to the frequent questions that apply to this case."""
-    if case.request.box.device is not ANY_DEVICE and not predict_memory(case.request).missing:
+    if case.request.box.device is not ANY_DEVICE and not case.memory.missing:
         yield _explain_time(case)
     if case.stage in (1, 2) and case.ranks > 1:
         yield _compare_stages(case, 1, 2)
@@ -471,7 +449,7 @@ def _explain_time(case: ConfigCase) -> Explanation:
     short = f"{text}: {', '.join(shares)}"
     if any(map(case.offload, OFFLOADS)):
         bare = case.at(offload_param=None, offload_optimizer=None)
-        short += f"; without an offload {_time_text(bare)[1]}, {_about(device_bytes(predict_memory(bare.request)))}"
+        short += f"; without an offload {_time_text(bare)[1]}, {_about(device_bytes(bare.memory))}"
     elif case.stage == 3:
         short += f"; stage 2 {_time_text(case.at(stage=2))[1]}"
     because = list(time.notes[1:])
@@ -490,7 +468,7 @@ def _time_text(case: ConfigCase) -> tuple[StepTime, str]:
 
 def _explain_loading(case: ConfigCase) -> Iterator[Explanation]:
     """Compare loading a model in shards, as stage 3 does, and whole in each process."""
-    shards, full = (predict_memory(variant.request).host_parts["load"] for variant in (case, case.at(stage=2)))
+    shards, full = (variant.memory.host_parts["load"] for variant in (case, case.at(stage=2)))
     because = (
         "from_pretrained creates shards only if transformers has the configuration: create TrainingArguments, or"
         " HfDeepSpeedConfig in a custom loop, before the model, and keep the object",
@@ -524,18 +502,15 @@ def _explain_generation(case: ConfigCase, tokens: int) -> Explanation:
     return Explanation(f"What does generating {tokens:,} tokens cost?", short, because, figures)
 
 
-def _at_stages(case: ConfigCase, *stages: int, ranks: int | None = None, **zero: Any) -> list[ConfigCase]:
-    """Return the case at stages; none offloads parameters or a part of the optimizer, as stage 2 cannot."""
+def _at_stage(case: ConfigCase, stage: int, ranks: int | None = None, **zero: Any) -> ConfigCase:
+    """Return the case at a stage, without offloading parameters or a part of the optimizer, as stage 2 cannot."""
     optimizer = case.offload("offload_optimizer")
-    common = {"offload_param": None, "offload_optimizer": optimizer and {**optimizer, "ratio": 1.0}, **zero}
-    return [case.at(ranks, stage=stage, **common) for stage in stages]
+    zero = {"offload_param": None, "offload_optimizer": optimizer and {**optimizer, "ratio": 1.0}, **zero}
+    return case.at(ranks, stage=stage, **zero)
 
 
 def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
-    def memories(ranks: int) -> list[MemoryUse]:
-        return [predict_memory(variant.request) for variant in _at_stages(case, lower, higher, ranks=ranks)]
-
-    at_lower, at_higher = memories(case.ranks)
+    at_lower, at_higher = (_at_stage(case, stage).memory for stage in (lower, higher))
     before, after = device_bytes(at_lower), device_bytes(at_higher)
     short = f"{'yes' if after >= before else 'no'}: {after / GIB:.1f} GiB, stage {lower} {before / GIB:.1f} GiB"
     short += _COMPARED * (case.offload("offload_param") is not None)
@@ -543,13 +518,13 @@ def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
     count = case.ranks
     while after >= before and count < _MAX_RANKS and "less_from_ranks" not in figures:
         count *= 2
-        lower_bytes, higher_bytes = map(device_bytes, memories(count))
+        lower_bytes, higher_bytes = (device_bytes(_at_stage(case, stage, count).memory) for stage in (lower, higher))
         if higher_bytes < lower_bytes:
             short += f"; no from {count} ranks"
             figures["less_from_ranks"] = count
     parts = ("parameters", "gradients", "optimizer", "buffers")
     shares = (f"{part} {gib(at_lower.device_parts[part])} and {gib(at_higher.device_parts[part])}" for part in parts)
-    reasons = _stage_reasons(_at_stages(case, higher)[0])
+    reasons = _stage_reasons(_at_stage(case, higher))
     because = (f"at the peaks of stage {lower} and stage {higher}: {', '.join(shares)}", *reasons)
     return Explanation(f"Does stage {higher} need more memory than stage {lower}?", short, because, figures)
 
@@ -558,15 +533,15 @@ def _stage_reasons(case: ConfigCase) -> Iterator[str]:
     """Yield what decides whether the higher stage of a comparison saves memory, from the case at that stage."""
     elements, bucket = case.shape.parameters, case.zero["reduce_bucket_size"]
     if case.stage == 2:
-        parts = predict_memory(case.request).device_parts
+        parts = case.memory.device_parts
         sizes = (elements * case.weight, bucket_bytes(case), parts["activations"] + parts["logits"])
         saved = "stage 2 shards {} of gradients as buckets of {} fill; few exist where activations and logits need {}"
         yield saved.format(*map(gib, sizes))
-    elif gathered := gathered_elements(case):
+    elif gathered := (gathers := simulate_gathers(case.request)).gathered_at_once:
         yield (
             f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.1%} of the model:"
             " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps reused"
-            f" ones; with their buffers that is {gib(simulate_gathers(case.request).max_live_elements * case.weight)}"
+            f" ones; with their buffers that is {gib(gathers.max_live_elements * case.weight)}"
         )
     largest = case.largest.elements
     if bucket >= elements:
@@ -583,14 +558,14 @@ def _stage_reasons(case: ConfigCase) -> Iterator[str]:
 def _compare_ranks(case: ConfigCase) -> Explanation:
     """Compare the peak at half, the same and twice the number of ranks."""
     counts = sorted({max(case.ranks // 2, 1), case.ranks, 2 * case.ranks})
-    memories = {count: predict_memory(case.at(count).request) for count in counts}
+    memories = {count: case.at(count).memory for count in counts}
     now, twice = memories[case.ranks], memories[2 * case.ranks]
     fixed = ", ".join(
         f"{part} {gib(size)}" for part, size in sorted(now.device_parts.items(), key=lambda item: -item[1])
         if size > 2**20 and twice.device_parts.get(part, 0) > _FALLS_TO * size
     )  # fmt: skip
-    because = [f"parts that do not fall with more ranks: {fixed}"]
-    because.append("activations depend on the micro-batch of one rank, which more ranks do not change")
+    activations = "activations depend on the micro-batch of one rank, which more ranks do not change"
+    because = [f"parts that do not fall with more ranks: {fixed}", activations]
     bucket = case.zero.get("reduce_bucket_size", 0)
     if case.stage and bucket >= case.shape.parameters:
         because.append(f"the bucket is {bucket:,.0f} elements wide for any model and number of ranks")
@@ -606,14 +581,11 @@ def _compare_ranks(case: ConfigCase) -> Explanation:
 
 def _compare_host_memory(case: ConfigCase) -> Explanation:
     optimizer = {**(case.offload("offload_optimizer") or {}), "device": "cpu", "ratio": 1.0}
-    cases = _at_stages(case, 2, 3, offload_optimizer=optimizer)
-    at_2, at_3 = (predict_memory(variant.request) for variant in cases)
+    at_2, at_3 = (_at_stage(case, stage, offload_optimizer=optimizer).memory for stage in (2, 3))
     peaks = [at_2.host_peak.value, at_3.host_peak.value]
-    per_node, largest = case.request.box.gpus_per_node, case.largest.elements
-    names = ("load", "train", "save")
-    phases = ", ".join(f"{name} {gib(at_2.host_parts[name])} and {gib(at_3.host_parts[name])}" for name in names)
+    per_node, largest, phases = case.request.box.gpus_per_node, case.largest.elements, ("load", "train", "save")
     because = (
-        phases,
+        ", ".join(f"{name} {gib(at_2.host_parts[name])} and {gib(at_3.host_parts[name])}" for name in phases),
         f"outside stage 3 each of a node's {per_node} processes creates the full model, assumed in fp32"
         f" ({gib(4 * case.shape.parameters)} each; transformers 5 loads in the checkpoint's type)",
         f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
@@ -621,9 +593,7 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
         "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",
         f"state alone is {gib(at_2.host_parts['state'])} and {gib(at_3.host_parts['state'])} on a node",
     )
-    return Explanation(
-        "Does offload need more host memory with stage 2 than with stage 3?",
-        f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])}"
-        f"{_COMPARED if case.offload('offload_param') else ' on a node'}",
-        because, {"stage_2": peaks[0], "stage_3": peaks[1]},
-    )  # fmt: skip
+    compared = _COMPARED if case.offload("offload_param") else " on a node"
+    short = f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])}{compared}"
+    question = "Does offload need more host memory with stage 2 than with stage 3?"
+    return Explanation(question, short, because, {"stage_2": peaks[0], "stage_3": peaks[1]})

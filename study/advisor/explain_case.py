@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from study.config.errors import UserError
 from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, MAX_JOB_GPUS, Hardware, box_of_ranks
-from study.predictor.request import OptimizerName, Request, auto_bucket_sizes
+from study.predictor.memory import predict_memory
+from study.predictor.request import MemoryUse, OptimizerName, Request, auto_bucket_sizes
 from study.predictor.shape import USUAL_LENGTH, ModelShape, Parameter
 from study.predictor.state import REPLACED, State, forces_cpu_adam, predict_state
 
@@ -59,6 +61,10 @@ class ConfigCase:
     @property
     def shape(self) -> ModelShape:
         return self.request.shape
+
+    @functools.cached_property
+    def memory(self) -> MemoryUse:
+        return predict_memory(self.request)
 
     @property
     def state(self) -> State:
@@ -152,13 +158,16 @@ def resolve(
         for name, default in (("fsdp_activation_checkpointing", False), ("fsdp_offload_params", False),
                               ("fsdp_cpu_ram_efficient_loading", True))
     )  # fmt: skip
+    keeps_gathered = (file.fsdp or {}).get("fsdp_reshard_after_forward") is False
+    if file.sharding is not None:
+        keeps_gathered = file.sharding in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
     request = Request(
         shape=shape, strategy=strategy, box=box, sequence_length=work.sequence_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=precision,
         gradient_checkpointing=work.gradient_checkpointing or checkpoints, attention="sdpa",
         autocast=not strategy.is_fsdp,
         optimizer=_optimizer(file, strategy, work, findings), fsdp_offloads=offloads,
-        fsdp_keeps_gathered=file.keeps_gathered,
+        fsdp_keeps_gathered=keeps_gathered,
         # Adapters and frozen weights are wrapped apart, as version 2 shards them.
         fsdp_version=1 if file.sharding and not shape.lora_rank else 2,
         reference_model=work.reference_model, quantized=work.quantized,
@@ -215,8 +224,7 @@ def _batch(file: UserFile, ranks: int, work: ProgramSettings) -> tuple[int, int]
 def _resolved_zero(file: UserFile, shape: ModelShape, findings: list[Finding]) -> dict[str, Any]:
     """Return ZeRO's settings with defaults, under their current names in DeepSpeed."""
     assert file.deepspeed is not None
-    reference, zero = known_settings(), {}
-    file_zero: dict[str, Any] = file.deepspeed.get(ZERO, {})
+    reference, zero, file_zero = known_settings(), dict[str, Any](), file.deepspeed.get(ZERO, {})
     for key, value in file_zero.items():
         name = key if key in reference[ZERO] else f"stage3_{key}"
         now = reference[ZERO][name].get("is_now")
@@ -235,10 +243,8 @@ def _resolved_zero(file: UserFile, shape: ModelShape, findings: list[Finding]) -
     full = {key: entry["default"] for key, entry in reference[ZERO].items() if "default" in entry} | zero
     if full["overlap_comm"] is None:
         full["overlap_comm"] = full["stage"] == 3
-    for what in OFFLOADS:
-        if full[what] is not None:
-            defaults = {key: entry["default"] for key, entry in reference[f"{ZERO}.{what}"].items()}
-            full[what] = {**defaults, **full[what]}
+    for what in [what for what in OFFLOADS if full[what] is not None]:
+        full[what] = {key: entry["default"] for key, entry in reference[f"{ZERO}.{what}"].items()} | full[what]
     return full
 
 
@@ -262,11 +268,9 @@ def _auto(file: UserFile, shape: ModelShape, place: str, name: str, findings: li
 
 def _precision(file: UserFile, precision_flag: str | None, findings: list[Finding]) -> Precision:
     """Return the precision of the weights: the type that the JSON sets or, if it leaves that open, Accelerate's."""
-    assert file.deepspeed is not None
-    on = {}
-    for kind in ("bf16", "fp16"):
-        section = file.deepspeed.get(kind) or (file.deepspeed.get("bfloat16") if kind == "bf16" else None) or {}
-        on[kind] = section.get("enabled", False)
+    top = file.deepspeed or {}
+    sections = {"bf16": top.get("bf16") or top.get("bfloat16"), "fp16": top.get("fp16")}
+    on = {kind: (section or {}).get("enabled", False) for kind, section in sections.items()}
     mixed = precision_flag or file.mixed_precision
     # Accelerate uses bf16 for fp8.
     mixed = "bf16" if mixed == "fp8" else mixed
@@ -279,13 +283,13 @@ def _precision(file: UserFile, precision_flag: str | None, findings: list[Findin
     on |= {kind: mixed == kind for kind in open_kinds}
     if on["bf16"] is True and on["fp16"] is True:
         findings.append(Finding("refused", "fp16", "the engine refuses bf16 and fp16 together"))
-    if mixed in ("bf16", "fp16") and file.deepspeed.get(mixed) is None:
+    if mixed in ("bf16", "fp16") and top.get(mixed) is None:
         opposite = "fp16" if mixed == "bf16" else "bf16"
         if on[opposite] is True:
             message = f"Accelerate refuses mixed_precision: {mixed} together with it"
             findings.append(Finding("refused", f"{opposite}.enabled", message))
         on[mixed] = True
-    autocast = file.deepspeed.get("torch_autocast") or {}
+    autocast = top.get("torch_autocast") or {}
     if autocast.get("enabled") and not (on["bf16"] or on["fp16"]):
         return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
     return "bf16-engine" if on["bf16"] else "fp16-engine" if on["fp16"] else "fp32"

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +49,8 @@ def is_config(name: str) -> bool:
         return False
     reference = user_settings.known_settings()
     is_deepspeed = "train_batch_size" in document and document.keys() <= {*reference["top"], *reference["others"]}
-    return is_deepspeed or any(
-        difflib.get_close_matches(key, document, cutoff=0.85) for key in (*_DEEPSPEED_KEYS, "compute_environment")
-    )
+    keys = (*_DEEPSPEED_KEYS, "compute_environment")
+    return is_deepspeed or any(difflib.get_close_matches(key, document, cutoff=0.85) for key in keys)
 
 
 def check_file(name: str, model: ModelShape | None, ranks: int | None, work: ProgramSettings) -> Iterator[Finding]:
@@ -120,12 +119,3 @@ def find_line(text: str, key: str) -> int | None:
         if match:
             place, line = match.end(), text.count("\n", 0, match.end()) + 1
     return line
-
-
-def check_files(
-    names: Sequence[str], model: ModelShape | None, ranks: int | None, work: ProgramSettings
-) -> tuple[list[str], list[Finding]]:
-    """Return the names of the config files among these files, and their problems by line."""
-    checked = [name for name in names if is_config(name)]
-    problems = [problem for name in checked for problem in check_file(name, model, ranks, work)]
-    return checked, sorted(problems, key=lambda problem: (checked.index(problem.file), problem.line))

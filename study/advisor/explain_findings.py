@@ -36,13 +36,11 @@ def findings(case: ConfigCase) -> list[Finding]:
         used = [what for what in OFFLOADS if case.offload(what)]
         # All offloads, else that of the parameters alone.
         for without in (used, ["offload_param"] if len(used) > 1 else []):
-            request = case.at(**dict.fromkeys(without)).request
-            memory, usable = predict_memory(request), usable_bytes(request.box)
-            if without and fits(memory, request.box, at_upper=True):
-                bound = device_bytes(memory, at_upper=True)
-                figure = f"without it the 90 % bound of the peak is {bound / GIB:.0f} of {usable / GIB:.0f} GiB"
+            memory, box = case.at(**dict.fromkeys(without)).memory, case.request.box
+            if without and fits(memory, box, at_upper=True):
+                sizes = device_bytes(memory, at_upper=True) / GIB, usable_bytes(box) / GIB
                 why = "none is needed" if without == used else "the optimizer's offload is enough"
-                message = f"{figure}: {why}"
+                message = f"without it the 90 % bound of the peak is {sizes[0]:.0f} of {sizes[1]:.0f} GiB: {why}"
                 results.append(Finding("noted", f"{ZERO}.{without[0]}", message, rule="offload-not-needed"))
                 break
     if refusal := engine_refusal(case.request):
@@ -56,10 +54,8 @@ def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding
         entry = section_entries(section or "top").get(name, {})
         first = key.removeprefix(f"{ZERO}.").split(".")[0]
         # A disabled setting causes no finding.
-        is_off = (first in OFFLOADS and case.offload(first) is None) or (
-            key == f"{ZERO}.{first}" and case.zero.get(first) is False
-        )
-        if is_off:
+        is_false = key == f"{ZERO}.{first}" and case.zero.get(first) is False
+        if case.offload(first) is None if first in OFFLOADS else is_false:
             continue
         stages = entry.get("stages", range(4))
         if "ineffective" in entry:
@@ -73,9 +69,9 @@ def _ineffective(case: ConfigCase, facts: Mapping[str, Any]) -> Iterator[Finding
 
 def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
     """Yield findings about the optimizer. DeepSpeed ignores case in its names, but not in torch's (engine.py)."""
-    section, key, optimizers = case.top.get("optimizer"), "optimizer.type", known_settings()["optimizers"]
-    name = section.get("type") if isinstance(section, Mapping) else None
-    if not isinstance(name, str) or name.lower() in ("adam", "adamw"):
+    key, optimizers = "optimizer.type", known_settings()["optimizers"]
+    name = (case.top.get("optimizer") or {}).get("type")
+    if name is None or name.lower() in ("adam", "adamw"):
         return
     if name.lower() not in optimizers["engine"] and name not in optimizers["torch"]:
         message = f"the engine ends with an error: neither it nor torch.optim has {clip(name)}"
@@ -93,9 +89,8 @@ def _type_of_optimizer(case: ConfigCase) -> Iterator[Finding]:
 def _arguments(case: ConfigCase) -> Iterator[Finding]:
     """Yield arguments that an optimizer or scheduler does not take or lacks; DeepSpeed's reader does not check them."""
     for name, classes in known_settings()["arguments"].items():
-        section = case.top.get(name)
-        kind = section.get("type") if isinstance(section, Mapping) else None
-        params = section.get("params") or {} if isinstance(section, Mapping) else {}
+        section = case.top.get(name) or {}
+        kind, params = section.get("type"), section.get("params") or {}
         signature = classes.get(kind.lower() if name == "optimizer" else kind) if isinstance(kind, str) else None
         if signature is None or not isinstance(params, Mapping):
             continue
@@ -212,10 +207,8 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
         yield Finding("refused", *problem)
     # With "auto" the program sets it.
     if case.top.get(ACCUMULATION) == "auto" and case.request.accumulation == 1:
-        reserved, reserved_by_two = (
-            predict_memory(dataclasses.replace(case.request, accumulation=count)).peak_reserved.value
-            for count in (1, 2)
-        )
+        by_two = predict_memory(dataclasses.replace(case.request, accumulation=2))
+        reserved, reserved_by_two = case.memory.peak_reserved.value, by_two.peak_reserved.value
         message = "auto: assumed to be 1; --accumulation sets another value"
         if reserved_by_two - reserved >= 2**20:
             message += "; with more, gradients stay in memory during the next micro-batch, and a rank reserves"

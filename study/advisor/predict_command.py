@@ -21,7 +21,7 @@ from study.predictor.activations import has_fused
 from study.predictor.communication import predict_payload, sent_bytes
 from study.predictor.hardware import BOX_NAMES, Hardware, add_speed_arguments, box_from_args, parse_int
 from study.predictor.memory import predict_memory
-from study.predictor.request import Attention, Estimate, OptimizerName, Prediction, Request
+from study.predictor.request import Attention, Estimate, MemoryUse, OptimizerName, Request, StepTime
 from study.predictor.shape import USUAL_LENGTH, model_shape, resolve_length
 from study.predictor.state import engine_refusal
 from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes, why
@@ -114,25 +114,16 @@ def known_optimizer(text: str) -> str:
 def run(options: argparse.Namespace) -> int:
     """Print the prediction, and return 0."""
     request = _request(options)
-    prediction, traced = predict(request), None
+    memory, traced = predict_memory(request), None
+    time = predict_time(request, memory)
     if options.traced:
         with require_extra("train"):
             from study.predictor.live_trace import trace_activations
 
             traced = trace_activations(request).saved_bytes
-    page = _page(prediction, traced, options.details)
-    print_result(options.json, lambda: _document(prediction, traced), page, options.details)
+    page = _page(request, memory, time, traced, options.details)
+    print_result(options.json, lambda: _document(request, memory, time, traced), page, options.details)
     return 0
-
-
-def predict(request: Request) -> Prediction:
-    """Predict memory, communication and step time; raise UserError for settings that the engine refuses."""
-    if refusal := engine_refusal(request):
-        fix = "use --optimizer adamw, or another strategy" if refusal[0] == "optimizer" else "leave it out"
-        raise UserError(f"{refusal[0]}: {refusal[1]}", fix)
-    memory = predict_memory(request)
-    sent = estimate("sent", sent_bytes(request))
-    return Prediction(request, memory, predict_time(request, memory), sent, fits(memory, request.box))
 
 
 def precision_under(strategy: strategies.Strategy, precision: str) -> Precision:
@@ -149,9 +140,7 @@ def precision_name(request: Request) -> str:
 
 def usual_precision(box: Hardware) -> str:
     """Return the default precision of the hardware."""
-    if box.is_cpu_only:
-        return "fp32"
-    return "bf16" if box.device.peak_tflops["bf16"] else "fp16"
+    return "fp32" if box.is_cpu_only else "bf16" if box.device.peak_tflops["bf16"] else "fp16"
 
 
 def check_precision(box: Hardware, precision: str) -> None:
@@ -221,6 +210,9 @@ def _request(options: argparse.Namespace) -> Request:
         reference_model=options.with_reference, quantized=options.quantization == "4bit",
     )  # fmt: skip
     check_attention(request)
+    if refusal := engine_refusal(request):
+        fix = "use --optimizer adamw, or another strategy" if refusal[0] == "optimizer" else "leave it out"
+        raise UserError(f"{refusal[0]}: {refusal[1]}", fix)
     return request
 
 
@@ -242,8 +234,7 @@ def _overridden(strategy: strategies.Strategy, config: RunConfig, box: Hardware)
     return changed
 
 
-def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
-    request, memory = prediction.request, prediction.memory
+def _document(request: Request, memory: MemoryUse, time: StepTime, traced: float | None) -> dict[str, Any]:
     return {
         "model": request.shape.name, "parameters": request.shape.parameters,
         "trained_parameters": request.shape.trained_parameters, "lora_rank": request.shape.lora_rank,
@@ -251,24 +242,23 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
         "precision": precision_name(request), "sequence_length": request.sequence_length,
         "micro_batch": request.micro_batch, "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing, "chunked_loss": request.chunked_loss,
-        "fits": None if memory.missing else prediction.fits, "missing": memory.missing,
+        "fits": None if memory.missing else fits(memory, request.box), "missing": memory.missing,
         "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
-        "traced_activation_bytes": traced, "time": dataclasses.asdict(prediction.time),
-        "sent_bytes_per_step": dataclasses.asdict(prediction.sent_bytes_per_step),
+        "traced_activation_bytes": traced, "time": dataclasses.asdict(time),
+        "sent_bytes_per_step": dataclasses.asdict(estimate("sent", sent_bytes(request))),
         "payload_bytes": predict_payload(request),
     }  # fmt: skip
 
 
-def _verdict(prediction: Prediction) -> str:
-    request, memory, time = prediction.request, prediction.memory, prediction.time
-    box, bound = request.box, device_bytes(memory, at_upper=True)
+def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
+    box, bound, is_fit = request.box, device_bytes(memory, at_upper=True), fits(memory, request.box)
     if memory.missing:
         verdict = why(memory, box)
         return f"{verdict[0].upper()}{verdict[1:]}, of {rounded(usable_bytes(box) / GIB)}; no step time; predicted"
-    verdict = "Does not fit" if not prediction.fits else "May not fit"
+    verdict = "Does not fit" if not is_fit else "May not fit"
     if fits(memory, box, at_upper=True):
         verdict = "Fits"
-    if not prediction.fits and not box.is_cpu_only and device_bytes(memory) <= usable_bytes(box):
+    if not is_fit and not box.is_cpu_only and device_bytes(memory) <= usable_bytes(box):
         return f"Does not fit: {why(memory, box)}; predicted"
     usable = rounded(usable_bytes(box) / GIB)
     need = f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {usable} GiB (90 % bound {rounded(bound / GIB)})"
@@ -278,28 +268,25 @@ def _verdict(prediction: Prediction) -> str:
         need += f" (90 % bound {rounded(host.high / GIB)})"
     if verdict != "Fits" and not request.gradient_checkpointing:
         recomputed = predict_memory(dataclasses.replace(request, gradient_checkpointing=True))
-        if fits(recomputed, box, at_upper=prediction.fits):
+        if fits(recomputed, box, at_upper=is_fit):
             return f"{need}; with --gradient_checkpointing {rounded(device_bytes(recomputed) / GIB)} GiB; predicted"
     step, interval = time.step_s, ""
     if step.low is not None and step.high is not None:
         interval = f" ({rounded(step.low * 1e3)} to {rounded(step.high * 1e3)})"
     return (
         f"{need}; about {rounded(step.value * 1e3)} ms a step{interval},"
-        f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {_rank(request)}; predicted"
+        f" {rounded(time.tokens_per_s_per_gpu.value)} tokens/s per {'rank' if box.is_cpu_only else 'GPU'}; predicted"
     )
 
 
-def _rank(request: Request) -> str:
-    return "rank" if request.box.is_cpu_only else "GPU"
-
-
-def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterator[str | TextTable]:
-    request, memory, time = prediction.request, prediction.memory, prediction.time
+def _page(
+    request: Request, memory: MemoryUse, time: StepTime, traced: float | None, details: bool
+) -> Iterator[str | TextTable]:
     shape, base = request.shape, request.precision.removesuffix("-engine")
     # FSDP2 sums the gradients of micro-batches in the precision of computation.
     kinds = "weights" if request.strategy.is_fsdp else "weights and gradients"
     state = f" ({kinds} {base if request.weight_bytes == 2 else 'fp32'})" if base != "fp32" else ""
-    yield _verdict(prediction)
+    yield _verdict(request, memory, time)
     yield from pair_notes(request)
     yield ""
     yield (
@@ -308,23 +295,7 @@ def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterat
         f" {precision_name(request)}{state},\n{workload_text(request)}, {request.sequence_length} tokens per sample"
         f"{', chunked loss' * request.chunked_loss}{', resharded after forward' * request.strategy.is_fsdp}"
     )
-    yield from _parts(prediction, traced)
-    if details:
-        yield from (
-            "\nfigures with their interval, which covers 80 % of published measurements",
-            _intervals(prediction),
-        )
-    tokens_per_s = time.tokens_per_s_per_gpu.value * request.box.ranks
-    speed = [] if memory.missing else [f"{rounded(tokens_per_s)} tokens/s of all ranks"]
-    speed += [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
-    yield ""
-    yield from ("; ".join(speed), *request_notes(request, details), *time.notes, *memory.notes)
-
-
-def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:
-    """Yield the parts of the peak, each with a bar, and a line each for host memory, communication and time."""
-    request, memory, time = prediction.request, prediction.memory, prediction.time
-    yield f"\nmemory of one {_rank(request)} at its peak, GiB"
+    yield f"\nmemory of one {'rank' if request.box.is_cpu_only else 'GPU'} at its peak, GiB"
     largest = max(memory.device_parts.values())
     digits = 1 if largest >= 10 * GIB else 2
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
@@ -337,8 +308,9 @@ def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextT
     yield TextTable(("", "", ""), rows, indent=2)
     host = {_HOST_PARTS[name]: memory.host_parts.get(name, 0.0) for name in ("load", "train")}
     host |= {"on NVMe": memory.nvme} if memory.nvme else {}
-    sent, payload = prediction.sent_bytes_per_step.value, predict_payload(request)
-    name, unit = _unit(sent)
+    sent, payload = sent_bytes(request), predict_payload(request)
+    # Adapters send little.
+    name, unit = ("GB", 1e9) if sent >= 1e8 else ("MB", 1e6)
     yield ""
     yield TextTable(("", ""), [
         ("host memory of one node", ", ".join(f"{rounded(size / GIB)} GiB {when}" for when, size in host.items())),
@@ -347,33 +319,29 @@ def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextT
         ("time of one step", ", ".join(f"{part.replace('_', ' ')} {rounded(seconds * 1e3)} ms"
                                        for part, seconds in time.parts.items() if seconds)),
     ])  # fmt: skip
+    if details:
+        yield "\nfigures with their interval, which covers 80 % of published measurements"
+        yield _intervals(request, memory, time, name, unit)
+    tokens_per_s = time.tokens_per_s_per_gpu.value * request.box.ranks
+    speed = [] if memory.missing else [f"{rounded(tokens_per_s)} tokens/s of all ranks"]
+    speed += [f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"] if time.mfu and time.hfu else []
+    yield ""
+    yield from ("; ".join(speed), *request_notes(request, details), *time.notes, *memory.notes)
 
 
-def _unit(size: float) -> tuple[str, float]:
-    """Return the unit of communication: MB if it is small, as with adapters."""
-    return ("GB", 1e9) if size >= 1e8 else ("MB", 1e6)
-
-
-def _intervals(prediction: Prediction) -> TextTable:
-    memory, in_gib = prediction.memory, {
-        "allocated between steps": prediction.memory.steady_allocated,
-        "peak allocated": prediction.memory.peak_allocated,
-        "peak reserved": prediction.memory.peak_reserved,
-    }  # fmt: skip
-    if not prediction.request.box.is_cpu_only:
-        in_gib["reserved if memory is ample"] = Estimate(memory.pool_with_room)
-    if memory.process_peak is not None:
-        in_gib["whole process"] = memory.process_peak
-    in_gib |= {f"host, {_HOST_PARTS[name]}": Estimate(size) for name, size in memory.host_parts.items()
-               if name in _HOST_PARTS and size}  # fmt: skip
-    name, unit = _unit(prediction.sent_bytes_per_step.value)
-    rows = [_row(f"{name}, GiB", figure, GIB) for name, figure in in_gib.items()]
-    rows.append(_row(f"ring bytes (NCCL), {name}", prediction.sent_bytes_per_step, unit))
-    rows.append(_row("step, ms", prediction.time.step_s, 1e-3))
+def _intervals(request: Request, memory: MemoryUse, time: StepTime, name_of_unit: str, unit: float) -> TextTable:
+    host = {_HOST_PARTS[name]: size for name, size in memory.host_parts.items() if name in _HOST_PARTS and size}
+    ample, sent = Estimate(memory.pool_with_room), estimate("sent", sent_bytes(request))
+    rows = []
+    for title, figure, size in (
+        ("allocated between steps, GiB", memory.steady_allocated, GIB),
+        ("peak allocated, GiB", memory.peak_allocated, GIB), ("peak reserved, GiB", memory.peak_reserved, GIB),
+        ("reserved if memory is ample, GiB", None if request.box.is_cpu_only else ample, GIB),
+        ("whole process, GiB", memory.process_peak, GIB),
+        *((f"host, {what}, GiB", Estimate(part), GIB) for what, part in host.items()),
+        (f"ring bytes (NCCL), {name_of_unit}", sent, unit), ("step, ms", time.step_s, 1e-3),
+    ):  # fmt: skip
+        if figure is not None:
+            ends = [f"{end / size:.2f}" for end in (figure.low, figure.high) if end is not None]
+            rows.append((title, f"{figure.value / size:.2f}", f"({' to '.join(ends)})" * bool(ends)))
     return TextTable(("", "", ""), rows, indent=2)
-
-
-def _row(name: str, figure: Estimate, unit: float) -> tuple[str, str, str]:
-    is_validated = figure.low is not None and figure.high is not None
-    interval = f"({(figure.low or 0) / unit:.2f} to {(figure.high or 0) / unit:.2f})" if is_validated else ""
-    return name, f"{figure.value / unit:.2f}", interval

@@ -66,19 +66,12 @@ class Finding:
         return replace_unprintable(f"{self.key}: {self.says}" if self.key else self.says)
 
     @property
-    def line_text(self) -> str:
-        """One line with the place, for a terminal."""
-        return f"{self.file}:{self.line}: {self.severity}: {self.kind}: {self.text}"
-
-    @property
     def annotation(self) -> str:
         """Workflow command of GitHub Actions that annotates the line; it escapes as actions/toolkit does."""
-        file = _escape(self.file).replace(":", "%3A").replace(",", "%2C")
-        return f"::{self.severity} file={file},line={self.line},title={self.kind}::{_escape(self.text)}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        parts = (self.file, self.text)
+        file, text = (part.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A") for part in parts)
+        file = file.replace(":", "%3A").replace(",", "%2C")
+        return f"::{self.severity} file={file},line={self.line},title={self.kind}::{text}"
 
 
 @dataclasses.dataclass
@@ -113,13 +106,6 @@ class UserFile:
         name = str(self.fsdp.get("fsdp_sharding_strategy", _SHARDINGS[0])).upper()
         return _SHARDINGS[int(name) - 1] if name in ("1", "2", "3", "4", "5") else name
 
-    @property
-    def keeps_gathered(self) -> bool:
-        """Whether FSDP frees gathered weights only after the backward pass."""
-        if self.sharding is not None:
-            return self.sharding in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-        return self.fsdp is not None and self.fsdp.get("fsdp_reshard_after_forward") is False
-
 
 @functools.cache
 def known_settings() -> dict[str, Any]:
@@ -134,9 +120,7 @@ def section_entries(place: str) -> dict[str, dict[str, Any]]:
     """Return the settings of a section with their types; DeepSpeed accepts those of stage 3 without prefix, too."""
     reference = known_settings()
     entries = reference["strict_sections"].get(place) or reference["sections"].get(place) or reference[place]
-    full = {
-        key: {"type": entry} if isinstance(entry, str) else {"type": "any", **entry} for key, entry in entries.items()
-    }
+    full = {key: {"type": item} if isinstance(item, str) else {"type": "any", **item} for key, item in entries.items()}
     return {key.removeprefix("stage3_"): entry for key, entry in full.items()} | full
 
 
@@ -207,8 +191,7 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
         return value
 
     def to_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(key for key, _ in pairs)
-        twice.update(key for key, count in counts.items() if count > 1)
+        twice.update(Counter(key for key, _ in pairs) - Counter({key for key, _ in pairs}))
         return dict(pairs)
 
     fix = "make it JSON at that place"
@@ -231,14 +214,10 @@ def _read_json(name: str, text: str, findings: list[Finding]) -> Any:
         except (ValueError, OverflowError):
             raise UserError(problem, fix) from None
     if not_finite and '"auto"' not in text:
-        findings.append(
-            _refused(
-                name, f"has {not_finite[0]}, which DeepSpeed's reader (Hjson) does not accept", "write it in digits"
-            )
-        )
-    findings += [
-        _refused(key, "is set twice", "keep one, DeepSpeed refuses such a file", "set-twice") for key in sorted(twice)
-    ]
+        problem = f"has {not_finite[0]}, which DeepSpeed's reader (Hjson) does not accept"
+        findings.append(_refused(name, problem, "write it in digits"))
+    fix = "keep one, DeepSpeed refuses such a file"
+    findings += [_refused(key, "is set twice", fix, "set-twice") for key in sorted(twice)]
     return document
 
 
@@ -278,9 +257,8 @@ def _accelerate(name: str, document: dict[str, Any], findings: list[Finding]) ->
         findings += _wrong_values("", document, {"main_process_port": {"type": "int!#?"}})
     if kind != "DEEPSPEED":
         old_form = {key: value for key, value in document.items() if key == "dynamo_backend"}
-        findings += _wrong_values(
-            "", {**_section(document, "dynamo_config", findings), **old_form}, section_entries("dynamo")
-        )
+        dynamo = {**_section(document, "dynamo_config", findings), **old_form}
+        findings += _wrong_values("", dynamo, section_entries("dynamo"))
     if (kind := document.get("distributed_type")) is None:
         kind = "DEEPSPEED" if "deepspeed_config" in document else "FSDP" if "fsdp_config" in document else "MULTI_GPU"
     if document.get("megatron_lm_config"):
@@ -375,24 +353,25 @@ def _accelerate_deepspeed(
         only_deepspeeds = list[Finding]()
         settings = _read(inner, only_deepspeeds)
         findings += [dataclasses.replace(finding, kind="refused") for finding in only_deepspeeds]
-        for key in [
-            key for key in reference["set_in_json"] if key in plugin or (key == "mixed_precision" and precision)
-        ]:
-            message = f"Accelerate ends with an error if {inner} is given, too: set it there"
-            findings.append(Finding("refused", key, message))
+        message, outer_keys = f"Accelerate ends with an error if {inner} is given, too: set it there", set(plugin)
+        outer_keys |= {"mixed_precision"} if precision else set()
+        findings += [Finding("refused", key, message) for key in reference["set_in_json"] if key in outer_keys]
         # explain_case._auto does this for ZeRO's settings.
-        keys = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
-        for key, value in flatten(settings).items():
-            if value == "auto" and key not in keys.union(reference["filled_by_accelerate"]):
-                findings.append(Finding("refused", key, "auto: Accelerate does not fill it in, and ends with an error"))
+        filled = {f"{place}.{key}" for place in SECTIONS for key in section_entries(place)}
+        filled.update(reference["filled_by_accelerate"])
+        message = "auto: Accelerate does not fill it in, and ends with an error"
+        open_keys = [key for key, value in flatten(settings).items() if value == "auto" and key not in filled]
+        findings += [Finding("refused", key, message) for key in open_keys]
         explicit_keys = _explicit_keys(settings)
     else:
         # Settings that Accelerate creates if the file names no JSON.
         offloads = {what: {"device": str(plugin_values.get(f"{what}_device") or "none").lower()} for what in OFFLOADS}
         saves = bool(plugin_values.get("zero3_save_16bit_model", False))
+        steps = str(plugin_values.get("gradient_accumulation_steps", "auto"))
         settings = {
             "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": _whole(plugin_values.get("gradient_accumulation_steps", "auto")),
+            # Read from the text of a variable.
+            "gradient_accumulation_steps": int(steps) if steps.isdecimal() else steps,
             "gradient_clipping": plugin_values.get("gradient_clipping", "auto"),
             ZERO: {"stage": plugin_values.get("zero_stage", 2), **offloads,
                    "stage3_gather_16bit_weights_on_model_save": saves},
@@ -404,11 +383,6 @@ def _accelerate_deepspeed(
     )  # fmt: skip
     check_deepspeed(file)
     return file
-
-
-def _whole(value: Any) -> Any:
-    """Return a value as Accelerate reads it, as the text of a variable of its environment."""
-    return int(str(value)) if str(value).isdecimal() else str(value)
 
 
 def _unknown_keys(place: str, section: dict[str, Any], supported: Iterable[str], owner: str) -> Iterator[Finding]:
@@ -430,9 +404,6 @@ def removed(key: str, message: str) -> Finding:
     """Return the finding of a setting that a release removed, from its text in known_settings.yaml."""
     release, _, fix = message.partition("; ")
     return _refused(key, f"DeepSpeed {release} removed it, and ends with an error", fix, "removed")
-
-
-_BOUNDS = {">": "gt", "<": "lt", ">=": "ge", "<=": "le"}
 
 
 @functools.cache
@@ -473,7 +444,8 @@ def _hint(kind: str) -> Any:
                 return _reader("int").validate_python(value)
         return value.lower() if kind.startswith("~") and isinstance(value, str) else value
 
-    limits: dict[str, Any] = {_BOUNDS[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
+    names = {">": "gt", "<": "lt", ">=": "ge", "<=": "le"}
+    limits: dict[str, Any] = {names[bound.rstrip("01")]: int(bound.lstrip("<>=")) for bound in bounds}
     limits |= {"allow_inf_nan": False} if marked.startswith("float!") else {}
     hint = Annotated[hint, pydantic.Field(**limits), pydantic.BeforeValidator(before)]
     if marked.endswith("??"):

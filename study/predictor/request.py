@@ -332,17 +332,6 @@ class StepTime:
     notes: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """Predicted memory, time and communication of a request."""
-
-    request: Request
-    memory: MemoryUse
-    time: StepTime
-    sent_bytes_per_step: Estimate
-    fits: bool
-
-
 def unsupported_reason(strategy: str, config: RunConfig) -> str | None:
     """Return the unsupported part of a run, as text for a message; None if the run can be predicted."""
     if strategy in WITH_GROUPS:
