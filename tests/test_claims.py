@@ -245,9 +245,6 @@ def test_the_command_prints_the_counts_first_and_the_claims_that_are_named(full_
         assert re.match(f"error: '{name}' is neither a document nor a claim.*did you mean .*{nearest}.*?", line)
 
 
-# Changed ledgers
-
-
 def minimal(contradictions: str = "[]", **changes: str) -> str:
     claim = {"id": "S0-01", "place": "there", "says": "so", "holds_if": "so", "falls_if": "not so",
              "checks": "[{form: ratio, shows: it, of: 1, to: 2, at_most: 1}]",
@@ -276,8 +273,6 @@ def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, says: str, 
     assert says in str(refused.value)
     assert f"{file}:{line}:" in refused.value.problem
 
-
-# Changed records
 
 Change = Callable[[pd.DataFrame], pd.DataFrame]
 

@@ -92,9 +92,6 @@ def test_a_figure_that_is_not_finite_is_none_and_never_written(tmp_path: Path) -
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
 
 
-# Killed attempts
-
-
 KILLED_BEFORE_THE_RENAME = """
 import os, signal, sys
 from pathlib import Path

