@@ -1,5 +1,3 @@
-"""The claims ledger: its validation, how figures become verdicts, and that verdicts rest on records alone."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""`study claims check-table`: published tables compared with the memory that such training needs."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The documents match the committed records, and every file, link and command in them exists."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""An invalid request ends with one line that states the problem and its fix, and without a traceback."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""`study report` builds complete reports or none, names a failed cell, and does not touch the user's files."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""A report replaces the old one completely, and never overwrites or removes a file that no report made."""
-
 from __future__ import annotations
 
 import hashlib

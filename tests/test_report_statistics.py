@@ -1,5 +1,3 @@
-"""Statistics of a few runs, tested against known distributions."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""A resumed run repeats the uninterrupted one, at any world size; a damaged checkpoint is rejected."""
-
 from __future__ import annotations
 
 import dataclasses

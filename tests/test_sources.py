@@ -1,5 +1,3 @@
-"""Raw text from the hub and from local copies in every format, and rejected data."""
-
 from __future__ import annotations
 
 import functools

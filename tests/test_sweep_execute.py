@@ -1,5 +1,3 @@
-"""A sweep runs the cells that are not done, leaves a complete record of each, and reports its state."""
-
 from __future__ import annotations
 
 import os

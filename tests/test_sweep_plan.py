@@ -1,5 +1,3 @@
-"""Suites are read strictly, and their plans are complete, interleaved and the same every time."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Outcomes with real processes: none of them outlives its sweep, even if the sweep is killed."""
-
 from __future__ import annotations
 
 import json

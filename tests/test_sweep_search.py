@@ -1,5 +1,3 @@
-"""A search finds the largest size that fits with few probes, from records alone, and reports why it stopped."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""A series of suites: slices in order of their value, and each record in the folder of its suite."""
-
 from __future__ import annotations
 
 import re
