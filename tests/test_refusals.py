@@ -358,9 +358,8 @@ def check_overridden(config: RunConfig, strategy: str = "zero2") -> None:
     check_engine_settings(config, launched.deepspeed or {}, launched.with_overrides(config).deepspeed or {})
 
 
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
+def test_an_engine_setting_that_deepspeed_does_not_have_is_refused() -> None:
+    for setting, says in (
         ("zero_optimization.nonsense=1", "zero_optimization.nonsense: Extra inputs"),
         ("zero_optimization.reduce_bucket_size=-5", "greater than 0"),
         ('zero_optimization.offload_optimizer="cpu"', "zero_optimization.offload_optimizer"),
@@ -368,11 +367,9 @@ def check_overridden(config: RunConfig, strategy: str = "zero2") -> None:
         ("zero_optimisation.reduce_bucket_size=5e6", "no setting zero_optimisation"),
         ("train_batch_size=7", "the run's batch flags set it"),
         ("compile.deepcompile=true", "has no effect on a model that is not compiled"),
-    ],
-)
-def test_an_engine_setting_that_deepspeed_does_not_have_is_refused(setting: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        check_overridden(RunConfig(engine_override=(setting,)))
+    ):
+        with pytest.raises(UserError, match=says):
+            check_overridden(RunConfig(engine_override=(setting,)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")

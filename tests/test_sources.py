@@ -96,6 +96,9 @@ REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
     "parquet": lambda folder: write(ALL, folder / "any.parquet"),
     "jsonl": lambda folder: write(ALL, folder / "any.jsonl"),
     "arrow": lambda folder: write(ALL, folder / "imdb-train.arrow"),
+    # A file's name is neither a pattern nor an address.
+    "pattern": lambda folder: write(OTHER, folder / "abc.jsonl") and write(ALL, folder / "[a]?*.jsonl"),
+    "address": lambda folder: write(ALL, folder / "a::b.jsonl"),
     "class labels": named_labels, "hub clone": hub_clone, "sharded": sharded, "named twice": named_twice,
     "save_to_disk": lambda folder: saved(folder, has_splits=False),
     "save_to_disk with splits": lambda folder: saved(folder, has_splits=True),
@@ -226,14 +229,6 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_read_again(tmp_path: Pat
     moved = file.rename(tmp_path / "b.jsonl")
     sources.load_reviews(make_config("bert-imdb", moved), cache)
     assert sorted(cache.rglob("*.arrow")) == converted
-
-
-@pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl"])
-def test_a_file_s_name_is_not_read_as_a_pattern_or_an_address(name: str, tmp_path: Path) -> None:
-    write(OTHER, tmp_path / "data" / "abc.jsonl")
-    file = write(ALL, tmp_path / "data" / name)
-    raw = sources.load_reviews(make_config("bert-imdb", file, train_samples=0), tmp_path / "cache")
-    assert len(raw.train.texts) == 24
 
 
 def test_a_local_file_is_read_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
