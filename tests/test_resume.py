@@ -114,8 +114,8 @@ def assert_no_file_can_be_changed(checkpoint: Path, launch: Launch) -> None:
 
 @pytest.mark.parametrize(("strategy", "before", "after"), WORLD_SIZES)
 def test_another_world_size_continues_with_the_losses_of_the_uninterrupted_run(
-    get_run: RunFactory, strategy: str, before: int, after: int, tmp_path: Path
-) -> None:
+    get_run, strategy, before, after, tmp_path
+):
     full, checkpoint = save(get_run, strategy, before)
     resumed = resume(strategy, checkpoint, tmp_path / "run", after)
     assert resumed.steps[:4] == full.steps[:4]
@@ -199,9 +199,7 @@ def test_an_index_of_shards_with_code_in_it_is_not_read(get_run: RunFactory, tmp
     assert FileSystemReader(checkpoint / "optimizer_0").read_metadata().state_dict_metadata
 
 
-def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(
-    get_run: RunFactory, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(get_run, tmp_path):
     """torch's format can contain any pickled call; Accelerate only logs a line if random states are missing."""
     _, checkpoint = save(get_run, "single", 1)
     optimizer_bytes = (checkpoint / "optimizer.bin").read_bytes()

@@ -176,9 +176,7 @@ def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_non
 @pytest.mark.parametrize(
     ("state", "retry"), [("failed", False), ("interrupted", False), ("damaged", True), ("timeout", True)]
 )
-def test_cells_that_were_tried_before_run_last_and_a_world_larger_than_the_box_is_unsupported(
-    tmp_path, capsys, state, retry
-):
+def test_cells_tried_before_run_last_and_a_world_larger_than_the_box_is_unsupported(tmp_path, capsys, state, retry):
     cells = list_cells(write_suite(tmp_path, {"strategy": "ddp", "world_size": 4, "seed": [1, 2, 3]}), ONE_GPU)
     written = "ok" if state == "damaged" else state
     tried = write_run(tmp_path / "runs", "ddp", name=cells[0].id, state=written, seed=1)

@@ -79,9 +79,7 @@ WRONG_PLANS = yaml.safe_load((ROOT / "tests" / "data" / "wrong_plans.yaml").read
 
 
 @pytest.mark.parametrize(("says", "cell", "rules"), WRONG_PLANS)
-def test_rules_that_match_no_run_and_cells_that_cannot_run_are_refused_before_anything_runs(
-    tmp_path, says, cell, rules
-):
+def test_rules_that_match_no_run_and_cells_that_cannot_run_are_refused_before_any_run(tmp_path, says, cell, rules):
     axes = {"strategy": [cell.get("strategy", "zero2")], "dropout": [0.0, 0.1]}
     fixed = {key: value for key, value in cell.items() if key != "strategy"}
     with pytest.raises(UserError, match=says):
