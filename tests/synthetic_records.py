@@ -61,6 +61,8 @@ def write_run(
         "environment.json": _environment(gpu, 1 if virtual else machines) | dict(environment or {}),
         "engine.json": _engine(run_config, strategy, ranks, virtual) | dict(engine or {}),
     }
+    rows: Rows = []
+    evals: Rows = []
     if state == "ok":
         rows = list(_rows(run_config, strategy, steps, loss_shift, time_factor, samples, virtual, rng))
         evaluated = [row for row in rows if row["step"] % run_config.eval_steps == 0 or row["step"] == steps]
@@ -73,16 +75,13 @@ def write_run(
             documents["traffic.json"] |= {
                 "ranks_per_machine": ranks // machines, "across_machines_bytes_per_rank": across,
             }  # fmt: skip
-        for file, lines in (("steps.jsonl", rows), ("evals.jsonl", evals)):
-            (path / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
         if run_config.profile_steps:
             last = list(range(steps - run_config.profile_steps + 1, steps + 1))
             documents["profile.json"] = PROFILE | {"device": "cuda" if gpu else "cpu", "steps": last}
     for file, document in documents.items():
         (path / file).write_text(json.dumps(document, indent=2) + "\n")
-    if state != "ok":
-        (path / "steps.jsonl").write_text("")
-        (path / "evals.jsonl").write_text("")
+    for file, lines in (("steps.jsonl", rows), ("evals.jsonl", evals)):
+        (path / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
     status = {
         "state": state, "reason": reason, "hint": "use less" if reason else "", "attempt": 1,
         "started_at": started or STARTED.format(rng.randrange(60), rng.randrange(60)),

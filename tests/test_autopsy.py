@@ -33,9 +33,6 @@ TINY = dataclasses.replace(
 )
 
 
-# The design
-
-
 def test_no_switch_and_no_pair_is_confounded_with_another_one() -> None:
     assert len(FACTORIAL) == 16
     assert {PRINTED, AA} <= set(FACTORIAL)
@@ -55,9 +52,6 @@ def test_every_seed_has_every_cell_once_and_in_a_different_order() -> None:
     assert len({tuple(block) for block in blocks}) == len(SEEDS)
     kinds = [session.kind for session in sessions if session.seed == SEEDS[0]]
     assert [kinds.count(kind) for kind in ("factorial", "corrected", "aa")] == [16, 1, 1]
-
-
-# Evaluation.
 
 
 def synthetic(gap: Callable[[str, int], float]) -> Autopsy:
@@ -112,9 +106,6 @@ def test_a_seed_that_lacks_a_cell_is_in_no_effect() -> None:
     assert list(Autopsy(arms).models["eval_loss"].terms.index) == [seed for seed in SEEDS if seed != 3]
 
 
-# Folders and requests
-
-
 def test_finished_sessions_are_kept_and_cut_off_ones_are_not(tmp_path: Path) -> None:
     sessions = plan(TINY, (1,))
     (tmp_path / SESSIONS).mkdir()
@@ -134,9 +125,6 @@ def test_sessions_of_another_scale_are_not_mixed_in(tmp_path: Path) -> None:
 def test_the_a100_scale_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autopsy", "run", "--scale", "a100"]) == 2
     assert "this machine has no GPU" in capsys.readouterr().err
-
-
-# Real sessions
 
 
 @pytest.mark.long
@@ -203,9 +191,6 @@ def test_a_session_past_its_time_limit_is_a_row_and_its_processes_end(tmp_path, 
     while running := list(processes()):
         assert time.monotonic() < deadline, running
         time.sleep(0.05)
-
-
-# The committed page
 
 
 def test_the_page_is_made_again_from_the_committed_records_alone(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""The page of all claims: its scoreboard, its filter, its plots, and the provenance of the records."""
-
 from __future__ import annotations
 
 import dataclasses

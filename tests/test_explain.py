@@ -467,9 +467,7 @@ def test_auto_is_filled_in_as_by_accelerate_and_the_engine_agrees_with_explain(t
     assert engine["sub_groups"] > 2
 
 
-def test_accumulation_that_the_file_leaves_open_is_reported_and_a_flag_that_contradicts_it_refused(
-    tmp_path: Path,
-) -> None:
+def test_accumulation_that_the_file_leaves_open_is_reported_and_a_flag_that_contradicts_it_refused(tmp_path):
     def case(accumulation: int = 1, **settings: Any) -> ConfigCase:
         document = {**zero(1, reduce_bucket_size=525336576), **settings}
         return make_case(tmp_path, document, LLAMA_8B, 8, sequence_length=2048, accumulation=accumulation)

@@ -1,5 +1,3 @@
-"""The libraries that a run imports before it starts."""
-
 from __future__ import annotations
 
 import importlib.util

@@ -195,7 +195,7 @@ def test_the_command_for_fewer_gpus_is_for_all_machines(monkeypatch) -> None:
     assert f"accelerate_configs/zero3.yaml {place} --num_processes 16 study/train.py" in refusal.value.fix
 
 
-def test_variables_left_over_from_another_launch_are_refused() -> None:
+def test_variables_left_over_from_another_launch_or_of_no_launcher_are_refused_and_those_of_a_launch_with_cpu() -> None:
     launched = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert read_launch(launched, shell={"HOME": "/root"}).strategy.name == "ddp"
     fsdp, deepspeed = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "old"}
@@ -203,22 +203,16 @@ def test_variables_left_over_from_another_launch_are_refused() -> None:
     for environment, shell in ((launched | fsdp, fsdp), (launched | deepspeed, deepspeed), (fsdp, fsdp)):
         with pytest.raises(UserError, match=f"not by the launched file.*unset {' '.join(shell)}"):
             read_launch(environment, shell=shell)
-
-
-def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
-    """`accelerate launch --cpu` exports these variables to its only process."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE"):
+        with pytest.raises(UserError, match=name):
+            read_launch({name: "2"}, shell={name: "2"})
+    # `accelerate launch --cpu` exports these to its only process, and there is no variable to unset.
     exported = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
     with pytest.raises(UserError, match="the launch asks for --cpu") as refusal:
         read_launch(exported, shell={"HOME": "/root"})
     assert "unset" not in refusal.value.fix
     with pytest.raises(UserError, match=r"ACCELERATE_USE_CPU is set, .*run: unset ACCELERATE_USE_CPU$"):
         read_launch(exported, shell={"ACCELERATE_USE_CPU": "1"})
-
-
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE"])
-def test_a_rank_that_no_launcher_set_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match=name):
-        read_launch({name: "2"}, shell={name: "2"})
 
 
 def test_a_left_over_variable_is_found_among_those_of_the_launcher(tmp_path, monkeypatch):

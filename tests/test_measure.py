@@ -39,9 +39,6 @@ FP32 = 4
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-# The clock.
-
-
 def run_steps(clock: StepClock, steps: range, seconds: float) -> None:
     for step in steps:
         time.sleep(seconds)
@@ -97,9 +94,6 @@ def test_statistics_are_percentiles_and_null_without_steps_and_a_fifth_of_a_run_
     statistics = step_time_statistics([float(value) for value in range(101)])
     assert statistics == {"step_time_s_p10": 10.0, "step_time_s_median": 50.0, "step_time_s_p90": 90.0}
     assert set(step_time_statistics([]).values()) == {None}
-
-
-# Memory and energy.
 
 
 def test_a_host_peak_belongs_to_its_phase_keeps_its_largest_and_is_in_no_step() -> None:
@@ -172,9 +166,6 @@ def test_gpu_energy_grows_over_the_window() -> None:
     assert meter.joules is None or 1 < meter.joules < 2000
 
 
-# Traffic, one collective at a time.
-
-
 @pytest.fixture
 def eight_ranks() -> Iterator[int]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -232,9 +223,6 @@ def test_bytes_across_machines_are_those_of_groups_over_several_machines(eight_r
     report = watch.report()
     assert (report["ranks_per_machine"], report["across_machines_bytes_per_rank"]) == (4, 400 + 400 + 400)
     assert "across_machines_bytes_per_rank" not in TrafficWatch(1, ranks_per_machine=8).report()
-
-
-# State, without an engine.
 
 
 def test_a_watched_step_that_was_skipped_leaves_the_watch_to_the_next_and_its_new_optimizer_state_is_seen() -> None:

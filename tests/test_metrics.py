@@ -1,5 +1,3 @@
-"""The figures of an evaluation, and the metric modules behind them."""
-
 from __future__ import annotations
 
 import ast

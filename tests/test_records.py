@@ -83,21 +83,13 @@ def test_a_run_reads_back_as_it_was_written(run_directory: Path) -> None:
 
 
 def test_a_figure_that_is_not_finite_is_none_and_never_written(tmp_path: Path) -> None:
-    assert [directory.finite_or_none(value) for value in (float("nan"), float("inf"), None, 0, 2.5)] == [
-        None,
-        None,
-        None,
-        0,
-        2.5,
-    ]
+    figures = [directory.finite_or_none(value) for value in (float("nan"), float("inf"), None, 0, 2.5)]
+    assert figures == [None, None, None, 0, 2.5]
     directory.write_json(tmp_path / "x.json", {"a": 1})
     with pytest.raises(ValueError, match="JSON compliant"):
         directory.write_json(tmp_path / "x.json", {"a": float("nan")})
     assert read_json(tmp_path / "x.json") == {"a": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
-
-
-# Killed attempts
 
 
 KILLED_BEFORE_THE_RENAME = """
@@ -173,9 +165,7 @@ def test_an_attempt_is_counted_and_starts_from_nothing_after_any_other(run_direc
     assert [file.name for file in run_directory.iterdir() if file.name.startswith(".")] == [".summary.json.bak"]
 
 
-def test_a_moved_run_leaves_the_record_and_the_checkpoints_of_its_successor_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_moved_run_leaves_the_record_and_the_checkpoints_of_its_successor_alone(tmp_path: Path) -> None:
     first = RunWriter(tmp_path / "run")
     first.append("steps.jsonl", ROWS[0])
     first.flush()

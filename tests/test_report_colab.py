@@ -1,5 +1,3 @@
-"""The Colab notebook leads from an empty Python environment to a report."""
-
 from __future__ import annotations
 
 import json

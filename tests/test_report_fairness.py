@@ -1,5 +1,3 @@
-"""Every invariant that a record shows: a run that breaks one is labelled with its name, and no other run is."""
-
 from __future__ import annotations
 
 from pathlib import Path

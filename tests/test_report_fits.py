@@ -1,5 +1,3 @@
-"""The largest fitting sizes are those of the sweep, and probes are in no comparison of trained models."""
-
 from __future__ import annotations
 
 import json

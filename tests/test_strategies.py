@@ -80,7 +80,9 @@ def test_a_file_has_the_shared_values_and_those_of_its_name_and_both_libraries_t
         changed = {key for key in changed if not key.startswith("stage3_")} - {"sub_group_size", "overlap_comm"}
     assert changed == implied
     understood = DeepSpeedZeroConfig(**section).model_dump(mode="json", by_alias=True)
-    assert {key: _among(understood[key], value) for key, value in section.items()} == section
+    for key, value in section.items():
+        # DeepSpeed adds more keys to a section.
+        assert understood[key].items() >= value.items() if isinstance(value, dict) else understood[key] == value, key
     with pytest.raises(ValueError, match="not_a_key"):
         DeepSpeedZeroConfig(**section, not_a_key=1)
 
@@ -88,11 +90,6 @@ def test_a_file_has_the_shared_values_and_those_of_its_name_and_both_libraries_t
 def as_text(value: Any) -> str:
     """Return the value as JSON, in which True is not 1 and 5e8 not an integer."""
     return json.dumps(value, sort_keys=True)
-
-
-def _among(understood: Any, requested: Any) -> Any:
-    """Return the requested keys of a section, which DeepSpeed fills up with more keys."""
-    return {key: understood[key] for key in requested} if isinstance(requested, dict) else understood
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [
@@ -180,14 +177,11 @@ def test_nvme_buffers_grow_to_hold_the_largest_parameter_and_the_record_has_the_
     assert engine["own_settings"]["zero_optimization"]["offload_param"]["buffer_size"] == 100_000
 
 
-def test_buffers_that_nothing_fits_in_are_refused() -> None:
+def test_an_offload_that_swaps_nothing_and_buffers_that_nothing_fits_in_are_refused_before_the_run() -> None:
     for size, problem in ((0, "of zero3_nvme is 0"), (1000, "below the 1,048,576 elements of the largest parameter")):
         config = RunConfig(engine_override=(f"zero_optimization.offload_param.buffer_size={size}",))
         with pytest.raises(UserError, match=rf"buffer_size .*{problem}"):
             enlarge_swap_buffers(resolve_config(config, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
-
-
-def test_an_offload_that_swaps_nothing_is_refused_before_the_run() -> None:
     config = resolve_config(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
     for name, what in (("zero3_cpu_nvme", "parameters"), ("zero3_nvme_optimizer", "optimizer")):
         strategy = read_strategy(name)
@@ -264,22 +258,16 @@ def test_the_table_of_shipped_settings_is_that_of_the_files() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_deepspeed_json_that_asks_for_no_strategy_or_can_name_no_run_is_refused(tmp_path: Path) -> None:
+    for text, words in (
         ("", "JSON"),
         ("[]", "no ZeRO stage"),
         ('{"zero_optimization": {"stage": 3, "offload_param": "cpu"}}', "offload_param"),
         ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "tape"}}}', "offload_optimizer"),
-    ],
-)
-def test_a_deepspeed_json_that_asks_for_no_strategy_is_refused(text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(text)
-    with pytest.raises(UserError, match=words):
-        launched_with(tmp_path / "mine.json")
-
-
-def test_a_file_that_can_name_no_run_is_refused(tmp_path: Path) -> None:
+    ):
+        (tmp_path / "mine.json").write_text(text)
+        with pytest.raises(UserError, match=words):
+            launched_with(tmp_path / "mine.json")
     for name in ("my file", "..", "x" * 41, "zürich"):
         with pytest.raises(UserError, match="would be named after"):
             launched_with(write_variant(tmp_path, name, "zero3", reduce_bucket_size=7))

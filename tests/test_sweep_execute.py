@@ -1,8 +1,5 @@
-"""A sweep runs the cells that are not done, leaves a complete record of each, and reports its state."""
-
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -122,8 +119,7 @@ def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, c
     folders = [tmp_path / "runs" / "tiny" / cell.id for cell in list_cells(suite)]
     for folder, state in zip(folders, states, strict=False):
         RunWriter(folder).close(state, f"why {state}", "do that")
-    answered = [cell_state(folder).is_final(retry=False) for folder in folders]
-    assert answered == [False, False, True, True, True, False]
+    assert [cell_state(folder).is_final(retry=False) for folder in folders] == [False] * 2 + [True] * 3 + [False]
     assert [cell.is_final(retry=True) for cell in (*map(cell_state, folders), Outcome("ok"))] == [False] * 6 + [True]
 
     assert cli.main(["status", str(suite), "--runs_dir", str(tmp_path / "runs")]) == 0
@@ -140,11 +136,9 @@ def test_the_verdict_of_a_suite_names_the_next_command(tmp_path, capsys):
     finished, too_large = (tmp_path / "tiny" / cell.id for cell in list_cells(suite))
     write_run(finished.parent, "single", name=finished.name)
     RunWriter(too_large).close("oom", "why", "do that")
-    base = [str(suite), "--runs_dir", str(tmp_path)]
-    for command in (["status"], ["run"]):
-        assert cli.main([*command, *base]) == (1 if command == ["run"] else 0)
-        verdict = capsys.readouterr().out.splitlines()[0]
-        assert verdict == (
+    for command, status in (("status", 0), ("run", 1)):
+        assert cli.main([command, str(suite), "--runs_dir", str(tmp_path)]) == status
+        assert capsys.readouterr().out.splitlines()[0] == (
             f"tiny: 1 of 2 cells done, 1 oom; next: study report {suite} --runs_dir {tmp_path};"
             " after a fix, study run --retry runs those again"
         )
@@ -170,11 +164,9 @@ def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_non
     assert expected("zero3", 1, 0.0) == 90.0, "the suite's estimate is used until there is a record"
     for seed, seconds in enumerate((10.0, 12.0, 50.0), start=1):
         end(seconds, "single", seed, 0.0)
-    assert expected("single", 4, 0.0) == 12.0
-    assert expected("single", 4, 0.1) == 12.0
+    assert expected("single", 4, 0.0) == expected("single", 4, 0.1) == 12.0
     end(30.0, "zero3", 1, 0.1)
-    assert expected("zero3", 2, 0.1) == 30.0
-    assert expected("zero3", 2, 0.0) == 90.0
+    assert (expected("zero3", 2, 0.1), expected("zero3", 2, 0.0)) == (30.0, 90.0)
     sweep = run_cells([cells["single", 4, 0.0]], tmp_path, Machine((), 16.0), time_budget_s=11.0)
     assert (sweep.finished, sweep.pending, sweep.stopped) == (0, 1, False)
     printed = capsys.readouterr().err
@@ -184,9 +176,7 @@ def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_non
 @pytest.mark.parametrize(
     ("state", "retry"), [("failed", False), ("interrupted", False), ("damaged", True), ("timeout", True)]
 )
-def test_cells_that_were_tried_before_run_last_and_a_world_larger_than_the_box_is_unsupported(
-    tmp_path, capsys, state, retry
-):
+def test_cells_tried_before_run_last_and_a_world_larger_than_the_box_is_unsupported(tmp_path, capsys, state, retry):
     cells = list_cells(write_suite(tmp_path, {"strategy": "ddp", "world_size": 4, "seed": [1, 2, 3]}), ONE_GPU)
     written = "ok" if state == "damaged" else state
     tried = write_run(tmp_path / "runs", "ddp", name=cells[0].id, state=written, seed=1)
@@ -225,9 +215,8 @@ def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_
 def test_status_imports_nothing_heavy(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "all"})
     code = (
-        "import sys, json; from study import cli\n"
+        "import sys; from study import cli\n"
         f"assert cli.main(['status', {str(suite)!r}, '--runs_dir', {str(tmp_path)!r}]) == 0\n"
-        "print(json.dumps([name for name in ('torch', 'numpy', 'transformers', 'pandas') if name in sys.modules]))"
+        "assert not {'torch', 'numpy', 'transformers', 'pandas'} & sys.modules.keys()"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert json.loads(printed.splitlines()[-1]) == []
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,5 +1,3 @@
-"""Every ending of a run is judged by the evidence that it leaves."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Suites are read strictly, and their plans are complete, interleaved and the same every time."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -45,14 +43,14 @@ HEAD = "name: x\ndescription: y\n"
 WRONG_SUITES = yaml.safe_load((ROOT / "tests" / "data" / "wrong_suites.yaml").read_text())
 
 
-@pytest.mark.parametrize("wrong", WRONG_SUITES, ids=lambda wrong: wrong["says"])
-def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, wrong):
+@pytest.mark.parametrize(("says", "line", "text"), WRONG_SUITES)
+def test_a_mistake_in_a_suite_is_refused_with_file_and_line(tmp_path, says, line, text):
     file = tmp_path / "suite.yaml"
-    file.write_text(wrong["suite"])
+    file.write_text(HEAD + text)
     with pytest.raises(UserError) as refusal:
         read_suite(file)
-    assert f"{file}:{wrong['line']}" in refusal.value.problem
-    assert wrong["says"] in refusal.value.problem
+    assert f"{file}:{line}" in refusal.value.problem
+    assert says in refusal.value.problem
 
 
 BILLION = "".join(f"  - &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(15))
@@ -62,6 +60,7 @@ BILLION = "".join(f"  - &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range
     ("text", "says"),
     [
         ("- a\n", r"suite\.yaml"), ("a: !!python/object:os.system {}\n", r"suite\.yaml"),
+        ("name: a/b\ndescription: y\ngrids: []", "name is 'a/b'"),
         ("", r"suite\.yaml: expected a mapping, got nothing -> .*grids, name"),
         ("loss: 0.7\n" * 110_000, "has more than 1,048,576 bytes"),
         (f"{HEAD}grids:\n  - &a0 [x, x]\n{BILLION}", "has more than 20000 values after its aliases are expanded"),
@@ -79,12 +78,12 @@ def test_a_file_that_is_not_a_suite_is_refused(tmp_path, text, says):
 WRONG_PLANS = yaml.safe_load((ROOT / "tests" / "data" / "wrong_plans.yaml").read_text())
 
 
-@pytest.mark.parametrize("wrong", WRONG_PLANS, ids=lambda wrong: wrong["says"])
-def test_rules_that_match_no_run_and_cells_that_cannot_run_are_refused_before_anything_runs(tmp_path, wrong):
-    fixed = {**TINY, **wrong.get("cell", {})}
-    axes = {"strategy": [fixed.pop("strategy", "zero2")], "dropout": [0.0, 0.1]}
-    with pytest.raises(UserError, match=wrong["says"]):
-        plan(write_suite(tmp_path, axes, fixed, **wrong.get("rules", {})))
+@pytest.mark.parametrize(("says", "cell", "rules"), WRONG_PLANS)
+def test_rules_that_match_no_run_and_cells_that_cannot_run_are_refused_before_any_run(tmp_path, says, cell, rules):
+    axes = {"strategy": [cell.get("strategy", "zero2")], "dropout": [0.0, 0.1]}
+    fixed = {key: value for key, value in cell.items() if key != "strategy"}
+    with pytest.raises(UserError, match=says):
+        plan(write_suite(tmp_path, axes, TINY | fixed, **rules))
 
 
 def test_every_combination_but_the_excluded_ones_is_a_cell_with_the_overrides_that_match(tmp_path):

@@ -68,8 +68,6 @@ def test_up_to_three_flaky_tests_are_green(flags, passes, status, last, tmp_path
     assert capsys.readouterr().out.splitlines()[-1:] == [last] * (last is not None)
 
 
-# The guard of refactorings.
-
 PAGE = "| Strategy | peak |\n| --- | --- |\n| zero2 | 1.25 |\n\nThe lowest peak is 1.25 GiB.\n"
 OLD = {"arms": [{"name": "ddp", "held": 0.1 + 0.2, "kind": "nothing"}, {"name": "zero2", "held": 2}]}
 DDP, ZERO2 = {"held": 0.1 + 0.2, "name": "ddp", "kind": "ineffective"}, {"name": "zero2", "held": 2.0}
@@ -103,8 +101,6 @@ def test_each_difference_is_found_and_a_new_name_is_none(rows, page, says, tmp_p
     assert (len(differences), "".join(differences).startswith(says)) == (bool(says), True)
     assert summary.startswith(f"{len(differences)} differences, {says.count('(rounding)')} of them rounding, in 2 ")
 
-
-# The planted faults.
 
 FAULTS = yaml.safe_load((ROOT / "tools" / "faults.yaml").read_text(encoding="utf-8"))
 SOURCES = [file.read_text(encoding="utf-8") for file in (ROOT / "study").rglob("*") if file.suffix in (".py", ".yaml")]

@@ -1,5 +1,3 @@
-"""No file of the user is deleted, and one run at a time uses a folder."""
-
 from __future__ import annotations
 
 import contextlib

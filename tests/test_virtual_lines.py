@@ -104,9 +104,7 @@ def test_depths_that_are_all_beyond_a_threshold_are_extrapolated() -> None:
           for name in ("ddp", "zero0", "zero1", "zero2_cpu", "fsdp2")),
     ],
 )  # fmt: skip
-def test_a_threshold_between_depths_and_model_is_crossed_under_the_strategies_that_have_it(
-    strategy, buckets, crossed, beyond
-):
+def test_a_threshold_between_depths_and_model_is_crossed_under_its_strategies(strategy, buckets, crossed, beyond):
     result = line_at(strategy, **buckets)
     assert (result["extrapolated"]["crossed"], result["extrapolated"]["depths_beyond"]) == (crossed, beyond)
     assert strategy != "zero2" or result["host_peak_rss_gib"] is None
@@ -163,9 +161,7 @@ def test_an_extrapolated_document_has_the_keys_of_a_measured_one(tmp_path: Path)
     # The part that is reduced after backward varies, which matters only if it is the larger one.
     [((100, 100, 100), 400), ((0, 0, 17), 400), ((0, 0, 45), None)],
 )
-def test_gradients_are_the_larger_of_two_readings_even_if_the_other_is_larger_in_the_full_model(
-    after_backward, expected
-):
+def test_gradients_are_the_larger_of_two_readings_also_if_the_other_is_in_the_full_model(after_backward, expected):
     nothing, depths = dict.fromkeys(STATE_PLACES, 0), []
     for layers, after, before in zip((2, 3, 4), after_backward, (20, 30, 40), strict=True):
         state = at_depth(layers)["state_bytes_per_rank"] | {"grads": nothing | {"device": max(after, before)}}
