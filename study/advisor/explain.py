@@ -510,7 +510,7 @@ def _at_stage(case: ConfigCase, stage: int, ranks: int | None = None, **zero: An
 
 
 def _compare_stages(case: ConfigCase, lower: int, higher: int) -> Explanation:
-    at_lower, at_higher = (_at_stage(case, stage).memory for stage in (lower, higher))
+    at_lower, at_higher = (_at_stage(case, stage, case.ranks).memory for stage in (lower, higher))
     before, after = device_bytes(at_lower), device_bytes(at_higher)
     short = f"{'yes' if after >= before else 'no'}: {after / GIB:.1f} GiB, stage {lower} {before / GIB:.1f} GiB"
     short += _COMPARED * (case.offload("offload_param") is not None)
