@@ -234,7 +234,7 @@ def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> Non
 
 
 def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals, "_table", lambda: {"above_state": {"low": 0.9, "high": 2.0}})
+    monkeypatch.setattr(intervals, "_INTERVALS", {"above_state": {"low": 0.9, "high": 2.0}})
     advice = advise(AdviceRequest(model_shape(LLAMA_8B), to_box("8xH100"), 2048, "bf16"), ["fsdp2", "zero3_cpu"])
     best, riskier = advice.best, rules.faster_riskier_option(advice)
     assert best is not None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from study.config.yaml_sections import load_package_yaml
 from study.predictor.hardware import Hardware
@@ -20,6 +19,7 @@ from study.predictor.zero3_gathers import reference_gathers, simulate_gathers
 
 Collective = Literal["all_reduce", "all_gather", "reduce", "reduce_scatter"]
 
+_TABLES = load_package_yaml(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8"))
 # NVLink bandwidth in GB/s of each device with a table; other devices are scaled by their link bandwidth.
 _LINKS_OF_TABLE = {"A100": 300.0, "H200": 450.0}
 # Without in-switch reduction (NVLS), all eight GPUs of an H200 node are as fast as four.
@@ -38,28 +38,27 @@ def collective_s(box: Hardware, collective: Collective, payload_bytes: float) ->
 
 def bus_bandwidth_gb_per_s(box: Hardware, collective: Collective, payload_bytes: float) -> float:
     """Bus bandwidth of a collective at a payload: the slower of the links within a node and between nodes."""
-    tables = _tables()
     if (links := box.device.nvlink_gb_per_s or box.device.pcie_gb_per_s) is None:
         raise ValueError(f"{box.device.name} has no links in hardware.yaml")
     if box.uses_pcie_links:
-        table, cards = tables["one_node"]["A100"], max(box.gpus_per_node, min(tables["pcie"]))
-        full = links * _interpolated(tables["pcie"], cards)
+        table, cards = _TABLES["one_node"]["A100"], max(box.gpus_per_node, min(_TABLES["pcie"]))
+        full = links * _interpolated(_TABLES["pcie"], cards)
         node_rate = full * _interpolated(table, payload_bytes) / max(table.values())
     else:
         # The table of the most similar NVLink.
         name = "H200" if (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"] else "A100"
-        measured = _interpolated(tables["one_node"][name], payload_bytes)
+        measured = _interpolated(_TABLES["one_node"][name], payload_bytes)
         if collective != "all_reduce" or box.gpus_per_node <= _SWITCHES_ADD_ABOVE:
-            measured = min(measured, tables["ring_limit"].get(name, math.inf))
+            measured = min(measured, _TABLES["ring_limit"].get(name, math.inf))
         node_rate = measured * min(1.0, links / _LINKS_OF_TABLE[name])
     node_rate = min(node_rate, box.bus_gb_per_s)
     if box.nodes == 1:
         return node_rate
     # Measured on nodes of eight GPUs with a network card each; with fewer GPUs a card carries more.
-    size, filled = tables["by_nodes_payload"], min(1.0, box.gpus_per_node / 8)
-    grown = _interpolated(tables["four_nodes"], payload_bytes / filled) / _interpolated(tables["four_nodes"], size)
-    network = box.network_gb_per_s / tables["by_nodes_network_gb_per_s"]
-    return min(node_rate, _interpolated(tables["by_nodes"], box.nodes) * grown * network * filled)
+    size, filled = _TABLES["by_nodes_payload"], min(1.0, box.gpus_per_node / 8)
+    grown = _interpolated(_TABLES["four_nodes"], payload_bytes / filled) / _interpolated(_TABLES["four_nodes"], size)
+    network = box.network_gb_per_s / _TABLES["by_nodes_network_gb_per_s"]
+    return min(node_rate, _interpolated(_TABLES["by_nodes"], box.nodes) * grown * network * filled)
 
 
 def _interpolated(table: Mapping[float, float], payload: float) -> float:
@@ -73,11 +72,6 @@ def _interpolated(table: Mapping[float, float], payload: float) -> float:
     low, high = points[index - 1], points[index]
     position = math.log(payload / low) / math.log(high / low)
     return math.exp((1 - position) * math.log(table[low]) + position * math.log(table[high]))
-
-
-@functools.cache
-def _tables() -> dict[str, Any]:
-    return dict(load_package_yaml(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))
 
 
 _DDP_BUCKET_BYTES = 25 * 2**20

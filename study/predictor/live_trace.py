@@ -71,16 +71,16 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
         for name, module in model.named_modules(remove_duplicate=False)
     }
 
-    def unit_of(name: str) -> str:
+    def find_unit(name: str) -> str:
         return next((unit for unit in units if f"{name}.".startswith(f"{unit}.")), "")
 
     places, earlier, parameters = list[int](), set[str](), list(model.named_parameters())
     for name, _ in parameters:
-        unit = unit_of(name)
+        unit = find_unit(name)
         earlier |= {unit} if unit else set()
         places.append(units.index(unit) if unit else len(earlier) - 1)
     # Parameters outside the layers have the place of the layer before them; those at the end follow all layers.
-    last = max((number for name, numbers in owners.items() if unit_of(name) for number in numbers), default=0)
+    last = max((number for name, numbers in owners.items() if find_unit(name) for number in numbers), default=0)
     places = [len(units) if number > last else place for number, place in enumerate(places)]
     sizes = {
         what: next((value for name in names if isinstance(value := _read_largest(text, name), int) and value), 1)
@@ -95,7 +95,7 @@ def survey(document: Mapping[str, Any], rank: int | None) -> dict[str, Any]:
     for name, numbers in owners.items():
         for number in numbers:
             members[number].add(groups[name])
-            flat_members[number].add(unit_of(name))
+            flat_members[number].add(find_unit(name))
     refusal, fsdp1_refusal = (
         next((f"torch refuses {name}, which modules of two FSDP{version} groups share"
               for number, (name, _) in enumerate(parameters) if len(parameter_groups[number]) > 1), None)

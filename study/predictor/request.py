@@ -95,37 +95,6 @@ def auto_bucket_sizes(hidden: int) -> dict[str, int]:
     }
 
 
-def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
-    """Read the engine's settings; any other `auto` is the engine's default."""
-    assert strategy.deepspeed is not None
-    zero = strategy.deepspeed["zero_optimization"]
-    auto, stage, values = auto_bucket_sizes(hidden), int(zero["stage"]), dict[str, Any]()
-    for field in dataclasses.fields(EngineSettings):
-        value = zero.get(field.name)
-        if (value := auto.get(field.name) if value == "auto" else value) is not None:
-            values[field.name] = bool(value) if field.type == "bool" else int(value)
-    if isinstance(zero.get("offload_param"), Mapping):
-        values["max_in_cpu"] = int(zero["offload_param"].get("max_in_cpu", 1e9))
-    bf16, types = (strategy.deepspeed.get(key) for key in ("bf16", "data_types"))
-    if isinstance(bf16, Mapping):
-        values["bf16_masters"] = bool(bf16.get("bf16_master_weights_and_grads"))
-        values["bf16_moments"] = bool(bf16.get("bf16_optimizer_states"))
-    if isinstance(types, Mapping):
-        values["accumulates_in_fp32"] = types.get("grad_accum_dtype") == "fp32"
-    for name, what, buffers in (("optimizer", "optimizer", 4), ("parameters", "param", 5)):
-        if (device := strategy.offload_device(what)) is not None:
-            section = zero[f"offload_{what}"]
-            values[name] = Offload(
-                device=device,
-                # deepspeed 0.19 pins by default.
-                pinned=bool(section.get("pin_memory", True)),
-                buffers=int(section.get("buffer_count", buffers)),
-                buffer_size=int(section.get("buffer_size", 1e8)),
-                ratio=float(section.get("ratio", 1.0)),
-            )
-    return EngineSettings(**{"overlap_comm": stage == 3, **values})
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A configuration whose memory, communication and time are predicted."""
@@ -186,8 +155,32 @@ class Request:
 
     @functools.cached_property
     def settings(self) -> EngineSettings:
-        """DeepSpeed's settings; only for strategies that use DeepSpeed."""
-        return engine_settings(self.strategy, self.shape.hidden)
+        """DeepSpeed's settings, only for strategies that use DeepSpeed; any other `auto` is the engine's default."""
+        assert self.strategy.deepspeed is not None
+        zero = self.strategy.deepspeed["zero_optimization"]
+        auto, values = auto_bucket_sizes(self.shape.hidden), dict[str, Any](overlap_comm=int(zero["stage"]) == 3)
+        for field in dataclasses.fields(EngineSettings):
+            value = zero.get(field.name)
+            if (value := auto.get(field.name) if value == "auto" else value) is not None:
+                values[field.name] = bool(value) if field.type == "bool" else int(value)
+        if isinstance(zero.get("offload_param"), Mapping):
+            values["max_in_cpu"] = int(zero["offload_param"].get("max_in_cpu", 1e9))
+        bf16, types = (self.strategy.deepspeed.get(key) for key in ("bf16", "data_types"))
+        if isinstance(bf16, Mapping):
+            values["bf16_masters"] = bool(bf16.get("bf16_master_weights_and_grads"))
+            values["bf16_moments"] = bool(bf16.get("bf16_optimizer_states"))
+        if isinstance(types, Mapping):
+            values["accumulates_in_fp32"] = types.get("grad_accum_dtype") == "fp32"
+        for name, what, buffers in (("optimizer", "optimizer", 4), ("parameters", "param", 5)):
+            if (device := self.strategy.offload_device(what)) is not None:
+                section = zero[f"offload_{what}"]
+                # deepspeed 0.19 pins by default.
+                values[name] = Offload(
+                    device=device, pinned=bool(section.get("pin_memory", True)),
+                    buffers=int(section.get("buffer_count", buffers)),
+                    buffer_size=int(section.get("buffer_size", 1e8)), ratio=float(section.get("ratio", 1.0)),
+                )  # fmt: skip
+        return EngineSettings(**values)
 
     @functools.cached_property
     def stored(self) -> ModelShape:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from pathlib import Path
-from typing import Any
 
 from study.config.text import rounded
 from study.config.yaml_sections import load_package_yaml
@@ -83,21 +81,17 @@ def _upper_or_value(figure: Estimate, upper: bool) -> float:
 
 
 FILE = Path(__file__).with_name("intervals.yaml")
-
-
-@functools.cache
-def _table() -> dict[str, Any]:
-    return dict(load_package_yaml(FILE.read_text(encoding="utf-8")))
+_INTERVALS = load_package_yaml(FILE.read_text(encoding="utf-8"))
 
 
 def max_offload_slowdown() -> float:
     """Largest measured over predicted step time with offload."""
-    return float(_table().get("offload_step_s", {}).get("high", math.inf))
+    return float(_INTERVALS.get("offload_step_s", {}).get("high", math.inf))
 
 
 def estimate(figure: str, value: float, certain: float = 0.0) -> Estimate:
     """Add an interval to a value, except its exact part `certain`; no interval if the figure was not validated."""
-    if (row := _table().get(figure)) is None:
+    if (row := _INTERVALS.get(figure)) is None:
         return Estimate(value)
     return Estimate(value, *(certain + (value - certain) * row[bound] for bound in ("low", "high")))
 
@@ -313,7 +307,7 @@ def _notes(request: Request, memory: MemoryUse | None, total: float) -> tuple[st
         notes.append(f"this does not fit: the time assumes more memory of each {device.name}")
     if (host_note := host_adam_note(request)) is not None:
         notes.append(host_note)
-        if row := _table().get("offload_step_s"):
+        if row := _INTERVALS.get("offload_step_s"):
             low, high = row["low"], row["high"]
             in_ms = f"here {rounded(1e3 * total * low)} to {rounded(1e3 * total * high)} ms"
             notes.append(f"published offload steps took {low:.1f} to {high:.1f} times the prediction, {in_ms}")

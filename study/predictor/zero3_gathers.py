@@ -36,7 +36,7 @@ class Call:
     def flat(self, backward: bool = False) -> list[Call]:
         """Return all calls in order; a module precedes the modules that it contains in both directions."""
         inside = self.inside[::-1] if backward else self.inside
-        return [self, *(each for call in inside for each in call.flat(backward))]
+        return [self, *(step for call in inside for step in call.flat(backward))]
 
 
 @functools.lru_cache(maxsize=64)

@@ -224,7 +224,7 @@ def distance(first: Request, second: Request) -> float:
          [request.strategy.offload_device(what) for what in ("optimizer", "param")])
         for request in (first, second)
     )  # fmt: skip
-    different = sum(kind != other for kind, other in zip(*kinds, strict=True))
+    different = sum(kind != second_kind for kind, second_kind in zip(*kinds, strict=True))
     return sizes + different + 0.3 * (tokens + (first.gradient_checkpointing != second.gradient_checkpointing))
 
 
