@@ -262,10 +262,6 @@ def _verdict(request: Request, memory: MemoryUse, time: StepTime) -> str:
         return f"Does not fit: {why(memory, box)}; predicted"
     usable = rounded(usable_bytes(box) / GIB)
     need = f"{verdict}: {rounded(device_bytes(memory) / GIB)} of {usable} GiB (90 % bound {rounded(bound / GIB)})"
-    host = memory.host_peak
-    if verdict == "May not fit" and not box.is_cpu_only and bound <= usable_bytes(box) and host.high is not None:
-        need += f"; host {rounded(host.value / GIB)} of {rounded(box.host_gib_per_node or 0)} GiB"
-        need += f" (90 % bound {rounded(host.high / GIB)})"
     if verdict != "Fits" and not request.gradient_checkpointing:
         recomputed = predict_memory(dataclasses.replace(request, gradient_checkpointing=True))
         if fits(recomputed, box, at_upper=is_fit):
