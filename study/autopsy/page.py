@@ -28,6 +28,8 @@ _PROTOCOLS: dict[str, tuple[Kind, str]] = {
     "corrected": ("corrected", CORRECTED), "corrected, clipping not asked for": ("unclipped", CORRECTED),
     "two equal arms": ("aa", AA),
 }  # fmt: skip
+# Smaller steps from the printed to the corrected protocol are not in the sentence.
+_NOTABLE = 0.01
 _MARKS = {"as expected": " ✓", "not as expected": " ✗"}
 
 
@@ -125,12 +127,15 @@ def _findings(study: Autopsy) -> list[str]:
         return lambda response: share_text(study.ratio(response, kind, cell))
 
     largest = max(study.effects["eval_loss"], key=lambda effect: abs(math.log(effect.ratio.center)))
+    means = {letter: part.mean() for letter, part in study.models["eval_loss"].shares().items()}
+    steps = sorted(
+        ((SWITCHES[LETTERS.index(letter)], mean) for letter, mean in means.items()), key=lambda x: -abs(x[1])
+    )
     return paragraphs(
         "autopsy_findings.j2", largest=SWITCHES[LETTERS.index(largest.letter)],
         printed=share("factorial", PRINTED), corrected=share("corrected", CORRECTED),
         equal=share("aa", AA), third=share("printed rate", PRINTED), in_both_orders=share_text(largest.average),
-        # The effect in the other order is twice the average less that in this order, in logarithms.
-        turns=math.log(largest.ratio.center) * math.log(largest.average.center**2 / largest.ratio.center) < 0,
+        steps={switch: change_text(math.expm1(step)) for switch, step in steps if abs(step) > _NOTABLE},
         on=[*study.engine_was_on(), *study.engine_was_on(all_as_printed=True)],
         model="BERT-large" if (on_gpu := SCALES[str(study.arms["scale"].iloc[0])].on_gpu) else "a one-layer model",
         on_gpu=on_gpu,

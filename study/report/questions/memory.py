@@ -276,6 +276,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
     alternatives = [arm for arm in arms if arm.value("strategy") in _ALTERNATIVES]
     size = format_number(least.state_mib())
     tied = [arm.name for arm in alternatives if arm.name != least.name and format_number(arm.state_mib()) == size]
+    sends = [sent_mib(arm) for arm in arms if arm.value("strategy") in STAGES]
     frugal = min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm)))
     sentence, number, words, *notes = paragraphs(
         "neighbours_answer.j2", least=least, stage=stage, tied=tied, frugal=frugal, is_only=len(alternatives) == 1,
@@ -290,7 +291,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
         sentence, chosen,
         {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
          "Calls": lambda arm: arm.median("comm_calls_per_step")},
-        *notes, number=(number, words) if sent_mib(frugal) < sent_mib(stage) else None,
+        *notes, number=(number, words) if sent_mib(frugal) < min(sends, default=NAN) else None,
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
 

@@ -78,7 +78,7 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     noted = [text for text in texts if len(rows) > 12 and (not text.startswith("undecided") or "reproduced" in text)]
     notes = [
         f"{text[0].upper()}{text[1:]}: "
-        + " ".join(f"{row['Claim']}, {row['It says']}" for _, row in claims if row["Finding"] == text)
+        + " ".join(f"{row['Claim']}, “{row['It says']}”" for _, row in claims if row["Finding"] == text)
         for text in dict.fromkeys(noted)
     ]
     rest = [str(row["Claim"]) for text, (_, row) in zip(texts, claims, strict=True) if text not in noted]
@@ -105,7 +105,7 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
 
 
 _FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")
-CLAIMS = Question("claims", "Which published claims do these records support?", lambda _records: None)
+CLAIMS = Question("claims", "Which published claims do these records decide?", lambda _records: None)
 
 
 def _runs_answer(records: Records) -> Answer | None:

@@ -246,7 +246,7 @@ def _lora_answer(records: Records) -> Answer | None:
     words = (
         f"model state of one of {whole['world_size']} virtual ranks of `{whole['model']}` with LoRA and `{STAGES[-1]}`"
     )
-    number = (sizes[1], f"{words}, {sizes[0]} with `{whole['strategy']}`")
+    number = (sizes[1], f"{words}{sends}; {sizes[0]} with `{whole['strategy']}`")
     return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")], number=number)
 
 
@@ -286,7 +286,7 @@ def _tuning_answer(records: Records) -> Answer | None:
         changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}
         rows += [
             {"Setting": setting, "Strategy": f"`{strategy}`"}
-            | {name: change_text(x[at]) if abs(x[at]) > _NOTABLE else "no change" for name, x in changes.items()}
+            | {name: f"{100 * x[at]:+.1f} %" if abs(x[at]) > _NOTABLE else "no change" for name, x in changes.items()}
             for at, strategy in pairs["strategy then"].items()
         ]
         # By the case in which a figure falls least.
