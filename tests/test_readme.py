@@ -70,11 +70,17 @@ def unwrapped(page: str) -> str:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_the_blocks_of_a_document_match_the_records(document: str) -> None:
     text = read(document)
-    assert text.count("<!-- end of ") == {"README.md": 3, "docs/method.md": 1}[document]
+    assert text.count("<!-- end of ") == {"README.md": 3, "docs/method.md": 1, "reports/README.md": 3}[document]
     assert rewritten(text, REPOSITORY) == text, "run `make readme`"
     stale = text.replace("| 0.19.8 | no fault | no fault |", "| 0.19.8 | safe | safe |").replace("1.871", "1.875")
+    stale = stale.replace("](laptop/summary.md)", "](reviews/summary.md)")
     assert stale != text
     assert rewritten(stale, REPOSITORY) == text
+
+
+def test_every_report_is_in_the_list_of_reports() -> None:
+    listed = re.findall(r"^### .*\((\w+)/summary.md\)$", read("reports/README.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(file.parent.name for file in REPOSITORY.glob("reports/*/summary.md"))
 
 
 def test_the_table_of_host_memory_around_checkpoints_is_that_of_its_measurements() -> None:

@@ -312,12 +312,12 @@ def page(rows: pd.DataFrame) -> str:
     kinds, reals = rows["kind"].nunique(), sizes[sizes["ranks"] == "real"]
     return f"""# How exact is a prediction for any config.json?
 
+**Of {len(reals)} runs of real ranks the state of {reals["equal"].sum()} is equal to the byte, sent bytes are within
+{reals["sent"].max():.2%}, and peaks within {reals["peak"].max():.1%}, median {reals["peak"].median():.1%}.**
+
 Tiny models of {kinds} architectures on {RANKS} ranks without a GPU, in fp32, compared with predictions from
 config.json alone; a sample has {LENGTH} tokens, an image or a sound. The models are in `tools/architectures.py`, the
 measured bytes in [measured.json](measured.json). Made by `python tools/architectures.py page`.
-
-**Of {len(reals)} runs of real ranks the state of {reals["equal"].sum()} is equal to the byte, sent bytes are within
-{reals["sent"].max():.2%}, and peaks within {reals["peak"].max():.1%}, median {reals["peak"].median():.1%}.**
 
 {table_markdown(table)}
 A cell is the error of the peak. If the state differs, or the sent bytes by more than 0.05 %, this is before it.

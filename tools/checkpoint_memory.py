@@ -118,14 +118,17 @@ def summary(document: Mapping[str, Any]) -> str:
     environment, ranks = document["environment"], document["ranks"]
     rows = [{"strategy": f"`{arm}`", **_row(figures)} for arm, figures in document["arms"].items()]
     versions = ", ".join(f"{name} {environment['packages'][name]}" for name in ("torch", "deepspeed"))
-    return f"""# Host memory around a checkpoint
+    above = _above_the_steps(document["arms"])
+    answer = f"No, but for {', '.join(above)}" if above else "No"
+    return f"""# Does a checkpoint need more host memory than training?
+
+**{answer}: {"the other" if above else "all"} peaks of saving and loading are below those of the same run's steps.**
 
 GPT-2 (124 M parameters) in fp32 on {ranks} ranks, {environment["cpu"]}, no GPU, {versions}. Each figure
 is the peak of one process in GiB, of rank 0 and of rank 1, and one alone where both have it. Without a GPU the model
 state is in it. Made by `python tools/checkpoint_memory.py`.
 
 {table_markdown(pd.DataFrame(rows))}
-- Higher than the steps of the same run: {", ".join(_above_the_steps(document["arms"])) or "nothing"}.
 - *start*: the model is read and given to the engine.
 - *goes on with one rank*: what the {ranks} saved is loaded by one, which then holds all of the state. DeepSpeed's
   shards are made into its universal checkpoint first.

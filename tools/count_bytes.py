@@ -108,16 +108,16 @@ def summary(rows: pd.DataFrame) -> str:
     )  # fmt: skip
     versions = ", ".join(f"{name} {'/'.join(ended[name].unique())}" for name in ("torch", "deepspeed", "accelerate"))
     where = "a network namespace of their own" if ended["own_loopback"].all() else "the network of the box"
-    return f"""# Bytes in a record beside bytes on the loopback interface
+    return f"""# Are the bytes in a record those that a network interface counts?
+
+**Yes: recorded gloo bytes are {over} of the counted bytes** in {len(ended)} cases. The rest are headers:
+those of gloo's messages, and {_HEADER_BYTES} bytes of TCP and IP in each packet, without which it is {without}.
+The start of a run differs by some packets from that of the next one.
 
 What one rank sends in an optimizer step, by the counters of `lo` and in the record: `gpt-tiny` in fp32, no GPU, gloo;
 {versions}. The counters are means over ranks and ten steps (13 less 3), of
 runs in {where}. Made by `python tools/count_bytes.py --markdown`; the bytes are in
 [bytes.csv](bytes.csv).
-
-**Recorded gloo bytes are {over} of the counted bytes** in {len(ended)} cases. The rest are headers:
-those of gloo's messages, and {_HEADER_BYTES} bytes of TCP and IP in each packet, without which it is {without}.
-The start of a run differs by some packets from that of the next one.
 
 {table_markdown(pd.DataFrame(_line(row) for row in rows.itertuples()))}
 - *gloo / counted*: what the record says that gloo sends (`gloo_sent_bytes_per_step`), over the counted bytes.

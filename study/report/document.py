@@ -149,9 +149,9 @@ class PageSection:
 TEMPLATES = Path(__file__).parent / "site" / "templates"
 
 
-def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
-    """Return the page as Markdown."""
-    return render_markdown("page.md.j2", title=title, sections=sections)
+def page_markdown(title: str, sections: Iterable[PageSection], numbers: Iterable[tuple[str, str]] = ()) -> str:
+    """Return the page as Markdown; its head lists the numbers."""
+    return render_markdown("page.md.j2", title=title, sections=sections, numbers=numbers)
 
 
 def render_markdown(template: str, **values: Any) -> str:

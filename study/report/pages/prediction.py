@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy
 import pandas as pd
 import yaml
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from study.config.places import REPOSITORY
 from study.predictor.run_predictions import ALL_STATE, SENT, saving_table, study_rows
@@ -17,10 +21,11 @@ from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
 from study.predictor.validation import Measurement, published_rows, refused_sources, score, sources
+from study.report.canvas import FAINT, GUIDE, SETTINGS, WIDTH_IN, Drawing, as_png, finish
 from study.report.document import render_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
-SCORES = "scores.parquet"
+SCORES, FIGURE = "scores.parquet", "figures/errors.png"
 # Errors of `study predict`, and of other estimators on the rows of commit 7e0ec02, which has the code that ran them.
 LEAGUE, OURS = "league.parquet", "study predict"
 # Predictions of earlier commits for suites that ran afterwards, and that corrected the rules since.
@@ -28,6 +33,11 @@ FORETOLD = "foretold.csv"
 # Aimed errors of published rows, and of own records.
 AIMS = {"peak": 0.10, "step": 0.15, "own peak": 0.05}
 OWN = "own"
+# Errors of runs that others published.
+HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
+            "step time, published, offload: no interval")  # fmt: skip
+# Fraction of scored rows within an interval. Pages have equal weight: a reader's hardware is on none of them.
+INTERVAL_COVERAGE = 0.8
 # Own records by `peak_kind`.
 OWN_KINDS = {"resident": "own real ranks", "resident_returned": "own virtual ranks", "allocated": "own GPU runs"}
 
@@ -72,10 +82,10 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
     offloaded, scored = (scored[scored["offloads"] == is_so] for is_so in (True, False))
     fitted = page(scored).isin(page(rows[rows["use"] == "fit"]))
     kinds = [
-        ("peak memory, published", published[published["use_memory"] == "score"]["peak_error"], AIMS["peak"]),
-        ("step time, published, rows that fitted nothing", scored["step_error"], AIMS["step"]),
+        (HELD_OUT[0], published[published["use_memory"] == "score"]["peak_error"], AIMS["peak"]),
+        (HELD_OUT[1], scored["step_error"], AIMS["step"]),
         ("step time, pages that fitted nothing", scored[~fitted]["step_error"], AIMS["step"]),
-        ("step time, published, offload: no interval", offloaded["step_error"], AIMS["step"]),
+        (HELD_OUT[2], offloaded["step_error"], AIMS["step"]),
         *study_peaks,
         ("step time, own GPU runs", study_rows["step_error"], AIMS["step"]),
     ]
@@ -158,8 +168,6 @@ def _said(value: object) -> str:
     return "" if value is None or pd.isna(value) else "fits" if value else "out of memory"
 
 
-# Fraction of scored rows within an interval. Pages have equal weight: a reader's hardware is on none of them.
-INTERVAL_COVERAGE = 0.8
 _INTERVALS_HEAD = """\
 # Written by `python -m study.report.pages.prediction report`: between which shares of a predicted figure
 # {within:.0%} of the measured ones lie, each published page counting the same, and over how many rows and pages. Of a
@@ -199,7 +207,39 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     frame.to_parquet(folder / SCORES)
     league_frame(rows, frame).to_parquet(folder / LEAGUE)
     (folder / "summary.md").write_text(summary(frame, folder), encoding="utf-8")
+    (folder / FIGURE).parent.mkdir(exist_ok=True)
+    (folder / FIGURE).write_bytes(as_png(errors_figure(frame).figure))
     intervals_file.write_text(intervals_text(frame), encoding="utf-8")
+
+
+@matplotlib.rc_context(SETTINGS)
+def errors_figure(scores: pd.DataFrame) -> Drawing:
+    """Draw predicted over measured peaks and step times of published runs, and the range of most scored ones."""
+    figure, ranges = Figure(figsize=(WIDTH_IN, 4.6), layout="constrained"), []
+    published, colours = by_origin(scores)["published"], {False: "#0a35b3", True: "#db3502"}
+    drawn = (("peak", "use_memory", "peak_gib", "peak memory, GiB"), ("step", "use", "step_s", "step time, s"))
+    for axes, (name, use, size, words) in zip(figure.subplots(2, 1), drawn, strict=True):
+        rows = published.assign(ratio=1 + published[f"{name}_error"], scored=published[use] == "score")
+        for (is_scored, offloads), some in rows.groupby(["scored", "offloads"]):
+            axes.plot(some[size], some["ratio"], "o", markersize=4, markeredgecolor=colours[offloads],
+                      color=colours[offloads] if is_scored else "none")  # fmt: skip
+        # Step times with offload have no interval.
+        judged = rows[rows["scored"] & ((name == "peak") | ~rows["offloads"])]["ratio"]
+        low, high = judged.quantile([(1 - INTERVAL_COVERAGE) / 2, (1 + INTERVAL_COVERAGE) / 2])
+        ranges.append(f"{words.partition(',')[0]} {low:.2f} to {high:.2f}")
+        axes.axhspan(low, high, color=FAINT, zorder=0)
+        axes.axhline(1, **GUIDE)
+        axes.set(xscale="log", yscale="log", xlabel=f"measured {words}", ylabel="predicted / measured", ylim=(0.4, 1.9))
+        axes.set_yticks([0.5, 0.7, 1, 1.4])
+        axes.minorticks_off()
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+    return finish(
+        figure, "How far predictions are off", "GPU runs that others published",
+        f"Band: {INTERVAL_COVERAGE:.0%} of scored runs. Hollow: fitted a constant or chose a rule, not scored.",
+        f"predicted over measured of {INTERVAL_COVERAGE:.0%} of scored runs: {', '.join(ranges)}",
+        legend=[Line2D([], [], marker="o", linestyle="", color=colours[True], label="with offload (no band of steps)")],
+    )  # fmt: skip
 
 
 def summary(frame: pd.DataFrame, folder: Path) -> str:
@@ -211,9 +251,12 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         "fit or not, right": out_of(league["right"], league["judged"]),
         "of those that ran out, called": out_of(league["called"], league["ran_out"]),
     })  # fmt: skip
+    errors = headline(frame)
+    peaks, steps, offload = (errors.set_index("figure").loc[name] for name in HELD_OUT)
     impossible = frame[frame["refused"].notna()][["source", "name", "refused"]]
     return render_markdown(
-        "prediction.md.j2", headline=headline(frame), preregistered=preregistered_table(FOLDER, frame),
+        "prediction.md.j2", peaks=peaks, steps=steps, offload=offload, figure=Markup(FIGURE),
+        alt=Markup.escape(errors_figure(frame).alt), headline=errors, preregistered=preregistered_table(FOLDER, frame),
         fits=fits(frame), estimators=estimators, state=own_table(), saving=saving_table(),
         groups={column: errors_by(frame, column) for column in ("source", "strategy", "device")},
         sources=sources(), refused_sources=refused_sources(), rows=all_rows_table(frame),

@@ -1,4 +1,4 @@
-"""The marked blocks of README.md and docs/: tables of the records in git, and output of `study advise`.
+"""The marked blocks of README.md and other pages: tables and answers of the reports in git, output of `study advise`.
 
 python -m study.report.pages.readme            rewrites them
 python -m study.report.pages.readme --check    exit status 1 when one is stale
@@ -23,18 +23,16 @@ from study.config.places import REPOSITORY
 from study.records.frames import read_parquet
 from study.releases.command import LATEST_RELEASES, shown_causes
 from study.report.document import render_markdown, table_markdown
-from study.report.pages.prediction import LEAGUE, SCORES, headline, out_of
+from study.report.pages.prediction import HELD_OUT, LEAGUE, SCORES, headline, out_of
 from study.report.questions.virtual import state_by_stage
 from study.virtual.summaries import table1_rows
 
 # A block names its source: `<!-- releases: study/releases/grid.json -->` up to `<!-- end of releases -->`.
 _BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
-_HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
-             "step time, published, offload: no interval")  # fmt: skip
 # The lines of the answer and of the strategies without offload.
 _ADVISE_LINES = 11
 # Documents with marked blocks.
-DOCUMENTS = ("README.md", "docs/method.md")
+DOCUMENTS = ("README.md", "docs/method.md", "reports/README.md")
 
 
 def releases_table(document: dict[str, Any]) -> str:
@@ -70,14 +68,26 @@ def errors_table(folder: Path) -> str:
         ),
     })  # fmt: skip
     errors = headline(pd.read_parquet(folder / SCORES)).set_index("figure")
-    peaks, steps, offload = (errors.loc[name] for name in _HELD_OUT)
+    peaks, steps, offload = (errors.loc[name] for name in HELD_OUT)
     return render_markdown("readme_errors.md.j2", table=table, peaks=peaks, steps=steps, offload=offload).rstrip()
+
+
+def reports_list(names: str, root: Path) -> str:
+    """Return each report's question and its answer: the numbers at the head of its summary, or its bold sentence."""
+    parts = []
+    for name in names.split():
+        text = (root / "reports" / name / "summary.md").read_text(encoding="utf-8")
+        answer = re.search(r"^(?:- \*\*.+\n)+|^\*\*(?:.+\n)+", text, re.MULTILINE)
+        assert answer, f"{name} has no answer"
+        parts += [f"### [{text.splitlines()[0].removeprefix('# ')}]({name}/summary.md)", answer[0].strip()]
+    return "\n\n".join(parts)
 
 
 _BLOCKS: dict[str, Callable[[str, Path], str]] = {
     "table": lambda folder, root: table_markdown(state_by_stage(table1_rows(read_parquet(root / folder)))),
     "releases": lambda file, root: releases_table(json.loads((root / file).read_text(encoding="utf-8"))),
     "errors": lambda folder, root: errors_table(root / folder),
+    "reports": reports_list,
     "advise": lambda arguments, _root: advise_output(*arguments.split()),
 }
 

@@ -179,14 +179,13 @@ def _write_pages(
         ),
     ]  # fmt: skip
     lists = [section for section in lists if section.notes]
-    environment = _environment(records)
+    environment, numbers = _environment(records), [one.number for one in answered.values() if one.number]
     lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
-        "summary.md": page_markdown(title, [lead, *cards, *lists]),
+        "summary.md": page_markdown(title, [lead, *cards, *lists], numbers),
         "index.html": page_html(
             "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
-            numbers=[answer.number for answer in answered.values() if answer.number], in_reports=in_reports,
-            environment=pd.DataFrame(environment.items(), columns=["", " "]),
+            numbers=numbers, in_reports=in_reports, environment=pd.DataFrame(environment.items(), columns=["", " "]),
         ),
     }  # fmt: skip
     for name, (_, words) in heads.items():
