@@ -22,6 +22,7 @@ from study.cli import main
 from study.config.places import REPOSITORY
 from study.records.frames import Records, read_parquet, write_parquet
 
+CONTRAST = (Path(__file__).parent / "data" / "contrast.js").read_text()
 EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>"
 
 
@@ -83,8 +84,14 @@ def test_the_page_fits_the_screen_and_has_every_claim_with_its_words_and_checks(
     assert size[0] == open_page.viewport_size["width"]
     assert size[0] < 1400 or size[1] <= 8000
     assert open_page.locator(".claim").count() == len(full_board.judged)
-    counts = [int(re.match(r"\d+", text)[0]) for text in open_page.locator(".overview title").all_text_contents()]  # type: ignore[index]
-    assert sum(counts) == 2 * len(full_board.judged)
+    # The segments of the chart are as long as their counts, which are inside them.
+    segments = open_page.eval_on_selector_all(
+        ".bar i", "all => all.map(one => [+one.textContent, one.clientWidth, one.scrollWidth])"
+    )
+    assert sum(count for count, _, _ in segments) == len(full_board.judged)
+    per_claim = max(width for _, width, _ in segments) / max(count for count, _, _ in segments)
+    assert all(within <= width == pytest.approx(count * per_claim, abs=2) for count, width, within in segments)
+    assert open_page.evaluate(CONTRAST) == []
     for judged, notes in zip(full_board.judged, open_page.locator(".claim .notes").all_text_contents(), strict=True):
         assert " ".join(judged.claim.quote.split()) in " ".join(notes.replace("\u00a0", " ").split())
         assert notes.count("the claim needs") >= sum(result.figure is not None for result in judged.results)

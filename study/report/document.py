@@ -214,10 +214,10 @@ _OUTCOMES = {
 
 
 def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
-    """Return a page as HTML; `pages` has every page's title by its name, `in_reports` a link to the folder above."""
+    """Return a page as HTML; `pages` has every page's title by its name, `all_reports` the folder of all reports."""
     css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
     content |= {"suite": suite, "pages": pages, "current": current, "css": css, "refused_shown": _REFUSED_SHOWN}
-    return _templates().get_template(template).render({"in_reports": False, "numbers": ()} | content)
+    return _templates().get_template(template).render({"all_reports": "", "numbers": ()} | content)
 
 
 @functools.cache

@@ -161,7 +161,7 @@ def _write_pages(
     records: Records, suite: str, folder: Path, answered: Mapping[Question, Answer], failures: Mapping[str, str],
     facts: Sequence[str], title: str,
 ) -> None:  # fmt: skip
-    heads, in_reports = dict[str, list[str]](), folder.resolve().parent.name == "reports"
+    heads, all_reports = dict[str, list[str]](), ".." if folder.resolve().parent.name == "reports" else ""
     figures: dict[str, list[Picture]] = {}
     for name in dict.fromkeys(question.notebook for question in answered if question.notebook):
         # The title and the question of a page are the first cell of its notebook.
@@ -185,7 +185,7 @@ def _write_pages(
         "summary.md": page_markdown(title, [lead, *cards, *lists]),
         "index.html": page_html(
             "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
-            numbers=[answer.number for answer in answered.values() if answer.number], in_reports=in_reports,
+            numbers=[answer.number for answer in answered.values() if answer.number], all_reports=all_reports,
             environment=pd.DataFrame(environment.items(), columns=["", " "]),
         ),
     }  # fmt: skip
@@ -194,7 +194,7 @@ def _write_pages(
         sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records)]
         texts[f"{name}.html"] = page_html(
             "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name),
-            in_reports=in_reports,
+            all_reports=all_reports,
         )  # fmt: skip
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
