@@ -94,6 +94,8 @@ class Answer:
     title: str = ""
     # The workload of a sentence about only one: the first page has its figure.
     subject: str = ""
+    # A further number, as `number` is.
+    second: tuple[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

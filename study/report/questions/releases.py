@@ -31,12 +31,14 @@ def answer(records: Records) -> Answer | None:
     on_a_gpu = sorted(ran - wrong_on_gpu, key=release_key)
     plain = ran - {cell.release for cell in bad if cell.micro_steps == 1 and not cell.hides_on_gpu}
     good = sorted(ran - wrong, key=release_key)
-    sentence, words, *notes = paragraphs(
+    table = fault_table(cells)
+    sentence, on_gpus, on_cpus, *notes = paragraphs(
         "releases_answer.j2", cells=cells, ran=ran, plain=plain, rounding=ROUNDING,
-        no_gpu=(records.runs["devices"].dropna() == "[]").all(),
-        percent=percent, good=good, on_a_gpu=on_a_gpu,
+        no_gpu=(records.runs["devices"].dropna() == "[]").all(), percent=percent, good=good, on_a_gpu=on_a_gpu,
+        letters={cause: letter for cause, letter in lettered().items() if f"{letter}: " in table.to_string()},
     )  # fmt: skip
-    return Answer(sentence, fault_table(cells), tuple(notes), (f"{len(on_a_gpu)} of {len(ran)}", words))
+    numbers = [(f"{len(right)} of {len(ran)}", words) for right, words in ((on_a_gpu, on_gpus), (good, on_cpus))]
+    return Answer(sentence, table, tuple(notes), numbers[0], second=numbers[1])
 
 
 def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:

@@ -185,7 +185,8 @@ def _write_pages(
         "summary.md": page_markdown(title, [lead, *cards, *lists]),
         "index.html": page_html(
             "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
-            numbers=[answer.number for answer in answered.values() if answer.number], all_reports=all_reports,
+            numbers=[one for answer in answered.values() for one in (answer.number, answer.second) if one],
+            all_reports=all_reports,
             environment=pd.DataFrame(environment.items(), columns=["", " "]),
         ),
     }  # fmt: skip
