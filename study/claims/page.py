@@ -40,11 +40,11 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     *reading, check_table, reading_tables = paragraphs("claims_about.j2")
     yield PageSection("How several checks make one finding", table=_table(legend["findings"], "finding", "when"))
     strongest = scoreboard.counts(lambda item: f"{item.finding.kind}, {item.finding.basis[0]}")["all"]
-    rows = [[name, words, *(strongest[f"{kind}, {name}"] or "-" for kind in FINDINGS)]
-            for name, words in legend["evidence"].items()]  # fmt: skip
+    kinds = [[name, words, *(strongest[f"{kind}, {name}"] or "-" for kind in FINDINGS)]
+             for name, words in legend["evidence"].items()]  # fmt: skip
     yield PageSection(
         "Evidence of a finding", "The strongest first, with the number of claims for which it is the strongest.",
-        table=_table(rows, "evidence", "is", *FINDINGS),
+        table=_table(kinds, "evidence", "is", *FINDINGS),
     )  # fmt: skip
     yield PageSection("How a check is judged", "\n\n".join(reading), classes="method")
     for document in scoreboard.ledger.documents:

@@ -172,13 +172,10 @@ def _write_pages(
     pages = {"index": suite, **{name: head for name, (head, _) in heads.items()}}
     cards = [_card(question, answer, drawn[question], records) for question, answer in answered.items()]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
-    lists = [
-        PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),
-        PageSection(
-            "Records left out", "They are in no figure and no table.", notes=records.refused, classes="left-out"
-        ),
-    ]  # fmt: skip
-    lists = [section for section in lists if section.notes]
+    lists = [PageSection(title, text, notes=left_out, classes="left-out") for title, text, left_out in (
+        ("Notebooks that did not finish", "", failed),
+        ("Records left out", "They are in no figure and no table.", records.refused),
+    ) if left_out]  # fmt: skip
     environment = _environment(records)
     lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
