@@ -7,9 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Page
+from test_report_pages import CONTRAST
 
 from report_folders import links_with_targets
 from study.claims.evidence import Evidence
@@ -43,16 +45,14 @@ def open_page(request: pytest.FixtureRequest, file: Path, browser: Browser) -> P
 
 
 def visible(page: Page) -> list[str]:
-    return list(page.eval_on_selector_all(
-        ".claim", "all => all.filter(one => one.offsetParent).map(one => one.id.toUpperCase())"
-    ))  # fmt: skip
+    shown = "all => all.filter(one => one.offsetParent).map(one => one.id.toUpperCase())"
+    return list(page.eval_on_selector_all(".claim", shown))
 
 
 def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_without_a_script(open_page, full_board):
     counts = full_board.document()["findings"]
-    head, *rows = open_page.eval_on_selector_all(
-        ".scoreboard tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
-    )
+    cells = "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
+    head, *rows = open_page.eval_on_selector_all(".scoreboard tr", cells)
     found = {row[0][:3].strip(): dict(zip(head[1:], row[1:], strict=True)) for row in rows}
     assert found == {
         code: {kind: str(kinds.get(kind, "-")) for kind in head[1:-1]} | {"claims": str(sum(kinds.values()))}
@@ -82,9 +82,12 @@ def test_the_page_fits_the_screen_and_has_every_claim_with_its_words_and_checks(
     size = open_page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
     assert size[0] == open_page.viewport_size["width"]
     assert size[0] < 1400 or size[1] <= 8000
-    assert open_page.locator(".claim").count() == len(full_board.judged)
-    counts = [int(re.match(r"\d+", text)[0]) for text in open_page.locator(".overview title").all_text_contents()]  # type: ignore[index]
-    assert sum(counts) == 2 * len(full_board.judged)
+    # A segment of the chart is as long as its count, which is inside it.
+    sizes = "all => all.map(one => [+one.textContent, one.clientWidth, one.scrollWidth])"
+    counts, lengths, texts = np.array(open_page.eval_on_selector_all(".bar i", sizes)).T
+    assert (counts.sum(), max(texts - lengths)) == (len(full_board.judged), 0)
+    assert lengths == pytest.approx(counts * lengths.max() / counts.max(), abs=2)
+    assert open_page.evaluate(CONTRAST) == []
     for judged, notes in zip(full_board.judged, open_page.locator(".claim .notes").all_text_contents(), strict=True):
         assert " ".join(judged.claim.quote.split()) in " ".join(notes.replace("\u00a0", " ").split())
         assert notes.count("the claim needs") >= sum(result.figure is not None for result in judged.results)
@@ -115,9 +118,7 @@ def test_a_derivation_comes_to_its_figure(full_board: Scoreboard) -> None:
                 plain = re.sub(r"(?<=[\d)]) (?:B|GB|GPUs|tokens/s|tokens|bytes|s)\b", "", text).replace("x", "*")
                 assert eval(plain) == pytest.approx(finding.figure.value, rel=1e-3), text
                 forms.add(check.form)
-    arithmetic_forms = {check.form for judged in full_board.judged for check in judged.claim.checks
-              if FORMS[check.form].kind == "arithmetic"}  # fmt: skip
-    assert arithmetic_forms <= forms
+    assert {name for name, form in FORMS.items() if form.kind == "arithmetic"} <= forms
 
 
 def test_a_page_is_refused_with_other_outputs_and_over_other_files(tmp_path, capsys):
@@ -150,9 +151,8 @@ def commit_ledger(folder: Path, ledger: str) -> str:
 
     (folder / "study" / "claims").mkdir(parents=True, exist_ok=True)
     (folder / "study" / "claims" / "ledger.yaml").write_text(ledger)
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "x")
+    for command in ("init -q", "add .", "commit -q -m x"):
+        git(*command.split())
     return git("rev-parse", "HEAD")
 
 

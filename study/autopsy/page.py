@@ -21,7 +21,7 @@ from study.report.document import PageSection, change_text, format_or_dash, page
 from study.report.site.build import NOTEBOOKS, TIME_LIMIT_S, run_notebooks, take_figures, write_figures
 from study.report.site.publishing import FIGURES, new_report
 
-TITLE = "What makes the gap in loss that the listing of S2 (University of Guelph) prints?"
+TITLE = "Why does a published listing show a lower loss with ZeRO?"
 _FIGURES = "What each switch changes"
 _PROTOCOLS: dict[str, tuple[Kind, str]] = {
     "as printed": ("factorial", PRINTED), "third run of the listing": ("listing", PRINTED),
@@ -62,7 +62,7 @@ def build(runs: Path, output: Path, *, runs_named: bool) -> Path:
         text = "\n\n".join(f"![{picture.alt}]({FIGURES}/{picture.name}.png)" for picture in pictures)
         page = [PageSection(text=facts), first, PageSection(_FIGURES, text=text), *remaining, PageSection(text=made_by)]
         (folder / "index.html").write_text(html, encoding="utf-8")
-        (folder / "summary.md").write_text(page_markdown(TITLE, page), encoding="utf-8")
+        (folder / "summary.md").write_text(page_markdown(TITLE, page, _numbers(study)), encoding="utf-8")
     return output / "index.html"
 
 

@@ -13,15 +13,17 @@ import pandas as pd
 from markupsafe import Markup
 
 from study.claims.command import VERDICTS as VERDICTS_FILE
+from study.claims.command import first_line
 from study.claims.evidence import KEYS_FILE, Evidence
 from study.claims.provenance import NOT_OF_RUNS, provenance
 from study.claims.published import published_tables
 from study.claims.scoreboard import REPORTS, JudgedClaim, Scoreboard, build_scoreboard
-from study.claims.verdicts import Basis, CheckResult, Figure, FindingKind, number
+from study.claims.verdicts import CheckResult, Figure, FindingKind, number
 from study.config.errors import UserError
 from study.config.places import REPOSITORY
 from study.config.text import percent
 from study.records.statistics import CONFIDENCE, POWER, t_quantile
+from study.report.canvas import VERDICTS
 from study.report.document import Link, PageSection, code_html, link_html, page_html, paragraphs, render_markdown
 
 PAGE = REPOSITORY / "docs" / "claims.md"
@@ -36,12 +38,15 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
     """
     legend = scoreboard.ledger.legend
     *reading, check_table, reading_tables = paragraphs("claims_about.j2")
-    yield PageSection(text="How several checks make one finding:", table=_table(legend["findings"], "finding", "when"))
+    yield PageSection("How several checks make one finding", table=_table(legend["findings"], "finding", "when"))
+    strongest = scoreboard.counts(lambda item: f"{item.finding.kind}, {item.finding.basis[0]}")["all"]
+    kinds = [[name, words, *(strongest[f"{kind}, {name}"] or "-" for kind in FINDINGS)]
+             for name, words in legend["evidence"].items()]  # fmt: skip
     yield PageSection(
-        text="Evidence of the parts that a finding rests on, the strongest first:",
-        table=_table(legend["evidence"], "evidence", "is"),
-    )
-    yield PageSection(text="\n\n".join(reading))
+        "Evidence of a finding", "The strongest first, with the number of claims for which it is the strongest.",
+        table=_table(kinds, "evidence", "is", *FINDINGS),
+    )  # fmt: skip
+    yield PageSection("How a check is judged", "\n\n".join(reading), classes="method")
     for document in scoreboard.ledger.documents:
         code = document.code
         yield PageSection(
@@ -64,11 +69,6 @@ def sections(scoreboard: Scoreboard, evidence: Evidence | None = None, links_fro
         ]  # fmt: skip
         columns = ("model", "GPUs", "strategy", "trains", "on one GPU", "verdict", "why")
         yield PageSection(table.title, f"{table.address}. {table.note}", table=_table(rows, *columns), level=3)
-
-
-def _lead(claims: Scoreboard) -> str:
-    counts = claims.counts()["all"]
-    return f"Of {counts.total()} claims: {', '.join(f'{kind} {counts[kind]}' for kind in FINDINGS)}."
 
 
 def _table(rows: Iterable[object] | Mapping[str, str], *columns: str) -> pd.DataFrame:
@@ -132,8 +132,8 @@ def page(claims: Scoreboard) -> str:
         [name, *(counts[kind] or "-" for kind in FINDINGS), counts.total()] for name, counts in claims.counts().items()
     ]
     return render_markdown(
-        "claims.md.j2", title=_TITLE, lead=_lead(claims), documents=claims.ledger.documents, sections=sections(claims),
-        counts=_table(rows, "document", *FINDINGS, "claims"),
+        "claims.md.j2", title=_TITLE, lead=f"{first_line(claims.document())}.", documents=claims.ledger.documents,
+        sections=sections(claims), counts=_table(rows, "document", *FINDINGS, "claims"),
     )  # fmt: skip
 
 
@@ -149,11 +149,11 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
     inside = file.resolve().is_relative_to(REPOSITORY.resolve())
     links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
     text = page_html(
-        "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, findings=FINDINGS, marker=marker,
-        lead=_lead(claims),
+        "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, findings=VERDICTS, marker=marker,
+        lead=f"{first_line(claims.document())}.", counts=claims.counts(),
         documents={item.code: item.title for item in claims.ledger.documents} | {"all": ""},
-        counts=claims.counts(), crossed=claims.counts(lambda item: f"{item.finding.kind}, {item.finding.basis[0]}"),
-        evidence=get_args(Basis), sections=sections(claims, evidence, links_from),
+        all_reports=links_from and os.path.relpath(REPORTS, (REPOSITORY / links_from).resolve()),
+        sections=sections(claims, evidence, links_from),
     )  # fmt: skip
     file.write_text(text, encoding="utf-8")
 

@@ -94,6 +94,8 @@ class Answer:
     title: str = ""
     # The workload of a sentence about only one: the first page has its figure.
     subject: str = ""
+    # A further number, as `number` is.
+    second: tuple[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,10 +216,10 @@ _OUTCOMES = {
 
 
 def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
-    """Return a page as HTML; `pages` has every page's title by its name, `in_reports` a link to the folder above."""
+    """Return a page as HTML; `pages` has every page's title by its name, `all_reports` the folder of all reports."""
     css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
     content |= {"suite": suite, "pages": pages, "current": current, "css": css, "refused_shown": _REFUSED_SHOWN}
-    return _templates().get_template(template).render({"in_reports": False, "numbers": ()} | content)
+    return _templates().get_template(template).render({"all_reports": "", "numbers": ()} | content)
 
 
 @functools.cache
@@ -264,11 +266,8 @@ def table_html(frame: pd.DataFrame) -> Markup:
         (group, [_cell(*cell) for cell in zip(row, classes, strict=True)])
         for group, row in zip(groups, frame.itertuples(index=False, name=None), strict=True)
     ]
-    above = [
-        (name, len(list(same)))
-        for name, same in itertools.groupby(frame.columns.get_level_values(0))
-        if frame.columns.nlevels > 1
-    ]
+    shared = itertools.groupby(frame.columns.get_level_values(0)) if frame.columns.nlevels > 1 else ()
+    above = [(name, len(list(same))) for name, same in shared]
     head = list(zip(frame.columns.get_level_values(-1), classes, strict=True))
     labels = column_names(frame)
     return Markup(_templates().get_template("table.html.j2").render(above=above, head=head, labels=labels, rows=rows))
@@ -278,11 +277,8 @@ def _class_of_column(texts: pd.Series) -> str:
     """Return the CSS class of a column. Numbers are aligned right, also if some cells are "not measured"."""
     values = [text for text in texts if text not in (NOT_MEASURED, "", *_OUTCOMES)]
     width = texts.str.len().max()
-    if (
-        values
-        and width <= 0.6 * _LONG_TEXT
-        and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d++(?! layer)", text) for text in values)
-    ):
+    are_numbers = all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d++(?! layer)", text) for text in values)
+    if values and are_numbers and width <= 0.6 * _LONG_TEXT:
         return "n"
     return "long" if width > _LONG_TEXT else "short"
 

@@ -26,17 +26,17 @@ def answer(records: Records) -> Answer | None:
     today = [cell for cell in clipped(cells) if not cell.is_contemporary]
     bad = [cell for cell in today if cell.verdict.kind == "different"]
     ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
-    wrong = {cell.release for cell in bad}
-    wrong_on_gpu = {cell.release for cell in bad if not cell.hides_on_gpu}
-    on_a_gpu = sorted(ran - wrong_on_gpu, key=release_key)
+    on_a_gpu = sorted(ran - {cell.release for cell in bad if not cell.hides_on_gpu}, key=release_key)
     plain = ran - {cell.release for cell in bad if cell.micro_steps == 1 and not cell.hides_on_gpu}
-    good = sorted(ran - wrong, key=release_key)
-    sentence, words, *notes = paragraphs(
+    good = sorted(ran - {cell.release for cell in bad}, key=release_key)
+    table = fault_table(cells)
+    sentence, on_gpus, on_cpus, *notes = paragraphs(
         "releases_answer.j2", cells=cells, ran=ran, plain=plain, rounding=ROUNDING,
-        no_gpu=(records.runs["devices"].dropna() == "[]").all(),
-        percent=percent, good=good, on_a_gpu=on_a_gpu,
+        no_gpu=(records.runs["devices"].dropna() == "[]").all(), percent=percent, good=good, on_a_gpu=on_a_gpu,
+        letters={cause: letter for cause, letter in lettered().items() if f"{letter}: " in table.to_string()},
     )  # fmt: skip
-    return Answer(sentence, fault_table(cells), tuple(notes), (f"{len(on_a_gpu)} of {len(ran)}", words))
+    numbers = [(f"{len(right)} of {len(ran)}", words) for right, words in ((on_a_gpu, on_gpus), (good, on_cpus))]
+    return Answer(sentence, table, tuple(notes), numbers[0], second=numbers[1])
 
 
 def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:

@@ -161,7 +161,7 @@ def _write_pages(
     records: Records, suite: str, folder: Path, answered: Mapping[Question, Answer], failures: Mapping[str, str],
     facts: Sequence[str], title: str,
 ) -> None:  # fmt: skip
-    heads, in_reports = dict[str, list[str]](), folder.resolve().parent.name == "reports"
+    heads, all_reports = dict[str, list[str]](), ".." if folder.resolve().parent.name == "reports" else ""
     figures: dict[str, list[Picture]] = {}
     for name in dict.fromkeys(question.notebook for question in answered if question.notebook):
         # The title and the question of a page are the first cell of its notebook.
@@ -172,20 +172,18 @@ def _write_pages(
     pages = {"index": suite, **{name: head for name, (head, _) in heads.items()}}
     cards = [_card(question, answer, drawn[question], records) for question, answer in answered.items()]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
-    lists = [
-        PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),
-        PageSection(
-            "Records left out", "They are in no figure and no table.", notes=records.refused, classes="left-out"
-        ),
-    ]  # fmt: skip
-    lists = [section for section in lists if section.notes]
-    environment, numbers = _environment(records), [one.number for one in answered.values() if one.number]
+    lists = [PageSection(title, text, notes=left_out, classes="left-out") for title, text, left_out in (
+        ("Notebooks that did not finish", "", failed),
+        ("Records left out", "They are in no figure and no table.", records.refused),
+    ) if left_out]  # fmt: skip
+    environment = _environment(records)
+    numbers = [one for answer in answered.values() for one in (answer.number, answer.second) if one]
     lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
         "summary.md": page_markdown(title, [lead, *cards, *lists], numbers),
         "index.html": page_html(
             "index.html.j2", suite, pages, "index", title=title, facts=facts, cards=cards, lists=lists,
-            numbers=numbers, in_reports=in_reports, environment=pd.DataFrame(environment.items(), columns=["", " "]),
+            numbers=numbers, all_reports=all_reports, environment=pd.DataFrame(environment.items(), columns=["", " "]),
         ),
     }  # fmt: skip
     for name, (_, words) in heads.items():
@@ -193,7 +191,7 @@ def _write_pages(
         sections = [part for one in chosen for part in _details(one, answered[one], drawn[one], records)]
         texts[f"{name}.html"] = page_html(
             "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name),
-            in_reports=in_reports,
+            all_reports=all_reports,
         )  # fmt: skip
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
