@@ -338,7 +338,7 @@ def unsupported_reason(strategy: str, config: RunConfig) -> str | None:
 
 
 def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: int, accumulation: int) -> Request:
-    """Return a run's request; UserError if `unpredicted` returns a reason."""
+    """Return a run's request; UserError if `unsupported_reason` returns one."""
     if reason := unsupported_reason(strategy, config):
         raise UserError(f"there is no prediction for {reason}", "leave it out")
     shape = model_shape(config.model_name_or_path)
