@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 import pandas as pd
 
-from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
+from study.config.flags import RunConfig
+from study.config.strategies import WITH_GROUPS, WITH_REPLICAS, read_strategy
 from study.config.text import format_number, percent
 from study.host.memory import MIB
 from study.records import strategy_runs
@@ -244,6 +246,17 @@ _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 _ALTERNATIVES = {*_NEIGHBOURS, "fsdp2"}
 
 
+def ranks_per_group(run: Any) -> int | None:
+    """Return the ranks of a run's model-parallel group, or of those that share one replica; None without groups."""
+    if not pd.isna(run.group_ranks):
+        return int(run.group_ranks)
+    if run.strategy not in WITH_REPLICAS or pd.isna(run.machines):
+        return None
+    changed = RunConfig(engine_override=tuple(json.loads(run.engine_override)))
+    strategy, ranks = read_strategy(run.strategy).with_overrides(changed), int(run.world_size)
+    return strategy.ranks_per_replica(ranks, ranks // int(run.machines))
+
+
 def with_settings(arm: str) -> str:
     """Return a strategy with the number of its changed settings, which are long."""
     strategy, *settings = arm.split(", ")
@@ -277,6 +290,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
     size = format_number(least.state_mib())
     tied = [arm.name for arm in alternatives if arm.name != least.name and format_number(arm.state_mib()) == size]
     sends = [sent_mib(arm) for arm in arms if arm.value("strategy") in STAGES]
+    sizes = {arm.name: ranks_per_group(arm.ok_runs.iloc[0]) for arm in arms}
     frugal = min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm)))
     sentence, number, words, *notes = paragraphs(
         "neighbours_answer.j2", least=least, stage=stage, tied=tied, frugal=frugal, is_only=len(alternatives) == 1,
@@ -284,13 +298,15 @@ def _neighbours_answer(records: Records) -> Answer | None:
         kept=lambda arm: format_or_dash(_kept_mib(arm), format_number),
         batch=stage.value("global_batch_size"), length=stage.value("seq_length"),
         ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks", workload=workload,
-        with_settings=with_settings,
+        named=lambda arm: with_settings(arm.name) + (f" in groups of {sizes[arm.name]}" if sizes[arm.name] else ""),
+        has_groups=any(sizes.values()), strategies={arm.value("strategy") for arm in arms},
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
     )  # fmt: skip
     screen = side_by_side(
         sentence, chosen,
         {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
-         "Calls": lambda arm: arm.median("comm_calls_per_step")},
+         "Calls": lambda arm: arm.median("comm_calls_per_step"),
+         **({"Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])} if any(sizes.values()) else {})},
         *notes, number=(number, words) if sent_mib(frugal) < min(sends, default=NAN) else None,
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
@@ -322,6 +338,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
         _neighbour_arms(records),
         lambda arm: {
             "Ranks": arm.ranks,
+            "Ranks per group": ranks_per_group(arm.ok_runs.iloc[0]) if len(arm.ok_runs) else None,
             **{f"{words}, MiB": sum(arm.median(f"{kind}_bytes_{place}") for place in ("device", "host")) / MIB
                for kind, words in _KINDS.items()},
             "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,
