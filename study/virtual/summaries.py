@@ -87,6 +87,7 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
         "runs": (row["run"],),
         "model": model,
         "setting": setting_text(row),
+        "overrides_engine": bool(json.loads(row["engine_override"])),
         # Equal for runs that differ only in setting or depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage with the same sharding; 0 without sharding.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -50,14 +50,17 @@ def _table1_answer(records: Records) -> Answer | None:
     # Models without a case here, and whether each of their runs was too large.
     too_large = lost["status_reason"].str.contains("of host memory").groupby(lost_models).all()
     missing = too_large.drop([row["model"] for row in rows], errors="ignore")
-    is_all_before = bool(before_step) and all(before_step)
+    is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
+    agreeing, total = sum(agree), len(rows)
+    cases = f"{agreeing} of {total} cases" if total > 1 else "no case"
     sentence, words, note = paragraphs(
-        "table1_answer.j2", agree=agree, extrapolated=sum(row["extrapolated"] is not None for row in rows),
-        before_step=before_step, is_all_before=is_all_before, worst=worst, missing=missing.to_dict(),
-        difference=change_text(_difference(worst)),
-        is_whole=figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0,
+        "table1_answer.j2", verdict="Yes" if all(agree) else f"In {cases}", total=total,
+        where=f" in {f'all {total} cases' if total > 1 else 'the only case'}" if all(agree) else "",
+        extrapolated=sum(row["extrapolated"] is not None for row in rows), before_step=before_step,
+        cause="bucket" if before_step and all(before_step) else "whole" if is_kept_whole else "",
+        worst=worst, missing=missing.to_dict(), difference=change_text(_difference(worst)),
     )  # fmt: skip
-    number = (f"{sum(agree)} of {len(rows)}", words) if len(rows) > 1 else None
+    number = (f"{agreeing} of {total}", words) if total > 1 else None
     return Answer(sentence, state_by_stage(rows), (note,), number)
 
 
@@ -150,8 +153,8 @@ def _settings_answer(records: Records) -> Answer | None:
     after_changes: defaultdict[str, list[str]] = defaultdict(list)
     sent: list[float] = []
     for (strategy, setting), pairs in changed.items():
-        # Options such as LoRA have no "=".
-        is_setting = strategy in shipped and "=" in setting
+        # An option such as LoRA changes the training, not the engine.
+        is_setting = strategy in shipped and pairs[0][1]["overrides_engine"]
         if is_setting and all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
             sent += (ratios_after := [_sent_x_paper(after) for _, after in pairs])
             first, *more = setting.split(", ")
@@ -165,7 +168,9 @@ def _settings_answer(records: Records) -> Answer | None:
     sentence, words, *notes = paragraphs(
         "settings_answer.j2", stages={figures: format_names(names) for figures, names in stages.items()},
         gathers="" if all(map(math.isnan, gathers)) else span_text(gathers, _THREE_DIGITS),
-        models=format_names(models), changed=changed, sent=span_text(sent, _THREE_DIGITS) if sent else "",
+        models=format_names(models), changed=changed,
+        has_unknown=any(map(math.isnan, chain(*shipped.values()))),
+        sent=span_text(sent, _THREE_DIGITS) if sent else "",
     )  # fmt: skip
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
     number = (f"{span_text(multiples, _THREE_DIGITS)} x", words)
@@ -173,9 +178,10 @@ def _settings_answer(records: Records) -> Answer | None:
 
 
 def _of_known(ratios: Sequence[float]) -> str:
-    """Return the range of the known ratios, with the number of the unknown ones."""
-    unknown = sum(map(math.isnan, ratios))
-    return span_text(ratios, _THREE_DIGITS) + (f" ({unknown} of {len(ratios)} cases not known)" if unknown else "")
+    """Return the range of the known ratios, with their number if some are unknown."""
+    known = len(ratios) - sum(map(math.isnan, ratios))
+    some = f" (known in {known} of {len(ratios)} cases)" if known < len(ratios) else ""
+    return span_text(ratios, _THREE_DIGITS) + some
 
 
 def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
@@ -255,8 +261,9 @@ LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are tr
 
 # Settings in which the cases of a model differ, and the words for a change from the usual value.
 _TUNED = {
-    "peft": "LoRA", "offload": "offload to the host", "gradient_checkpointing": "gradient checkpointing",
-    "micro_batch_size": "half the micro-batch",
+    "peft": "LoRA instead of full fine-tuning", "offload": "offload to the host instead of none",
+    "gradient_checkpointing": "gradient checkpointing instead of none",
+    "micro_batch_size": "micro-batch {} instead of {}",
 }  # fmt: skip
 
 
@@ -272,46 +279,40 @@ def _tuning_answer(records: Records) -> Answer | None:
         "Kept for backward": runs["forward_holds_bytes"],
         "Ring bytes (NCCL)": runs["collectives"].map(summaries.read_ring_bytes),
     })  # fmt: skip
-    figures = dict(zip(runs.columns[-3:], ("the model state on the device", "the memory kept for backward",
-                                           "the ring bytes (NCCL)"), strict=True))  # fmt: skip
+    figures = dict(zip(runs.columns[-3:], ("model state on the device", "memory kept for backward",
+                                           "ring bytes (NCCL)"), strict=True))  # fmt: skip
     case = ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
     rows = []
+
+    def cell(changes: pd.Series, strategies: pd.Series) -> str:
+        """Return the changes in percent, each with its strategies if there are several."""
+        texts = [f"{100 * change:+.1f} %" if abs(change) > _NOTABLE else "no change" for change in changes]
+        by_text = strategies.groupby(texts, sort=False).agg(", ".join)
+        return texts[0] if len(by_text) == 1 else ", ".join(f"{text} ({names})" for text, names in by_text.items())
+
     # The effects of the settings, by the figure that each changes most.
-    effects: defaultdict[str, list[tuple[float, str, str]]] = defaultdict(list)
-    for key, setting in _TUNED.items():
+    effects: defaultdict[str, list[tuple[float, str, dict[str, str]]]] = defaultdict(list)
+    for key, words in _TUNED.items():
         usual = runs[key] == runs[key].mode()[0]
         pairs = runs[usual].merge(runs[~usual], on=[name for name in case if name != key], suffixes=("", " then"))
         if pairs.empty:
             continue
-        changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}
-        rows += [
-            {"Setting": setting, "Strategy": f"`{strategy}`"}
-            | {name: f"{100 * x[at]:+.1f} %" if abs(x[at]) > _NOTABLE else "no change" for name, x in changes.items()}
-            for at, strategy in pairs["strategy then"].items()
-        ]
+        setting = words.format(pairs[f"{key} then"].iloc[0], pairs[key].iloc[0])
+        changes, by = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}, pairs["strategy then"]
+        names = "`" + by + "`"
+        cells = {name: cell(change, names) for name, change in changes.items()}
+        rows.append({"Change": setting, "Strategies": ", ".join(names), **cells})
         # By the case in which a figure falls least.
         most = min(figures, key=lambda name: changes[name].max())
-        change, by = changes[most], pairs["strategy then"]
+        change = changes[most]
         ends = {percent(-change[at]): by[at] for at in (change.idxmax(), change.idxmin())}
-        amount = " to ".join(f"{size} (`{strategy}`)" for size, strategy in ends.items())
-        effects[figures[most]].append((change.max(), setting, amount))
-    model, run = format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0]), runs.iloc[0]
-    place = f"one of {run['world_size']} virtual ranks of {model}"
-    if run["model_layers"] < run["preset_layers"]:
-        place += f", not the percentages of all {run['preset_layers']:g}"
-    parts = []
-    for name, settings in effects.items():
-        (_, setting, amount), *more = sorted(settings)
-        parts.append(
-            f"{setting} takes {amount} off {name}" + "".join(f", {another} {size}" for _, another, size in more)
-        )
-    (_, setting, amount), name = min((min(settings), name) for name, settings in effects.items())
-    return Answer(
-        f"{'; '.join(parts)} ({place}).", pd.DataFrame(rows),
-        ("Cases that differ in this setting alone. Kept for backward: bytes that the forward pass of one micro-batch"
-         " leaves allocated, without gathered parameters.",),
-        (re.sub(r" \(.*?\)", "", amount), f"off {name} with {setting}: {amount} ({place})"),
+        effects[figures[most]].append((change.max(), setting, ends))
+    sentence, number, words, note = paragraphs(
+        "tuning_answer.j2", effects={name: sorted(settings) for name, settings in effects.items()},
+        largest=min((min(settings), name) for name, settings in effects.items()), run=runs.iloc[0],
+        model=format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0]),
     )  # fmt: skip
+    return Answer(sentence, pd.DataFrame(rows), (note,), (number, words))
 
 
 TUNING = Question("tuning", "What do LoRA, offload, checkpointing and the micro-batch change?", _tuning_answer)
