@@ -226,20 +226,25 @@ SETTINGS = Question(
 )  # fmt: skip
 
 
-def _lora_answer(records: Records) -> Answer | None:
-    by_case: defaultdict[tuple[float, int, str], list[Summary]] = defaultdict(list)
+def lora_cases(records: Records) -> dict[str, list[Summary]]:
+    """Return cases with LoRA under stage 3 and an earlier one, by a name; the largest on the fewest ranks first."""
+    by_case: defaultdict[tuple[float, int, str], dict[str, Summary]] = defaultdict(dict)
     for row in summaries.summaries(records):
         if row["setting"] == "lora" and row["strategy"] in STAGES and not math.isnan(rank_state_bytes(row)):
-            by_case[row["model_parameters"], row["world_size"], row["precision"]].append(row)
-    # The largest model on the most ranks that ran under a stage that keeps all parameters, and under stage 3.
-    pairs = [rows for _, rows in sorted(by_case.items()) if rows[0]["stage"] < rows[-1]["stage"] == len(STAGES)]
-    if not pairs:
+            by_case[-row["model_parameters"], row["world_size"], row["precision"]].setdefault(row["strategy"], row)
+    cases = [list(rows.values()) for _, rows in sorted(by_case.items()) if len(rows) > 1 and STAGES[-1] in rows]
+    return {f"{row['model']}, {row['precision']}, one of {row['world_size']} virtual ranks": [row, *more]
+            for row, *more in cases}  # fmt: skip
+
+
+def _lora_answer(records: Records) -> Answer | None:
+    if not (cases := lora_cases(records)):
         return None
-    whole, divided = pairs[-1][0], pairs[-1][-1]
+    subject, (whole, *_, divided) = next(iter(cases.items()))
     sizes = [f"{format_number(rank_state_bytes(row) / MIB)} MiB" for row in (whole, divided)]
     sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
     parameters = percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole))
-    sends = "" if math.isnan(sent) else f", which sends {format_number(sent)} times as much"
+    sends = "" if math.isnan(sent) else f", which sends {format_number(sent)} times the bytes of `{whole['strategy']}`"
     sentence = (
         f"Mostly frozen parameters, which only `{STAGES[-1]}` divides: one of {whole['world_size']} virtual ranks of"
         f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, of which {parameters} are"
@@ -253,10 +258,14 @@ def _lora_answer(records: Records) -> Answer | None:
         f"model state of one of {whole['world_size']} virtual ranks of `{whole['model']}` with LoRA and `{STAGES[-1]}`"
     )
     number = (sizes[1], f"{words}{sends}; {sizes[0]} with `{whole['strategy']}`")
-    return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")], number=number)
+    table = table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")]
+    return Answer(sentence, table, number=number, subject=subject)
 
 
-LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
+LORA = Question(
+    "lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer, figures=("lora",),
+    notebook="virtual_cluster",
+)  # fmt: skip
 
 
 # Settings in which the cases of a model differ, and the words for a change from the usual value.
