@@ -178,6 +178,10 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
             continue
         shown = judged.lead(results) or results[0]
         is_undecided = judged.finding.kind == "undecided"
+        finding = judged.finding.short
+        if is_undecided and shown.check.necessary and shown.answer == "holds":
+            # The words in brackets would be those of evidence elsewhere.
+            finding = "undecided (a necessary condition holds)"
         # A proxy decides nothing, nor does a check without an answer.
         decides = any(item.check.basis != PROXY and item.answer in ("holds", "fails") for item in results)
         elsewhere = "" if decides or is_undecided else ", by other records"
@@ -186,6 +190,6 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
             text += f" Another check decides: {judged.sentence}"
         rows.append({
             "Claim": Link(claim.id, address(claim.id, output)),
-            "Finding": f"{judged.finding.short}{elsewhere}", "It says": claim.says, "These records": text,
+            "Finding": f"{finding}{elsewhere}", "It says": claim.says, "These records": text,
         })  # fmt: skip
     return rows

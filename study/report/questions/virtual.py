@@ -173,7 +173,8 @@ def _settings_answer(records: Records) -> Answer | None:
         sent=span_text(sent, _THREE_DIGITS) if sent else "",
     )  # fmt: skip
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
-    number = (f"{span_text(multiples, _THREE_DIGITS)} x", words)
+    # A single ratio is not worth a place in the page's head.
+    number = (f"{span_text(multiples, _THREE_DIGITS)} x", words) if len({*map(_THREE_DIGITS, multiples)}) > 1 else None
     return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), number, title=title)
 
 
