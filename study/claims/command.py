@@ -178,10 +178,8 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
             continue
         shown = judged.lead(results) or results[0]
         is_undecided = judged.finding.kind == "undecided"
-        finding = judged.finding.short
-        if is_undecided and shown.check.necessary and shown.answer == "holds":
-            # The words in brackets would be those of evidence elsewhere.
-            finding = "undecided (a necessary condition holds)"
+        is_met = is_undecided and shown.check.necessary and shown.answer == "holds"
+        finding = "undecided (a necessary condition holds)" if is_met else judged.finding.short
         # A proxy decides nothing, nor does a check without an answer.
         decides = any(item.check.basis != PROXY and item.answer in ("holds", "fails") for item in results)
         elsewhere = "" if decides or is_undecided else ", by other records"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
 import pandas as pd
 
-from study.config.flags import RunConfig
-from study.config.strategies import WITH_GROUPS, WITH_REPLICAS, read_strategy
+from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
 from study.config.text import format_number, percent
 from study.host.memory import MIB
+from study.predictor.run_predictions import request_if_any
 from study.records import strategy_runs
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
@@ -246,15 +245,11 @@ _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 _ALTERNATIVES = {*_NEIGHBOURS, "fsdp2"}
 
 
-def ranks_per_group(run: Any) -> int | None:
-    """Return the ranks of a run's model-parallel group, or of those that share one replica; None without groups."""
-    if not pd.isna(run.group_ranks):
-        return int(run.group_ranks)
-    if run.strategy not in WITH_REPLICAS or pd.isna(run.machines):
-        return None
-    changed = RunConfig(engine_override=tuple(json.loads(run.engine_override)))
-    strategy, ranks = read_strategy(run.strategy).with_overrides(changed), int(run.world_size)
-    return strategy.ranks_per_replica(ranks, ranks // int(run.machines))
+def ranks_per_group(run: pd.Series) -> float:
+    """Return the ranks of a run's model-parallel group, or of those that share one replica; NaN without groups."""
+    request = request_if_any(run) if run.strategy in WITH_REPLICAS else None
+    ranks = request.ranks_per_replica if request else run.group_ranks
+    return NAN if ranks is None or pd.isna(ranks) else float(ranks)
 
 
 def with_settings(arm: str) -> str:
@@ -290,7 +285,6 @@ def _neighbours_answer(records: Records) -> Answer | None:
     size = format_number(least.state_mib())
     tied = [arm.name for arm in alternatives if arm.name != least.name and format_number(arm.state_mib()) == size]
     sends = [sent_mib(arm) for arm in arms if arm.value("strategy") in STAGES]
-    sizes = {arm.name: ranks_per_group(arm.ok_runs.iloc[0]) for arm in arms}
     frugal = min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm)))
     sentence, number, words, *notes = paragraphs(
         "neighbours_answer.j2", least=least, stage=stage, tied=tied, frugal=frugal, is_only=len(alternatives) == 1,
@@ -298,15 +292,15 @@ def _neighbours_answer(records: Records) -> Answer | None:
         kept=lambda arm: format_or_dash(_kept_mib(arm), format_number),
         batch=stage.value("global_batch_size"), length=stage.value("seq_length"),
         ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks", workload=workload,
-        named=lambda arm: with_settings(arm.name) + (f" in groups of {sizes[arm.name]}" if sizes[arm.name] else ""),
-        has_groups=any(sizes.values()), strategies={arm.value("strategy") for arm in arms},
+        with_settings=with_settings, strategies={arm.value("strategy") for arm in arms},
+        group=lambda arm: format_or_dash(ranks_per_group(arm.ok_runs.iloc[0]), "{:g}".format),
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
     )  # fmt: skip
     screen = side_by_side(
         sentence, chosen,
         {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
          "Calls": lambda arm: arm.median("comm_calls_per_step"),
-         **({"Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])} if any(sizes.values()) else {})},
+         "Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])},
         *notes, number=(number, words) if sent_mib(frugal) < min(sends, default=NAN) else None,
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
@@ -338,7 +332,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
         _neighbour_arms(records),
         lambda arm: {
             "Ranks": arm.ranks,
-            "Ranks per group": ranks_per_group(arm.ok_runs.iloc[0]) if len(arm.ok_runs) else None,
+            "Ranks per group": ranks_per_group(arm.ok_runs.iloc[0]) if len(arm.ok_runs) else NAN,
             **{f"{words}, MiB": sum(arm.median(f"{kind}_bytes_{place}") for place in ("device", "host")) / MIB
                for kind, words in _KINDS.items()},
             "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,

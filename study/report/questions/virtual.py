@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -17,11 +16,12 @@ from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import Summary
 from study.records.workloads import format_setting
-from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text
+from study.report.document import Answer, Question, change_text, format_names, format_or_dash, paragraphs, span_text
 from study.virtual import summaries
 from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_or_nan, rank_state_bytes
 
-_NEAR = 0.01
+# Smaller differences in traffic or memory are padding and bookkeeping.
+_NOTABLE = 0.01
 
 
 def _table1_answer(records: Records) -> Answer | None:
@@ -34,17 +34,16 @@ def _table1_answer(records: Records) -> Answer | None:
         and not math.isnan(rank_state_bytes(row))
     ]  # fmt: skip
     # A run with another setting that moves no state would only be a second case that agrees.
-    rows = list(
-        {(row["strategy"], row["model"], row["world_size"], rank_state_bytes(row)): row for row in rows}.values()
-    )
+    cases = {(row["strategy"], row["model"], row["world_size"], rank_state_bytes(row)): row for row in rows}
     # Of one stage, the table has the case with the largest difference.
-    rows.sort(key=lambda row: (row["model_parameters"], row["world_size"], abs(_difference(row))))
+    rows = sorted(cases.values(), key=lambda row: (row["model_parameters"], row["world_size"], abs(_difference(row))))
     if not rows:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
-    agree = [abs(_difference(row)) <= _NEAR for row in rows]
+    agree = [abs(_difference(row)) <= _NOTABLE for row in rows]
     # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
-    before_step = [abs(_difference(row, before_step=True)) <= _NEAR for row in rows if abs(_difference(row)) > _NEAR]
+    others = [row for row, is_near in zip(rows, agree, strict=True) if not is_near]
+    before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in others]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")
     lost_models = lost["model_name_or_path"].str.replace(r"-\d+layers$", "", regex=True)
     # Models without a case here, and whether each of their runs was too large.
@@ -52,9 +51,9 @@ def _table1_answer(records: Records) -> Answer | None:
     missing = too_large.drop([row["model"] for row in rows], errors="ignore")
     is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
     agreeing, total = sum(agree), len(rows)
-    cases = f"{agreeing} of {total} cases" if total > 1 else "no case"
+    some = f"{agreeing} of {total} cases" if total > 1 else "no case"
     sentence, words, note = paragraphs(
-        "table1_answer.j2", verdict="Yes" if all(agree) else f"In {cases}", total=total,
+        "table1_answer.j2", verdict="Yes" if all(agree) else f"In {some}", total=total,
         where=f" in {f'all {total} cases' if total > 1 else 'the only case'}" if all(agree) else "",
         extrapolated=sum(row["extrapolated"] is not None for row in rows), before_step=before_step,
         cause="bucket" if before_step and all(before_step) else "whole" if is_kept_whole else "",
@@ -74,7 +73,7 @@ def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
     for row in rows:
         about = "" if row["extrapolated"] is None else "~ "
         line = table.setdefault((row["model"], row["world_size"]), {"Model": row["model"], "Ranks": row["world_size"]})
-        off = f", {change_text(_difference(row))}" if abs(_difference(row)) > _NEAR else ""
+        off = f", {change_text(_difference(row))}" if abs(_difference(row)) > _NOTABLE else ""
         line[f"{row['strategy']}, GB"] = f"{about}{rank_state_bytes(row) / GB:.4g} ({row['paper_bytes'] / GB:.4g}{off})"
     return pd.DataFrame(table.values(), columns=["Model", "Ranks", *(f"{stage}, GB" for stage in STAGES)]).fillna("-")
 
@@ -103,8 +102,6 @@ TABLE1 = Question(
     tables={"table1": table1_table}, figures=("table1",), notebook="virtual_cluster",
 )  # fmt: skip
 
-# Smaller differences in traffic or memory are padding and bookkeeping.
-_NOTABLE = 0.01
 # A setting that changes the traffic by more than this is in the sentence.
 _MUCH = 0.1
 _THREE_DIGITS = "{:.3g}".format
@@ -169,11 +166,9 @@ def _settings_answer(records: Records) -> Answer | None:
         "settings_answer.j2", stages={figures: format_names(names) for figures, names in stages.items()},
         gathers="" if all(map(math.isnan, gathers)) else span_text(gathers, _THREE_DIGITS),
         models=format_names(models), changed=changed,
-        has_unknown=any(map(math.isnan, chain(*shipped.values()))),
-        sent=span_text(sent, _THREE_DIGITS) if sent else "",
+        has_unknown=any(map(math.isnan, gathers)), sent=span_text(sent, _THREE_DIGITS) if sent else "",
     )  # fmt: skip
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
-    # A single ratio is not worth a place in the page's head.
     number = (f"{span_text(multiples, _THREE_DIGITS)} x", words) if len({*map(_THREE_DIGITS, multiples)}) > 1 else None
     return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), number, title=title)
 
@@ -244,23 +239,16 @@ def _lora_answer(records: Records) -> Answer | None:
     subject, (whole, *_, divided) = next(iter(cases.items()))
     sizes = [f"{format_number(rank_state_bytes(row) / MIB)} MiB" for row in (whole, divided)]
     sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
-    parameters = percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole))
-    sends = "" if math.isnan(sent) else f", which sends {format_number(sent)} times the bytes of `{whole['strategy']}`"
-    sentence = (
-        f"Mostly frozen parameters, which only `{STAGES[-1]}` divides: one of {whole['world_size']} virtual ranks of"
-        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, of which {parameters} are"
-        f" parameters, and {sizes[1]} with `{STAGES[-1]}`{sends}."
-    )
+    sentence, words = paragraphs(
+        "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, sent=format_or_dash(sent, format_number),
+        parameters=percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole)),
+    )  # fmt: skip
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
     # An option that changes none of these bytes gives no further row.
     table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
-    words = (
-        f"model state of one of {whole['world_size']} virtual ranks of `{whole['model']}` with LoRA and `{STAGES[-1]}`"
-    )
-    number = (sizes[1], f"{words}{sends}; {sizes[0]} with `{whole['strategy']}`")
     table = table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")]
-    return Answer(sentence, table, number=number, subject=subject)
+    return Answer(sentence, table, number=(sizes[1], words), subject=subject)
 
 
 LORA = Question(
