@@ -42,8 +42,8 @@ def _table1_answer(records: Records) -> Answer | None:
     worst = max(rows, key=lambda row: abs(_difference(row)))
     agree = [abs(_difference(row)) <= _NOTABLE for row in rows]
     # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
-    others = [row for row, is_near in zip(rows, agree, strict=True) if not is_near]
-    before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in others]
+    off_rows = [row for row, is_near in zip(rows, agree, strict=True) if not is_near]
+    before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in off_rows]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")
     lost_models = lost["model_name_or_path"].str.replace(r"-\d+layers$", "", regex=True)
     # Models without a case here, and whether each of their runs was too large.
@@ -51,9 +51,9 @@ def _table1_answer(records: Records) -> Answer | None:
     missing = too_large.drop([row["model"] for row in rows], errors="ignore")
     is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
     agreeing, total = sum(agree), len(rows)
-    some = f"{agreeing} of {total} cases" if total > 1 else "no case"
+    count = f"{agreeing} of {total} cases" if total > 1 else "no case"
     sentence, words, note = paragraphs(
-        "table1_answer.j2", verdict="Yes" if all(agree) else f"In {some}", total=total,
+        "table1_answer.j2", verdict="Yes" if all(agree) else f"In {count}", total=total,
         where=f" in {f'all {total} cases' if total > 1 else 'the only case'}" if all(agree) else "",
         extrapolated=sum(row["extrapolated"] is not None for row in rows), before_step=before_step,
         cause="bucket" if before_step and all(before_step) else "whole" if is_kept_whole else "",
@@ -137,7 +137,7 @@ def _settings_answer(records: Records) -> Answer | None:
     if not shipped:
         return None
     rows: list[dict[str, Any]] = [
-        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _of_known(ratios)}
+        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _known_span(ratios)}
         for stage, ratios in shipped.items()
     ]
     changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
@@ -161,7 +161,7 @@ def _settings_answer(records: Records) -> Answer | None:
     # Stages with equal figures are named together.
     stages: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for stage, ratios in shipped.items():
-        stages[(_of_known(ratios), *after_changes[stage])].append(stage)
+        stages[(_known_span(ratios), *after_changes[stage])].append(stage)
     sentence, words, *notes = paragraphs(
         "settings_answer.j2", stages={figures: format_names(names) for figures, names in stages.items()},
         gathers="" if all(map(math.isnan, gathers)) else span_text(gathers, _THREE_DIGITS),
@@ -173,11 +173,11 @@ def _settings_answer(records: Records) -> Answer | None:
     return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), number, title=title)
 
 
-def _of_known(ratios: Sequence[float]) -> str:
-    """Return the range of the known ratios, with their number if some are unknown."""
-    known = len(ratios) - sum(map(math.isnan, ratios))
-    some = f" (known in {known} of {len(ratios)} cases)" if known < len(ratios) else ""
-    return span_text(ratios, _THREE_DIGITS) + some
+def _known_span(ratios: Sequence[float]) -> str:
+    """Return the range of the known ratios, with their number if others are unknown."""
+    count = len(ratios) - sum(map(math.isnan, ratios))
+    scope = f" (known in {count} of {len(ratios)} cases)" if count < len(ratios) else ""
+    return span_text(ratios, _THREE_DIGITS) + scope
 
 
 def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
