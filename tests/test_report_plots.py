@@ -18,7 +18,7 @@ from study.config.strategies import STRATEGY_NAMES, WITH_GROUPS
 from study.records.frames import Records, read_parquet
 from study.report import canvas
 from study.report.canvas import STRATEGIES, Drawing, as_svg
-from study.report.questions import QUESTIONS
+from study.report.questions import QUESTIONS, TABLES
 
 # The notebooks that the laptop's records have data for.
 OF_THE_LAPTOP = ["loss_curves", "neighbours", "offload", "peak_memory", "runtime", "single_vs_multi"]
@@ -99,6 +99,16 @@ def test_labels_of_points_do_not_overlap_and_of_many_points_only_the_best_have_o
         assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].shrunk(0.9, 0.8).overlaps(pair[1])]
         counts.append(len(texts))
     assert counts[0] == labels
+
+
+def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table():
+    records = read_parquet(REPOSITORY / "reports" / "neighbours")
+    drawing = next(drawing for drawing in drawn("neighbours", records) if ", gpt-tiny, " in drawing.alt)
+    rows = {row.get_text() for axes in drawing.figure.axes for row in axes.get_yticklabels()}
+    assert rows >= {"zero3 x4", "hsdp (2)", "zero3_hpz (2)", "tp x4 (4)", "cp x4 (2)", "zero3_tp x4 (2)"}
+    table = TABLES["neighbours"](records).groupby("Strategy")["Ranks per group"].max()
+    assert table[["zero3_hpz", "tp x4", "zero3_tp x4"]].tolist() == [2, 4, 2]
+    assert table[["single", "zero3 x4", "fsdp2 x4"]].isna().all()
 
 
 def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own():

@@ -178,6 +178,8 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
             continue
         shown = judged.lead(results) or results[0]
         is_undecided = judged.finding.kind == "undecided"
+        is_met = is_undecided and shown.check.necessary and shown.answer == "holds"
+        finding = "undecided (a necessary condition holds)" if is_met else judged.finding.short
         # A proxy decides nothing, nor does a check without an answer.
         decides = any(item.check.basis != PROXY and item.answer in ("holds", "fails") for item in results)
         elsewhere = "" if decides or is_undecided else ", by other records"
@@ -186,6 +188,6 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
             text += f" Another check decides: {judged.sentence}"
         rows.append({
             "Claim": Link(claim.id, address(claim.id, output)),
-            "Finding": f"{judged.finding.short}{elsewhere}", "It says": claim.says, "These records": text,
+            "Finding": f"{finding}{elsewhere}", "It says": claim.says, "These records": text,
         })  # fmt: skip
     return rows

@@ -73,9 +73,8 @@ STATE = {
 }  # fmt: skip
 PLACES = {"device": "", "host": "////", "nvme": "xxxx"}
 TRAFFIC = {
-    "all_reduce": Fill("#0a35b3"), "reduce_scatter": Fill("#2b98ff", "////"), "reduce": Fill("#7fb2e5", "\\\\\\\\"),
-    "all_gather": Fill("#db3502", "\\\\\\\\"), "broadcast": Fill("#e0a98f", "xxxx"),
-    "all_to_all": Fill("#7a5195", "...."),
+    "all_reduce": Fill("#0a35b3"), "reduce_scatter": Fill("#2b98ff", "////"), "reduce": Fill("#9dc3e6", "----"),
+    "all_gather": Fill("#db3502"), "broadcast": Fill("#e0a98f", "xxxx"), "all_to_all": Fill("#7a5195", "...."),
 }  # fmt: skip
 # In the stacking order of the bars.
 PROFILE = {

@@ -75,8 +75,7 @@ def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
     chosen = [summary for layers, summary in sorted(depths.items()) if layers != summary["preset_layers"]][:3]
     if len(chosen) < 3:
         return None
-    first = chosen[0]
-    line = extrapolate(chosen, first["model"], int(first["preset_layers"]))
+    line = extrapolate(chosen, chosen[0]["model"], int(chosen[0]["preset_layers"]))
     return line | {"runs": sum((summary["runs"] for summary in chosen), ())}
 
 
@@ -87,6 +86,7 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
         "runs": (row["run"],),
         "model": model,
         "setting": setting_text(row),
+        "overrides_engine": bool(json.loads(row["engine_override"])),
         # Equal for runs that differ only in setting or depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage with the same sharding; 0 without sharding.

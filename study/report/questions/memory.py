@@ -11,6 +11,7 @@ import pandas as pd
 from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
 from study.config.text import format_number, percent
 from study.host.memory import MIB
+from study.predictor.run_predictions import request_if_any
 from study.records import strategy_runs
 from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
@@ -244,6 +245,13 @@ _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 _ALTERNATIVES = {*_NEIGHBOURS, "fsdp2"}
 
 
+def ranks_per_group(run: pd.Series) -> float:
+    """Return the ranks of a run's model-parallel group, or of those that share one replica; NaN without groups."""
+    request = request_if_any(run) if run.strategy in WITH_REPLICAS else None
+    ranks = request.ranks_per_replica if request else run.group_ranks
+    return NAN if ranks is None or pd.isna(ranks) else float(ranks)
+
+
 def with_settings(arm: str) -> str:
     """Return a strategy with the number of its changed settings, which are long."""
     strategy, *settings = arm.split(", ")
@@ -284,13 +292,15 @@ def _neighbours_answer(records: Records) -> Answer | None:
         kept=lambda arm: format_or_dash(_kept_mib(arm), format_number),
         batch=stage.value("global_batch_size"), length=stage.value("seq_length"),
         ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks", workload=workload,
-        with_settings=with_settings,
+        with_settings=with_settings, strategies={arm.value("strategy") for arm in arms},
+        group=lambda arm: format_or_dash(ranks_per_group(arm.ok_runs.iloc[0]), "{:g}".format),
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
     )  # fmt: skip
     screen = side_by_side(
         sentence, chosen,
         {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
-         "Calls": lambda arm: arm.median("comm_calls_per_step")},
+         "Calls": lambda arm: arm.median("comm_calls_per_step"),
+         "Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])},
         *notes, number=(number, words) if sent_mib(frugal) < min(sends, default=NAN) else None,
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
@@ -322,6 +332,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
         _neighbour_arms(records),
         lambda arm: {
             "Ranks": arm.ranks,
+            "Ranks per group": ranks_per_group(arm.ok_runs.iloc[0]) if len(arm.ok_runs) else NAN,
             **{f"{words}, MiB": sum(arm.median(f"{kind}_bytes_{place}") for place in ("device", "host")) / MIB
                for kind, words in _KINDS.items()},
             "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,

@@ -95,9 +95,12 @@ def _nodes_answer(records: Records) -> Answer | None:
         releasing = largest[
             (largest["strategy"] == next(iter(chosen))) & largest["line"].str.contains("max_live_parameters=0")
         ]
+        padded = rows[(rows["line"] == "fsdp2") & (rows["model"] == largest["model"].iloc[0])].sort_values("world_size")
+        # More than the (N - 1) / N of a ring adds.
+        growth = padded.set_index("machines")["sent"].pct_change()
         state, words, sentence, *notes = paragraphs(
-            "nodes_virtual_answer.j2", chosen=chosen, frugal=None if frugal["line"] in chosen else frugal,
-            again=releasing["across"].max(),
+            "nodes_virtual_answer.j2", chosen=chosen, padding=growth[growth > 0.1], percent=percent,
+            frugal=None if frugal["line"] in chosen else frugal, again=releasing["across"].max(),
             ranks=largest["world_size"].max(), with_settings=with_settings,
             mib=lambda size: f"{format_number(size / MIB)} MiB", models=largest["model"].unique(),
             planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),

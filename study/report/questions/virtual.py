@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,11 +16,12 @@ from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import Summary
 from study.records.workloads import format_setting
-from study.report.document import Answer, Question, change_text, format_names, paragraphs, span_text
+from study.report.document import Answer, Question, change_text, format_names, format_or_dash, paragraphs, span_text
 from study.virtual import summaries
 from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_or_nan, rank_state_bytes
 
-_NEAR = 0.01
+# Smaller differences in traffic or memory are padding and bookkeeping.
+_NOTABLE = 0.01
 
 
 def _table1_answer(records: Records) -> Answer | None:
@@ -34,30 +34,32 @@ def _table1_answer(records: Records) -> Answer | None:
         and not math.isnan(rank_state_bytes(row))
     ]  # fmt: skip
     # A run with another setting that moves no state would only be a second case that agrees.
-    rows = list(
-        {(row["strategy"], row["model"], row["world_size"], rank_state_bytes(row)): row for row in rows}.values()
-    )
+    cases = {(row["strategy"], row["model"], row["world_size"], rank_state_bytes(row)): row for row in rows}
     # Of one stage, the table has the case with the largest difference.
-    rows.sort(key=lambda row: (row["model_parameters"], row["world_size"], abs(_difference(row))))
+    rows = sorted(cases.values(), key=lambda row: (row["model_parameters"], row["world_size"], abs(_difference(row))))
     if not rows:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
-    agree = [abs(_difference(row)) <= _NEAR for row in rows]
+    agree = [abs(_difference(row)) <= _NOTABLE for row in rows]
     # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
-    before_step = [abs(_difference(row, before_step=True)) <= _NEAR for row in rows if abs(_difference(row)) > _NEAR]
+    off_rows = [row for row, is_near in zip(rows, agree, strict=True) if not is_near]
+    before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in off_rows]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")
     lost_models = lost["model_name_or_path"].str.replace(r"-\d+layers$", "", regex=True)
     # Models without a case here, and whether each of their runs was too large.
     too_large = lost["status_reason"].str.contains("of host memory").groupby(lost_models).all()
     missing = too_large.drop([row["model"] for row in rows], errors="ignore")
-    is_all_before = bool(before_step) and all(before_step)
+    is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
+    agreeing, total = sum(agree), len(rows)
+    count = f"{agreeing} of {total} cases" if total > 1 else "no case"
     sentence, words, note = paragraphs(
-        "table1_answer.j2", agree=agree, extrapolated=sum(row["extrapolated"] is not None for row in rows),
-        before_step=before_step, is_all_before=is_all_before, worst=worst, missing=missing.to_dict(),
-        difference=change_text(_difference(worst)),
-        is_whole=figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0,
+        "table1_answer.j2", verdict="Yes" if all(agree) else f"In {count}", total=total,
+        where=f" in {f'all {total} cases' if total > 1 else 'the only case'}" if all(agree) else "",
+        extrapolated=sum(row["extrapolated"] is not None for row in rows), before_step=before_step,
+        cause="bucket" if before_step and all(before_step) else "whole" if is_kept_whole else "",
+        worst=worst, missing=missing.to_dict(), difference=change_text(_difference(worst)),
     )  # fmt: skip
-    number = (f"{sum(agree)} of {len(rows)}", words) if len(rows) > 1 else None
+    number = (f"{agreeing} of {total}", words) if total > 1 else None
     return Answer(sentence, state_by_stage(rows), (note,), number)
 
 
@@ -71,7 +73,7 @@ def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
     for row in rows:
         about = "" if row["extrapolated"] is None else "~ "
         line = table.setdefault((row["model"], row["world_size"]), {"Model": row["model"], "Ranks": row["world_size"]})
-        off = f", {change_text(_difference(row))}" if abs(_difference(row)) > _NEAR else ""
+        off = f", {change_text(_difference(row))}" if abs(_difference(row)) > _NOTABLE else ""
         line[f"{row['strategy']}, GB"] = f"{about}{rank_state_bytes(row) / GB:.4g} ({row['paper_bytes'] / GB:.4g}{off})"
     return pd.DataFrame(table.values(), columns=["Model", "Ranks", *(f"{stage}, GB" for stage in STAGES)]).fillna("-")
 
@@ -100,8 +102,6 @@ TABLE1 = Question(
     tables={"table1": table1_table}, figures=("table1",), notebook="virtual_cluster",
 )  # fmt: skip
 
-# Smaller differences in traffic or memory are padding and bookkeeping.
-_NOTABLE = 0.01
 # A setting that changes the traffic by more than this is in the sentence.
 _MUCH = 0.1
 _THREE_DIGITS = "{:.3g}".format
@@ -137,7 +137,7 @@ def _settings_answer(records: Records) -> Answer | None:
     if not shipped:
         return None
     rows: list[dict[str, Any]] = [
-        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _of_known(ratios)}
+        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _known_span(ratios)}
         for stage, ratios in shipped.items()
     ]
     changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
@@ -150,8 +150,8 @@ def _settings_answer(records: Records) -> Answer | None:
     after_changes: defaultdict[str, list[str]] = defaultdict(list)
     sent: list[float] = []
     for (strategy, setting), pairs in changed.items():
-        # Options such as LoRA have no "=".
-        is_setting = strategy in shipped and "=" in setting
+        # An option such as LoRA changes the training, not the engine.
+        is_setting = strategy in shipped and pairs[0][1]["overrides_engine"]
         if is_setting and all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
             sent += (ratios_after := [_sent_x_paper(after) for _, after in pairs])
             first, *more = setting.split(", ")
@@ -161,21 +161,23 @@ def _settings_answer(records: Records) -> Answer | None:
     # Stages with equal figures are named together.
     stages: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for stage, ratios in shipped.items():
-        stages[(_of_known(ratios), *after_changes[stage])].append(stage)
+        stages[(_known_span(ratios), *after_changes[stage])].append(stage)
     sentence, words, *notes = paragraphs(
         "settings_answer.j2", stages={figures: format_names(names) for figures, names in stages.items()},
         gathers="" if all(map(math.isnan, gathers)) else span_text(gathers, _THREE_DIGITS),
-        models=format_names(models), changed=changed, sent=span_text(sent, _THREE_DIGITS) if sent else "",
+        models=format_names(models), changed=changed,
+        has_unknown=any(map(math.isnan, gathers)), sent=span_text(sent, _THREE_DIGITS) if sent else "",
     )  # fmt: skip
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
-    number = (f"{span_text(multiples, _THREE_DIGITS)} x", words)
+    number = (f"{span_text(multiples, _THREE_DIGITS)} x", words) if len({*map(_THREE_DIGITS, multiples)}) > 1 else None
     return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), number, title=title)
 
 
-def _of_known(ratios: Sequence[float]) -> str:
-    """Return the range of the known ratios, with the number of the unknown ones."""
-    unknown = sum(map(math.isnan, ratios))
-    return span_text(ratios, _THREE_DIGITS) + (f" ({unknown} of {len(ratios)} cases not known)" if unknown else "")
+def _known_span(ratios: Sequence[float]) -> str:
+    """Return the range of the known ratios, with their number if others are unknown."""
+    count = len(ratios) - sum(map(math.isnan, ratios))
+    scope = f" (known in {count} of {len(ratios)} cases)" if count < len(ratios) else ""
+    return span_text(ratios, _THREE_DIGITS) + scope
 
 
 def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
@@ -220,43 +222,46 @@ SETTINGS = Question(
 )  # fmt: skip
 
 
-def _lora_answer(records: Records) -> Answer | None:
-    by_case: defaultdict[tuple[float, int, str], list[Summary]] = defaultdict(list)
+def lora_cases(records: Records) -> dict[str, list[Summary]]:
+    """Return cases with LoRA under stage 3 and an earlier one, by a name; the largest on the fewest ranks first."""
+    by_case: defaultdict[tuple[float, int, str], dict[str, Summary]] = defaultdict(dict)
     for row in summaries.summaries(records):
         if row["setting"] == "lora" and row["strategy"] in STAGES and not math.isnan(rank_state_bytes(row)):
-            by_case[row["model_parameters"], row["world_size"], row["precision"]].append(row)
-    # The largest model on the most ranks that ran under a stage that keeps all parameters, and under stage 3.
-    pairs = [rows for _, rows in sorted(by_case.items()) if rows[0]["stage"] < rows[-1]["stage"] == len(STAGES)]
-    if not pairs:
+            by_case[-row["model_parameters"], row["world_size"], row["precision"]].setdefault(row["strategy"], row)
+    cases = [list(rows.values()) for _, rows in sorted(by_case.items()) if len(rows) > 1 and STAGES[-1] in rows]
+    return {f"{row['model']}, {row['precision']}, one of {row['world_size']} virtual ranks": [row, *more]
+            for row, *more in cases}  # fmt: skip
+
+
+def _lora_answer(records: Records) -> Answer | None:
+    if not (cases := lora_cases(records)):
         return None
-    whole, divided = pairs[-1][0], pairs[-1][-1]
+    subject, (whole, *_, divided) = next(iter(cases.items()))
     sizes = [f"{format_number(rank_state_bytes(row) / MIB)} MiB" for row in (whole, divided)]
     sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
-    parameters = percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole))
-    sends = "" if math.isnan(sent) else f", which sends {format_number(sent)} times as much"
-    sentence = (
-        f"Mostly frozen parameters, which only `{STAGES[-1]}` divides: one of {whole['world_size']} virtual ranks of"
-        f" `{whole['model']}` has {sizes[0]} of model state with `{whole['strategy']}`, of which {parameters} are"
-        f" parameters, and {sizes[1]} with `{STAGES[-1]}`{sends}."
-    )
+    sentence, words = paragraphs(
+        "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, sent=format_or_dash(sent, format_number),
+        parameters=percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole)),
+    )  # fmt: skip
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
     # An option that changes none of these bytes gives no further row.
     table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
-    words = (
-        f"model state of one of {whole['world_size']} virtual ranks of `{whole['model']}` with LoRA and `{STAGES[-1]}`"
-    )
-    number = (sizes[1], f"{words}{sends}; {sizes[0]} with `{whole['strategy']}`")
-    return Answer(sentence, table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")], number=number)
+    table = table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")]
+    return Answer(sentence, table, number=(sizes[1], words), subject=subject)
 
 
-LORA = Question("lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer)
+LORA = Question(
+    "lora", "What does ZeRO divide where only LoRA's adapters are trained?", _lora_answer, figures=("lora",),
+    notebook="virtual_cluster",
+)  # fmt: skip
 
 
 # Settings in which the cases of a model differ, and the words for a change from the usual value.
 _TUNED = {
-    "peft": "LoRA", "offload": "offload to the host", "gradient_checkpointing": "gradient checkpointing",
-    "micro_batch_size": "half the micro-batch",
+    "peft": "LoRA instead of full fine-tuning", "offload": "offload to the host instead of none",
+    "gradient_checkpointing": "gradient checkpointing instead of none",
+    "micro_batch_size": "micro-batch {} instead of {}",
 }  # fmt: skip
 
 
@@ -272,46 +277,40 @@ def _tuning_answer(records: Records) -> Answer | None:
         "Kept for backward": runs["forward_holds_bytes"],
         "Ring bytes (NCCL)": runs["collectives"].map(summaries.read_ring_bytes),
     })  # fmt: skip
-    figures = dict(zip(runs.columns[-3:], ("the model state on the device", "the memory kept for backward",
-                                           "the ring bytes (NCCL)"), strict=True))  # fmt: skip
+    figures = dict(zip(runs.columns[-3:], ("model state on the device", "memory kept for backward",
+                                           "ring bytes (NCCL)"), strict=True))  # fmt: skip
     case = ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
     rows = []
+
+    def cell(changes: pd.Series, strategies: pd.Series) -> str:
+        """Return the changes in percent, each with its strategies if there are several."""
+        texts = [f"{100 * change:+.1f} %" if abs(change) > _NOTABLE else "no change" for change in changes]
+        by_text = strategies.groupby(texts, sort=False).agg(", ".join)
+        return texts[0] if len(by_text) == 1 else ", ".join(f"{text} ({names})" for text, names in by_text.items())
+
     # The effects of the settings, by the figure that each changes most.
-    effects: defaultdict[str, list[tuple[float, str, str]]] = defaultdict(list)
-    for key, setting in _TUNED.items():
+    effects: defaultdict[str, list[tuple[float, str, dict[str, str]]]] = defaultdict(list)
+    for key, words in _TUNED.items():
         usual = runs[key] == runs[key].mode()[0]
         pairs = runs[usual].merge(runs[~usual], on=[name for name in case if name != key], suffixes=("", " then"))
         if pairs.empty:
             continue
-        changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}
-        rows += [
-            {"Setting": setting, "Strategy": f"`{strategy}`"}
-            | {name: f"{100 * x[at]:+.1f} %" if abs(x[at]) > _NOTABLE else "no change" for name, x in changes.items()}
-            for at, strategy in pairs["strategy then"].items()
-        ]
+        setting = words.format(pairs[f"{key} then"].iloc[0], pairs[key].iloc[0])
+        changes, by = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}, pairs["strategy then"]
+        names = "`" + by + "`"
+        cells = {name: cell(change, names) for name, change in changes.items()}
+        rows.append({"Change": setting, "Strategies": ", ".join(names), **cells})
         # By the case in which a figure falls least.
         most = min(figures, key=lambda name: changes[name].max())
-        change, by = changes[most], pairs["strategy then"]
+        change = changes[most]
         ends = {percent(-change[at]): by[at] for at in (change.idxmax(), change.idxmin())}
-        amount = " to ".join(f"{size} (`{strategy}`)" for size, strategy in ends.items())
-        effects[figures[most]].append((change.max(), setting, amount))
-    model, run = format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0]), runs.iloc[0]
-    place = f"one of {run['world_size']} virtual ranks of {model}"
-    if run["model_layers"] < run["preset_layers"]:
-        place += f", not the percentages of all {run['preset_layers']:g}"
-    parts = []
-    for name, settings in effects.items():
-        (_, setting, amount), *more = sorted(settings)
-        parts.append(
-            f"{setting} takes {amount} off {name}" + "".join(f", {another} {size}" for _, another, size in more)
-        )
-    (_, setting, amount), name = min((min(settings), name) for name, settings in effects.items())
-    return Answer(
-        f"{'; '.join(parts)} ({place}).", pd.DataFrame(rows),
-        ("Cases that differ in this setting alone. Kept for backward: bytes that the forward pass of one micro-batch"
-         " leaves allocated, without gathered parameters.",),
-        (re.sub(r" \(.*?\)", "", amount), f"off {name} with {setting}: {amount} ({place})"),
+        effects[figures[most]].append((change.max(), setting, ends))
+    sentence, number, words, note = paragraphs(
+        "tuning_answer.j2", effects={name: sorted(settings) for name, settings in effects.items()},
+        largest=min((min(settings), name) for name, settings in effects.items()), run=runs.iloc[0],
+        model=format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0]),
     )  # fmt: skip
+    return Answer(sentence, pd.DataFrame(rows), (note,), (number, words))
 
 
 TUNING = Question("tuning", "What do LoRA, offload, checkpointing and the micro-batch change?", _tuning_answer)
