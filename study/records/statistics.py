@@ -349,6 +349,11 @@ class Equivalence:
         return f"{self.reason} ({measured}{'' if self.p is None else f', p = {self.p:.2g}'})"
 
 
+def step_margin(precision: str) -> float:
+    """Return the relative difference of a step's loss up to which losses are the same."""
+    return max(LOSS_MARGIN, BF16_SPACING) if precision.startswith("bf16") else LOSS_MARGIN
+
+
 def equivalence_test(values: Sequence[float], baselines: Sequence[float], margin: float = LOSS_MARGIN) -> Equivalence:
     """Test the equivalence of paired losses, one pair per seed; `margin` is relative to the mean of the baselines."""
     differences = np.asarray(values, dtype=float) - np.asarray(baselines, dtype=float)

@@ -188,10 +188,10 @@ def find_confounds(runs: pd.DataFrame, column: str = "confounded") -> dict[str, 
     return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}
 
 
-def sheet(height_in: float, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+def sheet(height_in: float, columns: int = 1, rows: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
     """Return a figure one page column wide, and its axes."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False, **grid)[0])
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
 
 
 def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:

@@ -12,7 +12,6 @@ import numpy
 import pandas as pd
 import yaml
 from markupsafe import Markup
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from study.config.places import REPOSITORY
@@ -21,7 +20,7 @@ from study.predictor.run_predictions import compare_figures as own_compared
 from study.predictor.run_predictions import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
 from study.predictor.validation import Measurement, published_rows, refused_sources, score, sources
-from study.report.canvas import FAINT, GUIDE, SETTINGS, WIDTH_IN, Drawing, as_png, finish
+from study.report.canvas import FAINT, GUIDE, SETTINGS, Drawing, as_png, finish, sheet
 from study.report.document import render_markdown
 
 FOLDER = REPOSITORY / "reports" / "prediction"
@@ -215,10 +214,11 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
 @matplotlib.rc_context(SETTINGS)
 def errors_figure(scores: pd.DataFrame) -> Drawing:
     """Draw predicted over measured peaks and step times of published runs, and the range of most scored ones."""
-    figure, ranges = Figure(figsize=(WIDTH_IN, 4.6), layout="constrained"), []
+    figure, panels = sheet(4.6, rows=2)
+    ranges = []
     published, colours = by_origin(scores)["published"], {False: "#0a35b3", True: "#db3502"}
     drawn = (("peak", "use_memory", "peak_gib", "peak memory, GiB"), ("step", "use", "step_s", "step time, s"))
-    for axes, (name, use, size, words) in zip(figure.subplots(2, 1), drawn, strict=True):
+    for axes, (name, use, size, words) in zip(panels, drawn, strict=True):
         rows = published.assign(ratio=1 + published[f"{name}_error"], scored=published[use] == "score")
         for (is_scored, offloads), some in rows.groupby(["scored", "offloads"]):
             axes.plot(some[size], some["ratio"], "o", markersize=4, markeredgecolor=colours[offloads],

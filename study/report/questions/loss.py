@@ -14,7 +14,15 @@ from study.config.text import NOT_MEASURED, percent
 from study.records.fairness import has_dropout
 from study.records.frames import Records, real_runs, steps_by_run
 from study.records.outcome import has_diverged
-from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence_test, paired, paired_runs
+from study.records.statistics import (
+    BF16_SPACING,
+    LOSS_MARGIN,
+    Equivalence,
+    equivalence_test,
+    paired,
+    paired_runs,
+    step_margin,
+)
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
 from study.report.questions.comparison import arm_notes, arm_table, fair_arms, real_arms, workloads
@@ -85,8 +93,7 @@ def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_L
     chance = _CHANCE * largest_rerun_difference(strategies[0].workload_runs, steps).ratio
     rows = []
     for arm in (arm for arm in strategies if arm.baseline is not None and not arm.is_baseline):
-        test, is_bf16 = _test(arm), str(arm.value("precision")).startswith("bf16")
-        margin = max(LOSS_MARGIN, BF16_SPACING) if is_bf16 else LOSS_MARGIN
+        test, margin = _test(arm), step_margin(str(arm.value("precision")))
         if _diverged_seeds(arm):
             rows.append(_LossComparison(arm, math.inf, margin, NAN, "other", test, "end"))
         elif not arm.is_fair(_CONFOUND):
