@@ -166,9 +166,10 @@ def find_style(strategy: object) -> Style:
     return STRATEGIES.get(str(strategy), UNKNOWN)
 
 
-def by_workload(runs: pd.DataFrame, most: int) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the workloads with most runs, batch 2 before batch 16, and the runs of each."""
-    largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:most]
+def by_workload(runs: pd.DataFrame, most: int, also: str = "") -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the workloads with most runs and `also`, batch 2 before batch 16, and the runs of each."""
+    ranked = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index
+    largest = ranked[(np.arange(len(ranked)) < most) | (ranked == also)]
     for workload in sorted(largest, key=lambda name: re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name)):
         yield str(workload), runs[runs["workload"] == workload]
 
@@ -185,10 +186,10 @@ def find_confounds(runs: pd.DataFrame, column: str = "confounded") -> dict[str, 
     return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}
 
 
-def sheet(height_in: float, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+def sheet(height_in: float, columns: int = 1, rows: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
     """Return a figure one page column wide, and its axes."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False, **grid)[0])
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **grid).flat)
 
 
 def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
