@@ -164,9 +164,7 @@ def answer(records: Records) -> Answer | None:
     counts = sorted({test.n for test in tested})
     equal = len(tested) if all(test.verdict == "equivalent" for test in tested) else 0
     # The margin of a test is in nats.
-    apart = (
-        max((abs(test.mean_difference or 0) / test.margin for test in tested if test.margin), default=0) * LOSS_MARGIN
-    )
+    apart = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in tested if test.margin]
     at_any_step = " at every step" if all(row.by == "steps" for row in comparisons) else ""
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
