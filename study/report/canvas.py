@@ -169,9 +169,10 @@ def find_style(strategy: object) -> Style:
     return STRATEGIES.get(str(strategy), UNKNOWN)
 
 
-def by_workload(runs: pd.DataFrame, most: int) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the workloads with most runs, batch 2 before batch 16, and the runs of each."""
-    largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:most]
+def by_workload(runs: pd.DataFrame, most: int, also: str = "") -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the workloads with most runs and `also`, batch 2 before batch 16, and the runs of each."""
+    ranked = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index
+    largest = ranked[(np.arange(len(ranked)) < most) | (ranked == also)]
     for workload in sorted(largest, key=lambda name: re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name)):
         yield str(workload), runs[runs["workload"] == workload]
 

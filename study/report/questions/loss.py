@@ -17,12 +17,13 @@ from study.records.outcome import has_diverged
 from study.records.statistics import (
     BF16_SPACING,
     LOSS_MARGIN,
+    MIN_SAMPLE,
     Equivalence,
     equivalence_test,
     paired,
     paired_runs,
     step_margin,
-)
+)  # fmt: skip
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
 from study.report.questions.comparison import arm_notes, arm_table, fair_arms, real_arms, workloads
@@ -159,11 +160,17 @@ def answer(records: Records) -> Answer | None:
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
     most = max(different, key=lambda row: row.difference / row.margin, default=None)
     largest = max(comparisons, key=lambda row: row.difference)
-    counts = sorted({row.test.n for row in comparisons if row.test.verdict != "no test"})
+    tested = [row.test for row in comparisons if row.test.verdict != "no test"]
+    counts = sorted({test.n for test in tested})
+    equal = len(tested) if all(test.verdict == "equivalent" for test in tested) else 0
+    # The margin of a test is in nats.
+    apart = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in tested if test.margin]
+    at_any_step = " at every step" if all(row.by == "steps" for row in comparisons) else ""
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
         size=_size, diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [],
-        largest=largest, seeds=counts[:1] + counts[-1:],
+        largest=largest, equal=equal, size_eval=percent(max(apart, default=0)), at_any_step=at_any_step,
+        min_sample=MIN_SAMPLE, seeds=counts[:1] + counts[-1:],
         reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),
         loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
