@@ -341,16 +341,17 @@ class EndLabel(NamedTuple):
     y: float
     text: str
     colour: str
+    is_left: bool = False
 
 
 def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
-    """Write each text to the right of its point; `finish` moves those that overlap."""
+    """Write each text beside its point; `finish` moves those that overlap."""
     for label in labels:
         axes.annotate(
-            label.text, (label.x, label.y), xytext=(12, 0), textcoords="offset points", va="center", size=size,
-            color=label.colour, label=_END,
+            label.text, (label.x, label.y), xytext=(-12 if label.is_left else 12, 0), textcoords="offset points",
+            va="center", ha="right" if label.is_left else "left", size=size, color=label.colour, label=_END,
             arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3,
-                        "relpos": (0, 0.5)},
+                        "relpos": (label.is_left, 0.5)},
             path_effects=_HALO,
         )  # fmt: skip
 
@@ -389,8 +390,10 @@ def label_points(
         style = find_style(strategies[str(arm)]) if is_labeled else UNKNOWN
         single = runs.loc[[arm]].to_numpy(dtype=float)
         axes.plot(*single.T, ".", color=style.colour, markersize=5, alpha=0.7)
-        axes.plot(x, y, markersize=9.5, **(style.hollow if arm in few else style.points))
-        ends += [EndLabel(x, y, format_label(str(arm), notes), style.colour)] * is_labeled
+        axes.plot(x, y, markersize=8, **(style.hollow if arm in few else style.points))
+        # On the right side a text goes to the left, or the axes would be narrow.
+        is_left = x > 0.7 * points.iloc[:, 0].max() and points.iloc[:, 0].min() < 0.5 * points.iloc[:, 0].max()
+        ends += [EndLabel(x, y, format_label(str(arm), notes), style.colour, is_left)] * is_labeled
     axes.grid()
     axes.margins(x=0.1, y=0.1)
     axes.set(xlim=(0 if axes.dataLim.x0 < axes.dataLim.x1 / 2 else None, None), ylim=(0, None))

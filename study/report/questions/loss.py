@@ -160,11 +160,11 @@ def answer(records: Records) -> Answer | None:
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
     most = max(different, key=lambda row: row.difference / row.margin, default=None)
     largest = max(comparisons, key=lambda row: row.difference)
-    tested = [row.test for row in comparisons if row.test.verdict != "no test"]
-    counts = sorted({test.n for test in tested})
-    equal = len(tested) if all(test.verdict == "equivalent" for test in tested) else 0
+    trials = [row.test for row in comparisons if row.test.verdict != "no test"]
+    counts = sorted({test.n for test in trials})
+    equal = len(trials) if all(test.verdict == "equivalent" for test in trials) else 0
     # The margin of a test is in nats.
-    apart = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in tested if test.margin]
+    apart = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in trials if test.margin]
     at_any_step = " at every step" if all(row.by == "steps" for row in comparisons) else ""
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,

@@ -53,7 +53,7 @@ def _memory_answer(records: Records) -> Answer | None:
     compared = comparison.compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
     if compared is None:
         return None
-    sentence, number = f"No sharding strategy here is comparable with {compared.names} in model state.", None
+    sentence, saved, rise = f"No sharding strategy here is comparable with {compared.names} in model state.", None, None
     if compared.ratios:
         # ZeRO's own figure, if a stage ran, on the most ranks.
         stages = [pair for pair in compared.ratios if pair[1].value("strategy") in STAGES] or compared.ratios
@@ -64,21 +64,24 @@ def _memory_answer(records: Records) -> Answer | None:
         sentence = f"With `{leanest.name}` one of {leanest.ranks} ranks needs {state} {words}"
         bases = [compared.references[arm.workload] for arm in arms]
         peaks = [arm.peak_gib[0] / base.peak_gib[0] for arm, base in zip(arms, bases, strict=True)]
-        peak = "" if pd.isna(peaks).all() else f", and {' '.join(document.versus_text(peaks))} peak memory"
+        peak = ("", "") if pd.isna(peaks).all() else document.versus_text(peaks)
         fsdp2 = [ratio for ratio, arm in compared.ratios if arm.value("strategy") == "fsdp2"]
         if fsdp2 and max(fsdp2) < min(ratios):
             less = " ".join(document.versus_text(fsdp2))
             sentence += f" (with `fsdp2`, which also shards small tensors, {less})"
-        sentence += f"{peak}{format_scope(compared.main)}."
+        sentence += f"{f', and {peak[0]} {peak[1]} peak memory' if peak[0] else ''}{format_scope(compared.main)}."
         if compared.has_largest:
             of = " or ".join(dict.fromkeys(base.peak_gib[1] for base in bases))
-            number = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`){peak} ({of})")
-    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
-    return side_by_side(
+            saved = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`)")
+            if peak[0]:
+                rise = (peak[0], f"{peak[1]} peak memory than {compared.names} ({of}; `{leanest.name}`)")
+    peak_of = " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
+    shown = side_by_side(
         sentence, without_offload(compared.workloads),
         {f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0]},
-        f"State is parameters, gradients and optimizer states; the peak is that of the {peak}.", number=number,
+        f"State is parameters, gradients and optimizer states; the peak is that of the {peak_of}.", number=saved,
     )  # fmt: skip
+    return dataclasses.replace(shown, second=rise)
 
 
 def memory_table(records: Records) -> pd.DataFrame:

@@ -85,7 +85,8 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     notes += [f"Undecided for another reason: {', '.join(rest)}."] * bool(noted and rest)
     elsewhere = sum("other records" in text for text in texts)
     decided = len(rows) - counts["undecided"] - elsewhere
-    reproduced = Counter(text[11:-1] for text in texts if text.endswith("reproduced at small scale)"))
+    undecided = [text.removeprefix("undecided (").removesuffix(")") for text in texts]
+    reproduced = Counter(kind for kind in undecided if kind.endswith("reproduced at small scale"))
     kinds = ", ".join([*(f"{count} {words}" for words, count in reproduced.items()), "the others open"])
     sentence = (
         f"These records decide {decided or 'none'} of the {len(rows)} published claims that they test; other records"
@@ -97,7 +98,7 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
     notes.append(
         "S0 to S3 are the four replicated documents, Z0 is the ZeRO paper; the link has every check of a claim."
-        " Small scale: a tiny model, another model or fewer ranks, which decide no claim alone."
+        + " Small scale: a tiny model, another model or fewer ranks, which decide no claim alone." * bool(reproduced)
     )
     words = f"published claims that these records decide; by all records: {listed}"
     number = (f"{decided} of {len(rows)}", words) if "claims" in suite else None
