@@ -341,17 +341,17 @@ class EndLabel(NamedTuple):
     y: float
     text: str
     colour: str
-    is_left: bool = False
+    leftward: bool = False
 
 
 def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
-    """Write each text beside its point; `finish` moves those that overlap."""
+    """Write each text next to its point; `finish` moves those that overlap."""
     for label in labels:
         axes.annotate(
-            label.text, (label.x, label.y), xytext=(-12 if label.is_left else 12, 0), textcoords="offset points",
-            va="center", ha="right" if label.is_left else "left", size=size, color=label.colour, label=_END,
+            label.text, (label.x, label.y), xytext=(-12 if label.leftward else 12, 0), textcoords="offset points",
+            va="center", ha="right" if label.leftward else "left", size=size, color=label.colour, label=_END,
             arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3,
-                        "relpos": (label.is_left, 0.5)},
+                        "relpos": (label.leftward, 0.5)},
             path_effects=_HALO,
         )  # fmt: skip
 
@@ -392,8 +392,8 @@ def label_points(
         axes.plot(*single.T, ".", color=style.colour, markersize=5, alpha=0.7)
         axes.plot(x, y, markersize=8, **(style.hollow if arm in few else style.points))
         # On the right side a text goes to the left, or the axes would be narrow.
-        is_left = x > 0.7 * points.iloc[:, 0].max() and points.iloc[:, 0].min() < 0.5 * points.iloc[:, 0].max()
-        ends += [EndLabel(x, y, format_label(str(arm), notes), style.colour, is_left)] * is_labeled
+        leftward = x > 0.7 * points.iloc[:, 0].max() and points.iloc[:, 0].min() < 0.5 * points.iloc[:, 0].max()
+        ends += [EndLabel(x, y, format_label(str(arm), notes), style.colour, leftward)] * is_labeled
     axes.grid()
     axes.margins(x=0.1, y=0.1)
     axes.set(xlim=(0 if axes.dataLim.x0 < axes.dataLim.x1 / 2 else None, None), ylim=(0, None))

@@ -220,8 +220,8 @@ def errors_figure(scores: pd.DataFrame) -> Drawing:
     drawn = (("peak", "use_memory", "peak_gib", "peak memory, GiB"), ("step", "use", "step_s", "step time, s"))
     for axes, (name, use, size, words) in zip(panels, drawn, strict=True):
         rows = published.assign(ratio=1 + published[f"{name}_error"], scored=published[use] == "score")
-        for (is_scored, offloads), some in rows.groupby(["scored", "offloads"]):
-            axes.plot(some[size], some["ratio"], "o", markersize=4, markeredgecolor=colours[offloads],
+        for (is_scored, offloads), group in rows.groupby(["scored", "offloads"]):
+            axes.plot(group[size], group["ratio"], "o", markersize=4, markeredgecolor=colours[offloads],
                       color=colours[offloads] if is_scored else "none")  # fmt: skip
         # Step times with offload have no interval.
         judged = rows[rows["scored"] & ((name == "peak") | ~rows["offloads"])]["ratio"]

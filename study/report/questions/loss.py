@@ -164,12 +164,12 @@ def answer(records: Records) -> Answer | None:
     counts = sorted({test.n for test in trials})
     equal = len(trials) if all(test.verdict == "equivalent" for test in trials) else 0
     # The margin of a test is in nats.
-    apart = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in trials if test.margin]
+    differences = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in trials if test.margin]
     at_any_step = " at every step" if all(row.by == "steps" for row in comparisons) else ""
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
         size=_size, diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [],
-        largest=largest, equal=equal, size_eval=percent(max(apart, default=0)), at_any_step=at_any_step,
+        largest=largest, equal=equal, size_eval=percent(max(differences, default=0)), at_any_step=at_any_step,
         min_sample=MIN_SAMPLE, seeds=counts[:1] + counts[-1:],
         reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),

@@ -75,13 +75,13 @@ def _memory_answer(records: Records) -> Answer | None:
             saved = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`)")
             if peak[0]:
                 rise = (peak[0], f"{peak[1]} peak memory than {compared.names} ({of}; `{leanest.name}`)")
-    peak_of = " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
-    shown = side_by_side(
+    peak_kind = " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
+    answer = side_by_side(
         sentence, without_offload(compared.workloads),
         {f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0]},
-        f"State is parameters, gradients and optimizer states; the peak is that of the {peak_of}.", number=saved,
+        f"State is parameters, gradients and optimizer states; the peak is that of the {peak_kind}.", number=saved,
     )  # fmt: skip
-    return dataclasses.replace(shown, second=rise)
+    return dataclasses.replace(answer, second=rise)
 
 
 def memory_table(records: Records) -> pd.DataFrame:

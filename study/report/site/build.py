@@ -177,7 +177,7 @@ def _write_pages(
         ("Records left out", "They are in no figure and no table.", records.refused),
     ) if left_out]  # fmt: skip
     environment = _environment(records)
-    numbers = [one for answer in answered.values() for one in (answer.number, answer.second) if one]
+    numbers = [number for answer in answered.values() for number in (answer.number, answer.second) if number]
     lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
         "summary.md": page_markdown(title, [lead, *cards, *lists], numbers),
