@@ -425,7 +425,7 @@ def count_bytes(folder: Path, *arguments: str, timeout: float) -> pd.DataFrame:
     assert result.returncode == 0, result.stderr[-3000:]
     rows = pd.read_csv(file)
     assert set(rows["state"]) <= {"ok", "unsupported"}
-    assert "Recorded gloo bytes are" in (folder / "summary.md").read_text()
+    assert "recorded gloo bytes are" in (folder / "summary.md").read_text()
     return rows[rows["state"] == "ok"]
 
 

@@ -86,7 +86,8 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
         for place, result in enumerate(judged.results, first):
             if result.figure:
                 notes[place] = code_html(notes[place]) + _below(result, result.figure, evidence.root, links_from)
-    rest = finding.text.removeprefix(finding.kind).lstrip(":; ")
+    # One part needs no name; of several, the first is of the finding's kind.
+    rest = finding.text if "; " in finding.text else finding.text.removeprefix(finding.kind).lstrip(":; ")
     return PageSection(
         claim.id, claim.says, finding.kind,
         f"{rest[:1].upper()}{rest[1:]}{'. ' * bool(rest)}({', '.join(finding.basis)}) {judged.sentence}",

@@ -289,8 +289,13 @@ def _neighbours_answer(records: Records) -> Answer | None:
     tied = [arm.name for arm in alternatives if arm.name != least.name and format_number(arm.state_mib()) == size]
     sends = [sent_mib(arm) for arm in arms if arm.value("strategy") in STAGES]
     frugal = min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm)))
+    # Stage 1 sends what three passes over the weights do, stage 3 one for each gather and one for the gradients.
+    gathers_once = stage.value("strategy") == "zero3" and any(
+        arm.value("strategy") == "zero1" and sent_mib(arm) > 1.2 * sent_mib(stage) for arm in arms
+    )
     sentence, number, words, *notes = paragraphs(
-        "neighbours_answer.j2", least=least, stage=stage, tied=tied, frugal=frugal, is_only=len(alternatives) == 1,
+        "neighbours_answer.j2", gathers_once=gathers_once, least=least, stage=stage, tied=tied, frugal=frugal,
+        is_only=len(alternatives) == 1,
         state=lambda arm: format_number(arm.state_mib()), sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
         kept=lambda arm: format_or_dash(_kept_mib(arm), format_number),
         batch=stage.value("global_batch_size"), length=stage.value("seq_length"),

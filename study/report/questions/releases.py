@@ -55,7 +55,7 @@ def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
         return *on_gpu, hidden or (NOT_RUN if {*on_gpu} == {NOT_RUN} else "no fault")
 
     rows = itertools.groupby(dict.fromkeys(cell.release for cell in today), key=faults)
-    columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
+    columns = ("One micro-batch a step", "Accumulation", "Only on CPUs")
     return pd.DataFrame(
         {"DeepSpeed": ", ".join(releases), **dict(zip(columns, texts, strict=True))} for texts, releases in rows
     ).iloc[::-1]

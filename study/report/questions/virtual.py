@@ -52,12 +52,14 @@ def _table1_answer(records: Records) -> Answer | None:
     is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
     agreeing, total = sum(agree), len(rows)
     count = f"{agreeing} of {total} cases" if total > 1 else "no case"
+    more = (rank_state_bytes(worst) - worst["paper_bytes"]) / GB
     sentence, words, note = paragraphs(
         "table1_answer.j2", verdict="Yes" if all(agree) else f"In {count}", total=total,
         where=f" in {f'all {total} cases' if total > 1 else 'the only case'}" if all(agree) else "",
         extrapolated=sum(row["extrapolated"] is not None for row in rows), before_step=before_step,
         cause="bucket" if before_step and all(before_step) else "whole" if is_kept_whole else "",
-        worst=worst, missing=missing.to_dict(), difference=change_text(_difference(worst)),
+        worst=worst, missing=missing.to_dict(),
+        difference=f"{change_text(_difference(worst))}, {more:+.3g} GB",
     )  # fmt: skip
     number = (f"{agreeing} of {total}", words) if total > 1 else None
     return Answer(sentence, state_by_stage(rows), (note,), number)
