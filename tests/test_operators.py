@@ -61,9 +61,8 @@ def test_builds_with_visible_gpus_are_separate_and_nothing_compiles_without_the_
     if operators.toolkit_version() is not None or not operators.is_libaio_installed():
         pytest.skip("a CUDA toolkit is here, or libaio is not installed")
     printed = with_a_gpu("-m", "study.host.operators", "zero3_nvme", ZERO_STUDY_CACHE=str(tmp_path))
-    assert (
-        "zero3_nvme will not run here: DeepSpeed links its operator async_io with CUDA: there is no toolkit." in printed
-    )
+    says = "zero3_nvme will not run here: DeepSpeed links its operator async_io with CUDA: there is no toolkit."
+    assert says in printed
     assert "nvcc included" in printed
     assert COMPILES not in printed
     assert not [*tmp_path.rglob("*.o")]

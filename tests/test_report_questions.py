@@ -89,10 +89,10 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     assert set(records.runs["confounded"]) == {""}
     (lacks,) = {note for note in records.runs["notes"] if note}
     assert lacks == "no ddp with seed 2 ended ok, so it is in no ratio and no difference"
-    assert (
-        Answers(records)["loss"].sentence == "Yes, in the only comparison: `zero2` differs from its baseline by 2.7 %."
-    )
-    assert figures("loss_curves", records)["loss_difference"].alt.partition(". ")[0].endswith("zero2 0.100")
+    sentence, drawn = Answers(records)["loss"].sentence, figures("loss_curves", records)
+    assert sentence == "Yes, in the only comparison: `zero2` differs from its baseline by 2.7 %."
+    assert drawn["loss_difference"].alt.partition(". ")[0].endswith("zero2 0.100")
+    assert [text.get_text() for text in drawn["loss"].figure.axes[1].texts] == ["zero2\n2.7 %", "margin 0.12 %"]
 
 
 @pytest.mark.parametrize("reason", ["the loss is NaN at step 3", "the evaluation loss is not a number: the step"])

@@ -90,6 +90,10 @@ def test_the_committed_report_is_of_these_rows() -> None:
     new = report.league_frame(report.all_rows(), frame)
     pd.testing.assert_frame_equal(new[others], league[others])
     assert new[~others]["peaks"].tolist() == league[~others]["peaks"].tolist()
+    drawing, rows = report.errors_figure(frame), report.by_origin(frame)["published"][["peak_error", "step_error"]]
+    points = (line.get_ydata() for axes in drawing.figure.axes for line in axes.get_lines()[:-1])
+    assert sum(pd.notna(ratios).sum() for ratios in points) == rows.count().sum() > 250
+    assert drawing.alt in (report.FOLDER / "summary.md").read_text(encoding="utf-8")
 
 
 def test_intervals_cover_the_stated_fraction() -> None:

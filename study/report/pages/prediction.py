@@ -205,9 +205,10 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     frame.to_parquet(folder / SCORES)
     league_frame(rows, frame).to_parquet(folder / LEAGUE)
-    (folder / "summary.md").write_text(summary(frame, folder), encoding="utf-8")
+    drawing = errors_figure(frame)
+    (folder / "summary.md").write_text(summary(frame, folder, drawing.alt), encoding="utf-8")
     (folder / FIGURE).parent.mkdir(exist_ok=True)
-    (folder / FIGURE).write_bytes(as_png(errors_figure(frame).figure))
+    (folder / FIGURE).write_bytes(as_png(drawing.figure))
     intervals_file.write_text(intervals_text(frame), encoding="utf-8")
 
 
@@ -242,7 +243,7 @@ def errors_figure(scores: pd.DataFrame) -> Drawing:
     )  # fmt: skip
 
 
-def summary(frame: pd.DataFrame, folder: Path) -> str:
+def summary(frame: pd.DataFrame, folder: Path, alt: str) -> str:
     """Return summary.md."""
     league = pd.read_parquet(folder / LEAGUE)
     estimators = pd.DataFrame({
@@ -256,7 +257,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
     impossible = frame[frame["refused"].notna()][["source", "name", "refused"]]
     return render_markdown(
         "prediction.md.j2", peaks=peaks, steps=steps, offload=offload, figure=Markup(FIGURE),
-        alt=Markup.escape(errors_figure(frame).alt), headline=errors, preregistered=preregistered_table(FOLDER, frame),
+        alt=Markup.escape(alt), headline=errors, preregistered=preregistered_table(FOLDER, frame),
         fits=fits(frame), estimators=estimators, state=own_table(), saving=saving_table(),
         groups={column: errors_by(frame, column) for column in ("source", "strategy", "device")},
         sources=sources(), refused_sources=refused_sources(), rows=all_rows_table(frame),

@@ -147,7 +147,7 @@ def answer(records: Records) -> Answer | None:
                 "Workload": workload,
                 "Same loss": f"{sum(row.verdict == 'same' for row in group)} of {len(group)}",
                 "Worst strategy": worst.arm.name,
-                "Max difference": "NaN" if math.isinf(worst.difference) else _size(worst),
+                "Max difference": "NaN" if math.isinf(worst.difference) else size_text(worst.difference, worst.margin),
                 "Rerun": format_or_dash(rerun, percent),
                 "Margin": percent(worst.margin),
                 "Equivalent": f"{sum(tested)} of {len(tested)}" if tested else "one seed",
@@ -168,25 +168,24 @@ def answer(records: Records) -> Answer | None:
     at_any_step = " at every step" if all(row.by == "steps" for row in comparisons) else ""
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
-        size=_size, diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [],
-        largest=largest, equal=equal, size_eval=percent(max(differences, default=0)), at_any_step=at_any_step,
-        min_sample=MIN_SAMPLE, seeds=counts[:1] + counts[-1:],
+        diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [], largest=largest,
+        size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), equal=equal,
+        at_any_step=at_any_step, min_sample=MIN_SAMPLE, seeds=counts[:1] + counts[-1:], loss_margin=LOSS_MARGIN,
         reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
-        scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}),
-        loss_margin=LOSS_MARGIN, bf16_spacing=BF16_SPACING,
+        scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}), bf16_spacing=BF16_SPACING,
     )  # fmt: skip
     notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
-    number = (_size(largest), words) if math.isfinite(largest.difference) else None
+    number = (size_text(largest.difference, largest.margin), words) if math.isfinite(largest.difference) else None
     table = table.loc[:, (table != NOT_MEASURED).any()]
     is_offloaded = any(row.arm.is_offloaded for row in comparisons)
     title = "" if is_offloaded else "Does sharding change the loss?"
     return Answer(sentence, table, tuple(notes), number, title, largest.arm.workload)
 
 
-def _size(row: _LossComparison) -> str:
-    """Return the difference, with a third decimal if it would read as the margin."""
-    text = percent(row.difference)
-    return text if text != percent(row.margin) else f"{100 * row.difference:.3f} %"
+def size_text(difference: float, margin: float) -> str:
+    """Return the difference in percent, with a third decimal if it would read as the margin."""
+    text = percent(difference)
+    return text if text != percent(margin) else f"{100 * difference:.3f} %"
 
 
 def loss_table(records: Records) -> pd.DataFrame:

@@ -202,11 +202,11 @@ def _advice_answer(records: Records) -> Answer | None:
         notes.append("This machine has no GPU: these records do not show the cost or benefit of a stage on one.")
     everywhere = [name for name in best[0] if all(name in fastest for fastest in best)] if best else []
     peaks = [[(arm.peak_gib[0], arm.name) for arm in arms if arm.name in everywhere] for arms in by_workload.values()]
-    leanest = sorted({min(sizes)[1] for sizes in peaks if sizes and not any(math.isnan(size) for size, _ in sizes)})
+    is_known = everywhere and not any(math.isnan(size) for sizes in peaks for size, _ in sizes)
+    leanest = sorted({min(sizes)[1] for sizes in peaks}) if is_known else []
     sentence, *_ = paragraphs(
-        "advice_answer.j2", best=best, everywhere=everywhere, leanest=leanest,
-        format_names=format_names, timed=len(rows),
-        unjudged=unjudged, scope=format_scope(by_workload),
+        "advice_answer.j2", best=best, everywhere=everywhere, leanest=leanest, format_names=format_names,
+        timed=len(rows), unjudged=unjudged, scope=format_scope(by_workload),
     )  # fmt: skip
     table = pd.DataFrame(rows)
     return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *comparison.arm_notes(arms)))
