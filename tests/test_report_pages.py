@@ -141,7 +141,7 @@ def test_the_index_begins_with_the_answers_and_shows_failures(visits):
     titles = page.eval_on_selector_all(".card h2", "all => all.map(one => one.textContent)")
     assert titles == [question.title for question in by_question]
     assert all(page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText.trim())"))
-    numbers = [number[0] for answer in by_question.values() for number in (answer.number, answer.second) if number]
+    numbers = [number for answer in by_question.values() for number, _ in answer.numbers]
     assert page.eval_on_selector_all(".numbers dd", "all => all.map(one => one.innerText)") == numbers != []
     # A figure for each question with a page; tables are folded, and the versions are at the foot.
     assert page.locator(".card:has(.more) .picture").count() == page.locator(".card:has(.more)").count() == 7

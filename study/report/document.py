@@ -88,14 +88,12 @@ class Answer:
     sentence: str
     table: pd.DataFrame
     notes: tuple[str, ...] = ()
-    # The number of the sentence, and what it is, for the head of the first page.
-    number: tuple[str, str] | None = None
+    # Numbers of the sentence, each with what it is, for the head of the first page.
+    numbers: Sequence[tuple[str, str]] = ()
     # The question, if these records answer only a part of the usual one.
     title: str = ""
     # The workload of a sentence about only one: the first page has its figure.
     subject: str = ""
-    # A further number, as `number` is.
-    second: tuple[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -231,7 +231,7 @@ def by_arms(by_workload: Workloads) -> list[str]:
 
 
 def side_by_side(
-    sentence: str, by_workload: Workloads, columns: Columns, *notes: str, number: tuple[str, str] | None = None
+    sentence: str, by_workload: Workloads, columns: Columns, *notes: str, numbers: Sequence[tuple[str, str]] = ()
 ) -> Answer:
     """Return an answer with one row per strategy and one column per figure and workload.
 
@@ -257,7 +257,7 @@ def side_by_side(
         table.columns = table.columns.droplevel(0)
     more = len(by_workload) - len(chosen)
     hidden = (f"In the details: {more} more of the workloads.",) if more else ()
-    return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden), number, subject=chosen[0])
+    return Answer(sentence, table, (*notes, *arm_notes(strategies), *hidden), numbers, subject=chosen[0])
 
 
 def arm_notes(strategies: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:

@@ -175,11 +175,11 @@ def answer(records: Records) -> Answer | None:
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}), bf16_spacing=BF16_SPACING,
     )  # fmt: skip
     notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]
-    number = (size_text(largest.difference, largest.margin), words) if math.isfinite(largest.difference) else None
+    numbers = [(size_text(largest.difference, largest.margin), words)] if math.isfinite(largest.difference) else []
     table = table.loc[:, (table != NOT_MEASURED).any()]
     is_offloaded = any(row.arm.is_offloaded for row in comparisons)
     title = "" if is_offloaded else "Does sharding change the loss?"
-    return Answer(sentence, table, tuple(notes), number, title, largest.arm.workload)
+    return Answer(sentence, table, tuple(notes), numbers, title, largest.arm.workload)
 
 
 def size_text(difference: float, margin: float) -> str:

@@ -53,7 +53,8 @@ def _memory_answer(records: Records) -> Answer | None:
     compared = comparison.compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
     if compared is None:
         return None
-    sentence, saved, rise = f"No sharding strategy here is comparable with {compared.names} in model state.", None, None
+    sentence = f"No sharding strategy here is comparable with {compared.names} in model state."
+    numbers: list[tuple[str, str]] = []
     if compared.ratios:
         # ZeRO's own figure, if a stage ran, on the most ranks.
         stages = [pair for pair in compared.ratios if pair[1].value("strategy") in STAGES] or compared.ratios
@@ -72,16 +73,15 @@ def _memory_answer(records: Records) -> Answer | None:
         sentence += f"{f', and {peak[0]} {peak[1]} peak memory' if peak[0] else ''}{format_scope(compared.main)}."
         if compared.has_largest:
             of = " or ".join(dict.fromkeys(base.peak_gib[1] for base in bases))
-            saved = (state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`)")
+            numbers.append((state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`)"))
             if peak[0]:
-                rise = (peak[0], f"{peak[1]} peak memory than {compared.names} ({of}; `{leanest.name}`)")
+                numbers.append((peak[0], f"{peak[1]} peak memory than {compared.names} ({of}; `{leanest.name}`)"))
     peak_kind = " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
-    answer = side_by_side(
+    return side_by_side(
         sentence, without_offload(compared.workloads),
         {f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0]},
-        f"State is parameters, gradients and optimizer states; the peak is that of the {peak_kind}.", number=saved,
+        f"State is parameters, gradients and optimizer states; the peak is that of the {peak_kind}.", numbers=numbers,
     )  # fmt: skip
-    return dataclasses.replace(answer, second=rise)
 
 
 def memory_table(records: Records) -> pd.DataFrame:
@@ -188,7 +188,8 @@ def _traffic_answer(records: Records) -> Answer | None:
     compared = comparison.compare_with_reference(records, sent_mib)
     if compared is None:
         return None
-    sentence, number = f"No sharding strategy here is comparable with {compared.names} in ring bytes.", None
+    sentence = f"No sharding strategy here is comparable with {compared.names} in ring bytes."
+    numbers: list[tuple[str, str]] = []
     if compared.ratios:
         # Of equal ends, the first.
         ends = {times_text(ratio): arm for ratio, arm in (compared.ratios[-1], compared.ratios[0])}
@@ -200,12 +201,12 @@ def _traffic_answer(records: Records) -> Answer | None:
         )
         if compared.has_largest:
             words = f"{sent} per step with sharded state, in multiples of those of {compared.names}: {ratios}"
-            number = (f"{' to '.join(reversed(ends))} x", words)
+            numbers.append((f"{' to '.join(reversed(ends))} x", words))
     return side_by_side(
         sentence, without_offload(compared.workloads),
         {"Ring bytes (NCCL), MiB": sent_mib, f"x {compared.plain_names}": compared.cell(times_text)},
         "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs.",
-        number=number,
+        numbers=numbers,
     )  # fmt: skip
 
 
@@ -309,7 +310,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
         {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
          "Calls": lambda arm: arm.median("comm_calls_per_step"),
          "Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])},
-        *notes, number=(number, words) if sent_mib(frugal) < min(sends, default=NAN) else None,
+        *notes, numbers=[(number, words)] if sent_mib(frugal) < min(sends, default=NAN) else (),
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
 

@@ -35,8 +35,8 @@ def answer(records: Records) -> Answer | None:
         no_gpu=(records.runs["devices"].dropna() == "[]").all(), percent=percent, good=good, on_a_gpu=on_a_gpu,
         letters={cause: letter for cause, letter in lettered().items() if f"{letter}: " in table.to_string()},
     )  # fmt: skip
-    numbers = [(f"{len(right)} of {len(ran)}", words) for right, words in ((on_a_gpu, on_gpus), (good, on_cpus))]
-    return Answer(sentence, table, tuple(notes), numbers[0], second=numbers[1])
+    numbers = ((f"{len(on_a_gpu)} of {len(ran)}", on_gpus), (f"{len(good)} of {len(ran)}", on_cpus))
+    return Answer(sentence, table, tuple(notes), numbers)
 
 
 def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:

@@ -101,8 +101,8 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
         + " Small scale: a tiny model, another model or fewer ranks, which decide no claim alone." * bool(reproduced)
     )
     words = f"published claims that these records decide; by all records: {listed}"
-    number = (f"{decided} of {len(rows)}", words) if "claims" in suite else None
-    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), number)
+    numbers = [(f"{decided} of {len(rows)}", words)] if "claims" in suite else []
+    return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), numbers)
 
 
 _FINDINGS = ("holds", "holds in part", "does not hold", "contradicts itself", "undecided")

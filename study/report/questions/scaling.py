@@ -106,7 +106,7 @@ def _nodes_answer(records: Records) -> Answer | None:
             planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),
         )  # fmt: skip
         title = "What does a rank hold and send on more machines?"
-        return Answer(sentence, table, tuple(notes), (state, words), title=title)
+        return Answer(sentence, table, tuple(notes), [(state, words)], title=title)
     sentence, *notes = paragraphs(
         "nodes_answer.j2", machines=timed["machines"].max(), percent=percent, span_text=span_text,
         groups=[(kind, timed[timed["scaling"] == kind]) for kind in (STRONG, WEAK)], format_names=format_names,

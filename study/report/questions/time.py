@@ -27,13 +27,14 @@ def _time_answer(records: Records) -> Answer | None:
     if compared is None:
         return None
     times = Comparison(compared.workloads, STEP, lambda arm: compared.references[arm.workload].name)
-    sentence, number = f"No sharding strategy here is comparable with {compared.names} in step time.", None
+    sentence = f"No sharding strategy here is comparable with {compared.names} in step time."
+    numbers: list[tuple[str, str]] = []
     ratios, only = times.significant(compared.sharding)
     if compared.has_largest and ratios:
         total = len(compared.sharding)
         rest = f"; {total - len(ratios)} of {total} comparisons are {NOT_SIGNIFICANT}" if len(ratios) < total else ""
         words = f"step time with sharded state, in multiples of that of {compared.names}{only}{rest}"
-        number = (f"{span_text(ratios, times_text)} x", words)
+        numbers.append((f"{span_text(ratios, times_text)} x", words))
     if compared.sharding:
         base = f"{compared.names}{format_scope(compared.main)}"
         least = [comparison.least_difference(arms, STEP)[1] for arms in compared.main.values()]
@@ -47,7 +48,7 @@ def _time_answer(records: Records) -> Answer | None:
         sentence, without_offload(compared.workloads),
         {"Step, ms": lambda arm: 1e3 * step_s(arm), f"x {compared.plain_names}": times.cell(times_text)},
         "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
-        *comparison.noise_notes(compared.main, STEP), number=number,
+        *comparison.noise_notes(compared.main, STEP), numbers=numbers,
     )  # fmt: skip
 
 

@@ -61,8 +61,8 @@ def _table1_answer(records: Records) -> Answer | None:
         worst=worst, missing=missing.to_dict(),
         difference=f"{change_text(_difference(worst))}, {more:+.3g} GB",
     )  # fmt: skip
-    number = (f"{agreeing} of {total}", words) if total > 1 else None
-    return Answer(sentence, state_by_stage(rows), (note,), number)
+    numbers = [(f"{agreeing} of {total}", words)] if total > 1 else []
+    return Answer(sentence, state_by_stage(rows), (note,), numbers)
 
 
 def _difference(row: Summary, before_step: bool = False) -> float:
@@ -171,8 +171,9 @@ def _settings_answer(records: Records) -> Answer | None:
         has_unknown=any(map(math.isnan, gathers)), sent=span_text(sent, _THREE_DIGITS) if sent else "",
     )  # fmt: skip
     title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
-    number = (f"{span_text(multiples, _THREE_DIGITS)} x", words) if len({*map(_THREE_DIGITS, multiples)}) > 1 else None
-    return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), number, title=title)
+    span = span_text(multiples, _THREE_DIGITS)
+    numbers = [(f"{span} x", words)] if " to " in span else []
+    return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), numbers, title=title)
 
 
 def _known_span(ratios: Sequence[float]) -> str:
@@ -250,7 +251,7 @@ def _lora_answer(records: Records) -> Answer | None:
     # An option that changes none of these bytes gives no further row.
     table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
     table = table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")]
-    return Answer(sentence, table, number=(sizes[1], words), subject=subject)
+    return Answer(sentence, table, numbers=[(sizes[1], words)], subject=subject)
 
 
 LORA = Question(
@@ -312,7 +313,7 @@ def _tuning_answer(records: Records) -> Answer | None:
         largest=min((min(settings), name) for name, settings in effects.items()), run=runs.iloc[0],
         model=format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0]),
     )  # fmt: skip
-    return Answer(sentence, pd.DataFrame(rows), (note,), (number, words))
+    return Answer(sentence, pd.DataFrame(rows), (note,), [(number, words)])
 
 
 TUNING = Question("tuning", "What do LoRA, offload, checkpointing and the micro-batch change?", _tuning_answer)

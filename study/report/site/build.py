@@ -177,7 +177,7 @@ def _write_pages(
         ("Records left out", "They are in no figure and no table.", records.refused),
     ) if left_out]  # fmt: skip
     environment = _environment(records)
-    numbers = [number for answer in answered.values() for number in (answer.number, answer.second) if number]
+    numbers = [number for answer in answered.values() for number in answer.numbers]
     lead = PageSection(sentence=" · ".join([*environment.values(), *facts]))
     texts = {
         "summary.md": page_markdown(title, [lead, *cards, *lists], numbers),
