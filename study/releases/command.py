@@ -20,7 +20,7 @@ from study.releases.causes import GRID, PACKAGES, Cause, known_faults, read_caus
 
 # Marks strategies without a verdict in the grid.
 NOT_RUN = "not run"
-# Marks a verdict by DeepSpeed's source: a fault of CPUs ended the run.
+# Marks a verdict by DeepSpeed's source: a fault of CPUs crashed the run.
 DAGGER = "\N{DAGGER}"
 # Releases in README.md, and without --details.
 LATEST_RELEASES = 8
@@ -66,7 +66,7 @@ def releases_text(
         *["bf16-engine: DeepSpeed's bf16 section, 16-bit weights with fp32 masters"]
         * any("bf16-engine" in cause.precisions for cause in by_letter.values()),
         *(["with Muon: " + "; ".join(f"{name} {faults}" for name, faults in muon.items())] if muon else []),
-        f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug ends the run",
+        f"faults that only CPUs have are left out; {DAGGER}: from DeepSpeed's source, since a CPU bug crashes the run",
     ]
     table = TextTable(list(rows[0]), [[text.replace("`", "") for text in row.values()] for row in rows])
     causes = []

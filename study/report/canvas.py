@@ -84,7 +84,7 @@ PROFILE = {
 }  # fmt: skip
 RELEASES = {
     "equal": Fill("#86b6dd"), "lucky": Fill("#c4ddf2"), "different": Fill("#8c1610"), "cpu": Fill("#e0912b"),
-    "mismatch": Fill("#c25b00", "////"), "refuses": Fill("#b3b8bf", "...."), "crashes": Fill("#555b63"),
+    "mismatch": Fill("#7d4fb0", "////"), "refuses": Fill("#b3b8bf", "...."), "crashes": Fill("#555b63"),
     "not installable": Fill("#f6f5f1"), "not judged": Fill("#f6f5f1", "xxxx"),
 }  # fmt: skip
 VERDICTS = {

@@ -41,16 +41,18 @@ _WHOSE = {
 
 def latest_cells(records: Records, count: int = LATEST_RELEASES) -> list[ReleaseCell]:
     """Return the cells of DeepSpeed in the latest tested releases."""
-    tested = [cell for cell in releases.cells_of_today(release_cells(records)) if cell.strategy != "ddp"]
+    tested = [cell for cell in releases.clipped(release_cells(records))
+              if cell.precision == "fp32" and not cell.is_contemporary and cell.strategy != "ddp"]  # fmt: skip
     latest = list(dict.fromkeys(cell.release for cell in tested))[-count:]
     return [cell for cell in tested if cell.release in latest]
 
 
 def page(records: Records) -> str:
-    """Return docs/releases.md: the faults of each release, one row per group of releases with the same ones."""
-    muon = _muon_cells(records)
+    """Return docs/releases.md: the faults by strategy, and by groups of releases with the same ones."""
+    muon, by_release = _muon_cells(records), pd.DataFrame(document(records)["releases"])
     return render_markdown(
         "releases.md.j2", answer=releases.QUESTION.answer(records), causes=releases.cause_table(),
+        by_release=by_release.groupby([*by_release][1:], sort=False).agg(", ".join).reset_index()[[*by_release]],
         muon=_grid(muon) if muon else None,
     )  # fmt: skip
 
@@ -116,11 +118,11 @@ def _letters(cell: ReleaseCell) -> str:
 
 def document(records: Records) -> dict[str, Any]:
     """Return what `study releases` prints: tested releases with the faults expected on a GPU, the newest first."""
-    tested, latest, muon = latest_cells(records, 0), latest_cells(records), _muon_cells(records)
+    latest, muon = latest_cells(records), _muon_cells(records)
+    verdicts = releases.gpu_verdicts(latest_cells(records, 0))
 
     def faults(release: str, several: bool) -> str:
-        cells = [cell for cell in tested if cell.release == release and (cell.micro_steps > 1) == several]
-        return releases.faults_on_gpu(cells)
+        return releases.faults_on_gpu(verdicts[(verdicts["release"] == release) & (verdicts["several"] == several)])
 
     def faults_of_muon(release: str) -> str:
         wrong = [cell for cell in muon if cell.release == release and cell.verdict.kind != "equal"]
@@ -136,7 +138,7 @@ def document(records: Records) -> dict[str, Any]:
         "versions": versions, "letters": {cause.id: letter for cause, letter in releases.lettered().items()},
         "releases": [
             {"DeepSpeed": name, "no accumulation": faults(name, False), "accumulation": faults(name, True)}
-            for name in dict.fromkeys(cell.release for cell in reversed(tested))
+            for name in sorted(set(verdicts["release"]), key=release_key, reverse=True)
         ],
         "muon": {name: faults_of_muon(name)
                  for name in sorted({cell.release for cell in muon}, key=release_key, reverse=True)},

@@ -4,90 +4,102 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pandas as pd
 
 from study.config.text import percent
 from study.host.stacks import release_key
 from study.records.frames import Records
+from study.records.workloads import strategy_order
 from study.releases.causes import Cause, known_faults, read_causes
 from study.releases.command import DAGGER, NOT_RUN
 from study.releases.release_cells import ReleaseCell, release_cells
-from study.releases.verdict import ROUNDING, Verdict
-from study.report.document import Answer, Question, paragraphs
+from study.releases.verdict import ROUNDING
+from study.report.document import Answer, Question, format_names, paragraphs
+
+# Kinds of faults; each is a column of the table by strategy.
+_OWN, _MISMATCH, _ON_CPUS = _FAULTS = "Faults of DeepSpeed", "Mismatch of releases", "Faults on CPUs only"
 
 
 def answer(records: Records) -> Answer | None:
-    """Return the number of releases that diverge, and the releases to avoid; None without records of releases."""
-    cells = release_cells(records)
-    if not cells:
+    """Return the releases that are right under all strategies, and under each; None without records of releases."""
+    if not (cells := release_cells(records)):
         return None
     today = [cell for cell in clipped(cells) if not cell.is_contemporary]
-    bad = [cell for cell in today if cell.verdict.kind == "different"]
-    ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
-    on_a_gpu = sorted(ran - {cell.release for cell in bad if not cell.hides_on_gpu}, key=release_key)
-    plain = ran - {cell.release for cell in bad if cell.micro_steps == 1 and not cell.hides_on_gpu}
-    good = sorted(ran - {cell.release for cell in bad}, key=release_key)
-    table = fault_table(cells)
-    sentence, on_gpus, on_cpus, *notes = paragraphs(
-        "releases_answer.j2", cells=cells, ran=ran, plain=plain, rounding=ROUNDING,
-        no_gpu=(records.runs["devices"].dropna() == "[]").all(), percent=percent, good=good, on_a_gpu=on_a_gpu,
-        letters={cause: letter for cause, letter in lettered().items() if f"{letter}: " in table.to_string()},
+    verdicts, grid = gpu_verdicts(today), [cell for cell in today if cell.precision == "fp32"]
+    table, no_gpu = strategy_table(verdicts), (records.runs["devices"].dropna() == "[]").all()
+    sentence, *texts = paragraphs(
+        "releases_answer.j2", verdicts=verdicts, table=table, cells=cells, grid=grid, no_gpu=no_gpu,
+        right_releases=right_releases, faults=_FAULTS, letters=lettered(), spans=spans, names=format_names,
+        rounding=ROUNDING, percent=percent,
     )  # fmt: skip
-    numbers = ((f"{len(on_a_gpu)} of {len(ran)}", on_gpus), (f"{len(good)} of {len(ran)}", on_cpus))
-    return Answer(sentence, table, tuple(notes), numbers)
+    tiles = [(number, words) for number, _, words in (text.partition(" | ") for text in texts) if words]
+    return Answer(sentence, table, tuple(text for text in texts if " | " not in text), tiles)
 
 
-def fault_table(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
-    """Return one row per group of successive releases that have the same faults in fp32, the newest first."""
-    today = cells_of_today(cells)
-
-    def faults(release: str) -> tuple[str, ...]:
-        group = [cell for cell in today if cell.release == release]
-        if all(cell.verdict.kind == "crashes" and not cell.causes for cell in group):
-            return ("crashes",) * 3
-        on_gpu = [faults_on_gpu([cell for cell in group if (cell.micro_steps > 1) == many]) for many in (False, True)]
-        hidden = by_letter(
-            (lettered()[cause], f"`{cell.strategy}`") for cell in group
-            for cause in (cell.races if cell.is_equal_by_chance else cell.causes) if cause.gpu == "hidden"
-        )  # fmt: skip
-        return *on_gpu, hidden or (NOT_RUN if {*on_gpu} == {NOT_RUN} else "no fault")
-
-    rows = itertools.groupby(dict.fromkeys(cell.release for cell in today), key=faults)
-    columns = ("One micro-batch a step", "Accumulation", "Only on CPUs")
-    return pd.DataFrame(
-        {"DeepSpeed": ", ".join(releases), **dict(zip(columns, texts, strict=True))} for texts, releases in rows
-    ).iloc[::-1]
-
-
-def faults_on_gpu(cells: Sequence[ReleaseCell]) -> str:
-    """Return the faults of a release, each with its strategies; a dagger marks those found in the source only."""
-    struck: list[tuple[str, str]] = []
-    for cell in cells:
+def gpu_verdicts(cells: Iterable[ReleaseCell]) -> pd.DataFrame:
+    """Return a row per case and fault, ? if unknown; without one the row has the kind "right" or "not run"."""
+    rows: list[tuple[str, str, bool, bool, str, str]] = []
+    for cell in sorted(cells, key=lambda cell: strategy_order(cell.strategy)):
         kind = cell.verdict.kind
-        if not cell.causes and kind != "equal":
-            struck.append(("?" if kind == "different" else NOT_RUN, f"`{cell.strategy}`"))
-        # A CPU bug ends a crashed run before the faults that a GPU shows.
-        struck += [(lettered()[cause], f"`{cell.strategy}`{DAGGER * (kind == 'crashes')}")
-                   for cause in (gpu_faults(cell) if cell.causes else ())]  # fmt: skip
-    if [letter for letter, _ in struck].count(NOT_RUN) == len(cells):
+        causes = cell.races if kind == "equal" else {*cell.causes, *gpu_faults(cell)}
+        faults = [(letter, _ON_CPUS if cause.gpu == "hidden" else _MISMATCH if cause.blame == "pairing" else _OWN)
+                  for cause, letter in lettered().items() if cause in causes]  # fmt: skip
+        if kind == "different" and not cell.causes:
+            faults = [("?", _MISMATCH if cell.is_mismatch else _OWN)]
+        case = (cell.strategy, cell.release, cell.micro_steps > 1, kind == "crashes" and cell.hides_on_gpu)
+        rows += [(*case, *fault) for fault in faults or [("", "right") if kind == "equal" else (NOT_RUN, NOT_RUN)]]
+    return pd.DataFrame(rows, columns=["strategy", "release", "several", "from_source", "letter", "kind"])
+
+
+def right_releases(verdicts: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """Return the releases without a fault that a GPU shows, and all that run."""
+    wrong = {*verdicts["release"][verdicts["kind"].isin((_OWN, _MISMATCH))]}
+    ran = sorted({*verdicts["release"][verdicts["kind"] != NOT_RUN]}, key=release_key)
+    return [release for release in ran if release not in wrong], ran
+
+
+def spans(releases: Iterable[str], tested: Iterable[str]) -> str:
+    """Return releases as spans of the tested ones, such as "0.14.5, 0.19.6 to 0.19.8"."""
+    groups = [list(group) for is_in, group in itertools.groupby(tested, key={*releases}.__contains__) if is_in]
+    return ", ".join(f"{group[0]} to {group[-1]}" if len(group) > 2 else ", ".join(group) for group in groups)
+
+
+def strategy_table(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per strategy: how many releases are right on GPUs with accumulation, and those with each fault."""
+    rows, tested = [], right_releases(verdicts)[1]
+    is_shown = verdicts["several"] | ~verdicts["several"].any() | (verdicts["kind"] == _ON_CPUS)
+    for strategy, group in verdicts[is_shown].groupby("strategy", sort=False):
+        right, ran = right_releases(group)
+        rows.append({"Strategy": strategy, "Right on GPUs": f"{len(right)} of {len(ran)}"})
+        for kind in _FAULTS:
+            by_letter = group[group["kind"] == kind].groupby("letter")["release"]
+            rows[-1][kind] = "; ".join(f"{letter}: {spans(names, tested)}" for letter, names in by_letter) or "none"
+    return pd.DataFrame(rows, columns=["Strategy", "Right on GPUs", *_FAULTS])
+
+
+def faults_on_gpu(verdicts: pd.DataFrame) -> str:
+    """Return the faults of a release, each with its strategies; a dagger marks those whose run a CPU bug crashes."""
+    daggers = verdicts["from_source"].map({True: DAGGER, False: ""})
+    if (verdicts["kind"] == NOT_RUN).all():
         return NOT_RUN
-    return by_letter(struck) or f"no fault{DAGGER * any(cell.verdict.kind == 'crashes' for cell in cells)}"
+    shown = verdicts.assign(name="`" + verdicts["strategy"] + "`" + daggers)[
+        ~verdicts["kind"].isin(("right", _ON_CPUS))
+    ]
+    return by_letter(zip(shown["letter"], shown["name"], strict=True)) or f"no fault{max(daggers)}"
 
 
 def by_letter(struck: Iterable[tuple[str, str]]) -> str:
     """Return pairs of a letter and a strategy as text, each letter once."""
-    names: dict[str, dict[str, None]] = {}
-    for letter, name in struck:
-        names.setdefault(letter, {})[name] = None
-    return "; ".join(f"{letter}: {', '.join(group)}" for letter, group in names.items())
+    groups = pd.DataFrame(struck, columns=["letter", "name"]).groupby("letter", sort=False)["name"]
+    return "; ".join(f"{letter}: {', '.join(names.unique())}" for letter, names in groups)
 
 
 def gpu_faults(cell: ReleaseCell) -> list[Cause]:
     """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes from another fault."""
     faults = cell.causes
-    if cell.verdict.kind == "crashes":
+    if faults and cell.verdict.kind == "crashes":
         candidates = known_faults(cell.versions, on_gpu=True)
         faults = tuple(cause for cause in candidates if cause.shows_in(cell.strategy, cell.micro_steps, cell.precision))
     return [cause for cause in faults if cause.gpu != "hidden"]
@@ -95,45 +107,35 @@ def gpu_faults(cell: ReleaseCell) -> list[Cause]:
 
 def verdict_table(records: Records) -> pd.DataFrame:
     """Return a row per case with its verdict."""
-    cells = release_cells(records)
-    letters = lettered()
-
-    def size_text(verdict: Verdict) -> str:
-        if verdict.size is not None:
-            return f"{verdict.size:.1e}"
-        return "NaN" if verdict.kind == "different" else "-"
-
     return pd.DataFrame(
         {
-            "Release": cell.release,
-            "Accelerate and torch": "contemporary" if cell.is_contemporary else "today's",
+            "Release": cell.release, "Accelerate and torch": "contemporary" if cell.is_contemporary else "today's",
             "Strategy": f"{cell.strategy}{', Muon' * (cell.optimizer == 'muon')}",
-            "Precision": cell.precision,
-            "Micro-steps": cell.micro_steps,
-            "Clips at": cell.max_norm or "-",
+            "Precision": cell.precision, "Micro-steps": cell.micro_steps, "Clips at": cell.max_norm or "-",
             "Verdict": cell.verdict.kind + (", sometimes" if cell.differs_sometimes else ""),
             "Differs first": cell.verdict.what or "-",
             "At step": cell.verdict.first_step or "-",
-            "Difference of the loss": size_text(cell.verdict),
+            "Difference of the loss": f"{size:.1e}" if (size := cell.verdict.size) is not None
+                                      else "NaN" if cell.verdict.kind == "different" else "-",
             "Norm, x the right one": "-" if cell.verdict.norm_ratio is None else f"{cell.verdict.norm_ratio:.3g}",
             "Runs": len(cell.runs),
-            "Cause": ", ".join(letters[cause] for cause in cell.causes) or "-",
+            "Cause": ", ".join(lettered()[cause] for cause in cell.causes) or "-",
             "With contemporary ones": "-" if cell.is_contemporary else cell.contemporary or "not run",
         }
-        for cell in cells
-    )
+        for cell in release_cells(records)
+    )  # fmt: skip
 
 
 def cause_table() -> pd.DataFrame:
     """Return a row per known cause with its letter; reports/releases/causes.md has its lines and its proof."""
     return pd.DataFrame(
-        {"": letter, "Fault": cause.title, "On a GPU": ON_GPU[cause.gpu], "Since": cause.entered.release or "-",
+        {"": letter, "Fault": cause.title, "Whose": "a mismatch's" if cause.blame == "pairing" else "DeepSpeed's",
+         "On a GPU": ON_GPU[cause.gpu], "Since": cause.entered.release or "-",
          "Fixed in": f"{cause.left.release} {cause.left.change}".strip() or "-"}
         for cause, letter in lettered().items()
     )  # fmt: skip
 
 
-_LETTERS = string.ascii_lowercase + string.ascii_uppercase
 ON_GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
 KINDS = {False: "with today's Accelerate and torch", True: "with contemporary Accelerate and torch"}
 
@@ -144,14 +146,9 @@ def clipped(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
     return [cell for cell in all_cells if cell.max_norm] or all_cells
 
 
-def cells_of_today(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
-    """Return the fp32 cells with the other packages of this study."""
-    return [cell for cell in clipped(cells) if cell.precision == "fp32" and not cell.is_contemporary]
-
-
 def lettered() -> dict[Cause, str]:
     """Return the known causes, each with its letter in all grids."""
-    return dict(zip(read_causes(), _LETTERS, strict=False))
+    return dict(zip(read_causes(), string.ascii_letters, strict=False))
 
 
 QUESTION = Question(
