@@ -115,14 +115,6 @@ def _compare_losses(strategies: Sequence[StrategyRuns], steps: Steps) -> list[_L
     return rows
 
 
-def _base(row: _LossComparison) -> str:
-    return row.arm.baseline or ""
-
-
-def _bases(rows: Iterable[_LossComparison]) -> str:
-    return format_names([_base(row) for row in rows]).replace(" and ", " or ")
-
-
 def _test(arm: StrategyRuns) -> Equivalence:
     pairs = paired(arm.workload_runs, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)
     return equivalence_test(pairs["value"].tolist(), pairs["baseline"].tolist())
@@ -169,7 +161,9 @@ def answer(records: Records) -> Answer | None:
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
     most = max(different, key=lambda row: row.difference / row.margin, default=None)
     # Plain training first, unless a strategy differs from another one.
-    plain = [] if different or unsure else [row for row in comparisons if _base(row).split(" ")[0] in BASELINES]
+    plain = (
+        [] if different or unsure else [row for row in comparisons if str(row.arm.baseline).split(" ")[0] in BASELINES]
+    )
     largest = max(plain or comparisons, key=lambda row: row.difference)
     others = [row for row in comparisons if row not in plain] if plain else []
     trials = [row.test for row in comparisons if row.test.verdict != "no test"]
@@ -180,9 +174,7 @@ def answer(records: Records) -> Answer | None:
     at_any_step = " at every step" if all(row.by == "steps" for row in comparisons) else ""
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
-        base=_base, bases=_bases(plain or comparisons), others=others,
-        other_bases=_bases(others) if others else "",
-        most_of_others=percent(max((row.difference for row in others), default=0)),
+        bases=lambda rows: format_names([row.arm.baseline for row in rows]).replace(" and ", " or "), others=others,
         diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [], largest=largest,
         size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), equal=equal,
         at_any_step=at_any_step, min_sample=MIN_SAMPLE, seeds=counts[:1] + counts[-1:], loss_margin=LOSS_MARGIN,
