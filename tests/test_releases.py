@@ -41,9 +41,8 @@ def another_release(tmp_path) -> Path:
 
 def test_the_installation_admits_the_releases_that_trained_in_the_records():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = {
-        requirement.name: requirement for requirement in map(Requirement, project["optional-dependencies"]["train"])
-    }
+    needed = map(Requirement, project["optional-dependencies"]["train"])
+    requirements = {requirement.name: requirement for requirement in needed}
     runs = read_parquet(ROOT / "reports" / "releases").runs
     runs = runs[runs["status_state"].eq("ok") & runs["strategy"].astype(str).str.startswith("zero")]
     runs = runs[runs["transformers_version"].map(requirements["transformers"].specifier.contains)]
