@@ -129,7 +129,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
 def cause_table() -> pd.DataFrame:
     """Return a row per known cause with its letter; reports/releases/causes.md has its lines and its proof."""
     return pd.DataFrame(
-        {"": letter, "Fault": cause.title, "Whose": "a mismatch's" if cause.blame == "pairing" else "DeepSpeed's",
+        {"": letter, "Fault": cause.title, "Whose": "mismatch of releases" if cause.blame == "pairing" else "DeepSpeed",
          "On a GPU": ON_GPU[cause.gpu], "Since": cause.entered.release or "-",
          "Fixed in": f"{cause.left.release} {cause.left.change}".strip() or "-"}
         for cause, letter in lettered().items()
