@@ -49,7 +49,7 @@ def notes(answer: Answer) -> str:
 @pytest.mark.parametrize(
     ("shift", "precision", "sentence", "same"),
     [
-        (0.1, "fp32", "Yes, in 1 of 6 comparisons: `zero2` differs from its baseline by 2.7 %.", "5 of 6"),
+        (0.1, "fp32", "Yes, in 1 of 6 comparisons: `zero2` differs from `single` by 2.7 %.", "5 of 6"),
         (0.001 * 3.75, "fp32", "No: in all 6", "6 of 6"),
         (0.003 * 3.75, "fp32", "Yes, in 1 of 6", "5 of 6"),
         # A difference below the spacing of bf16 numbers is none in bf16.
@@ -75,8 +75,20 @@ def test_a_step_is_compared_with_the_loss_of_that_step(tmp_path: Path) -> None:
         path = write_run(tmp_path, strategy, name=strategy)
         with_steps(path, functools.partial(change, first=first, later=later))
     loss = Answers(tmp_path)["loss"]
-    assert loss.sentence == "Yes, in 1 of 2 comparisons: `zero3` differs from its baseline by 1.00 %."
+    assert loss.sentence == "Yes, in 1 of 2 comparisons: `zero3` differs from `ddp` by 1.00 %."
     assert row(TABLES["loss"](read_records(tmp_path)), "zero2")["of the loss there"] == "0.10 %"
+
+
+def test_comparisons_with_plain_training_come_first(tmp_path: Path) -> None:
+    write(tmp_path, {"ddp": 1.0, "zero2": 1.0}, (1,))
+    for strategy in ("zero1", "zero3"):
+        write_run(tmp_path, strategy, loss_shift=0.003 * (strategy == "zero3"), config={"seq_length": 32})
+    loss = Answers(tmp_path)["loss"]
+    assert loss.sentence.startswith(
+        "No: in the only comparison with `ddp` the loss is within 0.000006 % at every step, "
+    )
+    assert "in 1 with `zero1` within 0.08 %" in loss.sentence
+    assert "from that of `zero1` at most 0.08 %" in loss.numbers[0][1]
 
 
 def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path: Path) -> None:
@@ -90,7 +102,7 @@ def test_a_lost_run_of_the_baseline_takes_no_strategy_out_of_the_answer(tmp_path
     (lacks,) = {note for note in records.runs["notes"] if note}
     assert lacks == "no ddp with seed 2 ended ok, so it is in no ratio and no difference"
     sentence, drawn = Answers(records)["loss"].sentence, figures("loss_curves", records)
-    assert sentence == "Yes, in the only comparison: `zero2` differs from its baseline by 2.7 %."
+    assert sentence == "Yes, in the only comparison: `zero2` differs from `ddp` by 2.7 %."
     assert drawn["loss_difference"].alt.partition(". ")[0].endswith("zero2 0.100")
     assert [text.get_text() for text in drawn["loss"].figure.axes[1].texts] == ["zero2\n2.7 %", "margin 0.12 %"]
 
@@ -101,7 +113,7 @@ def test_a_seed_that_diverges_under_one_strategy_only_is_another_loss(reason: st
         has_failed = (strategy, seed) == ("zero3", 2)
         write_run(tmp_path, strategy, seed=seed, state="failed" if has_failed else "ok", reason=has_failed * reason)
     loss = Answers(tmp_path)["loss"]
-    assert "`zero3` diverged to NaN, but its baseline did not (seed 2)." in loss.sentence
+    assert "`zero3` diverged to NaN, but `ddp` did not (seed 2)." in loss.sentence
     (line,) = loss.table.to_dict("records")
     assert (line["Same loss"], line["Worst strategy"], line["Max difference"]) == ("1 of 2", "zero3", "NaN")
 

@@ -69,7 +69,7 @@ UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 # The color is the kind of bytes, the hatch their place.
 STATE = {
     "params": Fill("#1f4e79"), "grads": Fill("#e8a33d"), "optimizer": Fill("#a678b8"), "rest": Fill("#c3c9cf"),
-    "reserved": Fill("#dbe0e5", "...."), "outside": Fill("#eff1f3"),
+    "reserved": Fill("#dbe0e5", "...."), "outside": Fill("#eff1f3"), "gathered": Fill("#93b7d9", "\\\\\\\\"),
 }  # fmt: skip
 PLACES = {"device": "", "host": "////", "nvme": "xxxx"}
 # No color of a stage or of plain training, which have a figure beside these.
@@ -391,7 +391,9 @@ def label_points(
         style = find_style(strategies[str(arm)]) if is_labeled else UNKNOWN
         single = runs.loc[[arm]].to_numpy(dtype=float)
         axes.plot(*single.T, ".", color=style.colour, markersize=5, alpha=0.7)
-        axes.plot(x, y, markersize=8, **(style.hollow if arm in few else style.points))
+        # A hollow marker hides no other one.
+        look = style.hollow | {"markerfacecolor": "none"} if arm in few else style.points
+        axes.plot(x, y, markersize=8, **look)
         # On the right side a text goes to the left, or the axes would be narrow.
         leftward = x > 0.7 * points.iloc[:, 0].max() and points.iloc[:, 0].min() < 0.5 * points.iloc[:, 0].max()
         ends += [EndLabel(x, y, format_label(str(arm), notes), style.colour, leftward)] * is_labeled

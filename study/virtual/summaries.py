@@ -76,7 +76,7 @@ def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
     if len(chosen) < 3:
         return None
     line = extrapolate(chosen, chosen[0]["model"], int(chosen[0]["preset_layers"]))
-    return line | {"runs": sum((summary["runs"] for summary in chosen), ())}
+    return line | {"runs": sum((summary["runs"] for summary in chosen), ()), "gathered_bytes": math.nan}
 
 
 def _summary(row: Mapping[Any, Any]) -> Summary:
@@ -86,6 +86,7 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
         "runs": (row["run"],),
         "model": model,
         "setting": setting_text(row),
+        "gathered_bytes": row["forward_gathers_bytes"],
         "overrides_engine": bool(json.loads(row["engine_override"])),
         # Equal for runs that differ only in setting or depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
@@ -191,8 +192,8 @@ STRONG, WEAK, PLANNED = "strong", "weak", "virtual ranks"
 _ALIKE = ["task", "model_name_or_path", "line", "engine_precision", "seq_length"]
 _COLUMNS = [
     "model", "line", "strategy", "scaling", "machines", "fewest", "world_size", "tokens_per_s", "efficiency", "state",
-    "sent", "across", "peak", "predicted_state", "predicted_sent", "predicted_peak", "predicted_tokens_per_s",
-    "predicted_efficiency",
+    "gathered", "sent", "across", "peak", "predicted_state", "predicted_sent", "predicted_peak",
+    "predicted_tokens_per_s", "predicted_efficiency",
 ]  # fmt: skip
 
 
@@ -234,7 +235,8 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
                 "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": runs_of_size["strategy"].iloc[0],
                 "scaling": scaling, "machines": int(machines), "fewest": int(first["machines"].iloc[0]),
                 "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
-                "state": state_bytes(runs_of_size), "sent": runs_of_size["collectives"].map(read_ring_bytes).median(),
+                "state": state_bytes(runs_of_size), "gathered": runs_of_size["forward_gathers_bytes"].median(),
+                "sent": runs_of_size["collectives"].map(read_ring_bytes).median(),
                 "across": 0.0 if machines == 1 else runs_of_size["across_machines_bytes_per_step"].median(),
                 "peak": runs_of_size["peak_memory_gib_allocated"].median(), **prediction,
                 "predicted_efficiency": prediction["predicted_tokens_per_s"] / ranks / predicted_per_rank,

@@ -25,6 +25,7 @@ from study.records.statistics import (
     step_margin,
 )  # fmt: skip
 from study.records.strategy_runs import NAN, Row, StrategyRuns, first_known_value
+from study.records.workloads import BASELINES
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs
 from study.report.questions.comparison import arm_notes, arm_table, fair_arms, real_arms, workloads
 from study.report.questions.memory import format_scope
@@ -159,7 +160,12 @@ def answer(records: Records) -> Answer | None:
         asides.append(f"Not compared, because the baseline has no run with any of their seeds: {format_names(alone)}.")
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
     most = max(different, key=lambda row: row.difference / row.margin, default=None)
-    largest = max(comparisons, key=lambda row: row.difference)
+    # Plain training first, unless a strategy differs from another one.
+    plain = (
+        [] if different or unsure else [row for row in comparisons if str(row.arm.baseline).split(" ")[0] in BASELINES]
+    )
+    largest = max(plain or comparisons, key=lambda row: row.difference)
+    others = [row for row in comparisons if row not in plain] if plain else []
     trials = [row.test for row in comparisons if row.test.verdict != "no test"]
     counts = sorted({test.n for test in trials})
     equal = len(trials) if all(test.verdict == "equivalent" for test in trials) else 0
@@ -168,6 +174,7 @@ def answer(records: Records) -> Answer | None:
     at_any_step = " at every step" if all(row.by == "steps" for row in comparisons) else ""
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
+        bases=lambda rows: format_names([row.arm.baseline for row in rows]).replace(" and ", " or "), others=others,
         diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [], largest=largest,
         size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), equal=equal,
         at_any_step=at_any_step, min_sample=MIN_SAMPLE, seeds=counts[:1] + counts[-1:], loss_margin=LOSS_MARGIN,

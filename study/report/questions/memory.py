@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Container, Iterable, Iterator
 
 import pandas as pd
@@ -247,6 +248,9 @@ TRAFFIC = Question(
 _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 # FSDP2 alone makes no study of alternatives.
 _ALTERNATIVES = {*_NEIGHBOURS, "fsdp2"}
+# Columns that are equal for runs that differ in the length of samples.
+_SAME_BUT_LENGTH = ("strategy", "world_size", "group_ranks", "model_name_or_path", "precision", "engine_override",
+                    "peft", "gradient_checkpointing", "global_batch_size", "micro_batch_size")  # fmt: skip
 
 
 def ranks_per_group(run: pd.Series) -> float:
@@ -260,6 +264,11 @@ def with_settings(arm: str) -> str:
     """Return a strategy with the number of its changed settings, which are long."""
     strategy, *settings = arm.split(", ")
     return f"`{strategy}`" + (f" with {len(settings)} changed setting{'s'[: len(settings) > 1]}" if settings else "")
+
+
+def held_text(state: float, gathered: float) -> str:
+    """Return MiB of model state and, behind a plus, of weights still gathered at the end of the forward pass."""
+    return format_number(state) + (f" + {format_number(gathered)}" if gathered > 0 else "")
 
 
 def _leanest(arms: Iterable[StrategyRuns], strategies: Container[str]) -> StrategyRuns | None:
@@ -286,31 +295,44 @@ def _neighbours_answer(records: Records) -> Answer | None:
         return None
 
     alternatives = [arm for arm in arms if arm.value("strategy") in _ALTERNATIVES]
-    size = format_number(least.state_mib())
-    tied = [arm.name for arm in alternatives if arm.name != least.name and format_number(arm.state_mib()) == size]
-    sends = [sent_mib(arm) for arm in arms if arm.value("strategy") in STAGES]
+    lean = min(stage, least, key=lambda arm: round(arm.state_mib(), 2))
+    tied = [arm for arm in (stage, *alternatives)
+            if arm is not lean and format_number(arm.state_mib()) == format_number(lean.state_mib())]  # fmt: skip
     frugal = min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm)))
+    # What it sends by the tokens of a sample, if its group divides tensors or tokens: a constant and a share per token.
+    lengths = {
+        arm.value("seq_length"): sent_mib(arm) for others in grouped.values() for arm in others
+        if all(arm.value(name) == frugal.value(name) for name in _SAME_BUT_LENGTH)
+    }  # fmt: skip
+    (short, few), *_, (long, many) = sorted(2 * [*lengths.items()])
+    turn = short + (long - short) * (sent_mib(stage) - few) / (many - few) if many > few else NAN
     # Stage 1 sends what three passes over the weights do, stage 3 one for each gather and one for the gradients.
     gathers_once = stage.value("strategy") == "zero3" and any(
         arm.value("strategy") == "zero1" and sent_mib(arm) > 1.2 * sent_mib(stage) for arm in arms
     )
-    sentence, number, words, *notes = paragraphs(
-        "neighbours_answer.j2", gathers_once=gathers_once, least=least, stage=stage, tied=tied, frugal=frugal,
-        is_only=len(alternatives) == 1,
-        state=lambda arm: format_number(arm.state_mib()), sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
-        kept=lambda arm: format_or_dash(_kept_mib(arm), format_number),
+    sends = [sent_mib(arm) for arm in arms if arm.value("strategy") in STAGES]
+    sentence, sent, sent_words, held, held_words, *notes = paragraphs(
+        "neighbours_answer.j2", gathers_once=gathers_once, lean=lean, stage=stage, tied=tied, frugal=frugal,
+        is_least=sent_mib(frugal) < min(sends, default=NAN), is_less=sent_mib(frugal) < sent_mib(stage),
+        lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {},
+        turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}",
+        held=lambda arm: held_text(arm.state_mib(), arm.median("forward_gathers_bytes") / MIB),
+        sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
         batch=stage.value("global_batch_size"), length=stage.value("seq_length"),
-        ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks", workload=workload,
-        with_settings=with_settings, strategies={arm.value("strategy") for arm in arms},
+        ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks",
+        model=workload.partition(", ")[0], strategies={arm.value("strategy") for arm in arms},
+        name=lambda arm: with_settings(arm.name.replace(f" x{arm.ranks}", "")),
         group=lambda arm: format_or_dash(ranks_per_group(arm.ok_runs.iloc[0]), "{:g}".format),
         fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
     )  # fmt: skip
     screen = side_by_side(
         sentence, chosen,
-        {"State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
+        {"State, MiB": StrategyRuns.state_mib, "Gathered, MiB": lambda arm: arm.median("forward_gathers_bytes") / MIB,
+         "Kept for backward, MiB": lambda arm: arm.median("forward_holds_bytes") / MIB,
+         "Ring bytes (NCCL), MiB": sent_mib,
          "Calls": lambda arm: arm.median("comm_calls_per_step"),
          "Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])},
-        *notes, numbers=[(number, words)] if sent_mib(frugal) < min(sends, default=NAN) else (),
+        *notes, numbers=[(sent, sent_words), *[(held, held_words)] * (lean is not stage)],
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
 
@@ -324,17 +346,6 @@ def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
             return
 
 
-# Earlier records omit parameters that FSDP's root had gathered, and those of a shard group of one rank.
-_COUNTED_RIGHT_SINCE = "2026-11-23T09"
-
-
-def _kept_mib(arm: StrategyRuns, figure: str = "forward_holds_bytes") -> float:
-    shards = arm.ranks // int(arm.value("group_ranks") or 1)
-    counted_wrong = arm.value("distributed_type") == "FSDP" or (arm.value("zero_stage") == 3 and shards == 1)
-    is_old = (arm.ok_runs["status_started_at"] < _COUNTED_RIGHT_SINCE).any()
-    return NAN if is_old and counted_wrong else arm.median(figure) / MIB
-
-
 def neighbours_table(records: Records) -> pd.DataFrame:
     """Return memory and communication of ZeRO and its alternatives, by strategy."""
     return arm_table(
@@ -345,8 +356,8 @@ def neighbours_table(records: Records) -> pd.DataFrame:
             **{f"{words}, MiB": sum(arm.median(f"{kind}_bytes_{place}") for place in ("device", "host")) / MIB
                for kind, words in _KINDS.items()},
             "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,
-            "Kept for backward, MiB": _kept_mib(arm),
-            "Still gathered then, MiB": _kept_mib(arm, "forward_gathers_bytes"),
+            "Kept for backward, MiB": arm.median("forward_holds_bytes") / MIB,
+            "Gathered, MiB": arm.median("forward_gathers_bytes") / MIB,
             "Ring bytes (NCCL), MiB": sent_mib(arm),
             "Calls": arm.median("comm_calls_per_step"),
             "Payload by collective, MiB": _by_collective(arm),

@@ -17,7 +17,7 @@ from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strateg
 from study.report.document import Answer, Question, format_names, format_or_dash, paragraphs, span_text, times_text
 from study.report.questions import comparison
 from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
-from study.report.questions.memory import STEP, format_scope, sent_mib, step_s, with_settings
+from study.report.questions.memory import STEP, format_scope, held_text, sent_mib, step_s, with_settings
 from study.virtual.summaries import STAGES, STRONG, WEAK, over_nodes
 
 
@@ -102,7 +102,8 @@ def _nodes_answer(records: Records) -> Answer | None:
             "nodes_virtual_answer.j2", chosen=chosen, padding=growth[growth > 0.1], percent=percent,
             frugal=None if frugal["line"] in chosen else frugal, again=releasing["across"].max(),
             ranks=largest["world_size"].max(), with_settings=with_settings,
-            mib=lambda size: f"{format_number(size / MIB)} MiB", models=largest["model"].unique(),
+            mib=lambda size: f"{format_number(size / MIB)} MiB",
+            held=lambda row: f"{held_text(row.state / MIB, row.gathered / MIB)} MiB", models=largest["model"].unique(),
             planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),
         )  # fmt: skip
         title = "What does a rank hold and send on more machines?"

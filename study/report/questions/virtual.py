@@ -18,6 +18,7 @@ from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import Summary
 from study.records.workloads import format_setting
 from study.report.document import Answer, Question, change_text, format_names, format_or_dash, paragraphs, span_text
+from study.report.questions.memory import held_text
 from study.virtual import summaries
 from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_or_nan, rank_state_bytes
 
@@ -239,7 +240,7 @@ def _lora_answer(records: Records) -> Answer | None:
     if not (cases := lora_cases(records)):
         return None
     subject, (whole, *_, divided) = next(iter(cases.items()))
-    sizes = [f"{format_number(rank_state_bytes(row) / MIB)} MiB" for row in (whole, divided)]
+    sizes = [f"{held_text(rank_state_bytes(row) / MIB, row['gathered_bytes'] / MIB)} MiB" for row in (whole, divided)]
     sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
     sentence, words = paragraphs(
         "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, sent=format_or_dash(sent, format_number),

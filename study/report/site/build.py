@@ -169,7 +169,7 @@ def _write_pages(
         heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
         figures |= take_figures(folder / f"{name}.ipynb")
     drawn = {question: [one for name in question.figures for one in figures.get(name, ())] for question in answered}
-    pages = {"index": suite, **{name: head for name, (head, _) in heads.items()}}
+    pages = {"index": "Overview", **{name: head for name, (head, _) in heads.items()}}
     cards = [_card(question, answer, drawn[question], records) for question, answer in answered.items()]
     failed = [f"`{name}`: {why}" for name, why in failures.items()]
     lists = [PageSection(title, text, notes=left_out, classes="left-out") for title, text, left_out in (
