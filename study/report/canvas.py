@@ -72,7 +72,7 @@ STATE = {
     "reserved": Fill("#dbe0e5", "...."), "outside": Fill("#eff1f3"), "gathered": Fill("#93b7d9", "\\\\\\\\"),
 }  # fmt: skip
 PLACES = {"device": "", "host": "////", "nvme": "xxxx"}
-# No color of a stage or of plain training, which have a figure beside these.
+# Not the colors of stages: pages show both kinds of figures.
 TRAFFIC = {
     "all_reduce": Fill("#d99a2b"), "reduce_scatter": Fill("#b56a00", "////"), "reduce": Fill("#f2cf8d", "----"),
     "all_gather": Fill("#1d7a85"), "broadcast": Fill("#8fc4ca", "xxxx"), "all_to_all": Fill("#7a5195", "...."),

@@ -69,9 +69,9 @@ def _larger_than_bucket(records: Records, rows: Sequence[Summary], off_rows: Seq
                for row in rows if (request := request_if_any(runs[row["runs"][0]])) is not None}  # fmt: skip
     bucket = max((row["buckets"] or {}).get("reduce_bucket_size", math.inf) for row in rows) / 1e6
     off = [largest.get(row["model"], 0) for row in off_rows]
-    others = {model: size for model, size in largest.items() if size <= bucket}
-    names, most = format_names(list(others)) if others else "", format_number(max(others.values(), default=0))
-    words = {"size": span_text(off, format_number), "bucket": format_number(bucket), "others": names, "most": most}
+    small = {model: size for model, size in largest.items() if size <= bucket}
+    names, most = format_names(list(small)) if small else "", format_number(max(small.values(), default=0))
+    words = {"size": span_text(off, format_number), "bucket": format_number(bucket), "models": names, "most": most}
     return words if off and min(off) > bucket else {}
 
 
