@@ -45,8 +45,7 @@ def open_page(request: pytest.FixtureRequest, file: Path, browser: Browser) -> P
 
 
 def visible(page: Page) -> list[str]:
-    shown = "all => all.filter(one => one.offsetParent).map(one => one.id.toUpperCase())"
-    return list(page.eval_on_selector_all(".claim", shown))
+    return list(page.eval_on_selector_all(".claim:visible", "all => all.map(one => one.id.toUpperCase())"))
 
 
 def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_without_a_script(open_page, full_board):
@@ -88,7 +87,9 @@ def test_the_page_fits_the_screen_and_has_every_claim_with_its_words_and_checks(
     assert (counts.sum(), max(texts - lengths)) == (len(full_board.judged), 0)
     assert lengths == pytest.approx(counts * lengths.max() / counts.max(), abs=2)
     assert open_page.evaluate(CONTRAST) == []
-    for judged, notes in zip(full_board.judged, open_page.locator(".claim .notes").all_text_contents(), strict=True):
+    texts = [open_page.locator(f".claim .{part}").all_text_contents() for part in ("answer", "notes")]
+    for judged, answer, notes in zip(full_board.judged, *texts, strict=True):
+        assert answer.startswith(judged.sentence.partition(" the claim needs")[0]), "cards are cut after four lines"
         assert " ".join(judged.claim.quote.split()) in " ".join(notes.replace("\u00a0", " ").split())
         assert notes.count("the claim needs") >= sum(result.figure is not None for result in judged.results)
     # It is a single file without a path of this machine.
@@ -112,12 +113,11 @@ def test_text_of_a_record_is_shown_and_not_executed(tmp_path: Path) -> None:
 
 def test_a_derivation_comes_to_its_figure(full_board: Scoreboard) -> None:
     forms = set()
-    for judged in full_board.judged:
-        for check, finding in zip(judged.claim.checks, judged.results, strict=True):
-            if finding.figure and (text := finding.figure.derivation):
-                plain = re.sub(r"(?<=[\d)]) (?:B|GB|GPUs|tokens/s|tokens|bytes|s)\b", "", text).replace("x", "*")
-                assert eval(plain) == pytest.approx(finding.figure.value, rel=1e-3), text
-                forms.add(check.form)
+    for result in (result for judged in full_board.judged for result in judged.results):
+        if result.figure and (text := result.figure.derivation):
+            plain = re.sub(r"(?<=[\d)]) (?:B|GB|GPUs|tokens/s|tokens|bytes|s)\b", "", text).replace("x", "*")
+            assert eval(plain) == pytest.approx(result.figure.value, rel=1e-3), text
+            forms.add(result.check.form)
     assert {name for name, form in FORMS.items() if form.kind == "arithmetic"} <= forms
 
 

@@ -182,7 +182,7 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
         finding = "undecided (a necessary condition holds)" if is_met else judged.finding.short
         # A proxy decides nothing, nor does a check without an answer.
         decides = any(item.check.basis != PROXY and item.answer in ("holds", "fails") for item in results)
-        elsewhere = "" if decides or is_undecided else ", by other records"
+        elsewhere = "" if decides or is_undecided else ", by other evidence"
         text = f"{shown.sentence}." + (f" And {len(results) - 1} more." if len(results) > 1 else "")
         if judged.leading and judged.leading.answer != shown.answer:
             text += f" Another check decides: {judged.sentence}"

@@ -159,13 +159,12 @@ class ClaimCheck:
         return "derived" if self.kind in ("arithmetic", "consistency") else "at scale"
 
     def find(self, evidence: Evidence) -> CheckResult:
-        """Compute the figure and compare it with the region."""
-        shows = self.shows[:1].upper() + self.shows[1:]
+        """Compute the figure and compare it with the region; the sentence begins with it, or with why it is missing."""
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
-            why = awaited(self.needs) if self.needs and isinstance(reason, NoRecords) else reason
-            return CheckResult(self, "not judged", f"{shows}: {why}")
+            why = awaited(self.needs) if self.needs and isinstance(reason, NoRecords) else str(reason)
+            return CheckResult(self, "not judged", f"{why[:1].upper()}{why[1:]}: {self.shows}")
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"
@@ -173,8 +172,8 @@ class ClaimCheck:
         if figure.low is not None and figure.high is not None:
             text += f"{figure.spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
-        sentence = f"{shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
-        return CheckResult(self, answer, sentence, figure, _p_value(figure, self.region))
+        text += f"; the claim needs {self.region.words(self.unit)}{' in one reading' * bool(self.reading)}"
+        return CheckResult(self, answer, f"{text}: {self.shows}{where}", figure, _p_value(figure, self.region))
 
 
 @dataclass(frozen=True, config=_STRICT)

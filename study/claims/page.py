@@ -86,12 +86,11 @@ def _claim(judged: JudgedClaim, scoreboard: Scoreboard, evidence: Evidence | Non
         for place, result in enumerate(judged.results, first):
             if result.figure:
                 notes[place] = code_html(notes[place]) + _below(result, result.figure, evidence.root, links_from)
-    # One part needs no name; of several, the first is of the finding's kind.
-    rest = finding.text if "; " in finding.text else finding.text.removeprefix(finding.kind).lstrip(":; ")
+    rest = finding.text.removeprefix("undecided: ") if finding.text != finding.kind else ""
+    basis, parts = ", ".join(finding.basis), f" {rest[:1].upper()}{rest[1:]}." * bool(rest)
     return PageSection(
-        claim.id, claim.says, finding.kind,
-        f"{rest[:1].upper()}{rest[1:]}{'. ' * bool(rest)}({', '.join(finding.basis)}) {judged.sentence}",
-        notes=notes, level=3, anchor=claim.id.lower(),
+        claim.id, claim.says, finding.kind, f"{judged.sentence}{parts}{'' if evidence else f' Evidence: {basis}.'}",
+        notes=notes, level=3, anchor=claim.id.lower(), below=basis,
         classes=f"claim {claim.document} {finding.kind.replace(' ', '-')}",
     )  # fmt: skip
 
@@ -151,7 +150,7 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
     links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
     text = page_html(
         "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, findings=VERDICTS, marker=marker,
-        lead=f"{first_line(claims.document())}.", counts=claims.counts(),
+        lead=f"{first_line(claims.document())}.", counts=claims.counts(), legend=claims.ledger.legend,
         documents={item.code: item.title for item in claims.ledger.documents} | {"all": ""},
         all_reports=links_from and os.path.relpath(REPORTS, (REPOSITORY / links_from).resolve()),
         sections=sections(claims, evidence, links_from),

@@ -141,10 +141,11 @@ class ClaimFinding:
 
     @property
     def short(self) -> str:
-        """The finding with its strongest evidence or, if it is undecided, with the result at a small scale."""
+        """The finding with its strongest evidence or, if it is undecided, with the result at a small scale or why."""
         proxies = {part.proxy for part in self.parts} - {""}
-        if self.kind == "undecided" and len(proxies) == 1:
-            return f"undecided ({proxies.pop()} at small scale)"
+        why = next((part.label for part in self.parts if part.label != "holds"), "untested")
+        if self.kind == "undecided":
+            return f"undecided ({f'{proxies.pop()} at small scale' if len(proxies) == 1 else why})"
         return f"{self.kind} ({self.basis[0]})"
 
     @property

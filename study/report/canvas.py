@@ -72,9 +72,10 @@ STATE = {
     "reserved": Fill("#dbe0e5", "...."), "outside": Fill("#eff1f3"), "gathered": Fill("#93b7d9", "\\\\\\\\"),
 }  # fmt: skip
 PLACES = {"device": "", "host": "////", "nvme": "xxxx"}
+# Not the colors of stages: pages show both kinds of figures.
 TRAFFIC = {
-    "all_reduce": Fill("#0a35b3"), "reduce_scatter": Fill("#2b98ff", "////"), "reduce": Fill("#9dc3e6", "----"),
-    "all_gather": Fill("#db3502"), "broadcast": Fill("#e0a98f", "xxxx"), "all_to_all": Fill("#7a5195", "...."),
+    "all_reduce": Fill("#d99a2b"), "reduce_scatter": Fill("#b56a00", "////"), "reduce": Fill("#f2cf8d", "----"),
+    "all_gather": Fill("#1d7a85"), "broadcast": Fill("#8fc4ca", "xxxx"), "all_to_all": Fill("#7a5195", "...."),
 }  # fmt: skip
 # In the stacking order of the bars.
 PROFILE = {

@@ -12,7 +12,7 @@ from study.records.frames import Records
 from study.records.outcome import SliceProgress
 from study.records.statistics import Noise, estimate_noise, repeat_noise
 from study.records.strategy_runs import Row
-from study.report.document import Answer, Question
+from study.report.document import Answer, Question, paragraphs
 from study.report.questions.comparison import arm_table, real_arms, workloads
 from study.report.questions.memory import STEP, sent_mib, step_s
 
@@ -83,23 +83,20 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
     ]
     rest = [str(row["Claim"]) for text, (_, row) in zip(texts, claims, strict=True) if text not in noted]
     notes += [f"Undecided for another reason: {', '.join(rest)}."] * bool(noted and rest)
-    elsewhere = sum("other records" in text for text in texts)
+    elsewhere = sum("other evidence" in text for text in texts)
     decided = len(rows) - counts["undecided"] - elsewhere
     undecided = [text.removeprefix("undecided (").removesuffix(")") for text in texts]
     reproduced = Counter(kind for kind in undecided if kind.endswith("reproduced at small scale"))
-    kinds = ", ".join([*(f"{count} {words}" for words, count in reproduced.items()), "the others open"])
+    kinds = ", ".join(f"{count} {words}" for words, count in reproduced.items())
     sentence = (
-        f"These records decide {decided or 'none'} of the {len(rows)} published claims that they test; other records"
-        f" decide {elsewhere or 'none'}. Undecided: {counts['undecided'] or 'none'}{f' ({kinds})' * bool(reproduced)}."
+        f"These records decide {decided or 'none'} of the {len(rows)} published claims that they test; other evidence"
+        f" decides {elsewhere or 'none'}. Undecided: {counts['undecided'] or 'none'}{kinds and f' ({kinds})'}."
     )
     if len(rows) == 1:
         lead = f"{'One' if decided else 'None'}: the only published claim that they test"
         sentence = f"{lead}, {rows[0]['Claim']}, is {texts[0]}."
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
-    notes.append(
-        "S0 to S3 are the four replicated documents, Z0 is the ZeRO paper; the link has every check of a claim."
-        + " Small scale: a tiny model, another model or fewer ranks, which decide no claim alone." * bool(reproduced)
-    )
+    notes += paragraphs("claims_note.j2", findings="; ".join(texts))
     words = f"published claims that these records decide; by all records: {listed}"
     numbers = [(f"{decided} of {len(rows)}", words)] if "claims" in suite else []
     return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), numbers)

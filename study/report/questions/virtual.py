@@ -11,6 +11,7 @@ import pandas as pd
 
 from study.config.text import format_number, percent
 from study.host.memory import MIB
+from study.predictor.run_predictions import request_if_any
 from study.predictor.state import paper_state_bytes, paper_traffic
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
@@ -26,9 +27,8 @@ _NOTABLE = 0.01
 
 
 def _table1_answer(records: Records) -> Answer | None:
-    paper_models = [row for row in summaries.table1_rows(records) if not math.isnan(rank_state_bytes(row))]
-    # The other models as shipped, with the paper's formula for their parameters: few settings change state.
-    rows = paper_models or [
+    # Without the paper's models all as shipped, with the formula for their parameters: few settings change state.
+    rows = [row for row in summaries.table1_rows(records) if not math.isnan(rank_state_bytes(row))] or [
         row | {"paper_bytes": paper_state_bytes(row["model_parameters"], row["stage"], row["world_size"])}
         for row in summaries.summaries(records)
         if row["strategy"] in STAGES and row["precision"] == "bf16-engine" and row["setting"] == AS_SHIPPED
@@ -41,9 +41,8 @@ def _table1_answer(records: Records) -> Answer | None:
     if not rows:
         return None
     worst = max(rows, key=lambda row: abs(_difference(row)))
-    agree = [abs(_difference(row)) <= _NOTABLE for row in rows]
-    # Gradients of the last bucket and gathered parameters leave the device after the backward pass.
-    off_rows = [row for row, is_near in zip(rows, agree, strict=True) if not is_near]
+    # Gradients that are not reduced, and gathered parameters, leave the device after the backward pass.
+    off_rows = [row for row in rows if abs(_difference(row)) > _NOTABLE]
     before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in off_rows]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")
     lost_models = lost["model_name_or_path"].str.replace(r"-\d+layers$", "", regex=True)
@@ -51,19 +50,29 @@ def _table1_answer(records: Records) -> Answer | None:
     too_large = lost["status_reason"].str.contains("of host memory").groupby(lost_models).all()
     missing = too_large.drop([row["model"] for row in rows], errors="ignore")
     is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
-    agreeing, total = sum(agree), len(rows)
-    count = f"{agreeing} of {total} cases" if total > 1 else "no case"
-    more = (rank_state_bytes(worst) - worst["paper_bytes"]) / GB
+    agreeing, total = len(rows) - len(off_rows), len(rows)
     sentence, words, note = paragraphs(
-        "table1_answer.j2", verdict="Yes" if all(agree) else f"In {count}", total=total,
-        where=f" in {f'all {total} cases' if total > 1 else 'the only case'}" if all(agree) else "",
-        extrapolated=sum(row["extrapolated"] is not None for row in rows), before_step=before_step,
-        cause="bucket" if before_step and all(before_step) else "whole" if is_kept_whole else "",
-        worst=worst, missing=missing.to_dict(),
-        difference=f"{change_text(_difference(worst))}, {more:+.3g} GB",
+        "table1_answer.j2", agreeing=agreeing, total=total, before_step=before_step,
+        extrapolated=sum(row["extrapolated"] is not None for row in rows),
+        cause="unreduced" if before_step and all(before_step) else "whole" if is_kept_whole else "",
+        worst=worst, missing=missing.to_dict(), larger=off_rows and _larger_than_bucket(records, rows, off_rows),
+        difference=change_text(_difference(worst)), more=(rank_state_bytes(worst) - worst["paper_bytes"]) / GB,
     )  # fmt: skip
     numbers = [(f"{agreeing} of {total}", words)] if total > 1 else []
     return Answer(sentence, state_by_stage(rows), (note,), numbers)
+
+
+def _larger_than_bucket(records: Records, rows: Sequence[Summary], off_rows: Sequence[Summary]) -> dict[str, str]:
+    """Return the bucket, the largest tensor of each model that is off, if larger, and of the others, in M elements."""
+    runs = {run.run: run for run in virtual_runs(records).runs.itertuples()}
+    largest = {row["model"]: max(param.elements for param in request.shape.params) / 1e6
+               for row in rows if (request := request_if_any(runs[row["runs"][0]])) is not None}  # fmt: skip
+    bucket = max((row["buckets"] or {}).get("reduce_bucket_size", math.inf) for row in rows) / 1e6
+    off = [largest.get(row["model"], 0) for row in off_rows]
+    small = {model: size for model, size in largest.items() if size <= bucket}
+    names, most = format_names(list(small)) if small else "", format_number(max(small.values(), default=0))
+    words = {"size": span_text(off, format_number), "bucket": format_number(bucket), "models": names, "most": most}
+    return words if off and min(off) > bucket else {}
 
 
 def _difference(row: Summary, before_step: bool = False) -> float:
@@ -86,10 +95,8 @@ def table1_table(records: Records) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "Model": row["model"], "Ranks": row["world_size"], "Strategy": row["strategy"],
-            "Paper, GB": row["paper_bytes"] / GB,
-            "Here, GB": rank_state_bytes(row) / GB,
-            "Difference": f"{_difference(row):+.2%}",
-            "Parameters, B": row["model_parameters"] / GB,
+            "Paper, GB": row["paper_bytes"] / GB, "Here, GB": rank_state_bytes(row) / GB,
+            "Difference": f"{_difference(row):+.2%}", "Parameters, B": row["model_parameters"] / GB,
             "Bytes per parameter here": rank_state_bytes(row) / row["model_parameters"],
             "Bytes per parameter, paper": paper_state_bytes(1, row["stage"], row["world_size"]),
             "Buffers, not state, GB": summaries.buffer_bytes(row) / GB,
@@ -127,18 +134,14 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
 
 
 def _settings_answer(records: Records) -> Answer | None:
-    shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
-    models: list[str] = []
-    gathers: list[float] = []
-    for row in summaries.summaries(records):
-        if row["setting"] == AS_SHIPPED and row["strategy"] in STAGES:
-            if row["strategy"] == "zero3":
-                gathers.append(summaries.shares(row, "payload_bytes").get("all_gather") or math.nan)
-            shipped[row["strategy"]].append(ratio := _sent_x_paper(row))
-            models += [] if math.isnan(ratio) else [row["model"]]
-    shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
+    unchanged = [row for row in summaries.summaries(records) if row["setting"] == AS_SHIPPED]
+    by_stage = {stage: [_sent_x_paper(row) for row in unchanged if row["strategy"] == stage] for stage in STAGES}
+    shipped = {stage: ratios for stage, ratios in by_stage.items() if not all(map(math.isnan, ratios))}
     if not shipped:
         return None
+    models = [row["model"] for row in unchanged if row["strategy"] in STAGES and not math.isnan(_sent_x_paper(row))]
+    gathers = [summaries.shares(row, "payload_bytes").get("all_gather") or math.nan
+               for row in unchanged if row["strategy"] == STAGES[-1]]  # fmt: skip
     rows: list[dict[str, Any]] = [
         {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: _known_span(ratios)}
         for stage, ratios in shipped.items()
@@ -151,16 +154,13 @@ def _settings_answer(records: Records) -> Answer | None:
         rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
     rows.sort(key=lambda entry: entry["Strategy"])
     after_changes: defaultdict[str, list[str]] = defaultdict(list)
-    sent: list[float] = []
     for (strategy, setting), pairs in changed.items():
         # An option such as LoRA changes the training, not the engine.
         is_setting = strategy in shipped and pairs[0][1]["overrides_engine"]
         if is_setting and all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
-            sent += (ratios_after := [_sent_x_paper(after) for _, after in pairs])
             first, *more = setting.split(", ")
-            words = f"`{first}`{f' and {len(more)} more' if more else ''}"
-            after_changes[strategy].append(f"{span_text(ratios_after, _THREE_DIGITS)} with {words}")
-    multiples = [ratio for ratios in shipped.values() for ratio in ratios if not math.isnan(ratio)]
+            span = span_text((_sent_x_paper(after) for _, after in pairs), _THREE_DIGITS)
+            after_changes[strategy].append(f"{span} with `{first}`{f' and {len(more)} more' if more else ''}")
     # Stages with equal figures are named together.
     stages: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for stage, ratios in shipped.items():
@@ -168,11 +168,10 @@ def _settings_answer(records: Records) -> Answer | None:
     sentence, words, *notes = paragraphs(
         "settings_answer.j2", stages={figures: format_names(names) for figures, names in stages.items()},
         gathers="" if all(map(math.isnan, gathers)) else span_text(gathers, _THREE_DIGITS),
-        models=format_names(models), changed=changed,
-        has_unknown=any(map(math.isnan, gathers)), sent=span_text(sent, _THREE_DIGITS) if sent else "",
+        models=format_names(models), changed=changed, has_unknown=any(map(math.isnan, gathers)),
     )  # fmt: skip
-    title = "" if changed else "Does one of N ranks send what the ZeRO paper predicts?"
-    span = span_text(multiples, _THREE_DIGITS)
+    title = "" if any(after_changes.values()) else "Does one of N ranks send what the ZeRO paper predicts?"
+    span = span_text((ratio for ratios in shipped.values() for ratio in ratios), _THREE_DIGITS)
     numbers = [(f"{span} x", words)] if " to " in span else []
     return Answer(sentence, pd.DataFrame(rows).fillna(""), tuple(notes), numbers, title=title)
 
@@ -326,7 +325,6 @@ def _layers_answer(records: Records) -> Answer | None:
         return None
     cases = summaries.summaries(records)
     lines = sum(row["extrapolated"] is not None for row in cases)
-    lost = runs[runs["status_state"] != "ok"]
     sentence = (
         f"{len(cases) - lines} of {len(cases)} cases are measured completely and {lines} are extrapolated over layers;"
         " there is no loss, no accuracy and no throughput, since a virtual rank receives no real data."
@@ -347,7 +345,7 @@ def _layers_answer(records: Records) -> Answer | None:
     notes = ["A figure that is not linear in layers is not extrapolated."] if lines else []
     notes += [
         f"{len(group)} of `{model}` ended {state}, such as: {group['status_reason'].iloc[0]}."
-        for (model, state), group in lost.groupby(["model_name_or_path", "status_state"])
+        for (model, state), group in runs[runs["status_state"] != "ok"].groupby(["model_name_or_path", "status_state"])
     ]
     return Answer(sentence, pd.DataFrame(table), tuple(notes))
 
