@@ -45,11 +45,11 @@ def test_every_wrong_cell_has_a_cause_and_each_strategy_its_own_count(records: R
     assert {cell.release for cell in wrong} >= {"0.17.6", "0.18.6", "0.19.0"}
     assert "0.19.8" not in {cell.release for cell in wrong}
     contemporary = records.runs["stack"].str.endswith("-then", na=False)
-    every, then = answer(records), answer(dataclasses.replace(records, runs=records.runs[contemporary]))
-    assert every
+    today, then = answer(records), answer(dataclasses.replace(records, runs=records.runs[contemporary]))
+    assert today
     assert then
     assert then.sentence.startswith("No release ran with today's")
-    table = every.table.set_index("Strategy")
+    table = today.table.set_index("Strategy")
     assert table.loc["zero1"].tolist() == ["7 of 24", "a: 0.18.3 to 0.19.5", "c: 0.16.0 to 0.18.2", "h: 0.18.9"]
     assert table.loc["zero3"].tolist() == ["24 of 24", "none", "none", "e: 0.14.5 to 0.19.7"]
 

@@ -84,10 +84,10 @@ def faults_on_gpu(verdicts: pd.DataFrame) -> str:
     daggers = verdicts["from_source"].map({True: DAGGER, False: ""})
     if (verdicts["kind"] == NOT_RUN).all():
         return NOT_RUN
-    shown = verdicts.assign(name="`" + verdicts["strategy"] + "`" + daggers)[
+    faults = verdicts.assign(name="`" + verdicts["strategy"] + "`" + daggers)[
         ~verdicts["kind"].isin(("right", _ON_CPUS))
     ]
-    return by_letter(zip(shown["letter"], shown["name"], strict=True)) or f"no fault{max(daggers)}"
+    return by_letter(zip(faults["letter"], faults["name"], strict=True)) or f"no fault{max(daggers)}"
 
 
 def by_letter(struck: Iterable[tuple[str, str]]) -> str:
