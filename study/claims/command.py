@@ -185,7 +185,7 @@ def dependent_claims(records: Records, report: str, output: Path) -> list[Row]:
         elsewhere = "" if decides or is_undecided else ", by other evidence"
         text = f"{shown.sentence}." + (f" And {len(results) - 1} more." if len(results) > 1 else "")
         if judged.leading and judged.leading.answer != shown.answer:
-            text += f" Another check decides: {judged.sentence}"
+            text += f" The claim rests on another check: {judged.sentence}"
         rows.append({
             "Claim": Link(claim.id, address(claim.id, output)),
             "Finding": f"{finding}{elsewhere}", "It says": claim.says, "These records": text,

@@ -81,7 +81,8 @@ def _memory_answer(records: Records) -> Answer | None:
     return side_by_side(
         sentence, without_offload(compared.workloads),
         {f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0]},
-        f"State is parameters, gradients and optimizer states; the peak is that of the {peak_kind}.", numbers=numbers,
+        f"State is parameters, gradients and optimizer states. The peak, that of the {peak_kind}, also has buffers,"
+        " gathered weights, activations and libraries.", numbers=numbers,
     )  # fmt: skip
 
 

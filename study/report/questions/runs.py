@@ -97,7 +97,7 @@ def claims_answer(rows: Sequence[Row], suite: str = "") -> Answer | None:
         sentence = f"{lead}, {rows[0]['Claim']}, is {texts[0]}."
     listed = ", ".join(f"{finding} {count}" for finding, count in counts.items())
     notes += paragraphs("claims_note.j2", findings="; ".join(texts))
-    words = f"published claims that these records decide; by all records: {listed}"
+    words = f"published claims that these records decide; by all evidence: {listed}"
     numbers = [(f"{decided} of {len(rows)}", words)] if "claims" in suite else []
     return Answer(sentence, pd.DataFrame(rows).astype(object), tuple(notes), numbers)
 

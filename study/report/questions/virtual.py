@@ -245,6 +245,7 @@ def _lora_answer(records: Records) -> Answer | None:
     sentence, words = paragraphs(
         "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, sent=format_or_dash(sent, format_number),
         parameters=percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole)),
+        is_more=rank_state_bytes(divided) + divided["gathered_bytes"] > rank_state_bytes(whole),
     )  # fmt: skip
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
