@@ -55,8 +55,6 @@ class Reviews:
 
 def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
     """Load labelled reviews, both splits from the training split, as in the studied documents."""
-    import datasets
-
     sample_counts = {"train": config.train_samples, "eval": config.eval_samples}
     if config.data == "builtin":
         train, evaluation = (
@@ -64,6 +62,9 @@ def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
             for split in ("train", "eval")
         )
         return Raw(train, evaluation, {"data": "builtin", "corpus": "reviews", "seed": builtin.CORPUS_SEED})
+    # 83 MiB of a rank, which the built-in reviews do not need.
+    import datasets
+
     if config.data == "hub":
         dataset = _hub_dataset(IMDB, IMDB_REVISION, IMDB_FILES["train"], cache_dir)
         provenance = {"data": "hub", "dataset": IMDB, "revision": IMDB_REVISION}

@@ -158,9 +158,8 @@ def _settings_answer(records: Records) -> Answer | None:
         # An option such as LoRA changes the training, not the engine.
         is_setting = strategy in shipped and pairs[0][1]["overrides_engine"]
         if is_setting and all(abs(_sent_x_paper(after) / _sent_x_paper(before) - 1) > _MUCH for before, after in pairs):
-            first, *more = setting.split(", ")
             span = span_text((_sent_x_paper(after) for _, after in pairs), _THREE_DIGITS)
-            after_changes[strategy].append(f"{span} with `{first}`{f' and {len(more)} more' if more else ''}")
+            after_changes[strategy].append(f"{span} with {format_names(setting.split(', '))}")
     # Stages with equal figures are named together.
     stages: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for stage, ratios in shipped.items():
