@@ -31,6 +31,9 @@ def run_python(strategy: str, code: str, *path: Path) -> str:
 def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy: str, with_deepspeed: bool) -> None:
     printed = run_python(
         strategy,
+        "from study.config.flags import RunConfig\nfrom study.workloads.sources import load_reviews\n"
+        "load_reviews(RunConfig(data='builtin', train_samples=8, eval_samples=8), None)\n"
+        "assert 'datasets' not in sys.modules\n"
         "from transformers import GPT2LMHeadModel\nimport evaluate\n"
         "print(sorted({name.partition('.')[0] for name, module in sys.modules.items() if module is not None}))\n"
         "print(gc.isenabled())",
