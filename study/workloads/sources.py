@@ -62,8 +62,7 @@ def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
             for split in ("train", "eval")
         )
         return Raw(train, evaluation, {"data": "builtin", "corpus": "reviews", "seed": builtin.CORPUS_SEED})
-    # 83 MiB of a rank, which the built-in reviews do not need.
-    import datasets
+    import datasets  # 83 MiB of a rank, which the built-in reviews do not need.
 
     if config.data == "hub":
         dataset = _hub_dataset(IMDB, IMDB_REVISION, IMDB_FILES["train"], cache_dir)
