@@ -81,8 +81,8 @@ def _memory_answer(records: Records) -> Answer | None:
     return side_by_side(
         sentence, without_offload(compared.workloads),
         {f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0]},
-        f"State is parameters, gradients and optimizer states. The peak, that of the {peak_kind}, also has buffers,"
-        " gathered weights, activations and libraries.", numbers=numbers,
+        "State is parameters, gradients and optimizer states, without gathered weights. The peak, that of the"
+        f" {peak_kind}, also has buffers, gathered weights, activations and libraries.", numbers=numbers,
     )  # fmt: skip
 
 
@@ -311,12 +311,14 @@ def _neighbours_answer(records: Records) -> Answer | None:
     gathers_once = stage.value("strategy") == "zero3" and any(
         arm.value("strategy") == "zero1" and sent_mib(arm) > 1.2 * sent_mib(stage) for arm in arms
     )
-    sends = [sent_mib(arm) for arm in arms if arm.value("strategy") in STAGES]
+    cheap = min((arm for arm in arms if arm.value("strategy") in STAGES), key=sent_mib)
+    is_less = sent_mib(frugal) < sent_mib(stage)
     sentence, sent, sent_words, held, held_words, *notes = paragraphs(
         "neighbours_answer.j2", gathers_once=gathers_once, lean=lean, stage=stage, tied=tied, frugal=frugal,
-        is_least=sent_mib(frugal) < min(sends, default=NAN), is_less=sent_mib(frugal) < sent_mib(stage),
+        is_least=sent_mib(frugal) < sent_mib(cheap), is_less=is_less, cheap=cheap, beyond=turn > long,
         lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {},
-        turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}",
+        turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}", has_settings=any(", " in arm.name for arm in arms),
+        part=int(stage.value("preset_layers") or 0) if " of " in workload.partition(", ")[0] else 0,
         held=lambda arm: held_text(arm.state_mib(), arm.median("forward_gathers_bytes") / MIB),
         sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
         batch=stage.value("global_batch_size"), length=stage.value("seq_length"),
@@ -330,10 +332,9 @@ def _neighbours_answer(records: Records) -> Answer | None:
         sentence, chosen,
         {"State, MiB": StrategyRuns.state_mib, "Gathered, MiB": lambda arm: arm.median("forward_gathers_bytes") / MIB,
          "Kept for backward, MiB": lambda arm: arm.median("forward_holds_bytes") / MIB,
-         "Ring bytes (NCCL), MiB": sent_mib,
-         "Calls": lambda arm: arm.median("comm_calls_per_step"),
+         "Ring bytes (NCCL), MiB": sent_mib, "Calls": lambda arm: arm.median("comm_calls_per_step"),
          "Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])},
-        *notes, numbers=[(sent, sent_words), *[(held, held_words)] * (lean is not stage)],
+        *notes, numbers=[*[(sent, sent_words)] * is_less, *[(held, held_words)] * (lean is not stage)],
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
 

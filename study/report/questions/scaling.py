@@ -100,8 +100,8 @@ def _nodes_answer(records: Records) -> Answer | None:
         growth = padded.set_index("machines")["sent"].pct_change()
         state, words, sentence, *notes = paragraphs(
             "nodes_virtual_answer.j2", chosen=chosen, padding=growth[growth > 0.1], percent=percent,
-            frugal=None if frugal["line"] in chosen else frugal, again=releasing["across"].max(),
-            ranks=largest["world_size"].max(), with_settings=with_settings,
+            frugal=None if frugal["line"] in chosen else frugal, ranks=largest["world_size"].max(),
+            again=releasing.nlargest(1, "across").itertuples(), with_settings=with_settings,
             mib=lambda size: f"{format_number(size / MIB)} MiB",
             held=lambda row: f"{held_text(row.state / MIB, row.gathered / MIB)} MiB", models=largest["model"].unique(),
             planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),
