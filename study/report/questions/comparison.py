@@ -143,13 +143,13 @@ class Comparison:
             return None
         return arm.differences(self.figure).get((base, arm.name) if self.is_inverse else (arm.name, base))
 
-    def significant(self, arms: Sequence[StrategyRuns]) -> tuple[list[float], str]:
-        """Return the ratios that differ significantly from 1, and the strategy and workload of a single one."""
+    def significant(self, arms: Sequence[StrategyRuns]) -> tuple[dict[float, StrategyRuns], str]:
+        """Return the ratios that differ significantly from 1, the smallest first, and what a single one is of."""
         unequal = [(arm, ratio.ratio.center) for arm in arms if (ratio := self.of(arm)) and ratio.is_significant]
         only = (
             f", for `{unequal[0][0].name}` in {unequal[0][0].workload} alone" if len(unequal) == 1 < len(arms) else ""
         )
-        return [ratio for _, ratio in unequal], only
+        return {ratio: arm for arm, ratio in sorted(unequal, key=lambda pair: pair[1])}, only
 
     def sentence(
         self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str, none: str

@@ -312,10 +312,10 @@ def _neighbours_answer(records: Records) -> Answer | None:
         arm.value("strategy") == "zero1" and sent_mib(arm) > 1.2 * sent_mib(stage) for arm in arms
     )
     cheap = min((arm for arm in arms if arm.value("strategy") in STAGES), key=sent_mib)
-    is_less = sent_mib(frugal) < sent_mib(stage)
+    is_least, is_less = (sent_mib(frugal) < sent_mib(arm) for arm in (cheap, stage))
     sentence, sent, sent_words, held, held_words, *notes = paragraphs(
         "neighbours_answer.j2", gathers_once=gathers_once, lean=lean, stage=stage, tied=tied, frugal=frugal,
-        is_least=sent_mib(frugal) < sent_mib(cheap), is_less=is_less, cheap=cheap, beyond=turn > long,
+        is_least=is_least, is_less=is_less, cheap=cheap, beyond=turn > long,
         lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {},
         turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}", has_settings=any(", " in arm.name for arm in arms),
         part=int(stage.value("preset_layers") or 0) if " of " in workload.partition(", ")[0] else 0,
@@ -334,7 +334,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
          "Kept for backward, MiB": lambda arm: arm.median("forward_holds_bytes") / MIB,
          "Ring bytes (NCCL), MiB": sent_mib, "Calls": lambda arm: arm.median("comm_calls_per_step"),
          "Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])},
-        *notes, numbers=[*[(sent, sent_words)] * is_less, *[(held, held_words)] * (lean is not stage)],
+        *notes, numbers=[*[(sent, sent_words)] * is_least, *[(held, held_words)] * (lean is not stage)],
     )  # fmt: skip
     return dataclasses.replace(screen, subject=workload)
 
