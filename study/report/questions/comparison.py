@@ -144,7 +144,7 @@ class Comparison:
         return arm.differences(self.figure).get((base, arm.name) if self.is_inverse else (arm.name, base))
 
     def significant(self, arms: Sequence[StrategyRuns]) -> tuple[dict[float, StrategyRuns], str]:
-        """Return ratios with a significant difference, the smallest first, and the strategy and workload of a single one."""
+        """Return the significant ratios, the smallest first, and the strategy and workload of a single one."""
         unequal = [(arm, ratio.ratio.center) for arm in arms if (ratio := self.of(arm)) and ratio.is_significant]
         only = (
             f", for `{unequal[0][0].name}` in {unequal[0][0].workload} alone" if len(unequal) == 1 < len(arms) else ""
