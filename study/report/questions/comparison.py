@@ -143,13 +143,13 @@ class Comparison:
             return None
         return arm.differences(self.figure).get((base, arm.name) if self.is_inverse else (arm.name, base))
 
-    def significant(self, arms: Sequence[StrategyRuns]) -> tuple[dict[float, StrategyRuns], str]:
+    def significant(self, arms: Sequence[StrategyRuns]) -> tuple[list[tuple[float, StrategyRuns]], str]:
         """Return the significant ratios, the smallest first, and the strategy and workload of a single one."""
         unequal = [(arm, ratio.ratio.center) for arm in arms if (ratio := self.of(arm)) and ratio.is_significant]
         only = (
             f", for `{unequal[0][0].name}` in {unequal[0][0].workload} alone" if len(unequal) == 1 < len(arms) else ""
         )
-        return {ratio: arm for arm, ratio in sorted(unequal, key=lambda pair: pair[1])}, only
+        return sorted(((ratio, arm) for arm, ratio in unequal), key=lambda pair: pair[0]), only
 
     def sentence(
         self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str, none: str
@@ -159,7 +159,7 @@ class Comparison:
         if ratios:
             rest = len(arms) - len(ratios)
             remainder = f"; {rest} of {len(arms)} comparisons are {NOT_SIGNIFICANT}" if rest else ""
-            return f"{lead} {span_text(ratios, form)}{end}{only}{remainder}."
+            return f"{lead} {span_text((ratio for ratio, _ in ratios), form)}{end}{only}{remainder}."
         is_tested = any((difference := self.of(arm)) is not None and difference.p is not None for arm in arms)
         return none if is_tested else NOT_TESTED
 

@@ -33,10 +33,10 @@ def _time_answer(records: Records) -> Answer | None:
     if compared.has_largest and ratios:
         total = len(compared.sharding)
         rest = f"; {total - len(ratios)} of {total} comparisons are {NOT_SIGNIFICANT}" if len(ratios) < total else ""
-        texts = [f"{times_text(ratio)} (`{arm.name}`)" for ratio, arm in ratios.items()]
+        texts = [f"{times_text(ratio)} (`{arm.name}`)" for ratio, arm in ratios]
         ends = only or f": {' to '.join(dict.fromkeys((texts[0], texts[-1])))}"
         words = f"step time with sharded state, in multiples of that of {compared.names}{ends}{rest}"
-        numbers.append((f"{span_text(ratios, times_text)} x", words))
+        numbers.append((f"{span_text((ratio for ratio, _ in ratios), times_text)} x", words))
     if compared.sharding:
         base = f"{compared.names}{format_scope(compared.main)}"
         least = [comparison.least_difference(arms, STEP)[1] for arms in compared.main.values()]
