@@ -30,7 +30,7 @@ def _ranks_answer(records: Records) -> Answer | None:
         return None
     one = comparison.format_references([name for arms in by_workload.values() if (name := _one_device(arms[0]))])
     one += f" on one{format_scope(by_workload)}"
-    ratios = speeds.significant(several)[0] or [NAN]
+    ratios = [ratio for ratio, _ in speeds.significant(several)[0]] or [NAN]
     verdict = "No: several" if max(ratios) < 1 else "Yes: several" if min(ratios) > 1 else "In part: several"
     sentence = speeds.sentence(
         several, times_text, f"{verdict} ranks are", f" times as fast as {one}",
