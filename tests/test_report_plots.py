@@ -111,6 +111,10 @@ def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table()
     table = TABLES["neighbours"](records).groupby("Strategy")["Ranks per group"].max()
     assert table[["zero3_hpz", "tp x4", "zero3_tp x4"]].tolist() == [2, 4, 2]
     assert table[["single", "zero3 x4", "fsdp2 x4"]].isna().all()
+    said = [(REPOSITORY / f"reports/{name}/summary.md").read_text() for name in ("neighbours", "virtual_scaling")]
+    # 11.27 MiB at 64 tokens, 23.27 at 256: at 130 the 15.42 of zero3. Eight rings of 117.7 MiB leave a machine.
+    assert "from about 130 tokens on it sends more than `zero3` (interpolated from 64 to 256)" in said[0]
+    assert "Out of each machine go 942 MiB with `hsdp`, whose 8 rings leave it with every hop, and 948 MiB" in said[1]
 
 
 def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own():
