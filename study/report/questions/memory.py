@@ -251,7 +251,7 @@ _NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
 _ALTERNATIVES = {*_NEIGHBOURS, "fsdp2"}
 # Columns that are equal for runs that differ in the length of samples.
 _SAME_BUT_LENGTH = ("strategy", "world_size", "group_ranks", "model_name_or_path", "precision", "engine_override",
-                    "peft", "gradient_checkpointing", "global_batch_size", "micro_batch_size")  # fmt: skip
+                    "peft", "optimizer", "gradient_checkpointing", "global_batch_size", "micro_batch_size")  # fmt: skip
 
 
 def ranks_per_group(run: pd.Series) -> float:
