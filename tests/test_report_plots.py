@@ -19,6 +19,8 @@ from study.records.frames import Records, read_parquet
 from study.report import canvas
 from study.report.canvas import STRATEGIES, Drawing, as_svg
 from study.report.questions import QUESTIONS, TABLES
+from study.report.questions.memory import NEIGHBOURS
+from synthetic_records import answered
 
 # The notebooks that the laptop's records have data for.
 OF_THE_LAPTOP = ["loss_curves", "neighbours", "offload", "peak_memory", "runtime", "single_vs_multi"]
@@ -111,10 +113,15 @@ def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table()
     table = TABLES["neighbours"](records).groupby("Strategy")["Ranks per group"].max()
     assert table[["zero3_hpz", "tp x4", "zero3_tp x4"]].tolist() == [2, 4, 2]
     assert table[["single", "zero3 x4", "fsdp2 x4"]].isna().all()
-    said = [(REPOSITORY / f"reports/{name}/summary.md").read_text() for name in ("neighbours", "virtual_scaling")]
-    # 11.27 MiB at 64 tokens, 23.27 at 256: at 130 the 15.42 of zero3. Eight rings of 117.7 MiB leave a machine.
-    assert "from about 130 tokens on it sends more than `zero3` (interpolated from 64 to 256)" in said[0]
-    assert "Out of each machine go 942 MiB with `hsdp`, whose 8 rings leave it with every hop, and 948 MiB" in said[1]
+    # 11.27 MiB at 64 tokens, 23.27 at 256: at 130 the 15.42 of zero3.
+    answer = answered(NEIGHBOURS.answer(records))
+    assert answer.sentence.startswith(
+        "Below about 130 tokens a sample `zero3_tp` (groups of 2) sends less than `zero3`,"
+    )
+    assert answer.numbers[0][0] == "~130 tokens"
+    # Eight rings of 117.7 MiB leave a machine.
+    said = (REPOSITORY / "reports" / "virtual_scaling" / "summary.md").read_text()
+    assert "Out of each machine go 942 MiB with `hsdp`, whose 8 rings leave it with every hop, and 948 MiB" in said
 
 
 def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own():

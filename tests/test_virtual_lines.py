@@ -42,6 +42,7 @@ def at_depth(layers: int, strategy: str = "zero3", **changed: Any) -> Summary:
         },
         "comm_bytes_per_step": 4 * elements, "comm_calls_per_step": 6 * layers, "sent_bytes_per_step": 3.0 * elements,
         "collectives": collectives, "buffer_bytes": {"bucket.device": 7}, "grads_in_bucket_bytes": None,
+        "forward_gathers_bytes": 2 * elements, "forward_holds_bytes": 3 * layers, "group_ranks": 4,
         "kept_whole_bytes": None, "grads_by_moment": {},
         "memory_gib_by_phase": {"init": peaks(1.0 * layers), "steady": peaks(0.5 * layers)}, "buckets": LARGE,
         "run_dir": f"runs/{layers}", "extrapolated": None,
@@ -92,9 +93,17 @@ def test_depths_that_are_all_beyond_a_threshold_are_extrapolated() -> None:
 @pytest.mark.parametrize(
     ("strategy", "buckets", "crossed", "beyond"),
     [
-        # The model of 40 layers has 500 parameters, and two passes lie between two uses of a parameter.
+        # The model of 40 layers has 500 parameters. Between two uses of one there are at most both passes, and of an
+        # embedding that is the head too only the 400 of the layers; tensor parallelism divides them by four.
         ("zero3", {"max_live_parameters": 700}, [], {}),
-        ("zero3", {"max_reuse_distance": 700}, ["max_reuse_distance"], {"max_reuse_distance": 78}),
+        ("zero3", {"max_reuse_distance": 700}, ["max_reuse_distance"], {"max_reuse_distance": 88}),
+        *(("zero3", {name: 110}, crossed, beyond)
+          for name, crossed, beyond in (("max_live_parameters", [], {}),
+                                        ("max_reuse_distance", ["max_reuse_distance"], {"max_reuse_distance": 14}))),
+        *((name, {"max_live_parameters": 90}, crossed, beyond)
+          for name, crossed, beyond in (("ulysses_zero3", [], {}),
+                                        ("zero3_tp", ["max_live_parameters"], {"max_live_parameters": 36}))),
+        ("ulysses_zero3", {"max_live_parameters": 300}, ["max_live_parameters"], {"max_live_parameters": 28}),
         ("zero3", {"max_reuse_distance": 1000}, [], {}),
         # A sub-group is compared with the shard of one rank.
         ("zero3", {"sub_group_size": 120}, ["sub_group_size"], {"sub_group_size": 51}),

@@ -15,6 +15,7 @@ GRADIENT_READ_POINTS = ("grads_after_backward", "grads_before_step")
 # What `study virtual --json` prints: _KEYS, keys of summary.json, and the model state, by kind and place and in total.
 # A figure is None if it was not measured, or is not linear in the number of layers.
 Summary = dict[str, Any]
+_FORWARD = ("forward_gathers_bytes", "forward_holds_bytes")
 _KEYS = (
     "strategy", "world_size", "rank", "task", "model_name_or_path", "model_parameters", "model_layers", "precision",
     "seq_length", "per_device_train_batch_size", "gradient_accumulation_steps", "emulated_device_memory_gib",
@@ -23,7 +24,7 @@ _KEYS = (
     "buffer_bytes", "grads_in_bucket_bytes", "kept_whole_bytes", "grads_by_moment", "memory_gib_by_phase",
     # Sizes at which the engine reduces a bucket or releases gathered parameters. `run_dir` is None if extrapolated,
     # since each depth has its own run directory.
-    "buckets", "run_dir",
+    "buckets", "group_ranks", *_FORWARD, "run_dir",
 )  # fmt: skip
 
 
@@ -38,7 +39,8 @@ def summarize_record(run: Run) -> Summary:
         # Without an instrumented step there is no payload either.
         "sent_bytes_per_step": None if values["comm_bytes_per_step"] is None else ring_bytes(collectives),
         "collectives": collectives,
-        **{name: state.get(name) for name in ("buffer_bytes", "grads_in_bucket_bytes")},
+        **{name: state.get(name) for name in ("buffer_bytes", "grads_in_bucket_bytes", *_FORWARD)},
+        "group_ranks": (run.engine.get("model_parallel_group") or {}).get("ranks"),
         "kept_whole_bytes": state.get("kept_whole", {}).get("bytes"),
         "grads_by_moment": {moment: state.get(moment) for moment in GRADIENT_READ_POINTS},
         "memory_gib_by_phase": rank["phases"],

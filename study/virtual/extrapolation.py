@@ -21,7 +21,7 @@ STEP_TIMES = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
 _MEMORY = (*PEAKS, "phase.*")
 _REDUCED = ("collective.all_reduce.calls", "collective.reduce*.calls", "comm_calls_per_step")
 _GATHERED = (
-    "collective.all_gather.*", "comm_*", "sent_bytes_per_step", "buffer.gathered_parameters*", *_MEMORY, *STEP_TIMES,
+    "collective.all_gather.*", "comm_*", "sent_bytes*", "buffer.gathered*", "forward_*", *_MEMORY, *STEP_TIMES,
 )  # fmt: skip
 # A depth is far enough beyond a threshold at this multiple of it; directly beyond it figures are not linear yet.
 _SETTLED_AT = 1.25
@@ -38,8 +38,8 @@ class _Threshold:
     steps: tuple[str, ...] = ()
     # The engine compares it with one rank's shard.
     sharded: bool = False
-    # 2 for a reuse distance: forward and backward may use the whole model between two uses of a parameter.
-    passes: int = 1
+    # Between two uses of a parameter: at most both passes, at least the layers if the embedding is the head as well.
+    is_distance: bool = False
     bytes_per_element: int = 1
     # Value of a threshold that is a constant of the engine.
     constant: int | None = None
@@ -48,8 +48,8 @@ class _Threshold:
 _IN_BUCKETS = _Threshold(
     "reduce_bucket_size", bends=("grads_in_bucket_bytes", *_MEMORY), steps=(*_REDUCED, "grads_in_bucket_bytes")
 )
-# By the first five letters of a strategy. allgather_bucket_size is not here, because DeepSpeed ignores it if torch
-# gathers into one tensor. Thresholds of single parameters do not depend on depth.
+# By the first five letters of a strategy, without sequence parallelism. allgather_bucket_size is not here, because
+# DeepSpeed ignores it if torch gathers into one tensor. Thresholds of single parameters do not depend on depth.
 _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
     "ddp": (_Threshold("ddp_bucket_bytes", bends=(), steps=_REDUCED, bytes_per_element=4),),
     "zero0": (_Threshold("MEMORY_OPT_ALLREDUCE_SIZE", bends=_MEMORY, steps=_REDUCED, constant=STAGE0_BUCKET),),
@@ -59,7 +59,7 @@ _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
     "zero3": (
         _IN_BUCKETS,
         _Threshold("max_live_parameters", bends=_GATHERED),
-        _Threshold("max_reuse_distance", bends=_GATHERED, passes=2),
+        _Threshold("max_reuse_distance", bends=_GATHERED, is_distance=True),
         _Threshold("prefetch_bucket_size", bends=_MEMORY, steps=("collective.all_gather.calls", "comm_calls_per_step")),
         # The gradient norm is reduced once per sub-group.
         _Threshold(
@@ -81,22 +81,25 @@ def find_crossed_thresholds(
     none, as for the number of full buckets.
     """
     crossings = {}
-    buckets = first["buckets"] or {}
-    for threshold in _THRESHOLDS.get(first["strategy"][:5], ()) if buckets else ():
+    buckets, strategy = first["buckets"] or {}, first["strategy"].removeprefix("ulysses_")
+    # Tensor parallelism divides most parameters, and the engine counts those of a rank.
+    group = (first["group_ranks"] or 1) if strategy.endswith("_tp") else 1
+    for threshold in _THRESHOLDS.get(strategy[:5], ()) if buckets else ():
         limit = threshold.constant or buckets.get(threshold.name)
         if limit is None:
             continue
-        ranks = first["world_size"] if threshold.sharded else 1
-        # The threshold in parameters of the whole model.
+        ranks = first["world_size"] // group if threshold.sharded else 1
+        # The threshold in parameters of the whole model, and if all of them are divided.
         parameters_at = limit / threshold.bytes_per_element * ranks
+        at_most = group * parameters_at
         low, high = sorted((first["model_parameters"], parameters))
-        reach = high * threshold.passes
-        bent = threshold.bends if low <= parameters_at < reach else ()
-        if parameters_per_layer < parameters_at < reach:
+        low, reach = (first["model_layers"] * parameters_per_layer, 2 * high) if threshold.is_distance else (low, high)
+        bent = threshold.bends if low <= at_most and parameters_at < reach else ()
+        if parameters_per_layer < at_most and parameters_at < reach:
             bent += threshold.steps
         straight_from = None
         if set(bent) & set(threshold.bends) - set(threshold.steps):
-            missing = (_SETTLED_AT * parameters_at - first["model_parameters"]) / parameters_per_layer
+            missing = (_SETTLED_AT * at_most - low) / parameters_per_layer
             straight_from = first["model_layers"] + math.floor(missing) + 1
         if bent:
             crossings[threshold.name] = bent, straight_from
@@ -107,7 +110,7 @@ def find_crossed_thresholds(
 MAX_NONLINEARITY = 0.02
 COUNTS = (
     "comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "grads_in_bucket_bytes", "kept_whole_bytes",
-    "model_parameters",
+    "forward_holds_bytes", "forward_gathers_bytes", "model_parameters",
 )  # fmt: skip
 # Prefixes of figure names, and the fields of a summary that contain these figures.
 _GROUPS = {

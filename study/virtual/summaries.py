@@ -6,6 +6,7 @@ at the third. With fewer depths each depth has a separate summary.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -22,17 +23,18 @@ from study.records.frames import Records, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.strategy_runs import NAN, state_bytes
 from study.records.virtual_summary import Summary, ring_bytes, summarize_row
-from study.records.workloads import format_options, format_setting
-from study.virtual.extrapolation import extrapolate
+from study.records.workloads import format_options, format_setting, name_workloads
+from study.virtual.extrapolation import COUNTS, extrapolate
 
 GB = 1e9
 AS_SHIPPED = "as shipped"
 # Columns that are equal for runs of one model at several depths.
 _SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "gradient_checkpointing", "strategy",
-         "world_size", "virtual_rank", "device_memory_cap_gib", "engine_override")  # fmt: skip
+         "world_size", "virtual_rank", "group_ranks", "device_memory_cap_gib", "engine_override")  # fmt: skip
 # Strategies of the paper's stages; tables also contain offload and other engines.
 STAGES = ("zero1", "zero2", "zero3")
 _SIZES = {"b": 1e9, "t": 1e12}
+_NAMES = ["workload", "workload_key", "arm"]
 # Collectives with less than this fraction of the weights are bookkeeping, such as that of a gradient norm.
 BOOKKEEPING = 0.005
 
@@ -54,6 +56,33 @@ def summaries(records: Records) -> list[Summary]:
     )  # fmt: skip
 
 
+def with_whole_models(records: Records) -> Records:
+    """Return the records with a run of each model that is extrapolated over layers, and the column `extrapolated`.
+
+    A figure that is not extrapolated is empty. Columns without a figure are those of the shallowest depth.
+    """
+    runs, rows = records.runs.assign(extrapolated=False), []
+    for summary in (entry for entry in summaries(records) if entry["extrapolated"]):
+        row = runs[runs["run"] == summary["runs"][0]].iloc[0].to_dict()
+        state = {f"{kind}_bytes_{place}": summary["state_bytes_per_rank"][kind][place]
+                 for kind in STATE_KINDS for place in STATE_PLACES}  # fmt: skip
+        is_counted = all(counts["wire_bytes_per_rank"] is not None for counts in summary["collectives"].values())
+        rows.append(row | {
+            # Without one of its parts the state is unknown.
+            **(dict.fromkeys(state) if None in state.values() else state), **{name: summary[name] for name in COUNTS},
+            "collectives": json.dumps(summary["collectives"]) if is_counted else None, "buffer_bytes_device": None,
+            "model_name_or_path": re.sub(r"-\d+layers$", "", row["model_name_or_path"]),
+            "model_layers": summary["model_layers"], "run": f"{row['run']}, extrapolated", "extrapolated": True,
+        })  # fmt: skip
+    if rows:
+        runs = pd.concat([runs, pd.DataFrame(rows, columns=runs.columns).astype(runs.dtypes)], ignore_index=True)
+        # Names have the settings in which the workloads of a model differ.
+        plain = runs[runs["virtual"] & ~runs["probe"].fillna(False).astype(bool)].astype(object)
+        names = pd.DataFrame(name_workloads(plain.where(plain.notna(), None).to_dict("records")), index=plain.index)
+        runs.loc[plain.index, _NAMES] = names[_NAMES]
+    return dataclasses.replace(records, runs=runs)
+
+
 def groups(records: Records) -> list[dict[int, Summary]]:
     """Group runs that differ only in depth; each group is keyed by the number of layers."""
     by_key: defaultdict[tuple[Any, ...], dict[int, Summary]] = defaultdict(dict)
@@ -71,12 +100,17 @@ def full_depth_summary(depths: Mapping[int, Summary]) -> Summary | None:
 
 
 def extrapolate_from_depths(depths: Mapping[int, Summary]) -> Summary | None:
-    """Extrapolate from the three smallest depths other than the full one; None if there are fewer."""
-    chosen = [summary for layers, summary in sorted(depths.items()) if layers != summary["preset_layers"]][:3]
-    if len(chosen) < 3:
+    """Extrapolate from the three smallest depths other than the full one; None if there are fewer.
+
+    If more figures are linear in the three largest depths, these are used.
+    """
+    partial = [summary for layers, summary in sorted(depths.items()) if layers != summary["preset_layers"]]
+    if len(partial) < 3:
         return None
-    line = extrapolate(chosen, chosen[0]["model"], int(chosen[0]["preset_layers"]))
-    return line | {"runs": sum((summary["runs"] for summary in chosen), ()), "gathered_bytes": math.nan}
+    model, layers = partial[0]["model"], int(partial[0]["preset_layers"])
+    lines = [extrapolate(chosen, model, layers) | {"runs": sum((summary["runs"] for summary in chosen), ())}
+             for chosen in (partial[:3], partial[-3:])]  # fmt: skip
+    return min(lines, key=lambda line: len(line["extrapolated"]["not_linear"]))
 
 
 def _summary(row: Mapping[Any, Any]) -> Summary:
@@ -86,7 +120,6 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
         "runs": (row["run"],),
         "model": model,
         "setting": setting_text(row),
-        "gathered_bytes": row["forward_gathers_bytes"],
         "overrides_engine": bool(json.loads(row["engine_override"])),
         # Equal for runs that differ only in setting or depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -22,7 +23,7 @@ from study.report import document
 from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text
 from study.report.questions import comparison
 from study.report.questions.comparison import Comparison, arm_table, real_arms, side_by_side, without_offload, workloads
-from study.virtual.summaries import STAGES, read_ring_bytes
+from study.virtual.summaries import STAGES, read_ring_bytes, with_whole_models
 
 STEP = "step_time_s_median"
 _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"}
@@ -278,70 +279,101 @@ def _leanest(arms: Iterable[StrategyRuns], strategies: Container[str]) -> Strate
     return min(measured, key=lambda arm: (round(arm.state_mib(), 2), sent_mib(arm)), default=None)
 
 
+def _is_part_of_model(arm: StrategyRuns) -> bool:
+    return (arm.value("model_layers") or 0) < (arm.value("preset_layers") or 0)
+
+
+class _Neighbours(NamedTuple):
+    """Strategies on the most ranks of a workload: the leanest stage of ZeRO, and the alternatives to it."""
+
+    workload: str
+    arms: list[StrategyRuns]
+    stage: StrategyRuns
+    # With the least model state, and the alternative with the fewest ring bytes.
+    lean: StrategyRuns
+    frugal: StrategyRuns
+
+
+def _find_neighbours(grouped: dict[str, list[StrategyRuns]]) -> _Neighbours | None:
+    """Return those of the whole model with most strategies, else of a part of one; None without a stage of ZeRO."""
+    candidates = []
+    for workload, strategies in grouped.items():
+        most = max(arm.ranks for arm in strategies)
+        arms = [arm for arm in strategies if arm.ranks == most > 1]
+        least = _leanest(arms, _ALTERNATIVES)
+        stage = _leanest([arm for arm in arms if arm.name in STAGES], STAGES) or _leanest(arms, STAGES)
+        if least and stage:
+            lean = min(stage, least, key=lambda arm: round(arm.state_mib(), 2))
+            frugal = min((arm for arm in arms if arm.value("strategy") in _ALTERNATIVES), key=_known_bytes_first)
+            order = (math.isnan(sent_mib(stage) + sent_mib(frugal)), _is_part_of_model(stage), -len(arms), -most)
+            candidates.append((order, _Neighbours(workload, arms, stage, lean, frugal)))
+    return min(candidates, key=lambda candidate: candidate[0], default=(None, None))[1]
+
+
+def _known_bytes_first(arm: StrategyRuns) -> tuple[bool, float]:
+    return math.isnan(sent_mib(arm)), sent_mib(arm)
+
+
 def _neighbours_answer(records: Records) -> Answer | None:
     grouped: dict[str, list[StrategyRuns]] = {}
     for arm in _neighbour_arms(records):
         if len(arm.ok_runs):
             grouped.setdefault(arm.workload, []).append(arm)
-    # The details have the other numbers of ranks.
-    most = {workload: max(arm.ranks for arm in arms) for workload, arms in grouped.items()}
-    chosen = {workload: [arm for arm in arms if arm.ranks in (1, most[workload])] for workload, arms in grouped.items()}
-    for workload in comparison.by_arms(chosen):
-        arms = [arm for arm in chosen[workload] if arm.ranks > 1]
-        least = _leanest(arms, _ALTERNATIVES)
-        stage = _leanest([arm for arm in arms if arm.name in STAGES], STAGES) or _leanest(arms, STAGES)
-        if least and stage:
-            break
-    else:
+    if (compared := _find_neighbours(grouped)) is None:
         return None
-
-    alternatives = [arm for arm in arms if arm.value("strategy") in _ALTERNATIVES]
-    lean = min(stage, least, key=lambda arm: round(arm.state_mib(), 2))
-    tied = [arm for arm in (stage, *alternatives)
-            if arm is not lean and format_number(arm.state_mib()) == format_number(lean.state_mib())]  # fmt: skip
-    frugal = min(alternatives, key=lambda arm: (pd.isna(sent_mib(arm)), sent_mib(arm)))
+    workload, arms, stage, lean, frugal = compared
     # What it sends by the tokens of a sample, if its group divides tensors or tokens: a constant and a share per token.
     lengths = {
-        arm.value("seq_length"): sent_mib(arm) for others in grouped.values() for arm in others
+        int(arm.value("seq_length")): sent_mib(arm) for strategies in grouped.values() for arm in strategies
         if all(arm.value(name) == frugal.value(name) for name in _SAME_BUT_LENGTH)
     }  # fmt: skip
     (short, few), *_, (long, many) = sorted(2 * [*lengths.items()])
     turn = short + (long - short) * (sent_mib(stage) - few) / (many - few) if many > few else NAN
-    # Stage 1 sends what three passes over the weights do, stage 3 one for each gather and one for the gradients.
-    gathers_once = stage.value("strategy") == "zero3" and any(
-        arm.value("strategy") == "zero1" and sent_mib(arm) > 1.2 * sent_mib(stage) for arm in arms
-    )
-    cheap = min((arm for arm in arms if arm.value("strategy") in STAGES), key=sent_mib)
-    is_least, is_less = (sent_mib(frugal) < sent_mib(arm) for arm in (cheap, stage))
-    sentence, sent, sent_words, held, held_words, *notes = paragraphs(
-        "neighbours_answer.j2", gathers_once=gathers_once, lean=lean, stage=stage, tied=tied, frugal=frugal,
-        is_least=is_least, is_less=is_less, cheap=cheap, beyond=turn > long,
-        lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {},
-        turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}", has_settings=any(", " in arm.name for arm in arms),
-        part=int(stage.value("preset_layers") or 0) if " of " in workload.partition(", ")[0] else 0,
-        held=lambda arm: held_text(arm.state_mib(), arm.median("forward_gathers_bytes") / MIB),
+    is_less, is_part = sent_mib(frugal) < sent_mib(stage), _is_part_of_model(stage)
+    sentence, number, words, lean_number, lean_words, *notes = paragraphs(
+        "neighbours_answer.j2", **compared._asdict(), is_less=is_less, is_part=is_part,
+        strategies={arm.value("strategy"): arm for arm in reversed(arms)}, bytes_of=sent_mib, held=_held_by,
+        cheap=min((arm for arm in arms if arm.value("strategy") in STAGES), key=_known_bytes_first),
+        tied=[arm for arm in arms if (arm is stage or arm.value("strategy") in _ALTERNATIVES)
+              and arm is not lean and _held_by(arm) == _held_by(lean)],
+        lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {}, is_beyond=turn > long,
+        turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}",
         sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
-        batch=stage.value("global_batch_size"), length=stage.value("seq_length"),
-        ranks=f"{most[workload]} {'virtual ' * bool(least.workload_runs['virtual'].any())}ranks",
-        model=workload.partition(", ")[0], strategies={arm.value("strategy") for arm in arms},
         name=lambda arm: with_settings(arm.name.replace(f" x{arm.ranks}", "")),
         group=lambda arm: format_or_dash(ranks_per_group(arm.ok_runs.iloc[0]), "{:g}".format),
-        fewer_ranks=sorted({arm.ranks for arms in grouped.values() for arm in arms} - {1, most[workload]}),
+        fewer_ranks=sorted({arm.ranks for strategies in grouped.values() for arm in strategies} - {1, stage.ranks}),
     )  # fmt: skip
-    screen = side_by_side(
-        sentence, chosen,
-        {"State, MiB": StrategyRuns.state_mib, "Gathered, MiB": lambda arm: arm.median("forward_gathers_bytes") / MIB,
-         "Kept for backward, MiB": lambda arm: arm.median("forward_holds_bytes") / MIB,
-         "Ring bytes (NCCL), MiB": sent_mib, "Calls": lambda arm: arm.median("comm_calls_per_step"),
-         "Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])},
-        *notes, numbers=[*[(sent, sent_words)] * is_least, *[(held, held_words)] * (lean is not stage)],
-    )  # fmt: skip
-    return dataclasses.replace(screen, subject=workload)
+    # The details have the other numbers of ranks, and parts of a whole model.
+    chosen = {
+        name: [arm for arm in grouped[name] if arm.ranks in (1, max(arm.ranks for arm in grouped[name]))]
+        for name in dict.fromkeys((workload, *grouped)) if _is_part_of_model(grouped[name][0]) == is_part
+    }  # fmt: skip
+    figures = {
+        "State, MiB": StrategyRuns.state_mib, "Gathered, MiB": lambda arm: arm.median("forward_gathers_bytes") / MIB,
+        "Kept for backward, MiB": lambda arm: arm.median("forward_holds_bytes") / MIB,
+        "Ring bytes (NCCL), MiB": sent_mib, "Calls": lambda arm: arm.median("comm_calls_per_step"),
+    }  # fmt: skip
+    columns = {name: _mark_extrapolated(figure) for name, figure in figures.items()}
+    columns |= {"Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])}
+    numbers = [*[(number, words)] * is_less, *[(lean_number, lean_words)] * (lean is not stage)]
+    return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes, numbers=numbers), subject=workload)
+
+
+def _held_by(arm: StrategyRuns) -> str:
+    gathered = arm.median("forward_gathers_bytes") / MIB
+    return held_text(arm.state_mib(), gathered) + (" + ?" if arm.value("extrapolated") and pd.isna(gathered) else "")
+
+
+def _mark_extrapolated(figure: Callable[[StrategyRuns], float]) -> Callable[[StrategyRuns], str | float]:
+    return lambda arm: (
+        f"~ {format_number(figure(arm))}" if arm.value("extrapolated") and figure(arm) > 0 else figure(arm)
+    )
 
 
 def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
     """Yield strategies of workloads that ran an alternative to ZeRO: real ones, or virtual ones if there are none."""
-    for runs in (real_runs(records).runs, virtual_runs(records).runs):
+    for chosen in (real_runs(records), virtual_runs(records)):
+        runs = with_whole_models(chosen).runs
         strategies = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
         if strategies:
             yield from strategies
@@ -363,6 +395,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
             "Ring bytes (NCCL), MiB": sent_mib(arm),
             "Calls": arm.median("comm_calls_per_step"),
             "Payload by collective, MiB": _by_collective(arm),
+            "Extrapolated over layers": "yes" if arm.value("extrapolated") else None,
         },
     )  # fmt: skip
 

@@ -239,12 +239,13 @@ def _lora_answer(records: Records) -> Answer | None:
     if not (cases := lora_cases(records)):
         return None
     subject, (whole, *_, divided) = next(iter(cases.items()))
-    sizes = [f"{held_text(rank_state_bytes(row) / MIB, row['gathered_bytes'] / MIB)} MiB" for row in (whole, divided)]
+    held = [(rank_state_bytes(row), figure_or_nan(row, "forward_gathers_bytes")) for row in (whole, divided)]
+    sizes = [f"{held_text(state / MIB, gathered / MIB)} MiB" for state, gathered in held]
     sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
     sentence, words = paragraphs(
         "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, sent=format_or_dash(sent, format_number),
         parameters=percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole)),
-        is_more=rank_state_bytes(divided) + divided["gathered_bytes"] > rank_state_bytes(whole),
+        is_more=sum(held[1]) > held[0][0],
     )  # fmt: skip
     table = settings_table(records)
     columns = ["Model", "Ranks", "Strategy", "Precision", "Setting", "Params, GB", "Grads, GB", "Optimizer, GB"]
