@@ -113,15 +113,18 @@ def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table()
     table = TABLES["neighbours"](records).groupby("Strategy")["Ranks per group"].max()
     assert table[["zero3_hpz", "tp x4", "zero3_tp x4"]].tolist() == [2, 4, 2]
     assert table[["single", "zero3 x4", "fsdp2 x4"]].isna().all()
-    # 11.27 MiB at 64 tokens, 23.27 at 256: at 130 the 15.42 of zero3.
-    answer = answered(NEIGHBOURS.answer(records))
-    assert answer.sentence.startswith(
-        "Below about 130 tokens a sample `zero3_tp` (groups of 2) sends less than `zero3`,"
-    )
-    assert answer.numbers[0][0] == "~130 tokens"
-    # Eight rings of 117.7 MiB leave a machine.
-    said = (REPOSITORY / "reports" / "virtual_scaling" / "summary.md").read_text()
+    # 11.27 MiB at 64 tokens, 23.27 at 256: at 130 the 15.42 of zero3. Eight rings of 117.7 MiB leave a machine.
+    said = (REPOSITORY / "reports/virtual_scaling/summary.md").read_text()
+    sentence = answered(NEIGHBOURS.answer(records)).sentence
+    assert sentence.startswith("Below about 130 tokens a sample `zero3_tp` (groups of 2) sends less than `zero3`")
     assert "Out of each machine go 942 MiB with `hsdp`, whose 8 rings leave it with every hop, and 948 MiB" in said
+    # With all 36 layers: 5,633 MiB and 15.75 for each token, as the 41,036 of zero3 at 2,248. Of zero3_tp not linear.
+    records = read_parquet(REPOSITORY / "reports" / "virtual_neighbours")
+    answer = answered(NEIGHBOURS.answer(records))
+    assert answer.numbers[0][0] == "~2,250 tokens"
+    (drawing,) = (drawing for drawing in drawn("neighbours", records) if f", {answer.subject}: " in drawing.alt)
+    assert "zero3 1,784 + 1,936 MiB, sends 41,036, " in drawing.alt
+    assert "zero1_tp (8) 5,901 MiB, sends 6,641, zero3_tp (8) 2,148 + ? MiB, sends ?" in drawing.alt
 
 
 def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own():

@@ -97,13 +97,10 @@ def test_depths_that_are_all_beyond_a_threshold_are_extrapolated() -> None:
         # embedding that is the head too only the 400 of the layers; tensor parallelism divides them by four.
         ("zero3", {"max_live_parameters": 700}, [], {}),
         ("zero3", {"max_reuse_distance": 700}, ["max_reuse_distance"], {"max_reuse_distance": 88}),
-        *(("zero3", {name: 110}, crossed, beyond)
-          for name, crossed, beyond in (("max_live_parameters", [], {}),
-                                        ("max_reuse_distance", ["max_reuse_distance"], {"max_reuse_distance": 14}))),
-        *((name, {"max_live_parameters": 90}, crossed, beyond)
-          for name, crossed, beyond in (("ulysses_zero3", [], {}),
-                                        ("zero3_tp", ["max_live_parameters"], {"max_live_parameters": 36}))),
+        ("zero3", {"max_live_parameters": 110}, [], {}),
+        ("zero3", {"max_reuse_distance": 110}, ["max_reuse_distance"], {"max_reuse_distance": 14}),
         ("ulysses_zero3", {"max_live_parameters": 300}, ["max_live_parameters"], {"max_live_parameters": 28}),
+        ("zero3_tp", {"max_live_parameters": 110}, ["max_live_parameters"], {"max_live_parameters": 46}),
         ("zero3", {"max_reuse_distance": 1000}, [], {}),
         # A sub-group is compared with the shard of one rank.
         ("zero3", {"sub_group_size": 120}, ["sub_group_size"], {"sub_group_size": 51}),
