@@ -329,11 +329,12 @@ def _neighbours_answer(records: Records) -> Answer | None:
     }  # fmt: skip
     (short, few), *_, (long, many) = sorted(2 * [*lengths.items()])
     turn = short + (long - short) * (sent_mib(stage) - few) / (many - few) if many > few else NAN
-    is_less, is_part = sent_mib(frugal) < sent_mib(stage), _is_part_of_model(stage)
+    cheap = min((arm for arm in arms if arm.value("strategy") in STAGES), key=_known_bytes_first)
+    is_least, is_less = (sent_mib(frugal) < sent_mib(arm) for arm in (cheap, stage))
+    is_part = _is_part_of_model(stage)
     sentence, number, words, lean_number, lean_words, *notes = paragraphs(
-        "neighbours_answer.j2", **compared._asdict(), is_less=is_less, is_part=is_part,
+        "neighbours_answer.j2", **compared._asdict(), cheap=cheap, is_least=is_least, is_less=is_less, is_part=is_part,
         strategies={arm.value("strategy"): arm for arm in reversed(arms)}, bytes_of=sent_mib, held=_held_by,
-        cheap=min((arm for arm in arms if arm.value("strategy") in STAGES), key=_known_bytes_first),
         tied=[arm for arm in arms if (arm is stage or arm.value("strategy") in _ALTERNATIVES)
               and arm is not lean and _held_by(arm) == _held_by(lean)],
         lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {}, is_beyond=turn > long,
@@ -355,7 +356,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
     }  # fmt: skip
     columns = {name: _mark_extrapolated(figure) for name, figure in figures.items()}
     columns |= {"Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])}
-    numbers = [*[(number, words)] * is_less, *[(lean_number, lean_words)] * (lean is not stage)]
+    numbers = [*[(number, words)] * is_least, *[(lean_number, lean_words)] * (lean is not stage)]
     return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes, numbers=numbers), subject=workload)
 
 
