@@ -67,6 +67,10 @@ class ForwardWatch:
         assert used is not None
         gathered = 0
         for parameter in self._model.parameters():
+            # DeepSpeed allocates a parameter that it prefetches, and fills it when the gather has ended.
+            if getattr(getattr(parameter, "ds_status", None), "name", None) == "INFLIGHT":
+                gathered += parameter.ds_numel * parameter.element_size()
+                continue
             # A shard that is the full parameter is used in place. FSDP's are DTensors.
             if (shard := getattr(parameter, "ds_tensor", None)) is not None:
                 is_shard = shard.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
