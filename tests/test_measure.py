@@ -28,8 +28,9 @@ from study.metrics.flops import matmul_tflops, measure_matmul_rates
 from study.metrics.inventory import ForwardWatch
 from study.metrics.memory import MemoryMeter
 from study.metrics.traffic import TrafficWatch
-from study.predictor.run_predictions import ALL_STATE, SENT, compare_run_figures
+from study.predictor.run_predictions import ALL_STATE, SENT, compare_run_figures, request_from_record
 from study.predictor.shape import model_shape
+from study.predictor.zero3_gathers import simulate_gathers
 from study.records.directory import Run
 from study.records.frames import read_records
 
@@ -330,17 +331,25 @@ def test_state_and_traffic_are_those_that_the_source_says_and_a_scan_finds_no_mo
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("zero3", 2), ("fsdp2", 2), pytest.param("zero3", 1, marks=pytest.mark.long)]
-)
-def test_a_forward_pass_allocates_the_same_however_the_weights_are_sharded(get_run, strategy, ranks):
+    ("strategy", "ranks", "settings"),
+    [("zero3", 2, {}), ("fsdp2", 2, {}), pytest.param("zero3", 1, {}, marks=pytest.mark.long),
+     ("zero3", 2, {"max_live_parameters": 2 * 10**6, "max_reuse_distance": 0, "prefetch_bucket_size": 6 * 10**5})],
+)  # fmt: skip
+def test_a_forward_pass_allocates_the_same_however_the_weights_are_sharded(get_run, strategy, ranks, settings):
     """It allocates activations for the backward pass, and no weights: neither those that FSDP gathers before any hook
-    of the model nor those that a single rank uses in place.
+    of the model, nor those that a single rank uses in place, nor the buffer of a prefetch.
     """
+    flags = [f"--engine_override=zero_optimization.stage3_{key}={value}" for key, value in settings.items()]
     plain = max(state["forward_holds_bytes"] for state in states(get_run("ddp", *GPT)))
     # One rank runs the samples of two.
-    for state in states(get_run(strategy, *GPT, ranks=ranks)):
+    run = get_run(strategy, *GPT, *flags, ranks=ranks)
+    for state in states(run):
         assert state["forward_holds_bytes"] == pytest.approx(plain * 2 / ranks, rel=0.03)
         assert (state["forward_gathers_bytes"] > 0) == (ranks > 1)
+        if strategy == "zero3" and ranks > 1:
+            (record,) = read_records(run.path).runs.itertuples()
+            gathered = simulate_gathers(request_from_record(record)).live_at_end
+            assert state["forward_gathers_bytes"] == gathered * FP32
 
 
 def test_zero3_names_its_persistent_parameters(get_run: RunFactory) -> None:

@@ -73,7 +73,20 @@ class ForwardWatch:
             else:
                 is_shard = hasattr(parameter, "_local_tensor")
             gathered += 0 if is_shard else parameter.numel() * parameter.element_size()
-        return used, gathered
+        return used, gathered + sum(buffer.nbytes() for buffer in _gather_buffers(self._model))
+
+
+def _gather_buffers(model: nn.Module) -> list[torch.UntypedStorage]:
+    """Return stage 3's buffers of gathers of several parameters (partition_parameters.py, AllGatherCoalescedHandle).
+
+    The parameters are empty until the first of them is used; the buffer stays until the last one is.
+    """
+    registries = [getattr(module, "ds_inflight_param_registry", {}) for module in model.modules()]
+    handles = [handle for registry in registries for handle in registry.values()]
+    handles = [part for handle in handles for part in getattr(handle, "handles", [handle])]
+    # All parameters of one gather have its handle. A quantized one has its partitions later.
+    parts = [handle.partitions[0].untyped_storage() for handle in handles if getattr(handle, "partitions", None)]
+    return list({storage.data_ptr(): storage for storage in parts}.values())
 
 
 def bytes_in_use(device: torch.device) -> int | None:
