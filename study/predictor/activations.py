@@ -343,7 +343,7 @@ def trace(request: Request) -> Trace:
         tail=(growth(*checkpoints) + min(0.0, tail)) * request.gradient_checkpointing,
         layer_working=peak, freed=freed, cast_layer=constant,
         logits=logits[0], logits_forward=logits[1], logits_backward=logits[2],
-        cast_head=(2 * first_pass["tail"] - second_pass["tail"]) * (not _saves_parameters(request)),
+        cast_head=has_casts * (2 * first_pass["tail"] - second_pass["tail"]),
         cast_cached=constant * shape.trained_parameters / shape.parameters,
     )  # fmt: skip
     flops = {

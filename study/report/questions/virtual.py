@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -29,6 +30,8 @@ from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_
 _NOTABLE = 0.01
 # The suffix of a model with fewer layers.
 _DEPTH = r"-\d+layers$"
+# Cells of the paper's Table 1.
+_CELLS = {*itertools.product(STAGES, ("gpt-7.5b", "gpt-128b", "gpt-1t"), (1, 4, 16, 64, 256, 1024))}
 
 
 def _table1_answer(records: Records) -> Answer | None:
@@ -54,13 +57,16 @@ def _table1_answer(records: Records) -> Answer | None:
     # Models without a case here, and whether each of their runs was too large.
     too_large = lost["status_reason"].str.contains("of host memory").groupby(lost_models).all()
     missing = too_large.drop([row["model"] for row in rows], errors="ignore")
+    measured = {case[:3] for case in cases}
+    tried = measured.union(zip(lost["strategy"], lost_models, lost["virtual_world_size"], strict=True))
     is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
     agreeing, total = len(rows) - len(off_rows), len(rows)
     sentence, words, note = paragraphs(
         "table1_answer.j2", agreeing=agreeing, total=total, before_step=before_step,
         extrapolated=sum(row["extrapolated"] is not None for row in rows),
         cause="unreduced" if before_step and all(before_step) else "whole" if is_kept_whole else "",
-        worst=worst, missing=missing.to_dict(), larger=off_rows and _larger_than_bucket(records, rows, off_rows),
+        table=_CELLS, measured=measured, tried=tried, worst=worst, missing=missing.to_dict(),
+        larger=off_rows and _larger_than_bucket(records, rows, off_rows),
         difference=change_text(_difference(worst)), more=(rank_state_bytes(worst) - worst["paper_bytes"]) / GB,
     )  # fmt: skip
     numbers = [(f"{agreeing} of {total}", words)] if total > 1 else []
