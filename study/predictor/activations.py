@@ -218,7 +218,7 @@ def predict_activations(request: Request) -> Activations:
     masks = 0.0
     if not fused and not is_classifier and request.gradient_checkpointing:
         masks = float(request.micro_batch * request.sequence_length**2 * stream * family.masks)
-    head_casts = 0 if _saves_parameters(request) else 2 if mode == "autocast" else 0
+    head_casts = 2 if mode == "autocast" and not _saves_parameters(request) else 0
     casts = 2 if mode == "autocast" and family.transposed else head_casts
     products = 0.0
     if request.saves_matmul_outputs:
@@ -301,9 +301,8 @@ def trace(request: Request) -> Trace:
 
     pairs = {name: (layer, second_pass["layers"][name]) for name, layer in first_pass["layers"].items() if layer}
     saved = growth(total("saved", first_pass), total("saved", second_pass)) / layers
-    constant = (
-        (2 * total("saved", first_pass) - total("saved", second_pass)) / layers * (not _saves_parameters(request))
-    )
+    has_casts = not _saves_parameters(request)
+    constant = has_casts * (2 * total("saved", first_pass) - total("saved", second_pass)) / layers
     checkpoints = [total("checkpoint", at) / layers for at in (first_pass, second_pass)]
     grown = {name: growth(layer["saved"], double["saved"]) * layer["recomputed"]
              for name, (layer, double) in pairs.items()}  # fmt: skip
