@@ -57,6 +57,8 @@ def test_each_number_of_the_scoreboard_is_the_jsons_and_filters_its_claims_witho
         code: {kind: str(kinds.get(kind, "-")) for kind in head[1:-1]} | {"claims": str(sum(kinds.values()))}
         for code, kinds in counts.items()
     }
+    holding = [judged.claim.id for judged in full_board.judged if judged.finding.kind == "holds"]
+    assert open_page.locator(".holding a").all_text_contents() == holding
     assert open_page.evaluate("document.scripts.length") == 0
     links = open_page.eval_on_selector_all(".scoreboard td a", "all => all.map(one => one.getAttribute('href'))")
     assert len(links) > 20
@@ -80,7 +82,7 @@ def test_every_link_of_the_page_has_a_target(open_page: Page, file: Path) -> Non
 def test_the_page_fits_the_screen_and_has_every_claim_with_its_words_and_checks(open_page, file, full_board):
     size = open_page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
     assert size[0] == open_page.viewport_size["width"]
-    assert size[0] < 1400 or size[1] <= 8000
+    assert size[0] < 1400 or size[1] <= 8000, size
     # A segment of the chart is as long as its count, which is inside it.
     sizes = "all => all.map(one => [+one.textContent, one.clientWidth, one.scrollWidth])"
     counts, lengths, texts = np.array(open_page.eval_on_selector_all(".bar i", sizes)).T

@@ -332,19 +332,20 @@ def test_state_and_traffic_are_those_that_the_source_says_and_a_scan_finds_no_mo
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "settings"),
-    [("zero3", 2, {}), ("fsdp2", 2, {}), pytest.param("zero3", 1, {}, marks=pytest.mark.long),
+    [("zero3", 2, {}), ("zero3_hpz", 4, {}), ("fsdp2", 2, {}), pytest.param("zero3", 1, {}, marks=pytest.mark.long),
      ("zero3", 2, {"max_live_parameters": 2 * 10**6, "max_reuse_distance": 0, "prefetch_bucket_size": 6 * 10**5})],
 )  # fmt: skip
 def test_a_forward_pass_allocates_the_same_however_the_weights_are_sharded(get_run, strategy, ranks, settings):
     """It allocates activations for the backward pass, and no weights: neither those that FSDP gathers before any hook
-    of the model, nor those that a single rank uses in place, nor the buffer of a prefetch.
+    of the model, nor those that a single rank uses in place, nor the buffer of a prefetch, nor hpZ's secondary
+    partition, which is state.
     """
     flags = [f"--engine_override=zero_optimization.stage3_{key}={value}" for key, value in settings.items()]
     plain = max(state["forward_holds_bytes"] for state in states(get_run("ddp", *GPT)))
     # One rank runs the samples of two.
     run = get_run(strategy, *GPT, *flags, ranks=ranks)
     for state in states(run):
-        assert state["forward_holds_bytes"] == pytest.approx(plain * 2 / ranks, rel=0.03)
+        assert state["forward_holds_bytes"] == pytest.approx(plain * 2 / ranks, abs=0.03 * plain)
         assert (state["forward_gathers_bytes"] > 0) == (ranks > 1)
         if strategy == "zero3" and ranks > 1:
             (record,) = read_records(run.path).runs.itertuples()

@@ -172,7 +172,7 @@ def test_the_quickstart_shows_the_first_lines_of_the_advice(capsys: pytest.Captu
 def test_the_finding_on_model_state_matches_the_records() -> None:
     state = r"\+(\d+ %), \+[\d.]+ GB \(`zero3` of `gemma-2-9b` at 64 ranks\)"
     for name, pattern, sentence in (
-        ("paper_table1", r"In (\d+ of \d+) cases", "holds within 1 % for {} cases"),
+        ("paper_table1", r"In (\d+ of the \d+ cells that ran, of \d+)", "holds within 1 % for {}"),
         ("virtual_settings", state, "a ZeRO-3 rank of 64 has {} more than that"),
     ):
         answer = TABLE1.answer(read_parquet(REPOSITORY / "reports" / name))

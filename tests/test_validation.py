@@ -10,8 +10,10 @@ import yaml
 from study.config.places import REPOSITORY
 from study.host.memory import GIB
 from study.predictor import run_predictions
+from study.predictor.memory import kept_for_backward
 from study.predictor.time import FITTED
 from study.predictor.validation import fit, implausibility, predicted_peak, predicted_step_s, published_rows
+from study.predictor.zero3_gathers import simulate_gathers
 from study.report.pages import prediction as report
 from study.report.site.build import NOTEBOOKS, execute
 
@@ -76,6 +78,18 @@ def test_bucketed_gradients_and_gathered_parameters_are_freed_once_they_are_copi
     # offloaded, its fp64 norm is 4 %.
     for row in rows:
         assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.01), row.name
+
+
+def test_a_forward_pass_keeps_and_gathers_what_the_prediction_says() -> None:
+    """With autocast, stage 3 saves no copies of the weights of linear layers, whose function it replaces."""
+    runs = [(run, request) for run, request in run_predictions.ended_runs()
+            if run.suite in ("virtual_tuning", "virtual_scaling") and run.strategy != "zero3_hpz"]  # fmt: skip
+    assert {request.strategy.zero_stage for _, request in runs if request.autocast} >= {1, 2, 3}
+    for run, request in runs:
+        assert kept_for_backward(request) == pytest.approx(run.forward_holds_bytes, rel=0.015), run.run
+        if request.strategy.zero_stage == 3 and run.engine_override == "[]":
+            gathered = simulate_gathers(request).live_at_end * request.gathered_bytes
+            assert gathered == pytest.approx(run.forward_gathers_bytes, rel=1e-6), run.run
 
 
 def test_the_committed_report_is_of_these_rows() -> None:

@@ -153,7 +153,7 @@ def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
         lead=f"{first_line(claims.document())}.", counts=claims.counts(), legend=claims.ledger.legend,
         documents={item.code: item.title for item in claims.ledger.documents} | {"all": ""},
         all_reports=links_from and os.path.relpath(REPORTS, (REPOSITORY / links_from).resolve()),
-        sections=sections(claims, evidence, links_from),
+        sections=[*sections(claims, evidence, links_from)],
     )  # fmt: skip
     file.write_text(text, encoding="utf-8")
 

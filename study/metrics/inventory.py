@@ -67,6 +67,9 @@ class ForwardWatch:
         assert used is not None
         gathered = 0
         for parameter in self._model.parameters():
+            # Part of the state, which the forward pass allocates with zero_hpz_partition_size.
+            if (copy := getattr(parameter, "ds_secondary_tensor", None)) is not None:
+                used -= copy.untyped_storage().nbytes()
             # A shard that is the full parameter is used in place. FSDP's are DTensors.
             if (shard := getattr(parameter, "ds_tensor", None)) is not None:
                 is_shard = shard.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()

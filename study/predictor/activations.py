@@ -154,6 +154,12 @@ def _mode(request: Request) -> str:
     return "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
 
 
+def _saves_parameters(request: Request) -> bool:
+    """Whether a linear layer saves its parameter for the backward pass, not autocast's copy: stage 3 replaces its
+    function (linear.py of deepspeed 0.19, LinearFunctionForZeroStage3)."""
+    return request.strategy.zero_stage == 3
+
+
 def predict_activations(request: Request) -> Activations:
     if isinstance(request.shape, live.LiveShape):
         return trace(request).activations
@@ -212,7 +218,8 @@ def predict_activations(request: Request) -> Activations:
     masks = 0.0
     if not fused and not is_classifier and request.gradient_checkpointing:
         masks = float(request.micro_batch * request.sequence_length**2 * stream * family.masks)
-    casts = 2 if mode == "autocast" else 0
+    head_casts = 2 if mode == "autocast" and not _saves_parameters(request) else 0
+    casts = 2 if mode == "autocast" and family.transposed else head_casts
     products = 0.0
     if request.saves_matmul_outputs:
         # torchtitan's apply_ac saves products 1, 3 and so on of a layer, and its fused attention.
@@ -245,7 +252,7 @@ def predict_activations(request: Request) -> Activations:
                           family.scores_forward * largest_scores),
         layer_working=working, logits=logits, logits_forward=logits_forward, logits_backward=logits_backward,
         cast_layer=casts * sum(matrix.elements for matrix in matrices),
-        cast_head=casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
+        cast_head=head_casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
         cast_cached=casts * sum(matrix.elements for matrix in matrices if matrix.trained),
         freed={name: working - size for name, size in after.items()},
     )  # fmt: skip
@@ -294,7 +301,8 @@ def trace(request: Request) -> Trace:
 
     pairs = {name: (layer, second_pass["layers"][name]) for name, layer in first_pass["layers"].items() if layer}
     saved = growth(total("saved", first_pass), total("saved", second_pass)) / layers
-    constant = (2 * total("saved", first_pass) - total("saved", second_pass)) / layers
+    has_casts = not _saves_parameters(request)
+    constant = has_casts * (2 * total("saved", first_pass) - total("saved", second_pass)) / layers
     checkpoints = [total("checkpoint", at) / layers for at in (first_pass, second_pass)]
     grown = {name: growth(layer["saved"], double["saved"]) * layer["recomputed"]
              for name, (layer, double) in pairs.items()}  # fmt: skip
@@ -334,7 +342,7 @@ def trace(request: Request) -> Trace:
         tail=(growth(*checkpoints) + min(0.0, tail)) * request.gradient_checkpointing,
         layer_working=peak, freed=freed, cast_layer=constant,
         logits=logits[0], logits_forward=logits[1], logits_backward=logits[2],
-        cast_head=2 * first_pass["tail"] - second_pass["tail"],
+        cast_head=has_casts * (2 * first_pass["tail"] - second_pass["tail"]),
         cast_cached=constant * shape.trained_parameters / shape.parameters,
     )  # fmt: skip
     flops = {

@@ -221,6 +221,13 @@ def _cuda_context_bytes(ranks: int) -> float:
     return float(CONTEXT_BYTES + (0 if ranks == 1 else COMMUNICATOR_OF_TWO_BYTES if ranks == 2 else COMMUNICATOR_BYTES))
 
 
+def kept_for_backward(request: Request) -> float:
+    """Return the bytes that a forward pass leaves allocated, its logits included, gathered weights excluded."""
+    shape, saved = request.shape, predict_activations(request)
+    returned = request.micro_batch * request.sequence_length * shape.vocabulary * request.computing_bytes
+    return sum(_stored(request, saved, shape.layers).values()) + saved.logits + returned * (saved.logits > 0)
+
+
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")
 
 

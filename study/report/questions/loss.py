@@ -33,6 +33,8 @@ from study.report.questions.memory import format_scope
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 # Differences up to this multiple of the reruns' are not evidence: more pairs have a larger maximum.
 _CHANCE = 2.0
+# A difference above this fraction of its margin is explained, by these first steps.
+_NARROW, _EARLY = 0.5, 20
 Steps = dict[str, pd.DataFrame]
 Verdict = Literal["same", "other", "open"]
 
@@ -44,6 +46,7 @@ class StepDifference(NamedTuple):
     nats: float = NAN
     step: float = NAN
     loss: float = NAN
+    median: float = NAN
 
 
 def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> StepDifference:
@@ -58,7 +61,8 @@ def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> S
             shares = np.divide(gaps, reference, out=np.where(gaps > 0, np.inf, gaps), where=reference > 0)
             if count and not np.isnan(shares).any():
                 at = int(np.argmax(shares))
-                differences.append(StepDifference(float(shares[at]), float(gaps[at]), at + 1, float(reference[at])))
+                figures = (shares[at], gaps[at], at + 1, reference[at], np.median(shares))
+                differences.append(StepDifference(*map(float, figures)))
     return max(differences, default=StepDifference())
 
 
@@ -126,6 +130,16 @@ def _reducible_fraction(fraction: float, loss: float, floors: pd.Series) -> floa
     return fraction * loss / (loss - floor) if floor is not None and loss > floor else NAN
 
 
+def _by_run(row: _LossComparison, steps: Steps) -> tuple[list[StepDifference], list[float]]:
+    """Return the largest difference of each run, and how far norm and loss of the first differ in the first steps."""
+    pairs = paired_runs(row.arm.workload_runs, row.arm.name, row.arm.baseline or "")
+    differences = ((largest_step_difference([pair], steps), pair) for pair in pairs)
+    by_run = sorted((entry for entry in differences if entry[0].ratio >= 0), reverse=True)
+    run, reference = (steps[name].iloc[:_EARLY].reset_index() for name in by_run[0][1])
+    early = [(run[name] / reference[name] - 1).abs().max() for name in ("grad_norm", "loss")]
+    return [largest for largest, _ in by_run], early
+
+
 def answer(records: Records) -> Answer | None:
     """Return whether the losses differ, per workload; None without a comparison."""
     steps, grouped = steps_by_run(real_runs(records)), workloads(records)
@@ -161,24 +175,22 @@ def answer(records: Records) -> Answer | None:
     different, unsure = ([row for row in comparisons if row.verdict == verdict] for verdict in ("other", "open"))
     most = max(different, key=lambda row: row.difference / row.margin, default=None)
     # Plain training first, unless a strategy differs from another one.
-    plain = (
-        [] if different or unsure else [row for row in comparisons if str(row.arm.baseline).split(" ")[0] in BASELINES]
-    )
+    rest = [] if different or unsure else comparisons
+    plain = [row for row in rest if str(row.arm.baseline).split(" ")[0] in BASELINES]
     largest = max(plain or comparisons, key=lambda row: row.difference)
     others = [row for row in comparisons if row not in plain] if plain else []
-    trials = [row.test for row in comparisons if row.test.verdict != "no test"]
-    counts = sorted({test.n for test in trials})
-    equal = len(trials) if all(test.verdict == "equivalent" for test in trials) else 0
+    tests = [row.test for row in comparisons if row.test.verdict != "no test"]
     # The margin of a test is in nats.
-    differences = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in trials if test.margin]
-    at_any_step = " at every step" if all(row.by == "steps" for row in comparisons) else ""
+    differences = [abs(test.mean_difference or 0) / test.margin * LOSS_MARGIN for test in tests if test.margin]
+    is_narrow = plain and largest.by == "steps" and largest.difference > _NARROW * largest.margin
+    by_run, early = _by_run(largest, steps) if is_narrow else ([], [])
     sentence, words, *notes = paragraphs(
         "loss_answer.j2", comparisons=comparisons, different=different, unsure=unsure, worst=most, percent=percent,
         bases=lambda rows: format_names([row.arm.baseline for row in rows]).replace(" and ", " or "), others=others,
         diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [], largest=largest,
-        size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), equal=equal,
-        at_any_step=at_any_step, min_sample=MIN_SAMPLE, seeds=counts[:1] + counts[-1:], loss_margin=LOSS_MARGIN,
-        reducible=[row.reducible_margin for row in comparisons if not math.isnan(row.reducible_margin)],
+        size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), tests=tests,
+        by_run=by_run, early=early, first_steps=_EARLY, plain_names=BASELINES, margin=LOSS_MARGIN,
+        reducible=[margin for row in comparisons if (margin := row.reducible_margin) > 0], min_sample=MIN_SAMPLE,
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}), bf16_spacing=BF16_SPACING,
     )  # fmt: skip
     notes += [*dict.fromkeys(asides), *arm_notes(itertools.chain(*grouped.values()), _CONFOUND)]

@@ -19,6 +19,7 @@ from study.records.frames import Records, drop_probes, real_runs, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import interval
 from study.records.strategy_runs import NAN, Row, StrategyRuns, group_by_strategy, scarce_memory, state_bytes
+from study.records.workloads import BASELINES
 from study.report import document
 from study.report.document import Answer, Question, format_or_dash, paragraphs, span_text, times_text
 from study.report.questions import comparison
@@ -26,6 +27,7 @@ from study.report.questions.comparison import Comparison, arm_table, real_arms, 
 from study.virtual.summaries import STAGES, read_ring_bytes, with_whole_models
 
 STEP = "step_time_s_median"
+_OPTIMIZER = [f"optimizer_bytes_{place}" for place in STATE_PLACES]
 _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"}
 
 
@@ -55,36 +57,43 @@ def _memory_answer(records: Records) -> Answer | None:
     compared = comparison.compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
     if compared is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {compared.names} in model state."
-    numbers: list[tuple[str, str]] = []
-    if compared.ratios:
-        # ZeRO's own figure, if a stage ran, on the most ranks.
-        stages = [pair for pair in compared.ratios if pair[1].value("strategy") in STAGES] or compared.ratios
-        leanest = max((arm for _, arm in stages), key=lambda arm: arm.ranks)
-        ratios, arms = zip(*(pair for pair in stages if pair[1].name == leanest.name), strict=True)
-        state, more = document.versus_text(ratios)
-        words = f"{more} model state than {compared.names}"
-        sentence = f"With `{leanest.name}` one of {leanest.ranks} ranks needs {state} {words}"
-        bases = [compared.references[arm.workload] for arm in arms]
-        peaks = [arm.peak_gib[0] / base.peak_gib[0] for arm, base in zip(arms, bases, strict=True)]
-        peak = ("", "") if pd.isna(peaks).all() else document.versus_text(peaks)
-        fsdp2 = [ratio for ratio, arm in compared.ratios if arm.value("strategy") == "fsdp2"]
-        if fsdp2 and max(fsdp2) < min(ratios):
-            less = " ".join(document.versus_text(fsdp2))
-            sentence += f" (with `fsdp2`, which also shards small tensors, {less})"
-        sentence += f"{f', and {peak[0]} {peak[1]} peak memory' if peak[0] else ''}{format_scope(compared.main)}."
-        if compared.has_largest:
-            of = " or ".join(dict.fromkeys(base.peak_gib[1] for base in bases))
-            numbers.append((state, f"{words} on each of {leanest.ranks} ranks (`{leanest.name}`)"))
-            if peak[0]:
-                numbers.append((peak[0], f"{peak[1]} peak memory than {compared.names} ({of}; `{leanest.name}`)"))
-    peak_kind = " or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values()))
-    return side_by_side(
-        sentence, without_offload(compared.workloads),
-        {f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0]},
-        "State is parameters, gradients and optimizer states, without gathered weights. The peak, that of the"
-        f" {peak_kind}, also has buffers, gathered weights, activations and libraries.", numbers=numbers,
+    columns: comparison.Columns = {
+        f"State, % of {compared.plain_names}": compared.cell(percent), "Peak, GiB": lambda arm: arm.peak_gib[0],
+    }  # fmt: skip
+    if not compared.ratios:
+        sentence = f"No sharding strategy here is comparable with {compared.names} in model state."
+        return side_by_side(sentence, without_offload(compared.workloads), columns)
+    # ZeRO's own figure, if a stage ran, on the most ranks.
+    stages = [pair for pair in compared.ratios if pair[1].value("strategy") in STAGES] or compared.ratios
+    leanest = max((arm for _, arm in stages), key=lambda arm: arm.ranks)
+    ratios, arms = zip(*(pair for pair in stages if pair[1].name == leanest.name), strict=True)
+    pairs = [(arm, compared.references[arm.workload]) for arm in arms]
+    # A gathered weight is not state, but takes memory within a step.
+    larger = [(arm.state_mib() + arm.median("forward_gathers_bytes") / MIB) / base.state_mib() for arm, base in pairs]
+    excess = [_excess(arm, base) for arm, base in pairs]
+    sentence, note, *tiles = paragraphs(
+        "memory_answer.j2", leanest=leanest, ratios=ratios, names=compared.names, versus=document.versus_text,
+        peaks=[ratio for arm, base in pairs if (ratio := arm.peak_gib[0] / base.peak_gib[0]) > 0],
+        larger=[] if math.isnan(sum(larger)) else larger, excess=[max(parts) for parts in zip(*excess, strict=True)],
+        fsdp2=[ratio for ratio, arm in compared.ratios if arm.value("strategy") == "fsdp2"],
+        share=percent(1 - 1 / leanest.ranks), scope=format_scope(compared.main),
+        places=" or ".join(dict.fromkeys(base.peak_gib[1] for base in compared.references.values())),
     )  # fmt: skip
+    numbers = [*zip(tiles[::2], tiles[1::2], strict=True)] if compared.has_largest else []
+    return side_by_side(sentence, without_offload(compared.workloads), columns, note, numbers=numbers)
+
+
+def _excess(arm: StrategyRuns, base: StrategyRuns) -> list[float]:
+    """Return the state of a rank of stage 3 beyond its part of plain training's, as fractions of that; NaN for others.
+
+    These are its small tensors, the fp32 weights of its optimizer, which plain training's has not, and the size of the
+    remainder.
+    """
+    optimizer, plain = (of.ok_runs[_OPTIMIZER].median().sum() / MIB for of in (arm, base))
+    small, weights = arm.median("kept_whole_bytes") / MIB, optimizer - plain / arm.ranks
+    remainder = abs(arm.state_mib() - base.state_mib() / arm.ranks - small - weights)
+    is_other = arm.value("strategy") != STAGES[-1] or base.value("strategy") not in BASELINES
+    return [NAN if is_other else size / base.state_mib() for size in (small, weights, remainder)]
 
 
 def memory_table(records: Records) -> pd.DataFrame:
@@ -124,29 +133,20 @@ def _offload_answer(records: Records) -> Answer | None:
         return None
     times = Comparison(offloaded, STEP, lambda arm: arm.unoffloaded)
     fair = [arm for arms in offloaded.values() for arm in comparison.fair_arms(arms) if arm.unoffloaded]
-    freed = [_freed(arm) for arm in fair]
+    nvme = [_freed(arm) for arm in fair if arm.value("offload_optimizer") == "nvme"]
     no_gpu = any(strategy_runs.has_no_gpu(arms[0].workload_runs) for arms in offloaded.values())
-    sentence = "No strategy with offload is comparable with the same stage without it."
-    if not pd.isna(freed).all():
-        sentence = f"Offload frees {span_text(freed, percent)} of the model state on the device"
-        if no_gpu:
-            nvme = [fraction for fraction, arm in zip(freed, fair, strict=True)
-                    if arm.value("offload_optimizer") == "nvme"]  # fmt: skip
-            sentence = "Offload to the host frees none of this machine's memory, which is both host and device; " + (
-                f"with the optimizer on NVMe it frees {span_text(nvme, percent)} of the model state"
-                if nvme else "to NVMe it was not run"
-            )  # fmt: skip
-        sentence += f"{format_scope(offloaded)}. " + times.sentence(
+    sentence, about, *notes = paragraphs(
+        "offload_answer.j2", freed=[part for arm in fair if (part := _freed(arm)) <= 1], no_gpu=no_gpu, nvme=nvme,
+        span=lambda fractions: span_text(fractions, percent), scope=format_scope(offloaded), times=times.sentence(
             fair, lambda ratio: document.change_text(ratio - 1), "It changes the step time by", "",
             "It changes no step time significantly.",
-        )  # fmt: skip
-    on_host = ("Freed: of the memory of the host, which is the device too; negative if offload needs more of it."
-               " Claims count the engine's device state alone, which offload to the host does reduce.",)  # fmt: skip
+        ),
+    )  # fmt: skip
     return side_by_side(
         sentence, offloaded,
         {"Freed": lambda arm: format_or_dash(round(_freed(arm), 4), percent),
          "Step time, x without": times.cell(times_text)},
-        "Compared with the same stage without offload.", *times.notes, *on_host * no_gpu,
+        about, *times.notes, *notes,
     )  # fmt: skip
 
 
@@ -191,35 +191,16 @@ def _traffic_answer(records: Records) -> Answer | None:
     compared = comparison.compare_with_reference(records, sent_mib)
     if compared is None:
         return None
-    sentence = f"No sharding strategy here is comparable with {compared.names} in ring bytes."
-    numbers: list[tuple[str, str]] = []
-    if compared.ratios:
-        # Of equal ends, the first.
-        ends = {times_text(ratio): arm for ratio, arm in (compared.ratios[-1], compared.ratios[0])}
-        ratios = " to ".join(f"{text} ({_sender(arm, float(text))})" for text, arm in reversed(ends.items()))
-        sent = "ring bytes (NCCL)"
-        sentence = (
-            f"With sharded state a rank sends {ratios} times the {sent} of {compared.names} per step"
-            f"{format_scope(compared.main)}."
-        )
-        if compared.has_largest:
-            words = f"{sent} per step with sharded state, in multiples of those of {compared.names}: {ratios}"
-            numbers.append((f"{' to '.join(reversed(ends))} x", words))
+    # Of equal ends, the first.
+    ends = {times_text(ratio): arm for ratio, arm in compared.ratios[::-1][:1] + compared.ratios[:1]}
+    sentence, note, *tile = paragraphs(
+        "traffic_answer.j2", ends=dict(reversed(ends.items())), names=compared.names, scope=format_scope(compared.main)
+    )
     return side_by_side(
         sentence, without_offload(compared.workloads),
         {"Ring bytes (NCCL), MiB": sent_mib, f"x {compared.plain_names}": compared.cell(times_text)},
-        "Ring bytes: bytes that one rank sends per step if every collective is a ring, as with NCCL. Gloo differs.",
-        numbers=numbers,
+        note, numbers=[(tile[0], tile[1])] if tile and compared.has_largest else (),
     )  # fmt: skip
-
-
-def _sender(arm: StrategyRuns, ratio: float) -> str:
-    """Return a strategy with the reason for its ring bytes over those of plain training."""
-    accumulation = int(arm.value("gradient_accumulation_steps") or 1)
-    reason = f" with {accumulation} micro-batches" * (accumulation > 1)
-    if arm.value("strategy") == "zero3" and ratio < 1.25:
-        reason += ", which does not shard small tensors; 1.50 if it does"
-    return f"`{arm.name}`{reason}"
 
 
 def traffic_table(records: Records) -> pd.DataFrame:

@@ -169,7 +169,7 @@ def _advice_answer(records: Records) -> Answer | None:
     runs = real_runs(records).runs
     # Profiling slows a run down, so profiled runs are excluded.
     by_workload = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
-    rows, best, unjudged = [], [], []
+    rows, best, unjudged, unseen = [], [], [], []
     for workload, strategies in by_workload.items():
         timed = [arm for arm in strategies if arm.is_fair() and not math.isnan(step_s(arm))]
         if not timed:
@@ -178,6 +178,7 @@ def _advice_answer(records: Records) -> Answer | None:
         if fastest:
             best.append(fastest)
             unjudged += list(few)
+            unseen.append(comparison.least_difference(timed, STEP)[1] or math.nan)
         places = scarce_memory(timed[0].workload_runs)
         states = [(size, arm.name) for arm in without_offload({workload: timed})[workload]
                   if not math.isnan(size := arm.state_mib(places))]  # fmt: skip
@@ -209,7 +210,7 @@ def _advice_answer(records: Records) -> Answer | None:
     leanest = sorted({min(sizes)[1] for sizes in peaks}) if is_known else []
     sentence, *_ = paragraphs(
         "advice_answer.j2", best=best, everywhere=everywhere, leanest=leanest, format_names=format_names,
-        timed=len(rows), unjudged=unjudged, scope=format_scope(by_workload),
+        timed=len(rows), unjudged=unjudged, scope=format_scope(by_workload), unseen=unseen, percent=percent,
     )  # fmt: skip
     table = pd.DataFrame(rows)
     return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *comparison.arm_notes(arms)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,12 +13,14 @@ import pandas as pd
 
 from study.config.text import format_number, percent
 from study.host.memory import MIB
+from study.predictor.communication import sent_bytes
+from study.predictor.memory import kept_for_backward
 from study.predictor.run_predictions import request_if_any
-from study.predictor.state import paper_state_bytes, paper_traffic
+from study.predictor.state import paper_state_bytes, paper_traffic, predict_state
+from study.predictor.zero3_gathers import simulate_gathers
 from study.records.frames import Records, virtual_runs
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.virtual_summary import Summary
-from study.records.workloads import format_setting
 from study.report.document import Answer, Question, change_text, format_names, format_or_dash, paragraphs, span_text
 from study.report.questions.memory import held_text
 from study.virtual import summaries
@@ -24,6 +28,10 @@ from study.virtual.summaries import AS_SHIPPED, BOOKKEEPING, GB, STAGES, figure_
 
 # Smaller differences in traffic or memory are padding and bookkeeping.
 _NOTABLE = 0.01
+# The suffix of a model with fewer layers.
+_DEPTH = r"-\d+layers$"
+# Cells of the paper's Table 1.
+_CELLS = {*itertools.product(STAGES, ("gpt-7.5b", "gpt-128b", "gpt-1t"), (1, 4, 16, 64, 256, 1024))}
 
 
 def _table1_answer(records: Records) -> Answer | None:
@@ -45,17 +53,20 @@ def _table1_answer(records: Records) -> Answer | None:
     off_rows = [row for row in rows if abs(_difference(row)) > _NOTABLE]
     before_step = [abs(_difference(row, before_step=True)) <= _NOTABLE for row in off_rows]
     lost = virtual_runs(records).runs.query("status_state != 'ok' and strategy in @STAGES")
-    lost_models = lost["model_name_or_path"].str.replace(r"-\d+layers$", "", regex=True)
+    lost_models = lost["model_name_or_path"].str.replace(_DEPTH, "", regex=True)
     # Models without a case here, and whether each of their runs was too large.
     too_large = lost["status_reason"].str.contains("of host memory").groupby(lost_models).all()
     missing = too_large.drop([row["model"] for row in rows], errors="ignore")
+    measured = {case[:3] for case in cases}
+    tried = measured.union(zip(lost["strategy"], lost_models, lost["virtual_world_size"], strict=True))
     is_kept_whole = figure_or_nan(worst, "kept_whole_bytes") > rank_state_bytes(worst) - worst["paper_bytes"] > 0
     agreeing, total = len(rows) - len(off_rows), len(rows)
     sentence, words, note = paragraphs(
         "table1_answer.j2", agreeing=agreeing, total=total, before_step=before_step,
         extrapolated=sum(row["extrapolated"] is not None for row in rows),
         cause="unreduced" if before_step and all(before_step) else "whole" if is_kept_whole else "",
-        worst=worst, missing=missing.to_dict(), larger=off_rows and _larger_than_bucket(records, rows, off_rows),
+        table=_CELLS, measured=measured, tried=tried, worst=worst, missing=missing.to_dict(),
+        larger=off_rows and _larger_than_bucket(records, rows, off_rows),
         difference=change_text(_difference(worst)), more=(rank_state_bytes(worst) - worst["paper_bytes"]) / GB,
     )  # fmt: skip
     numbers = [(f"{agreeing} of {total}", words)] if total > 1 else []
@@ -269,6 +280,9 @@ _TUNED = {
 }  # fmt: skip
 
 
+_HELD, _KEPT, _SENT = "State + gathered weights", "Kept for backward", "Ring bytes (NCCL)"
+
+
 def _tuning_answer(records: Records) -> Answer | None:
     """Compare the cases that differ in one of these settings; None without checkpointing and LoRA in some."""
     runs = virtual_runs(records).runs.query("status_state == 'ok'")
@@ -276,45 +290,63 @@ def _tuning_answer(records: Records) -> Answer | None:
         return None
     is_offloaded = runs["offload_optimizer"].fillna("none") != "none"
     runs = runs.assign(**{
-        "offload": runs["strategy"].where(is_offloaded, "none"),
-        "Model state on the device": sum(runs[f"{kind}_bytes_device"] for kind in STATE_KINDS),
-        "Kept for backward": runs["forward_holds_bytes"],
-        "Ring bytes (NCCL)": runs["collectives"].map(summaries.read_ring_bytes),
+        "offload": runs["strategy"].where(is_offloaded, "none"), _KEPT: runs["forward_holds_bytes"],
+        _HELD: sum(runs[f"{kind}_bytes_device"] for kind in STATE_KINDS) + runs["forward_gathers_bytes"],
+        _SENT: runs["collectives"].map(summaries.read_ring_bytes),
     })  # fmt: skip
-    figures = dict(zip(runs.columns[-3:], ("model state on the device", "memory kept for backward",
-                                           "ring bytes (NCCL)"), strict=True))  # fmt: skip
-    case = ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
-    rows = []
+    run, case = runs.iloc[0], ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
+    by_layers = {f"{run['model_layers']}, measured": runs}
+    if run["model_layers"] < run["preset_layers"] and (predicted := _predict_full_depth(runs)) is not None:
+        by_layers[f"{run['preset_layers']}, predicted"] = predicted
 
-    def cell(changes: pd.Series, strategies: pd.Series) -> str:
+    def cell(changes: pd.Series) -> str:
         """Return the changes in percent, each with its strategies if there are several."""
         texts = [f"{100 * change:+.1f} %" if abs(change) > _NOTABLE else "no change" for change in changes]
-        by_text = strategies.groupby(texts, sort=False).agg(", ".join)
-        return texts[0] if len(by_text) == 1 else ", ".join(f"{text} ({names})" for text, names in by_text.items())
+        by_text = (changes.index.to_series() + "`").groupby(texts, sort=False).agg(lambda names: ", `".join(names))
+        return texts[0] if len(by_text) == 1 else ", ".join(f"{text} (`{names})" for text, names in by_text.items())
 
     # The effects of the settings, by the figure that each changes most.
-    effects: defaultdict[str, list[tuple[float, str, dict[str, str]]]] = defaultdict(list)
+    effects: defaultdict[str, list[tuple[float, str, list[dict[str, None]]]]] = defaultdict(list)
+    rows = []
     for key, words in _TUNED.items():
-        usual = runs[key] == runs[key].mode()[0]
-        pairs = runs[usual].merge(runs[~usual], on=[name for name in case if name != key], suffixes=("", " then"))
-        if pairs.empty:
-            continue
-        setting = words.format(pairs[f"{key} then"].iloc[0], pairs[key].iloc[0])
-        changes, by = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}, pairs["strategy then"]
-        names = "`" + by + "`"
-        cells = {name: cell(change, names) for name, change in changes.items()}
-        rows.append({"Change": setting, "Strategies": ", ".join(names), **cells})
-        # By the case in which a figure falls least.
-        most = min(figures, key=lambda name: changes[name].max())
-        change = changes[most]
-        ends = {percent(-change[at]): by[at] for at in (change.idxmax(), change.idxmin())}
-        effects[figures[most]].append((change.max(), setting, ends))
+        most, at_depths = "", list[pd.Series]()
+        for layers, depth_runs in by_layers.items():
+            usual = depth_runs[key] == depth_runs[key].mode()[0]
+            same = [name for name in case if name != key]
+            pairs = depth_runs[usual].merge(depth_runs[~usual], on=same, suffixes=("", " then"))
+            if pairs.empty:
+                break
+            pairs = pairs.set_index("strategy then")
+            changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in (_HELD, _KEPT, _SENT)}
+            setting = words.format(pairs[f"{key} then"].iloc[0], pairs[key].iloc[0])
+            rows.append({"Change": setting, "Layers": layers} | {name: cell(changes[name]) for name in changes})
+            # By the case in which a figure falls least, of the measured layers.
+            most = most or min(changes, key=lambda name: changes[name].max())
+            at_depths.append(changes[most])
+        if at_depths:
+            ends = [dict.fromkeys(percent(-end) for end in (change.max(), change.min())) for change in at_depths]
+            effects[most].append((at_depths[0].max(), setting, ends))
     sentence, number, words, note = paragraphs(
         "tuning_answer.j2", effects={name: sorted(settings) for name, settings in effects.items()},
-        largest=min((min(settings), name) for name, settings in effects.items()), run=runs.iloc[0],
-        model=format_setting("model_name_or_path", runs["model_name_or_path"].iloc[0]),
+        largest=min((min(settings), name) for name, settings in effects.items()), run=run,
+        model=re.sub(_DEPTH, "", str(run["model_name_or_path"]).rsplit("/", 1)[-1]),
     )  # fmt: skip
     return Answer(sentence, pd.DataFrame(rows), (note,), [(number, words)])
+
+
+def _predict_full_depth(runs: pd.DataFrame) -> pd.DataFrame | None:
+    """Return the runs with the figures predicted for all layers of their model; None if one cannot be predicted."""
+    full_depth = runs.assign(model_name_or_path=runs["model_name_or_path"].str.replace(_DEPTH, "", regex=True))
+    figures = []
+    for run in full_depth.itertuples():
+        if (request := request_if_any(run)) is None:
+            return None
+        state = predict_state(request)
+        gathered = simulate_gathers(request).live_at_end if request.strategy.zero_stage == 3 else 0
+        device_bytes = sum(getattr(state, f"{kind}_device") for kind in STATE_KINDS) + gathered * request.gathered_bytes
+        figures.append((device_bytes, kept_for_backward(request), sent_bytes(request)))
+    full_depth[[_HELD, _KEPT, _SENT]] = figures
+    return full_depth
 
 
 TUNING = Question("tuning", "What do LoRA, offload, checkpointing and the micro-batch change?", _tuning_answer)
