@@ -81,7 +81,7 @@ def test_bucketed_gradients_and_gathered_parameters_are_freed_once_they_are_copi
 
 
 def test_a_forward_pass_keeps_and_gathers_what_the_prediction_says() -> None:
-    """With autocast, stage 3 saves no copies of the weights of linear layers, whose function it replaces."""
+    """Stage 3 saves no autocast copies of the weights of linear layers, whose function it replaces."""
     runs = [(run, request) for run, request in run_predictions.ended_runs()
             if run.suite in ("virtual_tuning", "virtual_scaling") and run.strategy != "zero3_hpz"]  # fmt: skip
     assert {request.strategy.zero_stage for _, request in runs if request.autocast} >= {1, 2, 3}
