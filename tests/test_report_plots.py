@@ -116,8 +116,8 @@ def test_a_strategy_with_groups_has_their_ranks_in_the_figure_and_in_the_table()
     # 11.27 MiB at 64 tokens, 23.27 at 256: at 130 the 15.42 of zero3. Eight rings of 117.7 MiB leave a machine.
     summary = (REPOSITORY / "reports/virtual_scaling/summary.md").read_text()
     sentence = answered(NEIGHBOURS.answer(records)).sentence
-    assert sentence.startswith("Below about 130 tokens a sample `zero3_tp` (groups of 2) sends less than `zero3`")
-    assert "Out of each machine go 942 MiB with `hsdp`, whose 8 rings leave it with every hop, and 948 MiB" in summary
+    assert sentence.startswith("Up to about 130 tokens a sample `zero3_tp` (groups of 2) sends less than `zero3`")
+    assert "`ddp` 1,899 MiB and 948 MiB; with `hsdp` 237 + 150 MiB and 942 MiB" in summary
     # With all 36 layers: 5,633 MiB and 15.75 for each token, as the 41,036 of zero3 at 2,248. Of zero3_tp not linear.
     records = read_parquet(REPOSITORY / "reports" / "virtual_neighbours")
     answer = answered(NEIGHBOURS.answer(records))

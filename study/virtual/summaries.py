@@ -225,7 +225,7 @@ STRONG, WEAK, PLANNED = "strong", "weak", "virtual ranks"
 _ALIKE = ["task", "model_name_or_path", "line", "engine_precision", "seq_length"]
 _COLUMNS = [
     "model", "line", "strategy", "scaling", "machines", "fewest", "world_size", "tokens_per_s", "efficiency", "state",
-    "gathered", "sent", "across", "peak", "predicted_state", "predicted_sent", "predicted_peak",
+    "gathered", "sent", "across", "leaving", "within", "peak", "predicted_state", "predicted_sent", "predicted_peak",
     "predicted_tokens_per_s", "predicted_efficiency",
 ]  # fmt: skip
 
@@ -264,13 +264,18 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
         for (machines, ranks), runs_of_size in group.groupby(["machines", "world_size"]):
             speed = NAN if scaling == PLANNED else runs_of_size["tokens_per_s"].median()
             prediction = predict_run(runs_of_size.iloc[0])
+            sent = runs_of_size["collectives"].map(read_ring_bytes).median()
+            across = 0.0 if machines == 1 else runs_of_size["across_machines_bytes_per_step"].median()
+            # A ring over all ranks in order leaves a machine once. If a group has one rank of each machine, so do all
+            # other ranks of the machine: each has a separate ring.
+            strategy, machine_ranks = str(runs_of_size["strategy"].iloc[0]), ranks / machines
+            leaving = across * (machine_ranks if strategy == "hsdp" or strategy.endswith("_tp") else 1)
             rows.append({
-                "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": runs_of_size["strategy"].iloc[0],
+                "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": strategy,
                 "scaling": scaling, "machines": int(machines), "fewest": int(first["machines"].iloc[0]),
                 "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
                 "state": state_bytes(runs_of_size), "gathered": runs_of_size["forward_gathers_bytes"].median(),
-                "sent": runs_of_size["collectives"].map(read_ring_bytes).median(),
-                "across": 0.0 if machines == 1 else runs_of_size["across_machines_bytes_per_step"].median(),
+                "sent": sent, "across": across, "leaving": leaving, "within": sent - leaving / machine_ranks,
                 "peak": runs_of_size["peak_memory_gib_allocated"].median(), **prediction,
                 "predicted_efficiency": prediction["predicted_tokens_per_s"] / ranks / predicted_per_rank,
             })  # fmt: skip

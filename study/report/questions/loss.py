@@ -16,6 +16,7 @@ from study.records.frames import Records, real_runs, steps_by_run
 from study.records.outcome import has_diverged
 from study.records.statistics import (
     BF16_SPACING,
+    CLAIMED_DIFFERENCE,
     LOSS_MARGIN,
     MIN_SAMPLE,
     Equivalence,
@@ -190,6 +191,7 @@ def answer(records: Records) -> Answer | None:
         diverged=_diverged_seeds(most.arm) if most and math.isinf(most.difference) else [], largest=largest,
         size=size_text(largest.difference, largest.margin), size_eval=percent(max(differences, default=0)), tests=tests,
         by_run=by_run, early=early, first_steps=_EARLY, plain_names=BASELINES, margin=LOSS_MARGIN,
+        claimed=CLAIMED_DIFFERENCE,
         reducible=[margin for row in comparisons if (margin := row.reducible_margin) > 0], min_sample=MIN_SAMPLE,
         scope=format_scope({row.arm.workload: [row.arm] for row in comparisons}), bf16_spacing=BF16_SPACING,
     )  # fmt: skip

@@ -270,7 +270,7 @@ class _Neighbours(NamedTuple):
     workload: str
     arms: list[StrategyRuns]
     stage: StrategyRuns
-    # With the least model state, and the alternative with the fewest ring bytes.
+    # With the least model state and gathered weights, and the alternative with the fewest ring bytes.
     lean: StrategyRuns
     frugal: StrategyRuns
 
@@ -284,7 +284,7 @@ def _find_neighbours(grouped: dict[str, list[StrategyRuns]]) -> _Neighbours | No
         least = _leanest(arms, _ALTERNATIVES)
         stage = _leanest([arm for arm in arms if arm.name in STAGES], STAGES) or _leanest(arms, STAGES)
         if least and stage:
-            lean = min(stage, least, key=lambda arm: round(arm.state_mib(), 2))
+            lean = min(arms, key=_all_held_mib)
             frugal = min((arm for arm in arms if arm.value("strategy") in _ALTERNATIVES), key=_known_bytes_first)
             order = (math.isnan(sent_mib(stage) + sent_mib(frugal)), _is_part_of_model(stage), -len(arms), -most)
             candidates.append((order, _Neighbours(workload, arms, stage, lean, frugal)))
@@ -316,8 +316,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
     sentence, number, words, lean_number, lean_words, *notes = paragraphs(
         "neighbours_answer.j2", **compared._asdict(), cheap=cheap, is_least=is_least, is_less=is_less, is_part=is_part,
         strategies={arm.value("strategy"): arm for arm in reversed(arms)}, bytes_of=sent_mib, held=_held_by,
-        tied=[arm for arm in arms if (arm is stage or arm.value("strategy") in _ALTERNATIVES)
-              and arm is not lean and _held_by(arm) == _held_by(lean)],
+        tied=[arm for arm in arms if arm is not lean and _held_by(arm) == _held_by(lean)],
         lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {}, is_beyond=turn > long,
         turn="" if math.isnan(turn) else f"{round(turn, -1):,.0f}",
         sent=lambda arm: format_or_dash(sent_mib(arm), format_number),
@@ -339,6 +338,13 @@ def _neighbours_answer(records: Records) -> Answer | None:
     columns |= {"Group": lambda arm: ranks_per_group(arm.ok_runs.iloc[0])}
     numbers = [*[(number, words)] * is_least, *[(lean_number, lean_words)] * (lean is not stage)]
     return dataclasses.replace(side_by_side(sentence, chosen, columns, *notes, numbers=numbers), subject=workload)
+
+
+def _all_held_mib(arm: StrategyRuns) -> float:
+    """Return the model state and gathered weights; infinite if not known."""
+    gathered = arm.median("forward_gathers_bytes") / MIB
+    total = arm.state_mib() + (0 if pd.isna(gathered) and not arm.value("extrapolated") else gathered)
+    return math.inf if pd.isna(total) else round(total, 2)
 
 
 def _held_by(arm: StrategyRuns) -> str:

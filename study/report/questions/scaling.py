@@ -90,8 +90,12 @@ def _nodes_answer(records: Records) -> Answer | None:
     if timed.empty:
         largest = rows[rows["machines"] == rows["machines"].max()]
         stages = largest[largest["line"].isin(STAGES)]
-        chosen = {row["line"]: row for row in ((stages if len(stages) else largest).iloc[-1], largest.iloc[0])}
-        frugal = largest.loc[largest["across"].idxmin()]
+        # The last stage, the leanest and the first strategy as shipped, and hsdp, which has rings of its own.
+        shipped = largest[~largest["line"].str.contains(", ")]
+        shipped = largest if shipped.empty else shipped
+        leanest = shipped.loc[(shipped["state"] + shipped["gathered"].fillna(0)).idxmin()]
+        chosen = {row["line"]: row for row in ((stages if len(stages) else largest).iloc[-1], leanest, largest.iloc[0])}
+        chosen |= {row["line"]: row for _, row in shipped[shipped["strategy"] == "hsdp"].iterrows()}
         releasing = largest[
             (largest["strategy"] == next(iter(chosen))) & largest["line"].str.contains("max_live_parameters=0")
         ]
@@ -100,8 +104,8 @@ def _nodes_answer(records: Records) -> Answer | None:
         growth = padded.set_index("machines")["sent"].pct_change()
         state, words, sentence, *notes = paragraphs(
             "nodes_virtual_answer.j2", chosen=chosen, padding=growth[growth > 0.1], percent=percent,
-            frugal=None if frugal["line"] in chosen else frugal, ranks=largest["world_size"].max(),
-            again=releasing.nlargest(1, "across").itertuples(), with_settings=with_settings,
+            ranks=largest["world_size"].max(), again=releasing.nlargest(1, "sent").itertuples(),
+            with_settings=with_settings,
             mib=lambda size: f"{format_number(size / MIB)} MiB",
             held=lambda row: f"{held_text(row.state / MIB, row.gathered / MIB)} MiB", models=largest["model"].unique(),
             planned=(PLANNED_DEVICE, PLANNED_MICRO_BATCH, PLANNED_LENGTH),
@@ -126,7 +130,7 @@ def nodes_table(records: Records) -> pd.DataFrame:
         "State per rank, MiB": rows["state"] / MIB, "State, predicted": rows["predicted_state"] / MIB,
         "Ring bytes (NCCL) per rank, MiB": rows["sent"] / MIB,
         "Ring bytes (NCCL), predicted": rows["predicted_sent"] / MIB,
-        "Of it across machines, MiB": rows["across"] / MIB,
+        "Of it across machines, MiB": rows["across"] / MIB, "Out of a machine, MiB": rows["leaving"] / MIB,
         "Peak per rank, GiB": rows["peak"], "Peak, predicted": rows["predicted_peak"],
     }  # fmt: skip
     return pd.DataFrame(table).dropna(axis="columns", how="all")

@@ -49,8 +49,8 @@ def _time_answer(records: Records) -> Answer | None:
     return side_by_side(
         sentence, without_offload(compared.workloads),
         {"Step, ms": lambda arm: 1e3 * step_s(arm), f"x {compared.plain_names}": times.cell(times_text)},
-        "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
-        *comparison.noise_notes(compared.main, STEP), numbers=numbers,
+        "ms: median step of a run, geometric mean over a strategy's own seeds. Ratios: seed by seed. Tokens per second"
+        " are of all steps.", *times.notes, *comparison.noise_notes(compared.main, STEP), numbers=numbers,
     )  # fmt: skip
 
 

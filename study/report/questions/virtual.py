@@ -253,8 +253,14 @@ def _lora_answer(records: Records) -> Answer | None:
     held = [(rank_state_bytes(row), figure_or_nan(row, "forward_gathers_bytes")) for row in (whole, divided)]
     sizes = [f"{held_text(state / MIB, gathered / MIB)} MiB" for state, gathered in held]
     sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
+    runs = virtual_runs(records).runs.set_index("run", drop=False).loc[[whole["runs"][0], divided["runs"][0]]]
+    predicted = _predict_full_depth(runs) if whole["model_layers"] < whole["preset_layers"] else None
+    all_layers = [] if predicted is None else [
+        f"{held_text(row.state / MIB, row.gathered / MIB)} MiB" for row in predicted.itertuples()
+    ]  # fmt: skip
     sentence, words = paragraphs(
-        "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, sent=format_or_dash(sent, format_number),
+        "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, all_layers=all_layers,
+        sent=format_or_dash(sent, format_number),
         parameters=percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole)),
         is_more=sum(held[1]) > held[0][0],
     )  # fmt: skip
@@ -343,10 +349,11 @@ def _predict_full_depth(runs: pd.DataFrame) -> pd.DataFrame | None:
             return None
         state = predict_state(request)
         gathered = simulate_gathers(request).live_at_end if request.strategy.zero_stage == 3 else 0
-        device_bytes = sum(getattr(state, f"{kind}_device") for kind in STATE_KINDS) + gathered * request.gathered_bytes
-        figures.append((device_bytes, kept_for_backward(request), sent_bytes(request)))
-    full_depth[[_HELD, _KEPT, _SENT]] = figures
-    return full_depth
+        device_bytes = sum(getattr(state, f"{kind}_device") for kind in STATE_KINDS)
+        gathered *= request.gathered_bytes
+        figures.append((device_bytes, gathered, kept_for_backward(request), sent_bytes(request)))
+    full_depth[["state", "gathered", _KEPT, _SENT]] = figures
+    return full_depth.assign(**{_HELD: full_depth["state"] + full_depth["gathered"]})
 
 
 TUNING = Question("tuning", "What do LoRA, offload, checkpointing and the micro-batch change?", _tuning_answer)
