@@ -80,7 +80,7 @@ def with_whole_models(records: Records) -> Records:
         plain = runs[runs["virtual"] & ~runs["probe"].fillna(False).astype(bool)].astype(object)
         names = pd.DataFrame(name_workloads(plain.where(plain.notna(), None).to_dict("records")), index=plain.index)
         runs.loc[plain.index, _NAMES] = names[_NAMES]
-    return dataclasses.replace(records, runs=runs)
+    return dataclasses.replace(records, runs=runs.copy())
 
 
 def groups(records: Records) -> list[dict[int, Summary]]:
