@@ -224,9 +224,9 @@ STRONG, WEAK, PLANNED = "strong", "weak", "virtual ranks"
 # Columns that are equal for runs that differ only in the number of machines.
 _ALIKE = ["task", "model_name_or_path", "line", "engine_precision", "seq_length"]
 _COLUMNS = [
-    "model", "line", "strategy", "scaling", "machines", "fewest", "world_size", "tokens_per_s", "efficiency", "state",
-    "gathered", "sent", "across", "leaving", "within", "peak", "predicted_state", "predicted_sent", "predicted_peak",
-    "predicted_tokens_per_s", "predicted_efficiency",
+    "model", "line", "strategy", "precision", "scaling", "machines", "fewest", "world_size", "tokens_per_s",
+    "efficiency", "state", "gathered", "sent", "across", "leaving", "within", "peak", "predicted_state",
+    "predicted_sent", "predicted_peak", "predicted_tokens_per_s", "predicted_efficiency",
 ]  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
         share=ended["global_batch_size"].astype(float) / ended["world_size"].astype(float),
     )
     rows = []
-    for (_, model, line, *_), group in ended.groupby([*_ALIKE, fixed], dropna=False, sort=False):
+    for (_, model, line, precision, *_), group in ended.groupby([*_ALIKE, fixed], dropna=False, sort=False):
         # Two machine counts are not a scaling plan: suites that vary settings have one small and one large job.
         if group["machines"].nunique() < (3 if scaling == PLANNED else 2):
             continue
@@ -272,10 +272,11 @@ def _rows(runs: pd.DataFrame, fixed: str, scaling: str) -> list[dict[str, object
             leaving = across * (machine_ranks if strategy == "hsdp" or strategy.endswith("_tp") else 1)
             rows.append({
                 "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": strategy,
+                "precision": precision,
                 "scaling": scaling, "machines": int(machines), "fewest": int(first["machines"].iloc[0]),
                 "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
                 "state": state_bytes(runs_of_size), "gathered": runs_of_size["forward_gathers_bytes"].median(),
-                "sent": sent, "across": across, "leaving": leaving, "within": sent - leaving / machine_ranks,
+                "sent": sent, "across": across, "leaving": leaving, "within": sent * machine_ranks - leaving,
                 "peak": runs_of_size["peak_memory_gib_allocated"].median(), **prediction,
                 "predicted_efficiency": prediction["predicted_tokens_per_s"] / ranks / predicted_per_rank,
             })  # fmt: skip

@@ -315,6 +315,7 @@ def _neighbours_answer(records: Records) -> Answer | None:
     is_part = _is_part_of_model(stage)
     sentence, number, words, lean_number, lean_words, *notes = paragraphs(
         "neighbours_answer.j2", **compared._asdict(), cheap=cheap, is_least=is_least, is_less=is_less, is_part=is_part,
+        all_held=_all_held_mib, held_unknown=any(math.isinf(_all_held_mib(arm)) for arm in arms),
         strategies={arm.value("strategy"): arm for arm in reversed(arms)}, bytes_of=sent_mib, held=_held_by,
         tied=[arm for arm in arms if arm is not lean and _held_by(arm) == _held_by(lean)],
         lengths=lengths if frugal.value("strategy") in WITH_GROUPS else {}, is_beyond=turn > long,

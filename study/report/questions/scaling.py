@@ -90,7 +90,7 @@ def _nodes_answer(records: Records) -> Answer | None:
     if timed.empty:
         largest = rows[rows["machines"] == rows["machines"].max()]
         stages = largest[largest["line"].isin(STAGES)]
-        # The last stage, the leanest and the first strategy as shipped, and hsdp, which has rings of its own.
+        # The last stage, the leanest and the first strategy as shipped, and hsdp, which has separate rings.
         shipped = largest[~largest["line"].str.contains(", ")]
         shipped = largest if shipped.empty else shipped
         leanest = shipped.loc[(shipped["state"] + shipped["gathered"].fillna(0)).idxmin()]

@@ -255,12 +255,14 @@ def _lora_answer(records: Records) -> Answer | None:
     sent = summaries.relative_ring_bytes(divided) / summaries.relative_ring_bytes(whole)
     runs = virtual_runs(records).runs.set_index("run", drop=False).loc[[whole["runs"][0], divided["runs"][0]]]
     predicted = _predict_full_depth(runs) if whole["model_layers"] < whole["preset_layers"] else None
-    all_layers = [] if predicted is None else [
-        f"{held_text(row.state / MIB, row.gathered / MIB)} MiB" for row in predicted.itertuples()
-    ]  # fmt: skip
+    all_layers, sent_by_all = [], 0.0
+    if predicted is not None:
+        undivided, sharded = predicted[["state", "gathered", _SENT]].to_numpy()
+        all_layers = [f"{held_text(row[0] / MIB, row[1] / MIB)} MiB" for row in (undivided, sharded)]
+        sent_by_all = sharded[2] / undivided[2]
     sentence, words = paragraphs(
         "lora_answer.j2", whole=whole, divided=divided, sizes=sizes, all_layers=all_layers,
-        sent=format_or_dash(sent, format_number),
+        sent_by_all=format_number(sent_by_all), sent=format_or_dash(sent, format_number),
         parameters=percent(summaries.kind_bytes(whole, "params") / rank_state_bytes(whole)),
         is_more=sum(held[1]) > held[0][0],
     )  # fmt: skip
@@ -269,7 +271,7 @@ def _lora_answer(records: Records) -> Answer | None:
     # An option that changes none of these bytes gives no further row.
     table = table.loc[table["Strategy"].isin(STAGES), columns].round(9).drop_duplicates()
     table = table.loc[:, (table.nunique() > 1) | table.columns.str.endswith("GB")]
-    return Answer(sentence, table, numbers=[(sizes[1], words)], subject=subject)
+    return Answer(sentence, table, numbers=[(all_layers[1] if all_layers else sizes[1], words)], subject=subject)
 
 
 LORA = Question(
@@ -286,7 +288,7 @@ _TUNED = {
 }  # fmt: skip
 
 
-_HELD, _KEPT, _SENT = "State + gathered weights", "Kept for backward", "Ring bytes (NCCL)"
+_HELD, _KEPT, _SENT = "State + gathered weights on the device", "Kept for backward", "Ring bytes (NCCL)"
 
 
 def _tuning_answer(records: Records) -> Answer | None:
@@ -301,9 +303,12 @@ def _tuning_answer(records: Records) -> Answer | None:
         _SENT: runs["collectives"].map(summaries.read_ring_bytes),
     })  # fmt: skip
     run, case = runs.iloc[0], ["model_name_or_path", "world_size", "precision", "zero_stage", *_TUNED]
-    by_layers = {f"{run['model_layers']}, measured": runs}
+    by_layers = {f"{run['model_layers']:.0f}": runs}
+    figures, error = [_HELD, _KEPT, _SENT], 0.0
     if run["model_layers"] < run["preset_layers"] and (predicted := _predict_full_depth(runs)) is not None:
         by_layers[f"{run['preset_layers']}, predicted"] = predicted
+        same_layers = _predict_figures(runs)
+        error = 0.0 if same_layers is None else (same_layers[figures] / runs[figures] - 1).abs().max().max()
 
     def cell(changes: pd.Series) -> str:
         """Return the changes in percent, each with its strategies if there are several."""
@@ -312,7 +317,7 @@ def _tuning_answer(records: Records) -> Answer | None:
         return texts[0] if len(by_text) == 1 else ", ".join(f"{text} (`{names})" for text, names in by_text.items())
 
     # The effects of the settings, by the figure that each changes most.
-    effects: defaultdict[str, list[tuple[float, str, list[dict[str, None]]]]] = defaultdict(list)
+    effects: defaultdict[str, list[tuple[float, str, list[dict[str, str]]]]] = defaultdict(list)
     rows = []
     for key, words in _TUNED.items():
         most, at_depths = "", list[pd.Series]()
@@ -323,28 +328,27 @@ def _tuning_answer(records: Records) -> Answer | None:
             if pairs.empty:
                 break
             pairs = pairs.set_index("strategy then")
-            changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in (_HELD, _KEPT, _SENT)}
+            changes = {name: pairs[f"{name} then"] / pairs[name] - 1 for name in figures}
             setting = words.format(pairs[f"{key} then"].iloc[0], pairs[key].iloc[0])
             rows.append({"Change": setting, "Layers": layers} | {name: cell(changes[name]) for name in changes})
             # By the case in which a figure falls least, of the measured layers.
             most = most or min(changes, key=lambda name: changes[name].max())
             at_depths.append(changes[most])
         if at_depths:
-            ends = [dict.fromkeys(percent(-end) for end in (change.max(), change.min())) for change in at_depths]
+            ends = [{percent(-change[at]): at for at in (change.idxmax(), change.idxmin())} for change in at_depths]
             effects[most].append((at_depths[0].max(), setting, ends))
     sentence, number, words, note = paragraphs(
         "tuning_answer.j2", effects={name: sorted(settings) for name, settings in effects.items()},
-        largest=min((min(settings), name) for name, settings in effects.items()), run=run,
+        largest=min((min(settings), name) for name, settings in effects.items()), run=run, error=percent(error),
         model=re.sub(_DEPTH, "", str(run["model_name_or_path"]).rsplit("/", 1)[-1]),
     )  # fmt: skip
     return Answer(sentence, pd.DataFrame(rows), (note,), [(number, words)])
 
 
-def _predict_full_depth(runs: pd.DataFrame) -> pd.DataFrame | None:
-    """Return the runs with the figures predicted for all layers of their model; None if one cannot be predicted."""
-    full_depth = runs.assign(model_name_or_path=runs["model_name_or_path"].str.replace(_DEPTH, "", regex=True))
+def _predict_figures(runs: pd.DataFrame) -> pd.DataFrame | None:
+    """Return the runs with predicted figures; None if one cannot be predicted."""
     figures = []
-    for run in full_depth.itertuples():
+    for run in runs.itertuples():
         if (request := request_if_any(run)) is None:
             return None
         state = predict_state(request)
@@ -352,8 +356,15 @@ def _predict_full_depth(runs: pd.DataFrame) -> pd.DataFrame | None:
         device_bytes = sum(getattr(state, f"{kind}_device") for kind in STATE_KINDS)
         gathered *= request.gathered_bytes
         figures.append((device_bytes, gathered, kept_for_backward(request), sent_bytes(request)))
-    full_depth[["state", "gathered", _KEPT, _SENT]] = figures
-    return full_depth.assign(**{_HELD: full_depth["state"] + full_depth["gathered"]})
+    runs = runs.copy()
+    runs[["state", "gathered", _KEPT, _SENT]] = figures
+    return runs.assign(**{_HELD: runs["state"] + runs["gathered"]})
+
+
+def _predict_full_depth(runs: pd.DataFrame) -> pd.DataFrame | None:
+    """Return the runs with figures predicted for all layers of their model; None if one cannot be predicted."""
+    full_names = runs["model_name_or_path"].str.replace(_DEPTH, "", regex=True)
+    return _predict_figures(runs.assign(model_name_or_path=full_names))
 
 
 TUNING = Question("tuning", "What do LoRA, offload, checkpointing and the micro-batch change?", _tuning_answer)
