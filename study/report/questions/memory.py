@@ -292,7 +292,7 @@ def _find_neighbours(grouped: dict[str, list[StrategyRuns]]) -> _Neighbours | No
 
 
 def _known_bytes_first(arm: StrategyRuns) -> tuple[bool, float]:
-    return math.isnan(sent_mib(arm)), sent_mib(arm)
+    return math.isnan(sent_mib(arm)), round(sent_mib(arm), 2)
 
 
 def _neighbours_answer(records: Records) -> Answer | None:
@@ -310,7 +310,8 @@ def _neighbours_answer(records: Records) -> Answer | None:
     }  # fmt: skip
     (short, few), *_, (long, many) = sorted(2 * [*lengths.items()])
     turn = short + (long - short) * (sent_mib(stage) - few) / (many - few) if many > few else NAN
-    cheap = min((arm for arm in arms if arm.value("strategy") in STAGES), key=_known_bytes_first)
+    stages = [arm for arm in arms if arm.value("strategy") in STAGES]
+    cheap = min(stages, key=lambda arm: (*_known_bytes_first(arm), _all_held_mib(arm)))
     is_least, is_less = (sent_mib(frugal) < sent_mib(arm) for arm in (cheap, stage))
     is_part = _is_part_of_model(stage)
     sentence, number, words, lean_number, lean_words, *notes = paragraphs(
